@@ -1,0 +1,27 @@
+"""Typed configuration, its JSON reader, and the translation of DeepSpeed's JSON."""
+
+from .batch import BatchPolicy
+from .errors import ConfigError
+from .load import load_config
+from .policies import (
+    CheckpointPolicy,
+    LossScalePolicy,
+    OptimizerPolicy,
+    PrecisionPolicy,
+    SchedulerPolicy,
+    UnitPolicy,
+)
+from .root import ZeroConfig
+
+__all__ = [
+    "BatchPolicy",
+    "CheckpointPolicy",
+    "ConfigError",
+    "LossScalePolicy",
+    "OptimizerPolicy",
+    "PrecisionPolicy",
+    "SchedulerPolicy",
+    "UnitPolicy",
+    "ZeroConfig",
+    "load_config",
+]

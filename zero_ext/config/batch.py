@@ -1,0 +1,51 @@
+"""Batch sizes: samples a step, samples a rank and micro-batch, micro-batches a step."""
+
+from __future__ import annotations
+
+from .errors import ConfigError, Problem
+from .policy import Policy, Positive
+
+
+class BatchPolicy(Policy):
+    """train_batch_size = micro_batch_size x gradient_accumulation_steps x world size.
+
+    Any two give the third (`resolve`). None means "not said".
+
+    Attributes:
+        train_batch_size: samples that one optimizer step sees, over all ranks.
+        micro_batch_size: samples of one forward pass on one rank.
+        gradient_accumulation_steps: micro-batches of one optimizer step.
+    """
+
+    train_batch_size: Positive | None = None
+    micro_batch_size: Positive | None = None
+    gradient_accumulation_steps: Positive | None = None
+
+    def resolve(self, world_size: int) -> BatchPolicy:
+        """Fill in what is not said for `world_size` data-parallel ranks.
+
+        gradient_accumulation_steps is always an int afterwards (1 when nothing says otherwise); the two sizes stay
+        None when neither is given. Raises ConfigError when the three values contradict each other or do not divide.
+        """
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise ConfigError(Problem("world_size", f"got {world_size!r}, wanted an integer of at least 1"))
+        train, micro, steps = self.train_batch_size, self.micro_batch_size, self.gradient_accumulation_steps
+        if train is None:
+            steps = steps or 1
+            train = None if micro is None else micro * steps * world_size
+        elif micro is not None:
+            steps = steps or train // (micro * world_size)
+        else:
+            steps = steps or 1
+            micro = train // (steps * world_size)
+        if train is not None and (not micro or not steps or train != micro * steps * world_size):
+            raise ConfigError(Problem("train_batch_size", self._contradiction(world_size)), "batch sizes")
+        return BatchPolicy(train_batch_size=train, micro_batch_size=micro, gradient_accumulation_steps=steps)
+
+    def _contradiction(self, world_size: int) -> str:
+        return (
+            f"got train_batch_size={self.train_batch_size}, micro_batch_size={self.micro_batch_size}, "
+            f"gradient_accumulation_steps={self.gradient_accumulation_steps} on {world_size} rank(s); wanted "
+            "train_batch_size = micro_batch_size x gradient_accumulation_steps x ranks in whole numbers: "
+            "change one of them or leave one out"
+        )

@@ -1,0 +1,33 @@
+"""From whatever the user hands over to a ZeroConfig."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from .errors import ConfigError, show
+from .json_file import read_json_object
+from .root import ZeroConfig
+
+ConfigSource = ZeroConfig | Mapping[str, object] | str | Path | None
+
+
+def load_config(source: ConfigSource) -> ZeroConfig:
+    """Read a native configuration: a ZeroConfig, a mapping, the path of a JSON file, or None for the defaults.
+
+    Raises ConfigError (a ValueError) that lists every unknown key, wrong value and contradiction by key path, and
+    TypeError for a source of another type.
+    """
+    if source is None:
+        return ZeroConfig()
+    if isinstance(source, ZeroConfig):
+        return source
+    if isinstance(source, Mapping):
+        return ZeroConfig.from_mapping(dict(source))
+    if isinstance(source, str | Path):
+        values = read_json_object(source)
+        try:
+            return ZeroConfig.from_mapping(values)
+        except ConfigError as error:
+            raise error.within(str(source)) from None
+    raise TypeError(f"configuration is {show(source)}, wanted a ZeroConfig, a mapping, a path or None")

@@ -1,0 +1,131 @@
+"""The groups of settings that a ZeroConfig is made of. Every default means "off" or "as torch does it"."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from .errors import show
+from .policy import Count, Names, Policy, Positive
+
+ParameterDtype = Literal["fp32", "bf16", "fp16"]
+
+
+class PrecisionPolicy(Policy):
+    """Numeric formats.
+
+    Attributes:
+        dtype: compute precision of parameters and their gathered copies; "keep" leaves every parameter as it is.
+        grad_accum_dtype: precision in which gradients of several micro-batches add up.
+        moments_dtype: precision of Adam's two moments (masters are always fp32).
+        communication_dtype: precision of gradients on the wire; None sends a gradient in its own.
+    """
+
+    dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
+    grad_accum_dtype: ParameterDtype = "fp32"
+    moments_dtype: Literal["fp32", "bf16"] = "fp32"
+    communication_dtype: ParameterDtype | None = None
+
+
+class LossScalePolicy(Policy):
+    """Loss scaling, used with fp16 parameters only (Micikevicius et al., Mixed Precision Training, section 3.2).
+
+    Attributes:
+        static: a fixed scale; 0 means dynamic, and then the other keys apply.
+        initial_power: the dynamic scale starts at 2**initial_power.
+        window: steps without overflow after which the scale doubles.
+        hysteresis: overflows tolerated before the scale is halved.
+        consecutive_hysteresis: refill the tolerance after every step without overflow, not only when the scale grows.
+        minimum: the dynamic scale never goes below this.
+    """
+
+    static: Annotated[float, Field(ge=0, le=2.0**126)] = 0.0
+    initial_power: Annotated[Count, Field(le=126)] = 16
+    window: Positive = 1000
+    hysteresis: Positive = 2
+    consecutive_hysteresis: bool = False
+    minimum: Annotated[float, Field(gt=0)] = 1.0
+
+    @model_validator(mode="after")
+    def _starts_above_minimum(self) -> LossScalePolicy:
+        if self.static == 0 and self.minimum > 2.0**self.initial_power:
+            raise ValueError(
+                f"minimum={self.minimum} is above the initial scale 2**initial_power={2.0**self.initial_power}: "
+                "lower minimum or raise initial_power"
+            )
+        return self
+
+
+class UnitPolicy(Policy):
+    """How parameters are grouped into units, and how many gathered ones may live at once (all in elements).
+
+    Attributes:
+        block_classes: class names whose modules each form a unit in stage 3; empty takes the entries of
+            ModuleList and Sequential stacks.
+        leaf_modules: class or module names that are gathered whole, with all they contain (mixture of experts).
+        bucket_elements: size of a unit in stages 1 and 2.
+        persistence_threshold: parameters with fewer elements stay gathered in stage 3.
+        live_elements: cap on gathered elements at any time in stage 3.
+        prefetch_elements: elements gathered ahead of their use in stage 3.
+    """
+
+    block_classes: Names = ()
+    leaf_modules: Names = ()
+    bucket_elements: Positive = 16_777_216
+    persistence_threshold: Count = 0
+    live_elements: Positive = 1_000_000_000
+    prefetch_elements: Count = 50_000_000
+
+
+def _check_json(value: object, path: str) -> None:
+    if value is None or isinstance(value, bool | int | str):
+        return
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{path} is {show(value)}, wanted a finite number")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_json(item, f"{path}[{index}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_json(item, f"{path}.{key}")
+    else:
+        raise ValueError(  # noqa: TRY004 - pydantic turns ValueError, not TypeError, into a named problem
+            f"{path} is {show(value)}, wanted a number, string, bool, null or a list of those"
+        )
+
+
+class _TypeWithParams(Policy):
+    type: Annotated[str, Field(min_length=1)]
+    params: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("params")
+    @classmethod
+    def _params_are_json(cls, params: dict[str, Any]) -> dict[str, Any]:
+        for key, value in params.items():
+            _check_json(value, key)
+        return params
+
+
+class OptimizerPolicy(_TypeWithParams):
+    """Which optimizer `initialize` builds. `type` and `params` as zero_ext.optim.build.build_optimizer takes them."""
+
+
+class SchedulerPolicy(_TypeWithParams):
+    """Which learning-rate scheduler `initialize` builds, as zero_ext.optim.build.build_scheduler takes it."""
+
+
+class CheckpointPolicy(Policy):
+    """How checkpoints are written.
+
+    Attributes:
+        keep_last: number of checkpoints kept; None keeps all.
+        asynchronous: write in the background after one host copy.
+        tag_validation: what to do when ranks ask to save under different tags.
+    """
+
+    keep_last: Positive | None = None
+    asynchronous: bool = False
+    tag_validation: Literal["ignore", "warn", "fail"] = "warn"

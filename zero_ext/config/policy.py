@@ -1,0 +1,126 @@
+"""Base of all configuration models: frozen, strict, and refusing by key path what it cannot use.
+
+Numbers are strict: a bool is no number, a string is no number, NaN and infinities are refused. A float with a
+whole value (JSON's 5e8) is accepted where an integer is wanted.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from .errors import ConfigError, Problem, join_path, show, unknown_key
+
+LARGEST_COUNT = 2**62
+
+
+def whole(value: object) -> object:
+    """Turn a float with a whole value into an int; leave all else for the strict check that follows."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def as_tuple(value: object) -> object:
+    """Turn a list (what JSON has) into a tuple (what a frozen model holds)."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Count = Annotated[int, BeforeValidator(whole), Field(ge=0, le=LARGEST_COUNT)]
+Positive = Annotated[int, BeforeValidator(whole), Field(ge=1, le=LARGEST_COUNT)]
+Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(as_tuple)]
+
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
+
+
+class _PolicyMeta(ModelMetaclass):
+    """Makes direct construction raise ConfigError, so that every route to a model words its errors alike."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(cls, *args: object, **kwargs: object) -> Policy:
+            if args:
+                raise TypeError(f"{cls.__name__} takes keyword arguments, got {show(args[0])}")
+            try:
+                return super().__call__(**kwargs)
+            except ValidationError as error:
+                raise _config_error(cls, error) from None
+
+
+class Policy(BaseModel, metaclass=_PolicyMeta):
+    """A frozen group of settings. Unknown keys and wrong values raise ConfigError with the key path."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True
+    )
+
+    @classmethod
+    def from_mapping(cls, values: object) -> Self:
+        """Build from a plain mapping (as read from JSON). Raises ConfigError listing every problem."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise _config_error(cls, error) from None
+
+    def replace(self, **changes: object) -> Self:
+        """A copy with some settings changed, checked as a new one would be."""
+        return type(self).from_mapping(
+            {**{name: getattr(self, name) for name in type(self).model_fields}, **changes}
+        )
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain JSON-able mapping; `from_mapping` gives the same policy back."""
+        return self.model_dump(mode="json")
+
+
+def policy_type(annotation: object) -> type[Policy] | None:
+    """The policy model inside a field's annotation (`Policy`, `Policy | None`), if there is one."""
+    if isinstance(annotation, type) and issubclass(annotation, Policy):
+        return annotation
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        for member in typing.get_args(annotation):
+            found = policy_type(member)
+            if found is not None:
+                return found
+    return None
+
+
+def key_paths(model: type[Policy], prefix: str = "") -> dict[str, Any]:
+    """Every key path of a model with its pydantic field, depth first, groups before their keys."""
+    found: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        path = join_path(prefix, name)
+        found[path] = field
+        inner = policy_type(field.annotation)
+        if inner is not None:
+            found.update(key_paths(inner, path))
+    return found
+
+
+def _config_error(model: type[Policy], error: ValidationError) -> ConfigError:
+    known = key_paths(model)
+    return ConfigError([_problem(details, known) for details in error.errors()], model.__name__)
+
+
+def _problem(details: ErrorDetails, known: dict[str, Any]) -> Problem:
+    path = join_path(*details["loc"])
+    kind = details["type"]
+    if kind == "extra_forbidden":
+        return unknown_key(path, known)
+    if kind == "missing":
+        return Problem(path, "required key is missing")
+    if kind == "value_error":
+        return Problem(path, str(details["ctx"]["error"]))
+    if kind in ("model_type", "model_attributes_type"):
+        inside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == path]
+        return Problem(path, f"got {show(details['input'])}, wanted a mapping with keys {', '.join(inside)}")
+    wanted = details["msg"].replace("Input should be", "wanted")
+    return Problem(path, f"got {show(details['input'])}, {wanted}")
