@@ -18,9 +18,13 @@ def show(value: object) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name closest to `name`, or None when nothing is close."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
+    """The known name closest to `name` in spelling, else one that contains it or lies in it, else None."""
+    names = list(known)
+    found = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if found:
+        return found[0]
+    related = [other for other in names if len(name) >= 4 and (name in other or other in name)]
+    return min(related, key=len) if related else None
 
 
 def join_path(*parts: object) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from .errors import show
-from .policy import Count, Names, Policy, Positive
+from .policy import Count, KeyProblem, Names, Policy, Positive
 
 ParameterDtype = Literal["fp32", "bf16", "fp16"]
 
@@ -51,9 +51,10 @@ class LossScalePolicy(Policy):
     @model_validator(mode="after")
     def _starts_above_minimum(self) -> LossScalePolicy:
         if self.static == 0 and self.minimum > 2.0**self.initial_power:
-            raise ValueError(
-                f"minimum={self.minimum} is above the initial scale 2**initial_power={2.0**self.initial_power}: "
-                "lower minimum or raise initial_power"
+            raise KeyProblem(
+                "minimum",
+                f"got {self.minimum}, above the initial scale 2**initial_power = {2.0**self.initial_power:g}; "
+                "lower minimum or raise initial_power",
             )
         return self
 
@@ -82,18 +83,17 @@ class UnitPolicy(Policy):
 def _check_json(value: object, path: str) -> None:
     if value is None or isinstance(value, bool | int | str):
         return
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError(f"{path} is {show(value)}, wanted a finite number")
-    elif isinstance(value, list | tuple):
+    if isinstance(value, float) and math.isfinite(value):
+        return
+    if isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            _check_json(item, f"{path}[{index}]")
+            _check_json(item, f"{path}.{index}")
     elif isinstance(value, dict):
         for key, item in value.items():
             _check_json(item, f"{path}.{key}")
     else:
-        raise ValueError(  # noqa: TRY004 - pydantic turns ValueError, not TypeError, into a named problem
-            f"{path} is {show(value)}, wanted a number, string, bool, null or a list of those"
+        raise KeyProblem(
+            path, f"got {show(value)}, wanted a finite number, string, bool, null or a list of those"
         )
 
 

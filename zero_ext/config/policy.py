@@ -11,8 +11,10 @@ import typing
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from .describe import accepted
 from .errors import ConfigError, Problem, join_path, show, unknown_key
 
 LARGEST_COUNT = 2**62
@@ -93,9 +95,9 @@ def policy_type(annotation: object) -> type[Policy] | None:
     return None
 
 
-def key_paths(model: type[Policy], prefix: str = "") -> dict[str, Any]:
+def key_paths(model: type[Policy], prefix: str = "") -> dict[str, FieldInfo]:
     """Every key path of a model with its pydantic field, depth first, groups before their keys."""
-    found: dict[str, Any] = {}
+    found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         path = join_path(prefix, name)
         found[path] = field
@@ -105,22 +107,34 @@ def key_paths(model: type[Policy], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+class KeyProblem(ValueError):
+    """Raised by validators to name a key below (or beside) the one they check."""
+
+    def __init__(self, path: str, text: str) -> None:
+        super().__init__(f"{path}: {text}")
+        self.problem = Problem(path, text)
+
+
 def _config_error(model: type[Policy], error: ValidationError) -> ConfigError:
     known = key_paths(model)
     return ConfigError([_problem(details, known) for details in error.errors()], model.__name__)
 
 
-def _problem(details: ErrorDetails, known: dict[str, Any]) -> Problem:
+def _problem(details: ErrorDetails, known: dict[str, FieldInfo]) -> Problem:
     path = join_path(*details["loc"])
     kind = details["type"]
     if kind == "extra_forbidden":
         return unknown_key(path, known)
     if kind == "missing":
-        return Problem(path, "required key is missing")
+        return Problem(path, f"required key is missing, wanted {accepted(known[path])}")
     if kind == "value_error":
-        return Problem(path, str(details["ctx"]["error"]))
-    if kind in ("model_type", "model_attributes_type"):
-        inside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == path]
-        return Problem(path, f"got {show(details['input'])}, wanted a mapping with keys {', '.join(inside)}")
-    wanted = details["msg"].replace("Input should be", "wanted")
-    return Problem(path, f"got {show(details['input'])}, {wanted}")
+        error = details["ctx"]["error"]
+        if isinstance(error, KeyProblem):
+            return Problem(join_path(path, error.problem.path), error.problem.text)
+        return Problem(path, str(error))
+    owner = path
+    while owner not in known and owner:
+        owner = owner.rpartition(".")[0]
+    if owner in known:
+        return Problem(path, f"got {show(details['input'])}, wanted {accepted(known[owner])}")
+    return Problem(path, f"got {show(details['input'])}: {details['msg']}")

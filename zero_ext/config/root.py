@@ -15,7 +15,7 @@ from .policies import (
     SchedulerPolicy,
     UnitPolicy,
 )
-from .policy import Count, Policy, Positive, whole
+from .policy import Count, KeyProblem, Policy, Positive, whole
 
 
 class ZeroConfig(Policy):
@@ -48,8 +48,9 @@ class ZeroConfig(Policy):
     @model_validator(mode="after")
     def _loss_scale_has_a_use(self) -> ZeroConfig:
         if self.precision.dtype in ("fp32", "bf16") and self.loss_scale != LossScalePolicy():
-            raise ValueError(
-                f"loss_scale is set but precision.dtype is {self.precision.dtype!r}: loss scaling acts on fp16 only; "
-                "remove loss_scale or set precision.dtype to 'fp16'"
+            raise KeyProblem(
+                "loss_scale",
+                f"set, but precision.dtype is {self.precision.dtype!r} and loss scaling acts on fp16 only; "
+                "remove loss_scale or set precision.dtype to 'fp16'",
             )
         return self
