@@ -11,7 +11,10 @@ _LONGEST_VALUE_SHOWN = 80
 
 def show(value: object) -> str:
     """Short text of a value seen and its type, as error messages quote it."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # python refuses to print integers of thousands of digits
+        text = "a value too large to print"
     if len(text) > _LONGEST_VALUE_SHOWN:
         text = text[: _LONGEST_VALUE_SHOWN - 3] + "..."
     return f"{text} ({type(value).__name__})"
