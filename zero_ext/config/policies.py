@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from .errors import show
+from .kinds import optimizer_name, scheduler_name
 from .policy import Count, KeyProblem, Names, Policy, Positive
 
 ParameterDtype = Literal["fp32", "bf16", "fp16"]
@@ -110,11 +111,32 @@ class _TypeWithParams(Policy):
 
 
 class OptimizerPolicy(_TypeWithParams):
-    """Which optimizer `initialize` builds. `type` and `params` as zero_ext.optim.build.build_optimizer takes them."""
+    """Which optimizer `initialize` builds.
+
+    Attributes:
+        type: a torch optimizer's name in any case, kept in its proper one. "Adam" means AdamW, as in DeepSpeed, unless
+            params hold adam_w_mode (or adamw) false.
+        params: its keyword arguments.
+    """
+
+    @field_validator("type")
+    @classmethod
+    def _proper_type(cls, name: str) -> str:
+        return optimizer_name(name)
 
 
 class SchedulerPolicy(_TypeWithParams):
-    """Which learning-rate scheduler `initialize` builds, as zero_ext.optim.build.build_scheduler takes it."""
+    """Which learning-rate scheduler `initialize` builds.
+
+    Attributes:
+        type: one of DeepSpeed's five or a torch scheduler's name, in any case, kept in its proper one.
+        params: its keyword arguments.
+    """
+
+    @field_validator("type")
+    @classmethod
+    def _proper_type(cls, name: str) -> str:
+        return scheduler_name(name)
 
 
 class CheckpointPolicy(Policy):

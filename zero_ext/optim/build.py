@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeGuard
 
 import torch
 from torch.optim import Optimizer, lr_scheduler
@@ -16,77 +16,21 @@ from zero_ext.config.errors import ConfigError, Problem, nearest, show
 
 from . import schedulers
 
-_OPTIMIZERS: dict[str, type[Optimizer]] = {
-    kind.__name__: kind
-    for kind in (
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    )
-}
-_REFUSED_OPTIMIZERS = {
-    "Lamb": "its trust ratio needs the norms of whole parameters, which shards do not have; use AdamW",
-    "Lion": "it is not built here; use AdamW",
-    "OneBitAdam": "compressed communication is not built here; use AdamW",
-    "ZeroOneAdam": "compressed communication is not built here; use AdamW",
-    "OneBitLamb": "compressed communication is not built here; use AdamW",
-    "Muon": "it orthogonalises whole matrices, which shards do not have; use AdamW",
-    "Adafactor": "it factors whole matrices, which shards do not have; use AdamW",
-    "LBFGS": "it needs a closure and the inner products of whole parameters; use AdamW",
-    "SparseAdam": "it wants sparse gradients, and gradients here are flat and dense; use AdamW",
-    "MuAdam": "its learning rates depend on whole shapes, through package mup; pass the optimizer object instead",
-    "MuAdamW": "its learning rates depend on whole shapes, through package mup; pass the optimizer object instead",
-    "MuSGD": "its learning rates depend on whole shapes, through package mup; pass the optimizer object instead",
-}
-_SCHEDULERS: dict[str, type[LRScheduler]] = {
-    kind.__name__: kind
-    for kind in (
-        schedulers.WarmupLR,
-        schedulers.WarmupDecayLR,
-        schedulers.WarmupCosineLR,
-        schedulers.OneCycle,
-        schedulers.LRRangeTest,
-        lr_scheduler.ConstantLR,
-        lr_scheduler.CosineAnnealingLR,
-        lr_scheduler.CosineAnnealingWarmRestarts,
-        lr_scheduler.CyclicLR,
-        lr_scheduler.ExponentialLR,
-        lr_scheduler.LinearLR,
-        lr_scheduler.MultiStepLR,
-        lr_scheduler.OneCycleLR,
-        lr_scheduler.PolynomialLR,
-        lr_scheduler.StepLR,
-    )
-}
-_REFUSED_SCHEDULERS = {
-    "ReduceLROnPlateau": "its step() wants a metric, which a step without arguments cannot give",
-    **dict.fromkeys(
-        ("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler", "SWALR"),
-        "it takes Python objects, which a configuration cannot hold; build it and pass it as lr_scheduler",
-    ),
-}
+_FIVE = {kind.__name__: kind for kind in (getattr(schedulers, name) for name in schedulers.__all__)}
 _MODE_KEYS = ("adam_w_mode", "adamw_mode", "adamw")
+_NEVER_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "lr_decay", "lambd", "alpha", "rho")
 
 
 def build_optimizer(policy: OptimizerPolicy, params: Iterable[Any]) -> Optimizer:
     """The torch optimizer that `policy` names, over `params` (tensors or param groups, as torch takes them).
 
-    Names follow torch without regard to case, with one habit of DeepSpeed's: "Adam" means AdamW (decoupled weight
-    decay, Loshchilov and Hutter, arXiv 1711.05101) unless params hold adam_w_mode (or adamw) false. Missing params
-    take torch's defaults.
+    Names are torch's, with one habit of DeepSpeed's: "Adam" means AdamW (decoupled weight decay, Loshchilov and
+    Hutter, arXiv 1711.05101) unless params hold adam_w_mode (or adamw) false. Missing params take torch's defaults.
+    (The policy itself has already refused optimizers that cannot run on shards or are not built here.)
 
-    Raises ConfigError by key path: an optimizer that cannot run on shards or is not built here (with the reason), an
-    unknown one (with the nearest known one), an unknown parameter, a value of the wrong type or out of range.
+    Raises ConfigError by key path for an unknown parameter, a value of the wrong type or one out of range.
     """
-    kind = _lookup("optimizer", policy.type, _OPTIMIZERS, _REFUSED_OPTIMIZERS)
+    kind: type[Optimizer] = getattr(torch.optim, policy.type)
     settings = dict(policy.params)
     if kind in (torch.optim.Adam, torch.optim.AdamW):
         kind = _adam_kind(kind, settings)
@@ -98,21 +42,8 @@ def build_scheduler(policy: SchedulerPolicy, optimizer: Optimizer) -> LRSchedule
 
     Raises ConfigError by key path, as `build_optimizer` does.
     """
-    kind = _lookup("scheduler", policy.type, _SCHEDULERS, _REFUSED_SCHEDULERS)
+    kind = _FIVE[policy.type] if policy.type in _FIVE else getattr(lr_scheduler, policy.type)
     return _construct("scheduler", kind, optimizer, dict(policy.params))
-
-
-def _lookup(section: str, name: str, known: Mapping[str, Any], refused: Mapping[str, str]) -> Any:
-    path = f"{section}.type"
-    by_lower = {key.lower(): key for key in (*known, *refused)}
-    key = by_lower.get(name.lower())
-    if key in known:
-        return known[key]
-    if key is not None:
-        raise ConfigError(Problem(path, f"{name} is refused: {refused[key]}"))
-    close = nearest(name.lower(), by_lower)
-    hint = f"did you mean {by_lower[close]}?" if close else f"known: {', '.join(sorted(known))}"
-    raise ConfigError(Problem(path, f"got {show(name)}, which is no {section} known here; {hint}"))
 
 
 def _adam_kind(kind: type[Optimizer], settings: dict[str, Any]) -> type[Optimizer]:
@@ -135,8 +66,7 @@ def _adam_kind(kind: type[Optimizer], settings: dict[str, Any]) -> type[Optimize
 
 
 def _construct(section: str, kind: Any, subject: Any, settings: dict[str, Any]) -> Any:
-    signature = inspect.signature(kind.__init__)
-    known = {name: value for name, value in list(signature.parameters.items())[2:]}
+    known = dict(list(inspect.signature(kind.__init__).parameters.items())[2:])
     problems = []
     for key, value in settings.items():
         path = f"{section}.params.{key}"
@@ -145,40 +75,54 @@ def _construct(section: str, kind: Any, subject: Any, settings: dict[str, Any]) 
             hint = f"did you mean {close}?" if close else f"known: {', '.join(known)}"
             problems.append(Problem(path, f"{kind.__name__} takes no such parameter; {hint}"))
             continue
-        wanted = _mismatch(known[key].default, value)
+        wanted = _mismatch(known[key], value)
         if wanted:
             problems.append(Problem(path, f"got {show(value)}, wanted {wanted}"))
     for key, parameter in known.items():
         if parameter.default is inspect.Parameter.empty and key not in settings:
             problems.append(Problem(f"{section}.params.{key}", f"required by {kind.__name__} but missing"))
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, section)
     arguments = {
-        key: tuple(value) if _is_pair(known[key].default, value) else value for key, value in settings.items()
+        key: tuple(value) if isinstance(value, list) and isinstance(known[key].default, tuple) else value
+        for key, value in settings.items()
     }
     try:
         return kind(subject, **arguments)
-    except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise ConfigError(Problem(f"{section}.params", f"{kind.__name__}({settings}): {error}")) from error
+    except (ValueError, TypeError) as error:
+        key, _, text = str(error).partition(": ")
+        if key in known:
+            raise ConfigError(Problem(f"{section}.params.{key}", text), section) from error
+        raise ConfigError(Problem(f"{section}.params", f"{settings}: {error}"), section) from error
 
 
-def _is_pair(default: object, value: object) -> bool:
-    return isinstance(default, tuple) and isinstance(value, list)
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _mismatch(default: object, value: object) -> str | None:
-    """What kind of value was wanted instead of `value`, judged by the parameter's default; None when it fits."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and not math.isfinite(float(value)):  # type: ignore[arg-type]
-        return "a finite number"
-    if isinstance(default, bool):
-        return None if isinstance(value, bool) else "true or false"
+def _mismatch(parameter: inspect.Parameter, value: object) -> str | None:
+    """What was wanted instead of `value`, judged by a parameter's default or annotation; None when it fits."""
+    default, annotation = parameter.default, str(parameter.annotation)
+    if isinstance(default, bool) or (default is None and "bool" in annotation):
+        fits = isinstance(value, bool) or (value is None and default is None)
+        return None if fits else "true or false"
+    if default is inspect.Parameter.empty and annotation == "int":
+        return (
+            None if _is_number(value) and value >= 1 and value == int(value) else "an integer of at least 1"
+        )
+    if parameter.name in _NEVER_NEGATIVE:
+        return None if _is_number(value) and value >= 0 else "a finite number of at least 0"
     if isinstance(default, int | float):
-        return None if number or isinstance(value, list | tuple) else "a number"
+        fits = _is_number(value) or (
+            isinstance(value, list | tuple) and all(_is_number(item) for item in value)
+        )
+        return None if fits else "a finite number"
     if isinstance(default, tuple):
-        fits = isinstance(value, list | tuple) and len(value) == len(default)
-        fits = fits and all(_mismatch(0.0, item) is None for item in value)  # type: ignore[union-attr]
-        return None if fits else f"a list of {len(default)} numbers"
+        top = 1.0 if parameter.name == "betas" else math.inf
+        items = value if isinstance(value, list | tuple) else ()
+        fits = len(items) == len(default) and all(_is_number(item) and 0 <= item < top for item in items)
+        limits = "in [0, 1)" if parameter.name == "betas" else "of at least 0"
+        return None if fits else f"a list of {len(default)} numbers {limits}"
     if isinstance(default, str):
         return None if isinstance(value, str) else "a string"
     return None
