@@ -1,6 +1,7 @@
 """Typed configuration, its JSON reader, and the translation of DeepSpeed's JSON."""
 
 from .batch import BatchPolicy
+from .deepspeed import Note, Translation, load_deepspeed_config
 from .errors import ConfigError
 from .load import load_config
 from .policies import (
@@ -18,10 +19,13 @@ __all__ = [
     "CheckpointPolicy",
     "ConfigError",
     "LossScalePolicy",
+    "Note",
     "OptimizerPolicy",
     "PrecisionPolicy",
     "SchedulerPolicy",
+    "Translation",
     "UnitPolicy",
     "ZeroConfig",
     "load_config",
+    "load_deepspeed_config",
 ]

@@ -1,4 +1,5 @@
-"""Words for what a configuration key accepts, read off its type: used by error messages and the reference table."""
+"""Words for what a configuration key accepts, read off its type: used by error messages and the reference
+table."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ class StepEnd:
 
 @dataclass(frozen=True, slots=True)
 class GatherEvent:
-    """A unit's full parameters became present. `seconds` is the time a rank waited for it, 0.0 when prefetched."""
+    """A unit's full parameters became present. `seconds` is the time a rank waited for it, 0.0 when
+    prefetched."""
 
     unit: str
     elements: int

@@ -1,4 +1,5 @@
-"""Reading JSON files that nobody has checked yet: size-limited, no duplicate keys, errors with line and column."""
+"""Reading JSON files that nobody has checked yet: size-limited, no duplicate keys, errors with line and
+column."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ DEEPEST_NESTING = 32
 def read_json_object(path: str | Path) -> dict[str, object]:
     """Read one JSON object from a file.
 
-    Raises ConfigError naming the file for: a missing or unreadable file, more than 1 MiB, bytes that are not UTF-8,
-    a syntax error (with line, column and the line's text), a duplicate key, NaN or Infinity, nesting deeper than 32
-    levels, or a top level that is not an object.
+    Raises ConfigError naming the file for: a missing or unreadable file, more than 1 MiB, bytes that are
+        not UTF-8,
+    a syntax error (with line, column and the line's text), a duplicate key, NaN or Infinity, nesting deeper
+    than 32 levels, or a top level that is not an object.
     """
     path = Path(path)
     return parse_json_object(_read_text(path), str(path))

@@ -62,12 +62,14 @@ REFUSED_SCHEDULERS = {
 
 
 def optimizer_name(given: str) -> str:
-    """The optimizer's proper name, whatever the case of `given`. Raises ValueError for refused and unknown ones."""
+    """The optimizer's proper name, whatever the case of `given`. Raises ValueError for refused and unknown
+    ones."""
     return _proper_name("optimizer", given, OPTIMIZERS, REFUSED_OPTIMIZERS)
 
 
 def scheduler_name(given: str) -> str:
-    """The scheduler's proper name, whatever the case of `given`. Raises ValueError for refused and unknown ones."""
+    """The scheduler's proper name, whatever the case of `given`. Raises ValueError for refused and unknown
+    ones."""
     return _proper_name("scheduler", given, SCHEDULERS, REFUSED_SCHEDULERS)
 
 

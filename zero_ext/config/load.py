@@ -13,10 +13,11 @@ ConfigSource = ZeroConfig | Mapping[str, object] | str | Path | None
 
 
 def load_config(source: ConfigSource) -> ZeroConfig:
-    """Read a native configuration: a ZeroConfig, a mapping, the path of a JSON file, or None for the defaults.
+    """Read a native configuration: a ZeroConfig, a mapping, the path of a JSON file, or None for the
+    defaults.
 
-    Raises ConfigError (a ValueError) that lists every unknown key, wrong value and contradiction by key path, and
-    TypeError for a source of another type.
+    Raises ConfigError (a ValueError) that lists every unknown key, wrong value and contradiction by key
+    path, and TypeError for a source of another type.
     """
     if source is None:
         return ZeroConfig()

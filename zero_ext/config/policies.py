@@ -18,7 +18,8 @@ class PrecisionPolicy(Policy):
     """Numeric formats.
 
     Attributes:
-        dtype: compute precision of parameters and their gathered copies; "keep" leaves every parameter as it is.
+        dtype: compute precision of parameters and their gathered copies; "keep" leaves every parameter as
+            it is.
         grad_accum_dtype: precision in which gradients of several micro-batches add up.
         moments_dtype: precision of Adam's two moments (masters are always fp32).
         communication_dtype: precision of gradients on the wire; None sends a gradient in its own.
@@ -31,14 +32,16 @@ class PrecisionPolicy(Policy):
 
 
 class LossScalePolicy(Policy):
-    """Loss scaling, used with fp16 parameters only (Micikevicius et al., Mixed Precision Training, section 3.2).
+    """Loss scaling, used with fp16 parameters only (Micikevicius et al., Mixed Precision Training, section
+    3.2).
 
     Attributes:
         static: a fixed scale; 0 means dynamic, and then the other keys apply.
         initial_power: the dynamic scale starts at 2**initial_power.
         window: steps without overflow after which the scale doubles.
         hysteresis: overflows tolerated before the scale is halved.
-        consecutive_hysteresis: refill the tolerance after every step without overflow, not only when the scale grows.
+        consecutive_hysteresis: refill the tolerance after every step without overflow, not only when the
+            scale grows.
         minimum: the dynamic scale never goes below this.
     """
 
@@ -54,8 +57,8 @@ class LossScalePolicy(Policy):
         if self.static == 0 and self.minimum > 2.0**self.initial_power:
             raise KeyProblem(
                 "minimum",
-                f"got {self.minimum}, above the initial scale 2**initial_power = {2.0**self.initial_power:g}; "
-                "lower minimum or raise initial_power",
+                f"got {self.minimum}, above the initial scale "
+                f"2**initial_power = {2.0**self.initial_power:g}; lower minimum or raise initial_power",
             )
         return self
 
@@ -66,7 +69,8 @@ class UnitPolicy(Policy):
     Attributes:
         block_classes: class names whose modules each form a unit in stage 3; empty takes the entries of
             ModuleList and Sequential stacks.
-        leaf_modules: class or module names that are gathered whole, with all they contain (mixture of experts).
+        leaf_modules: class or module names that are gathered whole, with all they contain (mixture of
+            experts).
         bucket_elements: size of a unit in stages 1 and 2.
         persistence_threshold: parameters with fewer elements stay gathered in stage 3.
         live_elements: cap on gathered elements at any time in stage 3.
@@ -114,8 +118,8 @@ class OptimizerPolicy(_TypeWithParams):
     """Which optimizer `initialize` builds.
 
     Attributes:
-        type: a torch optimizer's name in any case, kept in its proper one. "Adam" means AdamW, as in DeepSpeed, unless
-            params hold adam_w_mode (or adamw) false.
+        type: a torch optimizer's name in any case, kept in its proper one. "Adam" means AdamW, as in
+            DeepSpeed, unless params hold adam_w_mode (or adamw) false.
         params: its keyword arguments.
     """
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import types
 import typing
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
+from typing_extensions import Self
 
 from .describe import accepted
 from .errors import ConfigError, Problem, join_path, show, unknown_key

@@ -19,11 +19,12 @@ from .policy import Count, KeyProblem, Policy, Positive, whole
 
 
 class ZeroConfig(Policy):
-    """Typed configuration. Frozen; build it from keywords, or with `load_config` from a mapping or a JSON file.
+    """Typed configuration. Frozen; build it from keywords, or with `load_config` from a mapping or a JSON
+    file.
 
     Attributes:
-        stage: ZeRO stage. 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also parameters
-            (Rajbhandari et al., ZeRO, section 5).
+        stage: ZeRO stage. 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also
+            parameters (Rajbhandari et al., ZeRO, section 5).
         precision, loss_scale, units, batch, checkpoint: groups of settings, see their classes.
         optimizer, scheduler: what `initialize` builds when the caller passes none.
         gradient_clipping: largest global gradient norm; 0 means no clipping.

@@ -24,9 +24,10 @@ _NEVER_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "lr_decay", "lambd",
 def build_optimizer(policy: OptimizerPolicy, params: Iterable[Any]) -> Optimizer:
     """The torch optimizer that `policy` names, over `params` (tensors or param groups, as torch takes them).
 
-    Names are torch's, with one habit of DeepSpeed's: "Adam" means AdamW (decoupled weight decay, Loshchilov and
-    Hutter, arXiv 1711.05101) unless params hold adam_w_mode (or adamw) false. Missing params take torch's defaults.
-    (The policy itself has already refused optimizers that cannot run on shards or are not built here.)
+    Names are torch's, with one habit of DeepSpeed's: "Adam" means AdamW (decoupled weight decay, Loshchilov
+    and Hutter, arXiv 1711.05101) unless params hold adam_w_mode (or adamw) false. Missing params take
+    torch's defaults. (The policy itself has already refused optimizers that cannot run on shards or are not
+    built here.)
 
     Raises ConfigError by key path for an unknown parameter, a value of the wrong type or one out of range.
     """
@@ -38,7 +39,8 @@ def build_optimizer(policy: OptimizerPolicy, params: Iterable[Any]) -> Optimizer
 
 
 def build_scheduler(policy: SchedulerPolicy, optimizer: Optimizer) -> LRScheduler:
-    """The scheduler that `policy` names, driving `optimizer`: DeepSpeed's five and torch's that numbers describe.
+    """The scheduler that `policy` names, driving `optimizer`: DeepSpeed's five and torch's that numbers
+    describe.
 
     Raises ConfigError by key path, as `build_optimizer` does.
     """
@@ -101,7 +103,8 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def _mismatch(parameter: inspect.Parameter, value: object) -> str | None:
-    """What was wanted instead of `value`, judged by a parameter's default or annotation; None when it fits."""
+    """What was wanted instead of `value`, judged by a parameter's default or annotation; None when it
+    fits."""
     default, annotation = parameter.default, str(parameter.annotation)
     if isinstance(default, bool) or (default is None and "bool" in annotation):
         fits = isinstance(value, bool) or (value is None and default is None)

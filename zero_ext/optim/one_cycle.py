@@ -1,4 +1,5 @@
-"""The OneCycle schedule (Smith, arXiv 1803.09820, sections 3 and 4): rates up and down, momentum against them."""
+"""The OneCycle schedule (Smith, arXiv 1803.09820, sections 3 and 4): rates up and down, momentum against
+them."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ _SECOND_BETA = 0.99
 
 
 class OneCycle(Schedule):
-    """One cycle of the learning rate from low to high and back, then decay; Adam's first beta moves against it.
+    """One cycle of the learning rate from low to high and back, then decay; Adam's first beta moves against
+    it.
 
-    While momentum cycles, the second beta of every param group is 0.99, as in DeepSpeed. An optimizer without betas
-    gets a warning and keeps its momentum.
+    While momentum cycles, the second beta of every param group is 0.99, as in DeepSpeed. An optimizer
+    without betas gets a warning and keeps its momentum.
 
     Args:
         optimizer: whose param_groups to drive.
@@ -24,11 +26,12 @@ class OneCycle(Schedule):
         decay_lr_rate: after the cycle the rate is cycle_min_lr / (1 + decay_lr_rate x intervals).
         cycle_first_step_size: steps of the rising half.
         cycle_second_step_size: steps of the falling half; None takes those of the rising half.
-        cycle_first_stair_count, cycle_second_stair_count: stairs in each half, 0 for a smooth slope; None for the
-            second takes those of the first.
+        cycle_first_stair_count, cycle_second_stair_count: stairs in each half, 0 for a smooth slope; None
+            for the second takes those of the first.
         decay_step_size: steps of a decay interval; 0 means no decay.
         cycle_momentum: move the first beta too.
-        cycle_min_mom, cycle_max_mom: bounds of the first beta, in [0, 1); one number or one for each param group.
+        cycle_min_mom, cycle_max_mom: bounds of the first beta, in [0, 1); one number or one for each param
+            group.
         decay_mom_rate: after the cycle the first beta is cycle_max_mom x (1 + decay_mom_rate x intervals).
         last_batch_iteration: iteration to continue after; -1 starts afresh.
 
@@ -105,7 +108,8 @@ class OneCycle(Schedule):
         return (iteration - self._total + 1) / self._interval if self._interval else 0.0
 
     def _height(self, iteration: int) -> float:
-        """Position on the triangle in [0, 1] after `iteration`, on the stair below it where there are stairs."""
+        """Position on the triangle in [0, 1] after `iteration`, on the stair below it where there are
+        stairs."""
         position = (iteration + 1) % self._total
         rising = position <= self._first
         stairs = self._first_stairs if rising else self._second_stairs

@@ -28,7 +28,8 @@ def number(name: str, value: object, *, low: float = -math.inf) -> float:
 
 
 def count(name: str, value: object, *, low: int) -> int:
-    """`value` as an int (2000.0 counts). Raises ValueError naming it unless it is whole and at least `low`."""
+    """`value` as an int (2000.0 counts). Raises ValueError naming it unless it is whole and at least
+    `low`."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
@@ -85,10 +86,12 @@ class Schedule(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state of `state_dict()`, or from DeepSpeed's, which holds last_batch_iteration alone.
+        """Continue from a state of `state_dict()`, or from DeepSpeed's, which holds last_batch_iteration
+        alone.
 
-        As with torch's schedulers the optimizer's own state brings the learning rates back; the next `step()` sets
-        them in any case. Raises ValueError or TypeError for another schedule's state or bad values, and changes nothing then.
+        As with torch's schedulers the optimizer's own state brings the learning rates back; the next
+        `step()` sets them in any case. Raises ValueError or TypeError for another schedule's state or bad
+        values, and changes nothing then.
         """
         kind = state_dict.get("type", type(self).__name__)
         if kind != type(self).__name__:

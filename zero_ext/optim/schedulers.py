@@ -1,8 +1,9 @@
 """DeepSpeed's five learning-rate schedules as torch schedulers.
 
-Each is a `torch.optim.lr_scheduler.LRScheduler`: `step()` after every optimizer step, `get_last_lr()`, `state_dict()`.
-They write to the live `param_groups` of any `torch.optim.Optimizer`, groups added later included. Counting follows
-DeepSpeed: a new schedule stands at iteration -1 (its start values), the first `step()` moves it to iteration 0.
+Each is a `torch.optim.lr_scheduler.LRScheduler`: `step()` after every optimizer step, `get_last_lr()`,
+`state_dict()`. They write to the live `param_groups` of any `torch.optim.Optimizer`, groups added later
+included. Counting follows DeepSpeed: a new schedule stands at iteration -1 (its start values), the first
+`step()` moves it to iteration 0.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ __all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "Warmup
 
 
 class _Warmup:
-    """The share in [0, 1] of a warm-up that `iteration` steps have covered, growing as a logarithm or a line."""
+    """The share in [0, 1] of a warm-up that `iteration` steps have covered, growing as a logarithm or a
+    line."""
 
     def __init__(self, num_steps: int, kind: str) -> None:
         if kind not in ("log", "linear"):
@@ -93,9 +95,9 @@ class WarmupDecayLR(WarmupLR):
     Args:
         optimizer: whose param_groups to drive.
         total_num_steps: steps of the whole training, warm-up included.
-        warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration: as in WarmupLR, except that
-            warmup_max_lr is 0.001 when not given. The line falls below warmup_min_lr's part of the range to
-            warmup_min_lr itself, which is the rate of a share of 0.
+        warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration: as in WarmupLR,
+            except that warmup_max_lr is 0.001 when not given. The line falls below warmup_min_lr's part of
+            the range to warmup_min_lr itself, which is the rate of a share of 0.
 
     Raises:
         ValueError: a value is out of range; nothing has been written to the optimizer then.
@@ -122,7 +124,8 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(Schedule):
-    """Multiply each group's own lr by a ratio: warm-up from warmup_min_ratio to 1, then half a cosine to cos_min_ratio.
+    """Multiply each group's own lr by a ratio: warm-up from warmup_min_ratio to 1, then half a cosine to
+    cos_min_ratio.
 
     The rate is 0 before the first `step()`.
 

@@ -1,0 +1,202 @@
+"""DeepSpeed keys of checkpoints, logging, profiling, and of features that do not exist here."""
+
+from __future__ import annotations
+
+from .key import ANYTHING, FLAG, MAPPING, TEXT, Fate, Key, Kind, choice, or_null, whole
+
+_ANY_LOADS = "every checkpoint loads at any world size and stage"
+
+
+def _switched(section: str, fate: Fate, why: str, fields: dict[str, Kind]) -> tuple[Key, ...]:
+    """A section with an `enabled` key: while that is false, the other keys are checked and ignored."""
+    switch = f"{section}.enabled"
+    return (
+        Key(switch, FLAG, fate, why, harmless=(False,), auto=True),
+        *(
+            Key(f"{section}.{name}", kind, fate, f"with {switch}", auto=True, switch=switch)
+            for name, kind in fields.items()
+        ),
+    )
+
+
+def _absent(section: str, why: str) -> Key:
+    """A whole section that is refused unless it is empty, null, false, or says enabled: false."""
+    return Key(section, ANYTHING, "refused", why, harmless=(None, False, {}))
+
+
+_LOGGING = "no writer exists here; subscribe to the engine's events and log them"
+_RUN = {"output_path": TEXT, "job_name": TEXT}
+
+REPORT_KEYS = (
+    *_switched("tensorboard", "no effect", _LOGGING, _RUN),
+    *_switched("csv_monitor", "no effect", _LOGGING, _RUN),
+    *_switched(
+        "wandb",
+        "no effect",
+        _LOGGING,
+        {"group": or_null(TEXT), "team": or_null(TEXT), "project": or_null(TEXT)},
+    ),
+    *_switched(
+        "comet",
+        "no effect",
+        _LOGGING,
+        {
+            "samples_log_interval": whole(1),
+            **dict.fromkeys(
+                ("project", "workspace", "api_key", "experiment_name", "experiment_key"), or_null(TEXT)
+            ),
+            "online": or_null(FLAG),
+            "mode": or_null(TEXT),
+        },
+    ),
+    *_switched(
+        "comms_logger",
+        "no effect",
+        "the engine always counts the bytes it sends",
+        {"prof_all": FLAG, "prof_ops": ANYTHING, "verbose": FLAG, "debug": FLAG},
+    ),
+    *_switched(
+        "flops_profiler",
+        "no effect",
+        "use torch.profiler with_flops=True",
+        dict.fromkeys(
+            (
+                "recompute_fwd_factor",
+                "profile_step",
+                "module_depth",
+                "top_modules",
+                "detailed",
+                "output_file",
+            ),
+            ANYTHING,
+        ),
+    ),
+    Key("timers.throughput.enabled", FLAG, "no effect", "step times come with the engine's events"),
+    Key("timers.throughput.synchronized", FLAG, "no effect", "step times come with the engine's events"),
+    Key(
+        "wall_clock_breakdown",
+        FLAG,
+        "no effect",
+        "step times come with the engine's events",
+        harmless=(False,),
+    ),
+    Key("memory_breakdown", FLAG, "no effect", "ask the engine for its ledger of bytes", harmless=(False,)),
+    Key("dump_state", FLAG, "no effect", "print(engine.config) shows it", harmless=(False,)),
+    Key("log_level", or_null(TEXT), "no effect", "set it with Python's logging module", harmless=(None,)),
+    Key("disable_python_gc", FLAG, "no effect", "the garbage collector is left alone", harmless=(False,)),
+    Key("vocabulary_size", or_null(whole(1)), "no effect", "nothing here depends on it", harmless=(None,)),
+    Key("disable_allgather", FLAG, "no effect", "parameters always come by all-gather", harmless=(False,)),
+    Key(
+        "dataloader_drop_last",
+        FLAG,
+        "no effect",
+        "the loader of initialize(training_data=...) decides for itself how an epoch ends",
+        harmless=(False,),
+    ),
+)
+
+CHECKPOINT_KEYS = (
+    Key(
+        "checkpoint.tag_validation",
+        choice("ignore", "warn", "fail"),
+        "honoured",
+        "what to do when ranks save under different tags",
+        "checkpoint.tag_validation",
+    ),
+    Key("checkpoint.load_universal", FLAG, "no effect", _ANY_LOADS, harmless=(False,)),
+    Key(
+        "checkpoint.use_node_local_storage",
+        FLAG,
+        "refused",
+        "all ranks write below one directory that all of them see; save there",
+        harmless=(False,),
+    ),
+    Key(
+        "checkpoint.parallel_write.pipeline_stage",
+        FLAG,
+        "no effect",
+        "every rank writes its own part",
+        harmless=(False,),
+    ),
+    Key("checkpoint.checkpoint_serialization", FLAG, "no effect", "files are safetensors"),
+    Key("checkpoint.writer", or_null(MAPPING), "no effect", "there is one writer", harmless=(None,)),
+    Key(
+        "datastates_ckpt",
+        ANYTHING,
+        "no effect",
+        "use the native key checkpoint.asynchronous",
+        harmless=(None, False),
+    ),
+)
+
+_NOT_YET = "this feature does not exist here; remove the section"
+_ACTIVATION = "activation_checkpointing"
+_ACTIVATION_WHY = "does not exist here; remove it and use torch.utils.checkpoint in the model"
+
+ABSENT_KEYS = (
+    Key(f"{_ACTIVATION}.partition_activations", FLAG, "refused", _ACTIVATION_WHY, harmless=(False,)),
+    Key(f"{_ACTIVATION}.contiguous_memory_optimization", FLAG, "refused", _ACTIVATION_WHY, harmless=(False,)),
+    Key(f"{_ACTIVATION}.cpu_checkpointing", FLAG, "refused", _ACTIVATION_WHY, harmless=(False,)),
+    Key(
+        f"{_ACTIVATION}.number_checkpoints",
+        or_null(whole(1)),
+        "no effect",
+        "it sizes the buffers of contiguous_memory_optimization",
+        harmless=(None,),
+    ),
+    Key(
+        f"{_ACTIVATION}.synchronize_checkpoint_boundary",
+        FLAG,
+        "no effect",
+        "checkpointing is torch's own",
+        harmless=(False,),
+    ),
+    Key(f"{_ACTIVATION}.profile", FLAG, "no effect", "checkpointing is torch's own", harmless=(False,)),
+    Key("aio", or_null(MAPPING), "no effect", "nothing is offloaded to NVMe", harmless=(None, {})),
+    Key("sequence_parallel_size", whole(1), "refused", _NOT_YET, harmless=(1,)),
+    Key(
+        "seq_parallel_communication_data_type",
+        or_null(choice("fp32", "fp16", "bf16")),
+        "no effect",
+        "there is no sequence parallelism",
+        harmless=(None,),
+    ),
+    Key("use_data_before_expert_parallelism", FLAG, "refused", _NOT_YET, harmless=(False,)),
+    Key("graph_harvesting", FLAG, "refused", _NOT_YET, harmless=(False,)),
+    *(
+        _absent(section, _NOT_YET)
+        for section in (
+            "amp",
+            "autotuning",
+            "compression_training",
+            "curriculum_learning",
+            "data_efficiency",
+            "eigenvalue",
+            "elasticity",
+            "expert_parallel",
+            "hybrid_engine",
+            "nebula",
+            "pipeline",
+            "progressive_layer_drop",
+            "quantize_training",
+            "sparse_attention",
+            "weight_quantization",
+        )
+    ),
+    Key(
+        "compile",
+        ANYTHING,
+        "refused",
+        "DeepCompile does not exist here; remove the section and use torch.compile on the model's blocks",
+        harmless=(None, False, {}),
+    ),
+    Key(
+        "tensor_parallel",
+        ANYTHING,
+        "refused",
+        "this feature does not exist here; remove the section or set autotp_size to 1",
+        harmless=(None, False, {}),
+    ),
+)
+
+FEATURE_KEYS = REPORT_KEYS + CHECKPOINT_KEYS + ABSENT_KEYS

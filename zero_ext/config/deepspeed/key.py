@@ -1,0 +1,94 @@
+"""What one key of DeepSpeed's JSON accepts, and what becomes of it here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from ..describe import one_of
+
+Fate = Literal["honoured", "no effect", "refused"]
+LARGEST = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of JSON value: words for it, and a check."""
+
+    words: str
+    fits: Callable[[object], bool]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+TEXT = Kind("a string", lambda value: isinstance(value, str))
+TEXTS = Kind(
+    "a string or a list of strings",
+    lambda value: (
+        isinstance(value, str) or (isinstance(value, list) and all(isinstance(v, str) for v in value))
+    ),
+)
+MAPPING = Kind("a mapping", lambda value: isinstance(value, dict))
+ANYTHING = Kind("anything", lambda value: True)
+
+
+def whole(low: int, high: int = LARGEST) -> Kind:
+    """Integers from `low` to `high`; 5e8 counts as one."""
+    words = f"an integer of at least {low}" if high == LARGEST else f"an integer from {low} to {high}"
+    return Kind(words, lambda v: _is_number(v) and v == int(v) and low <= v <= high)  # type: ignore[call-overload,operator]
+
+
+def number(low: float, high: float = math.inf) -> Kind:
+    """Finite numbers from `low` to `high`."""
+    words = (
+        f"a finite number of at least {low:g}" if high == math.inf else f"a number from {low:g} to {high:g}"
+    )
+    return Kind(words, lambda v: _is_number(v) and low <= v <= high)  # type: ignore[operator]
+
+
+def choice(*values: str) -> Kind:
+    """One of `values`, in any case."""
+    return Kind(one_of(values), lambda value: isinstance(value, str) and value.lower() in values)
+
+
+def or_null(kind: Kind) -> Kind:
+    """`kind`, or null."""
+    return Kind(f"{kind.words}, or null", lambda value: value is None or kind.fits(value))
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of DeepSpeed's JSON.
+
+    Attributes:
+        path: its full path; `aliases` are other full paths that mean the same.
+        kind: what it accepts.
+        fate: what becomes of it.
+        why: for "honoured" how, for "no effect" the reason, for "refused" the reason and the fix.
+        native: path of the native key that takes its value, for keys that map one to one.
+        harmless: values that ask for nothing, or for what happens here anyway: accepted in silence.
+        auto: "auto" that nobody resolves is dropped, as DeepSpeed itself does, and the default holds.
+        switch: path of the key that turns its section on. While that one is off, this key is checked and
+            ignored.
+        stages: ZeRO stages it acts in; in others it is reported as having no effect.
+    """
+
+    path: str
+    kind: Kind
+    fate: Fate
+    why: str
+    native: str = ""
+    harmless: tuple[object, ...] = ()
+    auto: bool = False
+    switch: str = ""
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+    aliases: tuple[str, ...] = ()
+
+    def asks_for_something(self, value: object) -> bool:
+        """Whether `value` differs from every harmless one (True is not 1 here)."""
+        return not any(type(value) is type(calm) and value == calm for calm in self.harmless)

@@ -1,0 +1,96 @@
+"""First half of the translation: from nested JSON to checked values by key path, every "auto" settled."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..errors import Problem, join_path, show, unknown_key
+from .key import Key
+from .table import KEYS, SECTIONS
+
+AUTO = "auto"
+_OPEN = ("optimizer.params", "scheduler.params")
+
+
+@dataclass
+class Settled:
+    """Values by the key's own path (aliases resolved), the paths as written, and what was wrong."""
+
+    values: dict[str, object] = field(default_factory=dict)
+    written: dict[str, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def settle(source: Mapping[str, object], resolve: Mapping[str, object]) -> Settled:
+    """Check every key and value of `source`; replace "auto" by `resolve`, which maps key paths to values."""
+    settled = Settled()
+    for path in resolve:
+        if path not in KEYS and path.rpartition(".")[0] not in _OPEN:
+            settled.problems.append(
+                Problem(path, f"{unknown_key(path, [*KEYS, *SECTIONS]).text} (in the argument resolve)")
+            )
+    _walk("", source, resolve, settled)
+    return settled
+
+
+def _walk(
+    prefix: str, section: Mapping[str, object], resolve: Mapping[str, object], settled: Settled
+) -> None:
+    for name, value in section.items():
+        path = join_path(prefix, name)
+        if not isinstance(name, str) or "." in name:
+            settled.problems.append(Problem(path, f"key {name!r} is no plain name, wanted one without dots"))
+        elif path in KEYS:
+            _take(KEYS[path], path, value, resolve, settled)
+        elif path in SECTIONS:
+            if isinstance(value, Mapping):
+                _walk(path, value, resolve, settled)
+            elif value is not None:
+                fix = '; write {"stage": 1} for true' if path == "zero_optimization" else ""
+                settled.problems.append(Problem(path, f"got {show(value)}, wanted a mapping{fix}"))
+        else:
+            settled.problems.append(unknown_key(path, [*KEYS, *SECTIONS]))
+
+
+def _take(key: Key, path: str, value: object, resolve: Mapping[str, object], settled: Settled) -> None:
+    if value == AUTO and AUTO not in key.harmless:
+        if path not in resolve and key.path not in resolve:
+            if not key.auto:
+                settled.problems.append(_unresolved(path))
+            return
+        value = resolve[path] if path in resolve else resolve[key.path]
+    elif path in _OPEN and isinstance(value, Mapping):
+        value = _resolve_params(path, value, resolve, settled)
+    if not key.kind.fits(value):
+        settled.problems.append(Problem(path, f"got {show(value)}, wanted {key.kind.words}"))
+        return
+    other = settled.written.get(key.path)
+    if other is not None:
+        settled.problems.append(Problem(path, f"says the same as {other}; keep one of the two"))
+        return
+    settled.values[key.path] = copy.deepcopy(value)
+    settled.written[key.path] = path
+
+
+def _resolve_params(
+    path: str, params: Mapping[str, object], resolve: Mapping[str, object], settled: Settled
+) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in params.items():
+        inner = join_path(path, name)
+        if value == AUTO:
+            if inner not in resolve:
+                settled.problems.append(_unresolved(inner))
+                continue
+            value = resolve[inner]
+        found[name] = value
+    return found
+
+
+def _unresolved(path: str) -> Problem:
+    return Problem(
+        path,
+        f"is 'auto' and nothing says what that is here; write a value, or pass resolve={{{path!r}: value}}",
+    )

@@ -1,0 +1,229 @@
+"""DeepSpeed's JSON to a native configuration, with a note for every key that has no effect here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, Problem, show
+from ..json_file import read_json_object
+from ..root import ZeroConfig
+from .key import Key
+from .settle import Settled, settle
+from .table import KEYS, TABLE
+
+_SOURCE = "DeepSpeed configuration"
+_CLIPPING = 1.0
+_ADAM_DEFAULTS = {"lr": 1e-3, "weight_decay": 0.0}
+_NO_EFFECT_PARAMS = ("torch_adam", "set_grad_none", "fused", "foreach")
+_TRUE_PARAMS = {
+    "bias_correction": "the moments are always corrected",
+    "fp32_optimizer_states": "write bf16.bf16_optimizer_states true for moments in bf16",
+}
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something worth saying once about a translated configuration.
+
+    Attributes:
+        path: DeepSpeed's key path.
+        outcome: "no effect" for a key that changes nothing here, "default" for a default that DeepSpeed
+            would take.
+        why: the reason.
+    """
+
+    path: str
+    outcome: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.outcome}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A native configuration, and what to tell the user about how it came from DeepSpeed's."""
+
+    config: ZeroConfig
+    notes: tuple[Note, ...] = ()
+
+
+def load_deepspeed_config(
+    source: Mapping[str, object] | str | Path, resolve: Mapping[str, object] | None = None
+) -> Translation:
+    """Translate DeepSpeed's JSON (0.19), given as a mapping or as the path of a file.
+
+    Args:
+        source: the configuration.
+        resolve: values for keys that say "auto", by key path ("optimizer.params.lr"). Entries for keys that
+            do not say "auto" are ignored, so a caller may offer all it knows.
+
+    Raises:
+        ConfigError: lists by key path every unknown key, wrong value, contradiction, unresolved "auto", and
+            feature that does not exist here.
+        TypeError: `source` is neither a mapping nor a path.
+    """
+    name = _SOURCE
+    if isinstance(source, str | Path):
+        name, values = str(source), read_json_object(source)
+    elif isinstance(source, Mapping):
+        values = dict(source)
+    else:
+        raise TypeError(f"configuration is {show(source)}, wanted a mapping or a path")
+    settled = settle(values, resolve or {})
+    notes, native = _judge(settled)
+    _set_precision(settled, native)
+    _set_optimizer(settled, native, notes)
+    _set_leaf_modules(settled, native)
+    if settled.problems:
+        raise ConfigError(settled.problems, name)
+    if "gradient_clipping" not in settled.values:
+        native["gradient_clipping"] = _CLIPPING
+        notes.append(
+            Note("gradient_clipping", "default", "not given: 1.0 as in DeepSpeed 0.19; write 0 for none")
+        )
+    try:
+        return Translation(ZeroConfig.from_mapping(_nested(native)), tuple(notes))
+    except ConfigError as error:
+        raise ConfigError(
+            [_in_deepspeed_words(problem, settled) for problem in error.problems], name
+        ) from None
+
+
+def _judge(settled: Settled) -> tuple[list[Note], dict[str, object]]:
+    """Notes for keys without effect, problems for refused ones, native values for those that map one to
+    one."""
+    notes: list[Note] = []
+    native: dict[str, object] = {"stage": 0}
+    stage = settled.values.get("zero_optimization.stage", 0)
+    for path, value in settled.values.items():
+        key = KEYS[path]
+        written = settled.written[path]
+        if key.switch and not _is_on(key.switch, settled):
+            continue
+        if stage not in key.stages and key.asks_for_something(value):
+            acts = ", ".join(str(number) for number in key.stages)
+            notes.append(Note(written, "no effect", f"it acts in stage {acts}, and the stage is {stage}"))
+        elif key.fate == "honoured":
+            if key.native and value is not None:
+                native[key.native] = _plain(value)
+        elif key.asks_for_something(value) and not _says_off(key, value) and not key.why.startswith("with "):
+            if key.fate == "no effect":
+                notes.append(Note(written, "no effect", key.why))
+            else:
+                settled.problems.append(Problem(written, f"got {show(value)}: refused: {key.why}"))
+    return notes, native
+
+
+def _is_on(switch: str, settled: Settled) -> bool:
+    key = KEYS[switch]
+    return switch in settled.values and (
+        settled.values[switch] is True
+        or (key.kind.words != "true or false" and key.asks_for_something(settled.values[switch]))
+    )
+
+
+def _says_off(key: Key, value: object) -> bool:
+    """A whole section that says itself that it is off."""
+    if not isinstance(value, dict):
+        return False
+    if key.path == "tensor_parallel":
+        return value.get("autotp_size", 1) in (0, 1)
+    if key.path == "compile":
+        return value.get("deepcompile", False) is False and value.get("enabled", False) is False
+    return value.get("enabled") is False
+
+
+def _plain(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _set_precision(settled: Settled, native: dict[str, object]) -> None:
+    half, brain = (settled.values.get(f"{name}.enabled", False) for name in ("fp16", "bf16"))
+    if half and brain:
+        path = settled.written["bf16.enabled"]
+        settled.problems.append(
+            Problem(path, "contradicts fp16.enabled: both are true; set one of them to false")
+        )
+    dtype = "fp16" if half else "bf16" if brain else None
+    if dtype is not None:
+        native["precision.dtype"] = dtype
+    wanted = settled.values.get("data_types.param_dtype")
+    if isinstance(wanted, str) and wanted.lower() != (dtype or "fp32"):
+        seen = f"{dtype}.enabled is true" if dtype else "neither fp16.enabled nor bf16.enabled is true"
+        settled.problems.append(
+            Problem("data_types.param_dtype", f"got {show(wanted)}, but {seen}; make them agree or remove it")
+        )
+    if brain and settled.values.get("bf16.bf16_optimizer_states") is True:
+        native["precision.moments_dtype"] = "bf16"
+
+
+def _set_optimizer(settled: Settled, native: dict[str, object], notes: list[Note]) -> None:
+    for section in ("optimizer", "scheduler"):
+        kind, params = settled.values.get(f"{section}.type"), settled.values.get(f"{section}.params")
+        if kind is None:
+            if params:
+                settled.problems.append(Problem(f"{section}.type", "required key is missing beside params"))
+            continue
+        settings = dict(params) if isinstance(params, dict) else {}
+        if section == "optimizer":
+            _set_adam(str(kind), settings, settled, notes)
+        native[section] = {"type": kind, "params": settings}
+
+
+def _set_adam(kind: str, settings: dict[str, Any], settled: Settled, notes: list[Note]) -> None:
+    """Take out of an optimizer's params what torch does not know, and fill in DeepSpeed's defaults for
+    Adam."""
+    if "max_grad_norm" in settings:
+        settled.problems.append(
+            Problem("optimizer.params.max_grad_norm", "refused, as in DeepSpeed; use gradient_clipping")
+        )
+    if kind.lower() not in ("adam", "adamw"):
+        return
+    if settings.get("torch_adam") is not True:
+        for name, value in _ADAM_DEFAULTS.items():
+            settings.setdefault(name, value)
+    for name in _NO_EFFECT_PARAMS:
+        if name in settings:
+            settings.pop(name)
+            notes.append(Note(f"optimizer.params.{name}", "no effect", "there is one implementation of Adam"))
+    for name, why in _TRUE_PARAMS.items():
+        value = settings.pop(name, True)
+        if value is not True:
+            settled.problems.append(
+                Problem(f"optimizer.params.{name}", f"got {show(value)}, wanted true: {why}")
+            )
+
+
+def _set_leaf_modules(settled: Settled, native: dict[str, object]) -> None:
+    if settled.values.get("zero_optimization.stage", 0) != 3:
+        return
+    names: list[str] = []
+    for name in ("classes", "names"):
+        given = settled.values.get(f"zero_optimization.leaf_module.{name}", [])
+        listed = [given] if isinstance(given, str) else list(given) if isinstance(given, list) else []
+        names += [text.rpartition(".")[2] if name == "classes" else text for text in listed]
+    if names:
+        native["units.leaf_modules"] = list(dict.fromkeys(names))
+
+
+def _nested(flat: Mapping[str, object]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, name = path.split(".")
+        place = found
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[name] = value
+    return found
+
+
+def _in_deepspeed_words(problem: Problem, settled: Settled) -> Problem:
+    """The same problem at the path of the key the user wrote."""
+    for key in TABLE:
+        if key.native and problem.path == key.native:
+            return Problem(settled.written.get(key.path, key.path), problem.text)
+    return problem

@@ -1,0 +1,202 @@
+"""DeepSpeed keys under zero_optimization."""
+
+from __future__ import annotations
+
+from .key import ANYTHING, FLAG, TEXT, TEXTS, Fate, Key, Kind, choice, number, or_null, whole
+
+_ROOT = "zero_optimization"
+
+
+def _key(
+    name: str,
+    kind: Kind,
+    fate: Fate,
+    why: str,
+    *,
+    native: str = "",
+    harmless: tuple[object, ...] = (),
+    stages: tuple[int, ...] = (0, 1, 2, 3),
+    alias: str = "",
+) -> Key:
+    aliases = (f"{_ROOT}.{alias}",) if alias else ()
+    return Key(f"{_ROOT}.{name}", kind, fate, why, native, harmless, True, "", stages, aliases)
+
+
+def _offload(section: str, fields: dict[str, Kind]) -> tuple[Key, ...]:
+    """An offload section: refused when it names a device, else checked and ignored."""
+    device = f"{_ROOT}.{section}.device"
+    why = "this tier does not exist here yet; remove the section or set device to 'none'"
+    return (
+        Key(device, choice("none", "cpu", "nvme"), "refused", why, harmless=("none",)),
+        *(
+            Key(
+                f"{_ROOT}.{section}.{name}",
+                kind,
+                "refused",
+                f"with {section}.device",
+                auto=True,
+                switch=device,
+            )
+            for name, kind in fields.items()
+        ),
+    )
+
+
+_PARAM_FIELDS = {
+    "nvme_path": or_null(TEXT),
+    "buffer_count": whole(0),
+    "buffer_size": whole(0),
+    "max_in_cpu": whole(0),
+    "pin_memory": FLAG,
+}
+_OPTIMIZER_FIELDS = {
+    "nvme_path": or_null(TEXT),
+    "buffer_count": whole(0),
+    "pin_memory": FLAG,
+    "pipeline_read": FLAG,
+    "pipeline_write": FLAG,
+    "fast_init": FLAG,
+    "ratio": number(0, 1),
+    "super_offload": FLAG,
+    "cpuadam_cores_perc": number(0, 1),
+}
+_FULL_WEIGHTS = "full weights can always be had: zero_ext.full_state_dict(model)"
+_UNITS_DECIDE = "a unit's size decides how much travels at a time, see reduce_bucket_size"
+_OLD_OFFLOAD = "this tier does not exist here yet; set it to false or remove it"
+_COMPRESSED = "compressed communication does not exist here yet; set it to false or remove it"
+_HIERARCHY = "sharding within a node does not exist here yet; remove it"
+
+_HONOURED = (
+    Key(f"{_ROOT}.stage", whole(0, 3), "honoured", "ZeRO stage; 0 when missing, as in DeepSpeed", "stage"),
+    _key(
+        "reduce_bucket_size",
+        whole(1),
+        "honoured",
+        "elements of a unit in stages 0 to 2; 16,777,216 when missing",
+        native="units.bucket_elements",
+        stages=(0, 1, 2),
+    ),
+    _key(
+        "stage3_prefetch_bucket_size",
+        whole(0),
+        "honoured",
+        "elements gathered ahead of their use",
+        native="units.prefetch_elements",
+        stages=(3,),
+        alias="prefetch_bucket_size",
+    ),
+    _key(
+        "stage3_param_persistence_threshold",
+        whole(0),
+        "honoured",
+        "parameters with fewer elements stay gathered; 0 when missing",
+        native="units.persistence_threshold",
+        stages=(3,),
+        alias="param_persistence_threshold",
+    ),
+    _key(
+        "stage3_max_live_parameters",
+        whole(1),
+        "honoured",
+        "cap on gathered elements",
+        native="units.live_elements",
+        stages=(3,),
+        alias="max_live_parameters",
+    ),
+    _key(
+        "leaf_module.classes",
+        TEXTS,
+        "honoured",
+        "joins units.leaf_modules, by the class's own name without its package",
+        stages=(3,),
+    ),
+    _key("leaf_module.names", TEXTS, "honoured", "joins units.leaf_modules", stages=(3,)),
+    _key(
+        "leaf_module.name_suffixes",
+        TEXTS,
+        "refused",
+        "name the modules in full under leaf_module.names",
+        harmless=([], ""),
+    ),
+)
+
+# Name without its optional "stage3_", the value that asks for what happens here anyway, the reason.
+_FLAGS_WITHOUT_EFFECT = (
+    ("contiguous_gradients", True, "a unit's gradients always lie in one buffer"),
+    ("reduce_scatter", True, "the stage decides which collective runs"),
+    ("use_multi_rank_bucket_allreduce", True, "no bucket belongs to one rank"),
+    ("allgather_partitions", True, "parameters always come by all-gather"),
+    ("compute_grad_norm", True, "the norm comes with the overflow check"),
+    ("load_from_fp32_weights", True, "master weights always load from fp32"),
+    ("elastic_checkpoint", False, "every checkpoint loads at any world size"),
+    ("ignore_unused_parameters", True, "unused parameters are always allowed"),
+    ("legacy_stage1", False, "there is one engine for all stages"),
+    ("round_robin_gradients", False, "every rank owns a part of every unit"),
+    ("parameter_alignment", False, "the layout of a unit is fixed"),
+    ("memory_efficient_linear", False, "linear layers stay torch's own"),
+    ("pipeline_loading_checkpoint", False, "loading streams in any case"),
+    ("override_module_apply", False, "Module.apply stays torch's own"),
+    ("log_trace_cache_warnings", False, "another order of modules costs time and is no event here"),
+    ("enable_sanity_checks", True, "checks of a unit's state always run"),
+    ("save_muon_momentum_buffer_in_memory", False, "Muon is refused"),
+    ("stage3_gather_fp16_weights_on_model_save", False, _FULL_WEIGHTS),
+    ("stage3_gather_16bit_weights_on_model_save", False, _FULL_WEIGHTS),
+    ("stage3_use_all_reduce_for_fetch_params", False, "parameters always come by all-gather"),
+    ("stage3_allgather_sequential", False, "a unit is gathered straight into its buffer"),
+)
+_SIZES_WITHOUT_EFFECT = (
+    ("allgather_bucket_size", (), _UNITS_DECIDE),
+    ("sub_group_size", (), "the step is one pass over a shard"),
+    ("stage3_model_persistence_threshold", (2**63 - 1,), "the sum of small parameters has no cap"),
+    ("stage3_max_reuse_distance", (), "a block's parameters are released when it ends"),
+    ("stage3_module_granularity_threshold", (0,), "units are blocks, see units.block_classes"),
+)
+
+
+def _alias(name: str) -> str:
+    """DeepSpeed takes most stage3_ keys without that prefix too."""
+    return name.removeprefix("stage3_") if name.startswith("stage3_") and "fp16" not in name else ""
+
+
+_WITHOUT_EFFECT = (
+    *(
+        _key(name, FLAG, "no effect", why, harmless=(calm,), alias=_alias(name))
+        for name, calm, why in _FLAGS_WITHOUT_EFFECT
+    ),
+    *(
+        _key(name, whole(0), "no effect", why, harmless=calm, alias=_alias(name))
+        for name, calm, why in _SIZES_WITHOUT_EFFECT
+    ),
+    _key("overlap_comm", or_null(FLAG), "no effect", "communication always overlaps", harmless=(True, None)),
+    _key(
+        "cpu_offload_use_pin_memory",
+        or_null(FLAG),
+        "no effect",
+        "nothing is offloaded",
+        harmless=(False, None),
+    ),
+)
+
+_REFUSED = (
+    *_offload("offload_param", _PARAM_FIELDS),
+    *_offload("offload_optimizer", _OPTIMIZER_FIELDS),
+    _key("cpu_offload", or_null(FLAG), "refused", _OLD_OFFLOAD, harmless=(False, None)),
+    _key("cpu_offload_param", or_null(FLAG), "refused", _OLD_OFFLOAD, harmless=(False, None)),
+    _key("cpu_offload_params", or_null(FLAG), "refused", _OLD_OFFLOAD, harmless=(False, None)),
+    _key("zero_quantized_weights", FLAG, "refused", _COMPRESSED, harmless=(False,)),
+    _key("zero_quantized_nontrainable_weights", FLAG, "refused", _COMPRESSED, harmless=(False,)),
+    _key("zero_quantized_gradients", FLAG, "refused", _COMPRESSED, harmless=(False,)),
+    _key("zeropp_loco_param", ANYTHING, "refused", _COMPRESSED, harmless=(None,)),
+    _key("zero_hpz_partition_size", whole(0), "refused", _HIERARCHY, harmless=(1, 0)),
+    _key("mics_shard_size", whole(-1), "refused", _HIERARCHY, harmless=(-1,)),
+    _key("mics_hierarchical_params_gather", FLAG, "refused", _HIERARCHY, harmless=(False,)),
+    _key(
+        "zenflow",
+        ANYTHING,
+        "refused",
+        "split optimizer steps do not exist here; remove it",
+        harmless=(None, {}),
+    ),
+)
+
+ZERO_KEYS = _HONOURED + _WITHOUT_EFFECT + _REFUSED
