@@ -1,0 +1,38 @@
+// One-pass Adam / AdamW on flat shards, with hyper-parameters per segment.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "adam_factors.h"
+#include "numeric_types.h"
+
+namespace zero_ext::core {
+
+// Half-open element range that shares hyper-parameters.
+struct AdamSegment {
+  std::int64_t begin;
+  std::int64_t end;
+  AdamFactors factors;
+};
+
+// Flat buffers of equal element count; param may be absent.
+struct AdamBuffers {
+  float* master;
+  void* exp_avg;
+  void* exp_avg_sq;
+  NumericType moments;
+  const void* grad;
+  NumericType grad_type;
+  void* param;
+  std::optional<NumericType> param_type;
+};
+
+// Updates the elements [begin, end) of all segments laid end to end: callers may split
+// [0, total length of the segments) among threads in any way.
+void adam_step(const AdamBuffers& buffers, std::span<const AdamSegment> segments,
+               std::int64_t begin, std::int64_t end);
+
+}  // namespace zero_ext::core

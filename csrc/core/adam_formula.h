@@ -1,0 +1,42 @@
+// One Adam / AdamW update of one vector of elements.
+//
+// Source: Kingma and Ba, "Adam", section 2 (arXiv 1412.6980); Loshchilov and Hutter, "Decoupled
+// weight decay regularization", algorithm 2 (arXiv 1711.05101). The order of the operations is
+// that of torch.optim's CPU kernels, so results agree to float32 rounding.
+#pragma once
+
+#include "adam_factors.h"
+#include "portability.h"
+
+namespace zero_ext::core {
+
+// V is a vector type as described in vector_scalar.h.
+template <class V>
+struct AdamValues {
+  typename V::Float master;
+  typename V::Float exp_avg;
+  typename V::Float exp_avg_sq;
+};
+
+template <class V>
+ZERO_EXT_HOST_DEVICE AdamValues<V> adam_update(AdamValues<V> old, typename V::Float gradient,
+                                               const AdamFactors& factors) {
+  using Float = typename V::Float;
+  Float g = V::mul(gradient, V::set(factors.gradient_scale));
+  g = V::fma(V::set(factors.coupled_decay), old.master, g);
+  const Float decayed = V::fma(V::set(-factors.decoupled_decay), old.master, old.master);
+
+  const Float exp_avg =
+      factors.average_from_gradient
+          ? V::fma(V::set(factors.beta1), V::sub(old.exp_avg, g), g)
+          : V::fma(V::set(factors.average_weight), V::sub(g, old.exp_avg), old.exp_avg);
+  const Float exp_avg_sq = V::fma(V::set(factors.beta2), old.exp_avg_sq,
+                                  V::mul(V::mul(V::set(factors.square_weight), g), g));
+
+  const Float denominator =
+      V::fma(V::sqrt(exp_avg_sq), V::set(factors.inverse_root_correction), V::set(factors.eps));
+  const Float master = V::fma(V::set(-factors.step_size), V::div(exp_avg, denominator), decayed);
+  return {master, exp_avg, exp_avg_sq};
+}
+
+}  // namespace zero_ext::core

@@ -1,0 +1,52 @@
+// Builds one instruction set's table of kernels from the kernel templates.
+#pragma once
+
+#include "adam_kernel.h"
+#include "flat_kernel.h"
+#include "kernels.h"
+#include "squared_norm_kernel.h"
+
+namespace zero_ext::core {
+namespace {
+
+template <class V, class Moment, class Grad>
+constexpr void fill_adam(AdamKernel (&row)[kNumericTypes + 1]) {
+  row[0] = &AdamLoop<V, Moment, Grad, float>::run;
+  row[1] = &AdamLoop<V, Moment, Grad, BFloat16>::run;
+  row[2] = &AdamLoop<V, Moment, Grad, Float16>::run;
+  row[3] = &AdamLoop<V, Moment, Grad, NoParam>::run;
+}
+
+template <class V, class Target>
+constexpr void fill_flat(Kernels& table, int target) {
+  table.copy[target][0] = &copy_range<V, Target, float>;
+  table.copy[target][1] = &copy_range<V, Target, BFloat16>;
+  table.copy[target][2] = &copy_range<V, Target, Float16>;
+  table.accumulate[target][0] = &accumulate_range<V, Target, float>;
+  table.accumulate[target][1] = &accumulate_range<V, Target, BFloat16>;
+  table.accumulate[target][2] = &accumulate_range<V, Target, Float16>;
+  table.sum_shards[target][0] = &sum_range<V, Target, float>;
+  table.sum_shards[target][1] = &sum_range<V, Target, BFloat16>;
+  table.sum_shards[target][2] = &sum_range<V, Target, Float16>;
+}
+
+template <class V>
+constexpr Kernels make_kernels() {
+  Kernels table{};
+  fill_adam<V, float, float>(table.adam[0][0]);
+  fill_adam<V, float, BFloat16>(table.adam[0][1]);
+  fill_adam<V, float, Float16>(table.adam[0][2]);
+  fill_adam<V, BFloat16, float>(table.adam[1][0]);
+  fill_adam<V, BFloat16, BFloat16>(table.adam[1][1]);
+  fill_adam<V, BFloat16, Float16>(table.adam[1][2]);
+  fill_flat<V, float>(table, 0);
+  fill_flat<V, BFloat16>(table, 1);
+  fill_flat<V, Float16>(table, 2);
+  table.squared_norm[0] = &SquaredNorm<V, float>::run;
+  table.squared_norm[1] = &SquaredNorm<V, BFloat16>::run;
+  table.squared_norm[2] = &SquaredNorm<V, Float16>::run;
+  return table;
+}
+
+}  // namespace
+}  // namespace zero_ext::core

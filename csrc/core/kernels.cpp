@@ -1,0 +1,21 @@
+#include "kernels.h"
+
+#include "isa.h"
+
+namespace zero_ext::core {
+
+const Kernels& active_kernels() {
+#if defined(__x86_64__)
+  switch (active_isa()) {
+    case Isa::avx512:
+      return kAvx512Kernels;
+    case Isa::avx2:
+      return kAvx2Kernels;
+    case Isa::scalar:
+      break;
+  }
+#endif
+  return kScalarKernels;
+}
+
+}  // namespace zero_ext::core

@@ -1,0 +1,37 @@
+// The table of kernels that each instruction set provides.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "adam.h"
+#include "numeric_types.h"
+#include "superaccumulator.h"
+
+namespace zero_ext::core {
+
+using AdamKernel = void (*)(const AdamBuffers&, const AdamFactors&, std::int64_t, std::int64_t);
+using ConvertKernel = void (*)(void*, const void*, std::int64_t);
+using SquaredNormKernel = void (*)(const void*, std::int64_t, Superaccumulator&);
+using SumKernel = void (*)(void*, std::span<const void* const>, std::int64_t, std::int64_t, float,
+                           bool);
+
+// Indices are NumericType values in the order named; param's last index means "no param".
+struct Kernels {
+  AdamKernel adam[2][kNumericTypes][kNumericTypes + 1];    // [moments][grad][param]
+  ConvertKernel copy[kNumericTypes][kNumericTypes];        // [target][source]
+  ConvertKernel accumulate[kNumericTypes][kNumericTypes];  // [target][source]
+  SumKernel sum_shards[kNumericTypes][kNumericTypes];      // [target][source]
+  SquaredNormKernel squared_norm[kNumericTypes];
+};
+
+extern const Kernels kScalarKernels;
+#if defined(__x86_64__)
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
+
+// The kernels of active_isa().
+const Kernels& active_kernels();
+
+}  // namespace zero_ext::core

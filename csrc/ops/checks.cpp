@@ -1,0 +1,78 @@
+#include "checks.h"
+
+#include <algorithm>
+
+namespace zero_ext::ops {
+namespace {
+
+std::string device_text(const Tensor& tensor) {
+  return tensor.is_cuda() ? "a CUDA device" : "a device other than the CPU";
+}
+
+std::string label(const Argument& argument) {
+  return std::string(argument.op) + ": argument '" + argument.name + "' ";
+}
+
+}  // namespace
+
+std::string shape_text(const Tensor& tensor) {
+  std::string text = "[";
+  for (std::int64_t i = 0; i < tensor.dim(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(tensor.size(i));
+  }
+  return text + "]";
+}
+
+void check_layout(const Tensor& tensor, const Argument& argument) {
+  STD_TORCH_CHECK(tensor.is_cpu(), label(argument), "is on ", device_text(tensor),
+                  "; it must be on the CPU: pass tensor.cpu()");
+  STD_TORCH_CHECK(tensor.is_contiguous(), label(argument), "of shape ", shape_text(tensor),
+                  " is not contiguous; pass tensor.contiguous() or a contiguous view");
+}
+
+void check_dtype(const Tensor& tensor, const Argument& argument, ScalarType wanted) {
+  check_layout(tensor, argument);
+  STD_TORCH_CHECK(tensor.scalar_type() == wanted, label(argument), "has dtype ",
+                  torch::headeronly::toString(tensor.scalar_type()), "; it must be ",
+                  torch::headeronly::toString(wanted));
+}
+
+core::NumericType check_numeric(const Tensor& tensor, const Argument& argument) {
+  check_layout(tensor, argument);
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return core::NumericType::float32;
+    case ScalarType::BFloat16:
+      return core::NumericType::bfloat16;
+    case ScalarType::Half:
+      return core::NumericType::float16;
+    default:
+      STD_TORCH_CHECK(false, label(argument), "has dtype ",
+                      torch::headeronly::toString(tensor.scalar_type()),
+                      "; it must be Float, BFloat16 or Half");
+  }
+}
+
+void check_flat(const Tensor& tensor, const Argument& argument, std::int64_t numel) {
+  STD_TORCH_CHECK(tensor.dim() == 1 && tensor.numel() == numel, label(argument), "has shape ",
+                  shape_text(tensor), "; it must be one-dimensional with ", numel, " elements");
+}
+
+Extent extent(const Tensor& tensor, const Argument& argument) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
+  const auto bytes = static_cast<std::uintptr_t>(tensor.numel()) * tensor.element_size();
+  return {begin, begin + bytes, argument};
+}
+
+void check_disjoint(std::vector<Extent> extents) {
+  std::erase_if(extents, [](const Extent& each) { return each.begin == each.end; });
+  std::sort(extents.begin(), extents.end(),
+            [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  for (std::size_t i = 1; i < extents.size(); ++i) {
+    STD_TORCH_CHECK(extents[i].begin >= extents[i - 1].end, label(extents[i].argument),
+                    "overlaps the memory of argument '", extents[i - 1].argument.name,
+                    "'; give each its own memory");
+  }
+}
+
+}  // namespace zero_ext::ops

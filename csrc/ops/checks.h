@@ -1,0 +1,48 @@
+// Checks that every op makes on its arguments before it changes anything.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "../core/numeric_types.h"
+#include "torch_stable.h"
+
+namespace zero_ext::ops {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Names one tensor argument in messages: "pack_: tensors[3]".
+struct Argument {
+  const char* op;
+  std::string name;
+};
+
+// The bytes a tensor's elements occupy.
+struct Extent {
+  std::uintptr_t begin;
+  std::uintptr_t end;
+  Argument argument;
+};
+
+std::string shape_text(const Tensor& tensor);
+
+// CPU and contiguous.
+void check_layout(const Tensor& tensor, const Argument& argument);
+
+// CPU, contiguous and of exactly this dtype.
+void check_dtype(const Tensor& tensor, const Argument& argument, ScalarType wanted);
+
+// CPU and contiguous, with dtype float32, bfloat16 or float16, which is returned.
+core::NumericType check_numeric(const Tensor& tensor, const Argument& argument);
+
+// One-dimensional with `numel` elements.
+void check_flat(const Tensor& tensor, const Argument& argument, std::int64_t numel);
+
+Extent extent(const Tensor& tensor, const Argument& argument);
+
+// No two non-empty extents share a byte.
+void check_disjoint(std::vector<Extent> extents);
+
+}  // namespace zero_ext::ops

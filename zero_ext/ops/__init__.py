@@ -1,0 +1,27 @@
+"""Python face of the C++ ops ``torch.ops.zero_ext.*``; importing it loads a built extension."""
+
+from zero_ext.ops.adam import adam_step_
+from zero_ext.ops.checksum import crc32c
+from zero_ext.ops.flat import accumulate_, pack_, sum_shards_, unpack_
+from zero_ext.ops.host import host_buffer, host_buffer_bytes
+from zero_ext.ops.isa import get_isa, set_isa
+from zero_ext.ops.library import is_built, load
+from zero_ext.ops.norm import squared_norm_, squared_norm_value
+
+__all__ = [
+    "accumulate_",
+    "adam_step_",
+    "crc32c",
+    "get_isa",
+    "host_buffer",
+    "host_buffer_bytes",
+    "pack_",
+    "set_isa",
+    "squared_norm_",
+    "squared_norm_value",
+    "sum_shards_",
+    "unpack_",
+]
+
+if is_built():
+    load()

@@ -1,0 +1,62 @@
+"""One-pass Adam and AdamW on flat shards."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zero_ext.ops.library import fake_kernel, op
+
+
+def adam_step_(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    param: Tensor | None,
+    segments: Tensor,
+    hyper: Tensor,
+    grad_scale: Tensor,
+) -> None:
+    """Updates a flat shard in place, reading and writing every element once.
+
+    Per element, in float32, as torch.optim.AdamW / Adam: the gradient is multiplied by `grad_scale`
+    (unscale x clip), the moments are updated, the master weight steps, and its value is cast to `param`.
+
+    Args:
+        master: float32 [n], master weights.
+        exp_avg, exp_avg_sq: float32 or bfloat16 (both the same) [n], the moments.
+        grad: float32, bfloat16 or float16 [n].
+        param: float32, bfloat16 or float16 [n], or None when `master` is the parameter itself.
+        segments: int64 [S, 2] of (begin, end): sorted, disjoint, inside n. Elements outside every segment
+            stay untouched.
+        hyper: float64 [S, 8], per segment: lr, beta1, beta2, eps, weight_decay, step (1-based, this step
+            included), decoupled (1 AdamW, 0 Adam), maximize (0 or 1).
+        grad_scale: float32, 0-d.
+
+    All tensors are contiguous, on the CPU, and share no memory with one another.
+
+    Raises:
+        RuntimeError: an argument has the wrong dtype, device, layout or size, buffers overlap, or a
+            hyper-parameter is outside its range; nothing has been changed.
+
+    Source: Kingma and Ba (arXiv 1412.6980), section 2; Loshchilov and Hutter (arXiv 1711.05101),
+    algorithm 2.
+    """
+    op("adam_step_")(master, exp_avg, exp_avg_sq, grad, param, segments, hyper, grad_scale)
+    written = [master, exp_avg, exp_avg_sq]
+    torch.autograd.graph.increment_version(written if param is None else [*written, param])
+
+
+@fake_kernel("adam_step_")
+def _adam_step_(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    param: Tensor | None,
+    segments: Tensor,
+    hyper: Tensor,
+    grad_scale: Tensor,
+) -> None:
+    return None

@@ -1,0 +1,60 @@
+"""Loads the C++ extension: the built module ``zero_ext._C``, or one built just in time.
+
+Importing :mod:`zero_ext.ops` loads a built ``_C`` at once. In a source tree without one the first op
+that is called builds it (see :mod:`zero_ext.ops.build`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+
+from zero_ext.ops.build import build, import_from
+
+NAMESPACE = "zero_ext"
+
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
+# Fake kernels by op name. torch accepts them only once the op exists, so they wait here for the load.
+FAKE_KERNELS: dict[str, Callable[..., Any]] = {}
+
+
+def fake_kernel(name: str) -> Callable[[Kernel], Kernel]:
+    """Declares the decorated function the fake kernel of op `name`: shapes and dtypes without data."""
+
+    def declare(function: Kernel) -> Kernel:
+        FAKE_KERNELS[name] = function
+        return function
+
+    return declare
+
+
+def is_built() -> bool:
+    """Whether a built ``zero_ext._C`` can be imported."""
+    return importlib.util.find_spec("zero_ext._C") is not None
+
+
+@cache
+def load() -> ModuleType:
+    """The extension module; loading it registers the ops and their fake kernels.
+
+    Raises:
+        RuntimeError: there is no built module, and building one failed or no compiler was found.
+    """
+    module = importlib.import_module("zero_ext._C") if is_built() else import_from(build())
+    for name, kernel in FAKE_KERNELS.items():
+        torch.library.register_fake(f"{NAMESPACE}::{name}", kernel)
+    return module
+
+
+@cache
+def op(name: str) -> Any:
+    """The callable overload ``torch.ops.zero_ext.<name>.default``, with the extension loaded."""
+    load()
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
