@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from .key import ANYTHING, FLAG, MAPPING, TEXT, Fate, Key, choice, number, or_null, whole
+import math
+
+from .key import ANYTHING, FLAG, MAPPING, TEXT, Fate, Key, Kind, choice, number, or_null, whole
 
 _DTYPES = choice("fp32", "fp16", "bf16")
+_PRINT = Kind(
+    "an integer of at least 1, null or infinity",
+    lambda value: value in (None, math.inf) or whole(1).fits(value),
+)
 _MEAN = "gradients are summed in fp32 and divided after that, so scaling them before the sum changes nothing"
 
 
@@ -42,7 +48,7 @@ BATCH_KEYS = (
         "the engine counts micro-batches itself; leave it true, or use zero_ext.prepare and your own loop",
         harmless=(True,),
     ),
-    Key("steps_per_print", or_null(whole(1)), "honoured", "steps between progress lines", "steps_per_print"),
+    Key("steps_per_print", _PRINT, "honoured", "steps between progress lines", "steps_per_print"),
 )
 
 PRECISION_KEYS = (

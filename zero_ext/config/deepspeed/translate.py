@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +109,7 @@ def _judge(settled: Settled) -> tuple[list[Note], dict[str, object]]:
             acts = ", ".join(str(number) for number in key.stages)
             notes.append(Note(written, "no effect", f"it acts in stage {acts}, and the stage is {stage}"))
         elif key.fate == "honoured":
-            if key.native and value is not None:
+            if key.native and value not in (None, math.inf):
                 native[key.native] = _plain(value)
         elif key.asks_for_something(value) and not _says_off(key, value) and not key.why.startswith("with "):
             if key.fate == "no effect":
