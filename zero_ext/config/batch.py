@@ -38,8 +38,8 @@ class BatchPolicy(Policy):
     def resolve(self, world_size: int) -> BatchPolicy:
         """Fill in what is not said for `world_size` data-parallel ranks.
 
-        The two sizes stay None when neither is given. Raises ConfigError when the three values contradict each
-        other or do not divide.
+        The two sizes stay None when neither is given. Raises ConfigError when the three values contradict
+        each other or do not divide.
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise ConfigError(Problem("world_size", f"got {world_size!r}, wanted an integer of at least 1"))

@@ -39,7 +39,7 @@ class LossScalePolicy(Policy):
         static: a fixed scale; 0 means dynamic, and then the other keys apply.
         initial_power: the dynamic scale starts at 2**initial_power.
         window: steps without overflow after which the scale doubles.
-        hysteresis: overflows tolerated before the scale is halved.
+        hysteresis: the scale halves at the overflow of this number; those before it only skip their step.
         consecutive_hysteresis: refill the tolerance after every step without overflow, not only when the
             scale grows.
         minimum: the dynamic scale never goes below this.

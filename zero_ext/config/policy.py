@@ -75,9 +75,8 @@ class Policy(BaseModel, metaclass=_PolicyMeta):
 
     def replace(self, **changes: object) -> Self:
         """A copy with some settings changed, checked as a new one would be."""
-        return type(self).from_mapping(
-            {**{name: getattr(self, name) for name in type(self).model_fields}, **changes}
-        )
+        said = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self).from_mapping({**said, **changes})
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain JSON-able mapping; `from_mapping` gives the same policy back."""

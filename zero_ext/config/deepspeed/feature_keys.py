@@ -86,13 +86,6 @@ REPORT_KEYS = (
     Key("disable_python_gc", FLAG, "no effect", "the garbage collector is left alone", harmless=(False,)),
     Key("vocabulary_size", or_null(whole(1)), "no effect", "nothing here depends on it", harmless=(None,)),
     Key("disable_allgather", FLAG, "no effect", "parameters always come by all-gather", harmless=(False,)),
-    Key(
-        "dataloader_drop_last",
-        FLAG,
-        "no effect",
-        "the loader of initialize(training_data=...) decides for itself how an epoch ends",
-        harmless=(False,),
-    ),
 )
 
 CHECKPOINT_KEYS = (

@@ -7,6 +7,9 @@ import math
 from .key import ANYTHING, FLAG, MAPPING, TEXT, Fate, Key, Kind, choice, number, or_null, whole
 
 _DTYPES = choice("fp32", "fp16", "bf16")
+_BF16_OVERFLOW = (
+    "the norm is checked when gradients are clipped; not finite is an error, never a skipped step"
+)
 _PRINT = Kind(
     "an integer of at least 1, null or infinity",
     lambda value: value in (None, math.inf) or whole(1).fits(value),
@@ -48,6 +51,7 @@ BATCH_KEYS = (
         "the engine counts micro-batches itself; leave it true, or use zero_ext.prepare and your own loop",
         harmless=(True,),
     ),
+    Key("dataloader_drop_last", FLAG, "honoured", "drop an epoch's last part of a batch", "batch.drop_last"),
     Key("steps_per_print", _PRINT, "honoured", "steps between progress lines", "steps_per_print"),
 )
 
@@ -78,7 +82,12 @@ PRECISION_KEYS = (
                 "steps without overflow until the scale doubles",
                 "loss_scale.window",
             ),
-            ("hysteresis", whole(1), "overflows tolerated before the scale halves", "loss_scale.hysteresis"),
+            (
+                "hysteresis",
+                whole(1),
+                "the scale halves at the overflow of this number",
+                "loss_scale.hysteresis",
+            ),
             ("consecutive_hysteresis", FLAG, "refill that tolerance", "loss_scale.consecutive_hysteresis"),
             (
                 "min_loss_scale",
@@ -99,7 +108,7 @@ PRECISION_KEYS = (
     ),
     Key("bf16.enabled", FLAG, "honoured", "precision.dtype becomes bf16", aliases=("bfloat16.enabled",)),
     _bf16("immediate_grad_update", "no effect", "gradients add up as soon as they exist", True),
-    _bf16("check_grad_overflow", "no effect", "gradients are checked as the engine's own rule for bf16 says"),
+    _bf16("check_grad_overflow", "no effect", _BF16_OVERFLOW),
     _bf16("bf16_master_weights_and_grads", "refused", "master weights are fp32 here; remove it", False),
     _bf16("bf16_optimizer_states", "honoured", "precision.moments_dtype becomes bf16", False),
     Key(
