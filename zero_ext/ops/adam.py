@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zero_ext.ops.library import fake_kernel, op
+from zero_ext.ops.library import check_one_device, fake_kernel, op
 
 
 def adam_step_(
@@ -59,4 +59,5 @@ def _adam_step_(
     hyper: Tensor,
     grad_scale: Tensor,
 ) -> None:
-    return None
+    tensors = [master, exp_avg, exp_avg_sq, grad, segments, hyper, grad_scale]
+    check_one_device("adam_step_", tensors if param is None else [*tensors, param])

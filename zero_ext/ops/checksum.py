@@ -1,22 +1,28 @@
-"""CRC32C, the checksum of checkpoint files (Castagnoli polynomial, RFC 3720 appendix B.4)."""
+"""CRC32C, the checksum of checkpoint files."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from zero_ext.ops.library import fake_kernel, op
 
 
-@fake_kernel("crc32c")
-def _crc32c_fake(bytes: torch.Tensor, seed: int) -> torch.SymInt:
-    return torch.library.get_ctx().new_dynamic_size()
+def crc32c(bytes: Tensor, seed: int = 0) -> int:
+    """CRC32C of `bytes`, in [0, 2^32). The interpreter lock is released meanwhile.
 
+    Args:
+        bytes: uint8 [n], contiguous, on the CPU.
+        seed: the checksum of the bytes before these; `crc32c(b, crc32c(a))` is that of a and b joined.
 
-def crc32c(bytes: torch.Tensor, seed: int = 0) -> int:
-    """CRC32C of ``bytes`` (uint8 [n], CPU, contiguous), in [0, 2^32).
+    Raises:
+        RuntimeError: `bytes` has the wrong dtype, device or layout, or `seed` is out of range.
 
-    ``seed`` is the checksum of the bytes before them, so ``crc32c(b, crc32c(a))`` is the checksum of a and b
-    joined. RuntimeError names the argument for another dtype, device or layout, or a seed out of range. The
-    interpreter lock is released meanwhile.
+    Source: Castagnoli's polynomial as in RFC 3720, appendix B.4.
     """
     return op("crc32c")(bytes, seed)
+
+
+@fake_kernel("crc32c")
+def _crc32c(bytes: Tensor, seed: int) -> torch.SymInt:
+    return torch.library.get_ctx().new_dynamic_size()

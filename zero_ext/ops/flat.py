@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zero_ext.ops.library import fake_kernel, op
+from zero_ext.ops.library import check_one_device, fake_kernel, op
 
 
 def pack_(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> None:
@@ -67,19 +67,19 @@ def sum_shards_(out: Tensor, shards: Sequence[Tensor], scale: float, accumulate:
 
 @fake_kernel("pack_")
 def _pack_(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> None:
-    return None
+    check_one_device("pack_", [flat, *tensors])
 
 
 @fake_kernel("accumulate_")
 def _accumulate_(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> None:
-    return None
+    check_one_device("accumulate_", [flat, *tensors])
 
 
 @fake_kernel("unpack_")
 def _unpack_(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> None:
-    return None
+    check_one_device("unpack_", [flat, *tensors])
 
 
 @fake_kernel("sum_shards_")
 def _sum_shards_(out: Tensor, shards: Sequence[Tensor], scale: float, accumulate: bool) -> None:
-    return None
+    check_one_device("sum_shards_", [out, *shards])

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from zero_ext.ops.build import build, import_from
 
@@ -33,6 +34,13 @@ def fake_kernel(name: str) -> Callable[[Kernel], Kernel]:
         return function
 
     return declare
+
+
+def check_one_device(name: str, tensors: Iterable[Tensor]) -> None:
+    """Refuses a mixture of devices, which would silently run a fake kernel because one tensor is meta."""
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    if len(devices) > 1:
+        raise RuntimeError(f"{name}: tensors on {', '.join(devices)}; all must be on one device, the CPU")
 
 
 def is_built() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zero_ext.ops.library import fake_kernel, op
+from zero_ext.ops.library import check_one_device, fake_kernel, op
 
 ACCUMULATOR_ENTRIES = 33
 
@@ -49,7 +49,7 @@ def squared_norm_value(accumulator: Tensor) -> Tensor:
 
 @fake_kernel("squared_norm_")
 def _squared_norm_(grad: Tensor, accumulator: Tensor) -> None:
-    return None
+    check_one_device("squared_norm_", [grad, accumulator])
 
 
 @fake_kernel("squared_norm_value")

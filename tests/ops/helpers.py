@@ -1,0 +1,33 @@
+"""Inputs and references shared by the op tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zero_ext import ops
+from zero_ext.ops.isa import ISA_NAMES
+
+FLOAT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def available_isas() -> list[str]:
+    """Instruction sets this machine can run, found by asking for each."""
+    return [*ISA_NAMES[: ISA_NAMES.index(ops.get_isa()) + 1]]
+
+
+def random_bits(count: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Values with uniformly random bit patterns: every exponent, subnormals, infinities and NaNs."""
+    info = torch.iinfo(BITS[dtype])
+    bits = torch.randint(info.min, info.max + 1, (count,), dtype=torch.int64, generator=generator)
+    return bits.to(BITS[dtype]).view(dtype)
+
+
+def same_values(first: Tensor, second: Tensor) -> bool:
+    """Bitwise equality, except that any NaN equals any NaN."""
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    both_nan = first.isnan() & second.isnan()
+    same_bits = first.view(BITS[first.dtype]) == second.view(BITS[second.dtype])
+    return bool((both_nan | same_bits).all())

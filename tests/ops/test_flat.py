@@ -1,0 +1,187 @@
+"""pack_, accumulate_, unpack_ and sum_shards_ against torch's own copies and sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.helpers import FLOAT_DTYPES, random_bits, same_values
+from zero_ext import ops
+
+SHAPES = [(3, 5), (0,), (), (1001,), (7, 11, 13), (16,)]
+
+
+def make_tensors(dtype: torch.dtype, generator: torch.Generator) -> tuple[list[Tensor], list[int], int]:
+    """Tensors of many shapes, their offsets in shuffled order with gaps, and the flat size."""
+    tensors = [random_bits(math.prod(shape), dtype, generator).reshape(shape) for shape in SHAPES]
+    offsets = [0] * len(tensors)
+    position = 3
+    for index in torch.randperm(len(tensors), generator=generator).tolist():
+        offsets[index] = position
+        position += tensors[index].numel() + 2
+    return tensors, offsets, position
+
+
+@pytest.mark.parametrize("source", FLOAT_DTYPES)
+@pytest.mark.parametrize("target", FLOAT_DTYPES)
+def test_pack(isa: str, generator: torch.Generator, target: torch.dtype, source: torch.dtype) -> None:
+    tensors, offsets, size = make_tensors(source, generator)
+    flat = torch.full((size,), -7.0, dtype=target)
+    wanted = flat.clone()
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        wanted[offset : offset + tensor.numel()] = tensor.flatten().to(target)
+    ops.pack_(flat, tensors, offsets)
+    assert same_values(flat, wanted)
+
+
+@pytest.mark.parametrize("source", FLOAT_DTYPES)
+@pytest.mark.parametrize("target", FLOAT_DTYPES)
+def test_accumulate(isa: str, generator: torch.Generator, target: torch.dtype, source: torch.dtype) -> None:
+    tensors, offsets, size = make_tensors(source, generator)
+    flat = random_bits(size, target, generator)
+    wanted = flat.clone()
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        part = wanted[offset : offset + tensor.numel()]
+        part.copy_((part.float() + tensor.flatten().float()).to(target))
+    ops.accumulate_(flat, tensors, offsets)
+    assert same_values(flat, wanted)
+
+
+@pytest.mark.parametrize("source", FLOAT_DTYPES)
+@pytest.mark.parametrize("target", FLOAT_DTYPES)
+def test_unpack(isa: str, generator: torch.Generator, target: torch.dtype, source: torch.dtype) -> None:
+    tensors, offsets, size = make_tensors(target, generator)
+    flat = random_bits(size, source, generator)
+    for tensor in tensors:
+        tensor.fill_(math.nan)
+    ops.unpack_(flat, tensors, offsets)
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        wanted = flat[offset : offset + tensor.numel()].to(target)
+        assert same_values(tensor.flatten(), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_half_precision_value_survives(isa: str, dtype: torch.dtype) -> None:
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    wide = torch.empty(2**16)
+    ops.pack_(wide, [values], [0])
+    assert same_values(wide, values.float())
+    back = torch.empty_like(values)
+    ops.unpack_(wide, [back], [0])
+    assert same_values(back, values)
+
+
+def test_large_lists_are_split_among_threads(generator: torch.Generator) -> None:
+    tensors = [torch.randn(200_000 + i, generator=generator) for i in range(5)]
+    offsets = [sum(t.numel() for t in tensors[:i]) for i in range(5)]
+    flat = torch.full((sum(t.numel() for t in tensors),), math.nan)
+    ops.pack_(flat, tensors, offsets)
+    assert torch.equal(flat, torch.cat(tensors))
+    ops.accumulate_(flat, tensors, offsets)
+    assert torch.equal(flat, 2 * torch.cat(tensors))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("source", FLOAT_DTYPES)
+@pytest.mark.parametrize("target", FLOAT_DTYPES)
+def test_sum_shards(
+    isa: str, generator: torch.Generator, target: torch.dtype, source: torch.dtype, accumulate: bool
+) -> None:
+    shards = [torch.randn(1003, generator=generator).to(source) for _ in range(5)]
+    out = torch.randn(1003, generator=generator).to(target)
+    wanted = shards[0].float()
+    for shard in shards[1:]:
+        wanted = wanted + shard.float()
+    wanted = wanted * torch.tensor(1 / 3)
+    if accumulate:
+        wanted = wanted + out.float()
+    else:
+        out.fill_(math.nan)
+    ops.sum_shards_(out, shards, 1 / 3, accumulate)
+    assert same_values(out, wanted.to(target))
+    exact = sum(shard.double() for shard in shards) / 3
+    if target == torch.float32 and not accumulate:
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_sum_shards_into_one_of_them(generator: torch.Generator, accumulate: bool) -> None:
+    shards = [torch.randn(70_001, generator=generator) for _ in range(3)]
+    wanted = 0.5 * (shards[0] + shards[1] + shards[2]) + (shards[1] if accumulate else 0)
+    ops.sum_shards_(shards[1], shards, 0.5, accumulate)
+    assert torch.equal(shards[1], wanted)
+
+
+def test_one_shard_and_empty() -> None:
+    out = torch.full((5,), math.nan)
+    ops.sum_shards_(out, [torch.arange(5.0)], 2.0, False)
+    assert torch.equal(out, 2 * torch.arange(5.0))
+    ops.sum_shards_(torch.empty(0), [torch.empty(0)], 1.0, True)
+
+
+def test_versions_are_bumped() -> None:
+    flat, tensor = torch.zeros(4), torch.ones(4)
+    for call in (
+        lambda: ops.pack_(flat, [tensor], [0]),
+        lambda: ops.accumulate_(flat, [tensor], [0]),
+        lambda: ops.sum_shards_(flat, [tensor], 1.0, False),
+    ):
+        before = flat._version
+        call()
+        assert flat._version > before
+    before = tensor._version
+    ops.unpack_(flat, [tensor], [0])
+    assert tensor._version > before
+
+
+ListOp = Callable[[Tensor, list[Tensor], list[int]], None]
+LIST_OPS = [ops.pack_, ops.accumulate_, ops.unpack_]
+
+
+@pytest.mark.parametrize("call", LIST_OPS, ids=lambda call: call.__name__)
+def test_list_ops_refuse_wrong_arguments_by_name(call: ListOp) -> None:
+    flat, tensor = torch.zeros(8), torch.ones(3)
+    cases: list[tuple[Tensor, list[Tensor], list[int], str]] = [
+        (flat.double(), [tensor], [0], "argument 'flat' has dtype Double"),
+        (flat.reshape(2, 4), [tensor], [0], "argument 'flat' has shape"),
+        (torch.zeros(16)[::2], [tensor], [0], "argument 'flat'.*not contiguous"),
+        (flat, [tensor, tensor.long()], [0, 4], r"argument 'tensors\[1\]' has dtype Long"),
+        (flat, [torch.ones(3, 4).T], [0], r"argument 'tensors\[0\]'.*not contiguous"),
+        (flat, [tensor], [], "1 tensors but 0 offsets"),
+        (flat, [tensor], [6], r"tensors\[0\] of 3 elements at offset 6 does not fit"),
+        (flat, [tensor], [-1], r"tensors\[0\] of 3 elements at offset -1 does not fit"),
+        (flat, [tensor], [2**62], "does not fit"),
+        (flat, [tensor, torch.ones(3)], [0, 2], r"'offsets\[1\]' overlaps.*'offsets\[0\]'"),
+        (flat, [flat[:3]], [4], "overlaps the memory of argument"),
+    ]
+    for target, tensors, offsets, message in cases:
+        with pytest.raises(RuntimeError, match=f"{call.__name__}: {message}|{message}"):
+            call(target, tensors, offsets)
+        assert not target.any()
+        assert all(bool((each == 1).all()) for each in tensors if each.data_ptr() != flat.data_ptr())
+
+
+def test_sum_shards_refuses_wrong_arguments_by_name() -> None:
+    out, shard = torch.zeros(4), torch.ones(4)
+    cases = [
+        (out.double(), [shard], 1.0, "'out' has dtype Double"),
+        (out, [], 1.0, "'shards' is empty"),
+        (out, [shard, shard.bfloat16()], 1.0, r"'shards\[1\]' has dtype BFloat16"),
+        (out, [shard, torch.ones(5)], 1.0, r"'shards\[1\]' has shape \[5\]"),
+        (out, [torch.ones(8)[::2]], 1.0, r"'shards\[0\]'.*not contiguous"),
+        (out, [shard.int()], 1.0, r"'shards\[0\]' has dtype Int"),
+        (out, [shard], math.nan, "scale is nan"),
+    ]
+    for target, shards, scale, message in cases:
+        with pytest.raises(RuntimeError, match=f"sum_shards_: .*{message}"):
+            ops.sum_shards_(target, shards, scale, False)
+        assert not target.any()
+    memory = torch.zeros(6)
+    with pytest.raises(RuntimeError, match=r"'shards\[0\]' overlaps|overlaps the memory of argument"):
+        ops.sum_shards_(memory[:4], [memory[2:]], 1.0, False)
+    with pytest.raises(RuntimeError, match="overlaps"):
+        ops.sum_shards_(memory.view(torch.bfloat16)[:4], [memory[:4]], 1.0, False)

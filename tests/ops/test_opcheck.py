@@ -1,0 +1,90 @@
+"""torch.library.opcheck on every op; tests/test_house_rules.py checks that none is missing here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zero_ext import ops
+
+
+def adam_inputs() -> tuple[Any, ...]:
+    def values() -> Tensor:
+        return torch.rand(16)
+
+    segments = torch.tensor([[0, 5], [6, 16]])
+    hyper = torch.tensor([[1e-3, 0.9, 0.999, 1e-8, 0.1, 1, 1, 0]] * 2, dtype=torch.float64)
+    return (
+        values(),
+        values(),
+        values(),
+        values().bfloat16(),
+        values().half(),
+        segments,
+        hyper,
+        torch.tensor(1.0),
+    )
+
+
+def accumulator() -> Tensor:
+    result = torch.zeros(33, dtype=torch.int64)
+    ops.squared_norm_(torch.rand(7), result)
+    return result
+
+
+def flat_inputs() -> tuple[Tensor, list[Tensor], list[int]]:
+    return torch.rand(16), [torch.rand(2, 3).bfloat16(), torch.rand(5)], [9, 1]
+
+
+SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "accumulate_": flat_inputs,
+    "adam_step_": adam_inputs,
+    "crc32c": lambda: (torch.arange(100, dtype=torch.uint8), 0),
+    "host_buffer": lambda: (4096,),
+    "host_buffer_bytes": lambda: (),
+    "isa_level": lambda: (),
+    "pack_": flat_inputs,
+    "set_isa_level": lambda: (torch.ops.zero_ext.isa_level(),),
+    "squared_norm_": lambda: (torch.rand(100), accumulator()),
+    "squared_norm_value": lambda: (accumulator(),),
+    "sum_shards_": lambda: (torch.rand(8).half(), [torch.rand(8), torch.rand(8)], 0.5, True),
+    "unpack_": flat_inputs,
+}
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(getattr(torch.ops.zero_ext, name).default, SAMPLES[name]())
+
+
+def test_adam_without_param() -> None:
+    arguments = list(adam_inputs())
+    arguments[4] = None
+    torch.library.opcheck(torch.ops.zero_ext.adam_step_.default, tuple(arguments))
+
+
+def test_fake_kernels_give_shapes_without_touching_memory() -> None:
+    before = ops.host_buffer_bytes()
+    with FakeTensorMode():
+        buffer = ops.host_buffer(2**50)
+        assert buffer.shape == (2**50,) and buffer.dtype == torch.uint8
+        value = ops.squared_norm_value(torch.zeros(33, dtype=torch.int64))
+        assert value.shape == () and value.dtype == torch.float64
+        ops.squared_norm_(torch.zeros(5), torch.zeros(33, dtype=torch.int64))
+    assert ops.host_buffer_bytes() == before
+
+
+def test_ops_compile_into_a_graph() -> None:
+    def step(flat: Tensor, tensor: Tensor) -> Tensor:
+        torch.ops.zero_ext.pack_(flat, [tensor], [0])
+        return flat * 2
+
+    flat, tensor = torch.zeros(4), torch.rand(4)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(flat, tensor), 2 * tensor)
+    assert torch.equal(flat, tensor)
