@@ -1,0 +1,325 @@
+"""The loader as training uses it: ranks in step, positions by sample, errors that name the sample."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset, TensorDataset
+
+from zero_ext.data import ShardedLoader
+
+
+class Squares:
+    """Samples are (index, index squared)."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        return index, index * index
+
+
+def ranks(samples: int, micro_batch_size: int, world_size: int, **options: Any) -> list[ShardedLoader]:
+    return [
+        ShardedLoader(Squares(samples), micro_batch_size, rank=rank, world_size=world_size, **options)
+        for rank in range(world_size)
+    ]
+
+
+def step(loops: list[Any]) -> list[int]:
+    """One batch on every rank; the samples that all together got."""
+    return [int(index) for loop in loops for index in next(loop)[0]]
+
+
+def test_batches_are_collated_and_sharded() -> None:
+    loaders = ranks(12, 3, 2, shuffle=False)
+    first = [next(iter(loader)) for loader in loaders]
+    assert torch.equal(first[0][0], torch.tensor([0, 1, 2]))
+    assert torch.equal(first[1][0], torch.tensor([3, 4, 5]))
+    assert torch.equal(first[1][1], torch.tensor([9, 16, 25]))
+
+
+def test_collate_fn_gets_the_samples() -> None:
+    loader = ShardedLoader(Squares(4), 2, shuffle=False, collate_fn=lambda samples: samples)
+    assert list(loader) == [[(0, 0), (1, 1)], [(2, 4), (3, 9)]]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_epochs_differ_and_hold_every_sample_once(prefetch: int) -> None:
+    loader = ShardedLoader(Squares(24), 4, seed=3, prefetch=prefetch)
+    epochs = [[int(index) for batch in loader for index in batch[0]] for _ in range(3)]
+    assert loader.epoch == 3
+    assert all(sorted(epoch) == list(range(24)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_the_order_does_not_depend_on_the_world_size() -> None:
+    consumed = []
+    for world_size, micro_batch_size in ((1, 8), (2, 4), (4, 2), (8, 1)):
+        loops = [iter(loader) for loader in ranks(64, micro_batch_size, world_size, seed=9)]
+        consumed.append([step(loops) for _ in range(8)])
+    assert all(other == consumed[0] for other in consumed[1:])
+
+
+def test_an_uneven_epoch_is_filled_up_from_the_next() -> None:
+    loaders = ranks(10, 2, 2, shuffle=False)
+    passes = [[[batch[0].tolist() for batch in loader] for loader in loaders] for _ in range(2)]
+    assert passes[0] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]]
+    assert passes[1] == [[[2, 3], [6, 7]], [[4, 5], [8, 9]]]
+    assert [len(loader) for loader in loaders] == [3, 3]
+
+
+def test_drop_last_leaves_the_remainder_out() -> None:
+    loader = ShardedLoader(Squares(10), 4, shuffle=False, drop_last=True)
+    assert [batch[0].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [batch[0].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert len(loader) == 2
+
+
+def test_a_data_set_smaller_than_a_batch_is_read_over_and_over() -> None:
+    loader = ShardedLoader(Squares(3), 7, shuffle=False)
+    assert [batch[0].tolist() for batch in loader] == [[0, 1, 2, 0, 1, 2, 0]]
+    assert (loader.state_dict()["epoch"], loader.state_dict()["sample"]) == (2, 1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    samples=st.integers(3, 40),
+    seed=st.integers(0, 1000),
+    segments=st.lists(
+        st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6), st.integers(0, 3)),
+        min_size=2,
+        max_size=5,
+    ),
+)
+def test_a_resume_at_another_world_size_repeats_and_skips_nothing(
+    samples: int, seed: int, segments: list[tuple[int, int, int, int]]
+) -> None:
+    saved: str | None = None
+    consumed: list[int] = []
+    for world_size, micro_batch_size, batches, prefetch in segments:
+        loaders = ranks(samples, micro_batch_size, world_size, seed=seed, prefetch=prefetch)
+        if saved is not None:
+            for loader in loaders:
+                loader.load_state_dict(json.loads(saved))
+        loops = [iter(loader) for loader in loaders]
+        for _ in range(batches):
+            try:
+                consumed += step(loops)
+            except StopIteration:
+                loops = [iter(loader) for loader in loaders]
+                consumed += step(loops)
+        states = {json.dumps(loader.state_dict()) for loader in loaders}
+        assert len(states) == 1, "the ranks disagree on the position"
+        saved = states.pop()
+    for begin in range(0, len(consumed), samples):
+        epoch = consumed[begin : begin + samples]
+        assert len(set(epoch)) == len(epoch)  # a whole epoch of distinct samples has them all
+
+
+def test_prefetched_batches_do_not_count_as_consumed() -> None:
+    loader = ShardedLoader(Squares(100), 5, prefetch=4)
+    loop = iter(loader)
+    next(loop)
+    limit = time.monotonic() + 10
+    while len(loop._source._channel._ready) < 4:
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+    assert loader.state_dict()["sample"] == 5
+
+
+def test_a_loop_left_early_is_continued() -> None:
+    loader = ShardedLoader(Squares(12), 2, shuffle=False)
+    for batch in loader:
+        if batch[0][0] == 4:
+            break
+    assert [batch[0].tolist() for batch in loader] == [[6, 7], [8, 9], [10, 11]]
+
+
+def test_set_epoch_moves_only_to_another_epoch() -> None:
+    loader = ShardedLoader(Squares(12), 2, seed=1)
+    next(iter(loader))
+    loader.set_epoch(0)
+    assert loader.state_dict()["sample"] == 2
+    loader.set_epoch(5)
+    assert (loader.epoch, loader.state_dict()["sample"]) == (5, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda loader: iter(loader), "a newer loop"),
+        (lambda loader: loader.load_state_dict(loader.state_dict()), "load_state_dict moved"),
+        (lambda loader: loader.set_epoch(3), "set_epoch moved"),
+    ],
+)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_loop_whose_position_was_taken_says_so(
+    change: Callable[[ShardedLoader], Any], reason: str, prefetch: int
+) -> None:
+    loader = ShardedLoader(Squares(12), 2, prefetch=prefetch)
+    loop = iter(loader)
+    next(loop)
+    kept = change(loader)
+    with pytest.raises(RuntimeError, match=reason):
+        next(loop)
+    del kept
+
+
+class Broken(Squares):
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        if index == 7:
+            raise KeyError("page missing")
+        return super().__getitem__(index)
+
+
+class BrokenBatches(Broken):
+    def __getitems__(self, indices: list[int]) -> list[tuple[int, int]]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize(
+    ("dataset", "named"),
+    [(Broken(12), r"sample 7 \(rank 0, epoch 0\)"), (BrokenBatches(12), r"samples \[6, 7\]")],
+)
+def test_an_error_of_the_data_set_names_the_sample(dataset: Squares, named: str, prefetch: int) -> None:
+    loader = ShardedLoader(dataset, 2, shuffle=False, prefetch=prefetch)
+    loop = iter(loader)
+    assert [next(loop)[0].tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(RuntimeError, match=named + ".*KeyError: 'page missing'") as caught:
+        next(loop)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert loader.state_dict()["sample"] == 6
+    with pytest.raises(RuntimeError, match="it failed with RuntimeError"):
+        next(loop)
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_an_error_of_collate_names_the_samples(prefetch: int) -> None:
+    def collate(samples: list[Any]) -> Any:
+        if samples[0][0] == 4:
+            raise StopIteration("a stray one must not look like the end of the epoch")
+        return samples
+
+    loader = ShardedLoader(Squares(12), 2, shuffle=False, collate_fn=collate, prefetch=prefetch)
+    with pytest.raises(RuntimeError, match=r"collate_fn failed on samples \[4, 5\].*StopIteration"):
+        list(loader)
+
+
+def test_reading_many_at_once_is_used_and_checked() -> None:
+    class Many(Squares):
+        def __getitem__(self, index: int) -> tuple[int, int]:
+            raise AssertionError("read one by one")
+
+        def __getitems__(self, indices: list[int]) -> list[tuple[int, int]]:
+            return [(index, 0) for index in indices][: self.most]
+
+        most = 4
+
+    dataset = Many(8)
+    loader = ShardedLoader(dataset, 4, shuffle=False)
+    assert [batch[0].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    dataset.most = 3
+    with pytest.raises(RuntimeError, match="gave 3 samples for 4 indices"):
+        next(iter(ShardedLoader(dataset, 4)))
+
+
+def test_torch_data_sets_load() -> None:
+    values = torch.randn(9, 4, dtype=torch.float64)
+    got = torch.cat([batch[0] for batch in ShardedLoader(TensorDataset(values), 3, shuffle=False)])
+    assert torch.equal(got, values)
+
+
+def test_dropping_the_loop_and_the_loader_frees_everything() -> None:
+    class Tracked(Squares):
+        pass
+
+    alive = threading.active_count()
+    dataset = Tracked(10**6)
+    loader = ShardedLoader(dataset, 2)
+    for _ in loader:
+        break
+    del dataset, loader
+    limit = time.monotonic() + 10
+    while threading.active_count() > alive or any(type(found) is Tracked for found in gc.get_objects()):
+        gc.collect()
+        assert time.monotonic() < limit, "the loader's thread or data set stayed"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"samples": 13}, "samples is 13 in the state and 12 here"),
+        ({"seed": 1}, "seed is 1 in the state and 0 here"),
+        ({"seed": True}, "seed is True"),
+        ({"shuffle": False}, "shuffle is False in the state and True here"),
+        ({"shuffle": 1}, "shuffle is 1"),
+        ({"format": 2}, "format is 2"),
+        ({"epoch": -1}, "epoch: -1 given"),
+        ({"epoch": 1.0}, r"epoch: 1.0 \(float\) given"),
+        ({"sample": 12}, "sample: 12 given, an integer from 0 to 11"),
+        ({"sample": None}, "sample: None"),
+        ({"more": 1}, "keys"),
+    ],
+)
+def test_a_foreign_state_is_refused_and_changes_nothing(change: dict[str, Any], said: str) -> None:
+    loader = ShardedLoader(Squares(12), 2)
+    loop = iter(loader)
+    next(loop)
+    before = loader.state_dict()
+    with pytest.raises(ValueError, match=said):
+        loader.load_state_dict({**before, **change})
+    assert loader.state_dict() == before
+    next(loop)
+
+
+@pytest.mark.parametrize("state", [None, [], {"epoch": 0}, "position"])
+def test_a_state_of_another_form_is_refused(state: Any) -> None:
+    with pytest.raises(ValueError, match="a mapping with the keys"):
+        ShardedLoader(Squares(12), 2).load_state_dict(state)
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"micro_batch_size": 0}, "micro_batch_size: 0 given"),
+        ({"micro_batch_size": 2.0}, r"micro_batch_size: 2.0 \(float\) given"),
+        ({"world_size": 0}, "world_size: 0 given"),
+        ({"rank": 2, "world_size": 2}, "rank: 2 given, an integer from 0 to 1"),
+        ({"rank": -1}, "rank: -1 given"),
+        ({"seed": "a"}, "seed: 'a'"),
+        ({"prefetch": -1}, "prefetch: -1 given"),
+        ({"dataset": Squares(0)}, "dataset: 0 samples given, at least 1 wanted"),
+        ({"micro_batch_size": 13, "drop_last": True}, "dataset: 12 samples given, at least 13 wanted"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ShardedLoader(**{"dataset": Squares(12), "micro_batch_size": 2, **arguments})
+
+
+@pytest.mark.parametrize("dataset", [Endless(), iter([1, 2])])
+def test_streams_are_refused(dataset: Any) -> None:
+    with pytest.raises(TypeError, match="a map-style data set is wanted"):
+        ShardedLoader(dataset, 2)

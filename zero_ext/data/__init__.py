@@ -1,0 +1,5 @@
+"""Training data: a sharded, shuffled, prefetching loader whose position survives a change of world size."""
+
+from .loader import ShardedLoader
+
+__all__ = ["ShardedLoader"]

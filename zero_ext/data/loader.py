@@ -1,0 +1,235 @@
+"""A loader that deals a data set to the ranks and knows its place in it by sample."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch.utils.data import default_collate
+
+from .order import EpochOrder
+from .prefetch import Prefetcher
+from .stream import Position, SampleStream
+
+Collate = Callable[[list[Any]], Any]
+_STATE_FORMAT = 1
+
+
+class MapDataset(Protocol):
+    """What the loader reads from: a length, and samples by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class ShardedLoader:
+    """Batches of a map-style data set for one rank: shuffled, prefetched, resumable at any world size.
+
+    The order of an epoch depends on `seed` and the epoch's number alone. All ranks walk through it together,
+    `world_size * micro_batch_size` samples at a time, and each takes its own slice; so all ranks get equally
+    many batches, and all batches are full. What happens at the end of an epoch that does not divide is
+    `drop_last`'s choice: False (default) fills the last batch up with the next epoch's first samples, which
+    then goes on behind them, so every sample comes exactly once an epoch; True leaves the remainder out.
+
+    `for batch in loader` goes from the present position to the end of the epoch. After `break`, or after
+    `load_state_dict`, the next loop goes on where the last one stood. The position counts batches handed to
+    the loop; what was only prefetched is read again. There is one position, so a new loop ends an older one.
+
+    Args:
+        dataset: anything with `__len__` and `__getitem__` (`__getitems__` is used where it exists). It is
+            read on another thread: augmentations that draw from torch's global generator are not repeatable.
+        micro_batch_size: samples of one batch on one rank.
+        rank, world_size: this rank among the data-parallel ones.
+        seed, shuffle: the order; `shuffle=False` keeps the data set's own.
+        drop_last: see above.
+        collate_fn: makes a batch from a list of samples; torch's `default_collate` if None.
+        prefetch: batches prepared ahead by a thread; 0 prepares each when asked for it.
+
+    Raises:
+        TypeError: the data set has no length or no items (iterable-style ones are not supported).
+        ValueError: a number out of range, an empty data set, or with `drop_last` one without a whole batch.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        micro_batch_size: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        collate_fn: Collate | None = None,
+        prefetch: int = 2,
+    ) -> None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise TypeError(
+                f"dataset: {type(dataset).__name__} given, which lacks __len__ or __getitem__; a map-style "
+                "data set is wanted, since a position by sample means nothing in a stream. Pass batches of "
+                "a stream to the engine yourself"
+            )
+        _check_number("micro_batch_size", micro_batch_size, 1)
+        _check_number("world_size", world_size, 1)
+        _check_number("rank", rank, 0, world_size - 1)
+        _check_number("seed", seed, None)
+        _check_number("prefetch", prefetch, 0)
+        samples = len(dataset)
+        least = micro_batch_size * world_size if drop_last else 1
+        if samples < least:
+            reason = f" (micro_batch_size {micro_batch_size} x {world_size} ranks, drop_last)" * drop_last
+            raise ValueError(f"dataset: {samples} samples given, at least {least} wanted{reason}")
+        self.dataset = dataset
+        self.collate_fn: Collate = collate_fn or default_collate
+        order = EpochOrder(samples, seed, shuffle)
+        self._stream = SampleStream(order, micro_batch_size, world_size, drop_last)
+        self._rank = rank
+        self._prefetch = prefetch
+        self._position = Position(0, 0)
+        self._loop: weakref.ref[_Loop] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch that the next batch starts in, from 0."""
+        return self._position.epoch
+
+    def __len__(self) -> int:
+        """Batches of an epoch that starts at its first sample; one entered further on can have fewer."""
+        return self._stream.batches
+
+    def __iter__(self) -> _Loop:
+        self._end_loop("a newer loop over the same loader began")
+        source = _batches(self.dataset, self.collate_fn, self._stream, self._rank, self._position)
+        loop = _Loop(self, Prefetcher(source, self._prefetch) if self._prefetch else source)
+        self._loop = weakref.ref(loop)
+        return loop
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of `epoch`; within that epoch already, stay, so resumed loops may call this."""
+        _check_number("epoch", epoch, 0)
+        if epoch != self._position.epoch:
+            self._end_loop("set_epoch moved the loader's position")
+            self._position = Position(epoch, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, JSON-able and equal on all ranks: what the loop was handed counts as consumed."""
+        order = self._stream.order
+        return {
+            "format": _STATE_FORMAT,
+            "epoch": self._position.epoch,
+            "sample": self._position.sample,
+            "samples": order.samples,
+            "seed": order.seed,
+            "shuffle": order.shuffle,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position, at whatever world size and batch size it was saved.
+
+        Raises ValueError, leaving the position as it was, for a state of another form, or of another data set
+        length, seed or shuffle: a position in another order would repeat and skip samples.
+        """
+        own = self.state_dict()
+        if not isinstance(state, Mapping) or set(state) != set(own):
+            seen = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(f"loader state: {seen} given, a mapping with the keys {sorted(own)} wanted")
+        for key in ("format", "samples", "seed", "shuffle"):
+            if type(state[key]) is not type(own[key]) or state[key] != own[key]:
+                raise ValueError(
+                    f"loader state: {key} is {state[key]!r} in the state and {own[key]!r} here; build the "
+                    "loader with the same data set, seed and shuffle, or start an epoch with set_epoch"
+                )
+        _check_number("loader state: epoch", state["epoch"], 0)
+        _check_number("loader state: sample", state["sample"], 0, own["samples"] - 1)
+        self._end_loop("load_state_dict moved the loader's position")
+        self._position = self._stream.settled(state["epoch"], state["sample"])
+
+    def _end_loop(self, reason: str) -> None:
+        loop = self._loop() if self._loop is not None else None
+        if loop is not None:
+            loop.end(reason)
+        self._loop = None
+
+
+class _Loop:
+    """One pass over a loader, up to the end of the epoch; moves the loader's position with each batch."""
+
+    def __init__(self, loader: ShardedLoader, source: Prefetcher[_Dealt] | Generator[_Dealt]) -> None:
+        self._loader = loader
+        self._source = source
+        self._ended_by: str | None = None
+
+    def __iter__(self) -> _Loop:
+        return self
+
+    def __next__(self) -> Any:
+        if self._ended_by is not None:
+            raise RuntimeError(f"this loop over the loader is over: {self._ended_by}")
+        try:
+            batch, self._loader._position = next(self._source)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.end(f"it failed with {type(error).__name__}; the next loop starts at the batch that failed")
+            raise
+        return batch
+
+    def end(self, reason: str) -> None:
+        self._ended_by = reason
+        self._source.close()
+
+
+_Dealt = tuple[Any, Position]
+
+
+def _batches(
+    dataset: MapDataset, collate: Collate, stream: SampleStream, rank: int, start: Position
+) -> Generator[_Dealt]:
+    """The rank's batches from `start` to the end of its epoch, each with the position behind it."""
+    position = start
+    while position.epoch == start.epoch:
+        indices = stream.indices(position, rank)
+        where = f"rank {rank}, epoch {position.epoch}"
+        samples = _read(dataset, indices, where)
+        try:
+            batch = collate(samples)
+        except Exception as error:
+            raise RuntimeError(f"collate_fn failed on samples {indices} ({where}): {_told(error)}") from error
+        position = stream.after(position)
+        yield batch, position
+
+
+def _read(dataset: MapDataset, indices: Sequence[int], where: str) -> list[Any]:
+    many = getattr(dataset, "__getitems__", None)
+    if many is not None:
+        try:
+            samples = list(many(list(indices)))
+        except Exception as error:
+            raise RuntimeError(f"reading samples {list(indices)} ({where}) failed: {_told(error)}") from error
+        if len(samples) != len(indices):
+            name = type(dataset).__name__
+            raise RuntimeError(f"{name}.__getitems__ gave {len(samples)} samples for {len(indices)} indices")
+        return samples
+    samples = []
+    for index in indices:
+        try:
+            samples.append(dataset[index])
+        except Exception as error:
+            raise RuntimeError(f"reading sample {index} ({where}) failed: {_told(error)}") from error
+    return samples
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _check_number(name: str, value: object, least: int | None, most: int | None = None) -> None:
+    wanted = "an integer"
+    if least is not None:
+        wanted += f" of at least {least}" if most is None else f" from {least} to {most}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}: {value!r} ({type(value).__name__}) given, {wanted} wanted")
+    if (least is not None and value < least) or (most is not None and value > most):
+        raise ValueError(f"{name}: {value} given, {wanted} wanted")
