@@ -1,0 +1,81 @@
+"""Point-to-point exchange between the ranks of a group: the transport under every collective on gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+Message = tuple[int, torch.Tensor]  # rank within the group, contiguous tensor
+
+
+class Waitable(Protocol):
+    """What a transport returns: something to wait for (``torch.distributed.Work`` is one)."""
+
+    def wait(self) -> object:
+        """Blocks until the transfer is complete; raises if it failed."""
+
+
+class Exchange(Protocol):
+    """Sends and receives whole tensors between ranks; received data is valid only after ``wait``."""
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Sequence[Waitable]:
+        """Begins all transfers. Tensors stay untouched by the caller until every result was waited for."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> Waitable:
+        """Begins an in-place sum of a small tensor over the group."""
+
+
+class GroupExchange:
+    """Exchange over a ``torch.distributed`` process group whose backend has send and receive (gloo)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Sequence[Waitable]:
+        """Posts receives before sends, so that arriving data finds its destination."""
+        works = [dist.irecv(tensor, group=self.group, group_src=rank) for rank, tensor in receives]
+        works += [dist.isend(tensor, group=self.group, group_dst=rank) for rank, tensor in sends]
+        return [work for work in works if work is not None]
+
+    def all_reduce(self, tensor: torch.Tensor) -> Waitable:
+        """Sums ``tensor`` in place over the group."""
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        if work is None:
+            raise RuntimeError("all_reduce called on a rank outside its group")
+        return work
+
+
+class Pending:
+    """A collective under way: ``wait`` blocks for its transfers, then runs its local part once.
+
+    Errors of the transport are raised as ``RuntimeError`` naming ``label`` (what was moved) and the rank.
+    """
+
+    def __init__(self, label: str, rank: int, works: Sequence[Waitable], finish: Callable[[], None] | None):
+        self._label = label
+        self._rank = rank
+        self._works = works
+        self._finish = finish
+        self._done = False
+
+    def wait(self) -> None:
+        """Blocks until the result is in place; later calls return at once."""
+        if self._done:
+            return
+        try:
+            for work in self._works:
+                work.wait()
+        except Exception as error:
+            raise RuntimeError(
+                f"rank {self._rank}: {self._label} failed: {error}. A peer rank has died, or it runs other "
+                "collectives than this one; look at the first error on the other ranks. The limit is "
+                "'timeout_seconds' in the configuration."
+            ) from error
+        self._done = True
+        self._works = ()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None

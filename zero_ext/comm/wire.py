@@ -1,0 +1,33 @@
+"""Counts what every collective puts on the wire, by kind and step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class WireLog:
+    """Elements and bytes of collectives since :meth:`begin_step`, and of the last finished step.
+
+    ``elements[kind]`` counts the full (padded) buffer of each collective once, before the factor
+    ``(N - 1) / N`` that turns it into what one rank sends; ``bytes_sent[kind]`` is what this rank really
+    handed to the transport. Kinds: ``gather`` (parameters in forward and backward), ``gather_updated``
+    (parameters after the step), ``reduce_scatter`` and ``gather_gradients`` (stage 0), each with the
+    suffix ``_persistent`` for units below the persistence threshold, and ``scalars`` (norms, flags).
+    """
+
+    elements: Counter[str] = field(default_factory=Counter)
+    bytes_sent: Counter[str] = field(default_factory=Counter)
+    last_elements: Counter[str] = field(default_factory=Counter)
+    last_bytes_sent: Counter[str] = field(default_factory=Counter)
+
+    def record(self, kind: str, elements: int, bytes_sent: int) -> None:
+        """Adds one collective over ``elements`` elements of which this rank sent ``bytes_sent`` bytes."""
+        self.elements[kind] += elements
+        self.bytes_sent[kind] += bytes_sent
+
+    def begin_step(self) -> None:
+        """Closes the current step: its counts become ``last_*`` and the running ones start at zero."""
+        self.last_elements, self.elements = self.elements, Counter()
+        self.last_bytes_sent, self.bytes_sent = self.bytes_sent, Counter()

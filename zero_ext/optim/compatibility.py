@@ -1,0 +1,98 @@
+"""Which of the user's optimizers can run on shards: element-wise ones, by list or by trial."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import optim
+
+ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.Adamax,
+    optim.AdamW,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+)
+WHOLE_TENSOR: dict[str, str] = {
+    "LBFGS": "its line search and inner products run over all parameters at once",
+    "Adafactor": "it factors the second moment over rows and columns of whole matrices",
+    "Muon": "it orthogonalises whole matrices",
+    "SparseAdam": "it expects sparse gradients, sharded gradients are dense",
+}
+
+
+def fusible(optimizer: optim.Optimizer) -> bool:
+    """Whether the fused one-pass op computes what ``optimizer`` would: Adam or AdamW without amsgrad."""
+    if type(optimizer) not in (optim.Adam, optim.AdamW):
+        return False
+    return not any(group["amsgrad"] or group.get("differentiable") for group in optimizer.param_groups)
+
+
+def check_elementwise(optimizer: optim.Optimizer, declared: bool) -> None:
+    """Refuses with ``ValueError`` what cannot run on shards; tries out what the user declares element-wise."""
+    kind = type(optimizer)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    for base in kind.__mro__:
+        if base.__name__ in WHOLE_TENSOR:
+            raise ValueError(
+                f"optimizer {name} cannot run on sharded state: {WHOLE_TENSOR[base.__name__]}. "
+                "Use AdamW, Adam, SGD or another element-wise optimizer."
+            )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError(f"optimizer {name}: differentiable=True is not possible on shards; leave it False")
+    if kind in ELEMENTWISE:
+        return
+    if not declared:
+        raise ValueError(
+            f"optimizer {name} is not known to be element-wise, which running on shards needs. If each "
+            "element's update depends on that element alone, say zero_ext.prepare(..., elementwise=True); it "
+            "is then checked once on a small vector."
+        )
+    _try_out(optimizer, name)
+
+
+def _try_out(optimizer: optim.Optimizer, name: str) -> None:
+    generator = torch.Generator().manual_seed(20)
+    values = torch.randn(64, generator=generator)
+    gradients = [torch.randn(64, generator=generator) for _ in range(3)]
+    for group in optimizer.param_groups:
+        whole = _run(optimizer, group, [values.clone()], [[g.clone()] for g in gradients])
+        cut = [values[:23].clone(), values[23:].clone()]
+        split = _run(optimizer, group, cut, [[g[:23].clone(), g[23:].clone()] for g in gradients])
+        if not torch.equal(whole, split):
+            raise ValueError(
+                f"optimizer {name} was declared element-wise, but a vector stepped in two pieces comes out "
+                f"different from the same vector stepped whole (by up to {(whole - split).abs().max():.3g}). "
+                "It cannot run on shards."
+            )
+
+
+def _run(
+    optimizer: optim.Optimizer,
+    group: dict[str, Any],
+    values: list[torch.Tensor],
+    gradients: list[list[torch.Tensor]],
+) -> torch.Tensor:
+    trial = on_other_tensors(optimizer, [{**group, "params": values}])
+    for step in gradients:
+        for value, gradient in zip(values, step, strict=True):
+            value.grad = gradient
+        trial.step()
+    return torch.cat(values)
+
+
+def on_other_tensors(optimizer: optim.Optimizer, groups: list[dict[str, Any]]) -> optim.Optimizer:
+    """An optimizer of the same class and settings with fresh state over the tensors in ``groups``."""
+    made = copy.copy(optimizer)
+    made.state = defaultdict(dict)
+    made.param_groups = groups
+    return made

@@ -1,0 +1,105 @@
+"""torch's own element-wise optimizers, run unchanged on the segments of flat fp32 shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zero_ext.optim.compatibility import on_other_tensors
+from zero_ext.optim.stepper import OwnedRange, Segment
+
+
+class ElementwiseStepper:
+    """Runs a copy of the user's optimizer over fp32 master segments, one unit's range at a time.
+
+    Every rank keeps a segment for every parameter, empty where it owns no element, so that scalar state
+    (step counts, averages' coefficients) is the same everywhere.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, ranges: Sequence[OwnedRange]) -> None:
+        self._live_groups = optimizer.param_groups
+        self._inner = on_other_tensors(optimizer, [])
+        self._ranges = tuple(ranges)
+        self._tensors = [
+            [owned.master[segment.begin : segment.begin + segment.numel] for segment in owned.segments]
+            for owned in ranges
+        ]
+
+    def step(self, index: int, gradient: torch.Tensor, scale: torch.Tensor, used: frozenset[str]) -> None:
+        """See :class:`Stepper`; the scaled gradient of one range exists in fp32 while it runs."""
+        owned, values = self._ranges[index], self._tensors[index]
+        scaled = gradient.float() * scale
+        self._inner.param_groups = self._groups_over(index)
+        for segment, value in zip(owned.segments, values, strict=True):
+            if segment.name in used:
+                value.grad = scaled[segment.begin : segment.begin + segment.numel]
+        self._inner.step()
+        for value in values:
+            value.grad = None
+        if owned.output is not None:
+            for segment, value in zip(owned.segments, values, strict=True):
+                if segment.name in used:
+                    owned.output[segment.begin : segment.begin + segment.numel].copy_(value)
+
+    def _groups_over(self, index: int) -> list[dict[str, Any]]:
+        groups = [{**group, "params": []} for group in self._live_groups]
+        for segment, value in zip(self._ranges[index].segments, self._tensors[index], strict=True):
+            groups[segment.group]["params"].append(value)
+        return groups
+
+    def tensors(self, index: int) -> Iterator[tuple[str, Segment, torch.Tensor]]:
+        """See :class:`Stepper`: every state entry that has one value an element."""
+        for segment, value in zip(self._ranges[index].segments, self._tensors[index], strict=True):
+            for name, entry in self._inner.state.get(value, {}).items():
+                if _per_element(entry):
+                    yield name, segment, entry
+
+    def scalars(self) -> dict[str, Any]:
+        """See :class:`Stepper`: for every parameter its scalar entries, and the names of its tensor entries."""
+        found: dict[str, Any] = {}
+        for owned, values in zip(self._ranges, self._tensors, strict=True):
+            for segment, value in zip(owned.segments, values, strict=True):
+                state = self._inner.state.get(value, {})
+                found[segment.name] = {
+                    "scalars": {
+                        name: entry.item() if isinstance(entry, torch.Tensor) else entry
+                        for name, entry in state.items()
+                        if not _per_element(entry)
+                    },
+                    "zero_dim": [
+                        name
+                        for name, entry in state.items()
+                        if isinstance(entry, torch.Tensor) and not _per_element(entry)
+                    ],
+                }
+        return found
+
+    def load_scalars(self, state: dict[str, Any]) -> None:
+        """See :class:`Stepper`."""
+        for owned, values in zip(self._ranges, self._tensors, strict=True):
+            for segment, value in zip(owned.segments, values, strict=True):
+                saved = state[segment.name]
+                entries = self._inner.state[value]
+                for name, scalar in saved["scalars"].items():
+                    entries[name] = torch.tensor(scalar) if name in saved["zero_dim"] else scalar
+
+    def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
+        """See :class:`Stepper`."""
+        for owned, values in zip(self._ranges, self._tensors, strict=True):
+            for segment, value in zip(owned.segments, values, strict=True):
+                entries = self._inner.state[value]
+                for name in kinds.get(segment.name, ()):
+                    if name != "master" and name not in entries:
+                        entries[name] = torch.zeros_like(value)
+
+    def state_bytes(self) -> int:
+        """See :class:`Stepper`."""
+        return sum(
+            entry.nbytes for state in self._inner.state.values() for entry in state.values() if _per_element(entry)
+        )
+
+
+def _per_element(entry: object) -> bool:
+    return isinstance(entry, torch.Tensor) and entry.dim() > 0

@@ -1,0 +1,52 @@
+"""What the engine asks of an optimizer that works on flat shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter's elements inside a rank's owned range of a unit; possibly none of them."""
+
+    name: str  # the parameter's full name
+    group: int  # index of its param group
+    start: int  # first element, counted in the parameter's memory order
+    begin: int  # first element within the owned range
+    numel: int
+
+
+@dataclass(frozen=True)
+class OwnedRange:
+    """What a rank's optimizer owns of a unit: fp32 master weights [n], parameter memory [n] or None, segments."""
+
+    master: torch.Tensor
+    output: torch.Tensor | None
+    segments: tuple[Segment, ...]
+
+
+class Stepper(Protocol):
+    """Updates owned ranges. ``index`` counts the ranges given at construction."""
+
+    def step(self, index: int, gradient: torch.Tensor, scale: torch.Tensor, used: frozenset[str]) -> None:
+        """One optimizer step on a range: ``gradient`` [n] times ``scale`` (0-d float32), for the parameters
+        named in ``used`` only; the others keep value and state, as torch's do without a gradient."""
+
+    def tensors(self, index: int) -> Iterator[tuple[str, Segment, torch.Tensor]]:
+        """State tensors of a range, one a segment: torch's name for it, segment, 1-D live tensor."""
+
+    def scalars(self) -> dict[str, Any]:
+        """JSON-able per-parameter state, equal on all ranks."""
+
+    def load_scalars(self, state: dict[str, Any]) -> None:
+        """Restores :meth:`scalars`."""
+
+    def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
+        """Makes state tensors exist that are created late, for the kinds named for each parameter."""
+
+    def state_bytes(self) -> int:
+        """Bytes of all state tensors."""

@@ -1,0 +1,79 @@
+"""A backward pass as one event: it begins with the first hook that fires and ends with autograd's callback."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from zero_ext.zero.frames import Call
+from zero_ext.zero.residency import Residency
+
+
+def in_backward() -> bool:
+    """Whether this thread runs inside autograd's engine (recomputation of a checkpoint, a hook)."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class BackwardPass:
+    """Knows whether a backward pass of the model is under way and which calls hold units in it.
+
+    ``on_begin`` runs when the first hook of a pass fires, ``on_end`` after the last gradient, ``on_abandon``
+    when a new forward finds a pass that an exception has cut off.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        on_begin: Callable[[], None],
+        on_end: Callable[[], None],
+        on_abandon: Callable[[], None],
+    ) -> None:
+        self._residency = residency
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._on_abandon = on_abandon
+        self._holding: set[Call] = set()
+        self.running = False
+
+    def enter(self) -> None:
+        """Called by every hook that fires in backward; the first call of a pass begins it."""
+        if self.running:
+            return
+        self.running = True
+        weak = weakref.ref(self)
+
+        def end() -> None:
+            alive = weak()
+            if alive is not None:
+                alive.end()
+
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        self._residency.backward_order.begin()
+        self._on_begin()
+
+    def hold(self, call: Call) -> None:
+        """Notes that ``call`` holds units until :meth:`let_go` or the end."""
+        self._holding.add(call)
+
+    def let_go(self, call: Call) -> None:
+        """Every input of ``call`` has its gradient: its units are not needed any more."""
+        self._holding.discard(call)
+        for unit in call.touched:
+            self._residency.let_go(unit, call)
+
+    def end(self) -> None:
+        """Closes the pass: releases every unit, then finishes the gradients."""
+        self.running = False
+        self._holding.clear()
+        self._residency.release_all()
+        self._on_end()
+
+    def abandon(self) -> None:
+        """At a new forward: forgets a pass that never ended, because an exception left it."""
+        if self.running:
+            self.running = False
+            self._holding.clear()
+            self._residency.release_all()
+            self._on_abandon()

@@ -1,0 +1,114 @@
+"""Turns a model's parameters into units, one unit at a time, so that memory never holds the model twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from zero_ext.comm import Collectives
+from zero_ext.config import ZeroConfig
+from zero_ext.zero.born import full_value, is_born_sharded
+from zero_ext.zero.layout import FlatLayout
+from zero_ext.zero.master import MasterShard
+from zero_ext.zero.partition import Owned, UnitPlan
+from zero_ext.zero.pool import BufferPool
+from zero_ext.zero.unit import Unit
+
+
+def check_agreement(owned: Sequence[Owned], config: ZeroConfig, collectives: Collectives) -> None:
+    """Raises ``RuntimeError`` on all ranks if the ranks wrap different models or configurations.
+
+    The message names the ranks that differ from rank 0 and, on those, the first parameter that does.
+    """
+    lines = [config.model_dump_json()]
+    lines += [
+        json.dumps([item.spec.name, item.spec.shape, str(item.parameter.dtype), item.parameter.requires_grad])
+        for item in owned
+    ]
+    digests = [hashlib.sha256(line.encode()).digest()[:8] for line in lines]
+    own = torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests], dtype=torch.int64)
+    count = torch.tensor([len(own)], dtype=torch.int64)
+    wanted_count = int(collectives.broadcast_(count.clone(), 0, "agreement on the model").item())
+    wanted = torch.zeros(wanted_count, dtype=torch.int64)
+    wanted = collectives.broadcast_(own.clone() if collectives.rank == 0 else wanted, 0, "agreement on the model")
+    first = next((i for i in range(min(len(own), len(wanted))) if own[i] != wanted[i]), None)
+    if first is None and len(own) != len(wanted):
+        first = min(len(own), len(wanted))
+    flags = torch.zeros(collectives.world_size, dtype=torch.int64)
+    flags[collectives.rank] = int(first is not None)
+    ranks = collectives.sum_(flags, "agreement on the model").nonzero().flatten().tolist()
+    if not ranks:
+        return
+    if first is None:
+        detail = "look at their messages"
+    elif first == 0:
+        detail = "this rank's configuration differs"
+    else:
+        seen = lines[first] if first < len(lines) else "no further parameter"
+        detail = f"this rank's first difference is parameter number {first - 1}: {seen}"
+    raise RuntimeError(
+        f"rank {collectives.rank}: ranks {ranks} wrap another model or configuration than rank 0; {detail}. "
+        "Every rank must build the same model with the same configuration."
+    )
+
+
+def build_unit(
+    plan: UnitPlan, collectives: Collectives, pool: BufferPool, load_values: bool, trains: bool
+) -> tuple[Unit, MasterShard | None]:
+    """Makes one unit from the parameters' present values, which are freed, and its master weights.
+
+    Rank 0's values count. ``load_values`` False leaves everything zero (a checkpoint follows); ``trains`` False makes
+    no master weights.
+    """
+    members = plan.members
+    layout = FlatLayout.build([item.spec for item in members], collectives.world_size)
+    unit = Unit(
+        plan.name, [item.parameter for item in members], layout, plan.placement, collectives, pool, plan.persistent
+    )
+    trainable = trains and members[0].parameter.requires_grad and layout.dtype.is_floating_point
+    master = MasterShard(unit) if trainable else None
+    with torch.no_grad():
+        if load_values:
+            originals = [_original(item, collectives) for item in members]
+            unit.fill(originals)
+        else:
+            originals = []
+            unit.publish_views()
+        if master is not None and originals:
+            master.fill(originals)
+    if plan.placement.params:
+        unit.to_released()
+    return unit, master
+
+
+def _original(item: Owned, collectives: Collectives) -> torch.Tensor:
+    parameter = item.parameter
+    if is_born_sharded(parameter):
+        return full_value(parameter, collectives)
+    if parameter.device.type != "cpu":
+        fix = (
+            "build the model inside 'with zero_ext.Init(config):', or pass values='empty' and load a checkpoint"
+            if parameter.is_meta
+            else "move the model to the CPU first"
+        )
+        raise ValueError(f"parameter '{item.spec.name}' is on device '{parameter.device}', 'cpu' wanted; {fix}")
+    value = parameter.data
+    if value.stride() != item.spec.stride:
+        value = torch.empty_strided(item.spec.shape, item.spec.stride, dtype=value.dtype).copy_(value)
+    if value.numel():
+        flattened = value.as_strided((value.numel(),), (1,), value.storage_offset())
+        collectives.broadcast_(flattened, 0, f"first value of parameter '{item.spec.name}' from rank 0")
+    return value
+
+
+def broadcast_buffers(model: nn.Module, collectives: Collectives) -> None:
+    """Gives every rank rank 0's module buffers."""
+    for name, buffer in model.named_buffers():
+        if buffer.numel() and not buffer.is_meta:
+            value = buffer.data.contiguous()
+            collectives.broadcast_(value.view(-1).view(torch.uint8), 0, f"buffer '{name}' from rank 0")
+            buffer.data.copy_(value)

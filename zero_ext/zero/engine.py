@@ -1,0 +1,383 @@
+"""The engine of one model: units, gradients and the step, whatever the stage."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_ext.comm import Collectives, Pending
+from zero_ext.config import ZeroConfig
+from zero_ext.config.events import StepEnd, Subscriber
+from zero_ext.optim import OwnedRange, Segment, Stepper
+from zero_ext.zero.backward import BackwardPass
+from zero_ext.zero.gradient_view import GradientViews
+from zero_ext.zero.gradients import UnitGradients
+from zero_ext.zero.hooks import ForwardHooks
+from zero_ext.zero.layout import Overlap
+from zero_ext.zero.loss_scaler import LossScaler
+from zero_ext.zero.master import MasterShard
+from zero_ext.zero.norms import GradientNorms
+from zero_ext.zero.partition import DTYPES, Owned
+from zero_ext.zero.pool import BufferPool
+from zero_ext.zero.reducer import GradientReducer
+from zero_ext.zero.residency import Residency
+from zero_ext.zero.unit import Unit
+
+
+class Engine:
+    """Holds a model's sharded state and moves it through forward, backward and step (DESIGN §3).
+
+    Made by :func:`zero_ext.prepare`. It holds the model weakly: the model owns the engine.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        owned: Sequence[Owned],
+        units: Sequence[tuple[Unit, MasterShard | None]],
+        config: ZeroConfig,
+        collectives: Collectives,
+        pool: BufferPool,
+    ) -> None:
+        self.config = config
+        self.collectives = collectives
+        self.pool = pool
+        self.names = {item.parameter: item.names for item in owned}
+        self._places = [
+            (item.parameter, name, weakref.ref(owner))
+            for item in owned
+            for name, owner in zip(item.names, item.owners, strict=True)
+        ]
+        self.units = tuple(unit for unit, _ in units)
+        self.masters = tuple(master for _, master in units if master is not None)
+        self.steps = 0
+        self.skipped_steps = 0
+        self.scaler = LossScaler(config.loss_scale)
+        self.scales_loss = any(unit.layout.dtype is torch.float16 for unit in self.units)
+        self.grad_norm: float | None = None
+        self._model = weakref.ref(model)
+        self._micro_steps = 0
+        self._syncs = True
+        self._loss_scaled = False
+        self._collected = False
+        self._subscribers: list[Subscriber] = []
+        self._step_began = time.perf_counter()
+        accumulates = config.batch.gradient_accumulation_steps > 1
+        dtype = DTYPES[config.precision.grad_accum_dtype]
+        self._gradients = {
+            unit: UnitGradients(unit, pool, dtype, accumulates)
+            for unit in (master.unit for master in self.masters)
+        }
+        trained = list(self._gradients.values())
+        self.reducer = GradientReducer(trained, collectives)
+        self.norms = GradientNorms(trained, collectives)
+        self.residency = Residency(self.units, config.units.live_elements, config.units.prefetch_elements)
+        self.backward_pass = BackwardPass(
+            self.residency,
+            _weakly(self._begin_backward),
+            _weakly(self._end_backward),
+            _weakly(self._abandon_backward),
+        )
+        self.hooks = ForwardHooks(self.residency, self.backward_pass, _weakly(self._check_parameters))
+        self.index = {
+            parameter: (unit, number) for unit in self.units for number, parameter in enumerate(unit.parameters)
+        }
+        self.views = GradientViews(self)
+        self.stepper: Stepper | None = None
+        self.groups: list[dict[str, Any]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copied model is an ordinary module without an engine."""
+
+    # -- facts --------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This process's rank within the engine's group."""
+        return self.collectives.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks N that share the state."""
+        return self.collectives.world_size
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's module; raises ``RuntimeError`` once it was dropped."""
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the model of this engine was deleted; keep a reference to it while training")
+        return model
+
+    def gradients_of(self, unit: Unit) -> UnitGradients:
+        """The gradient buffers of ``unit``."""
+        return self._gradients[unit]
+
+    def attach_optimizer(
+        self, groups: list[dict[str, Any]], make: Callable[[list[OwnedRange]], Stepper]
+    ) -> None:
+        """Gives every master shard its optimizer; ``groups`` are the live param groups of the user's."""
+        group_of = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
+        ranges = []
+        for master in self.masters:
+            found = {overlap.index: overlap for overlap in master.overlaps}
+            segments = []
+            for number, parameter in enumerate(master.unit.parameters):
+                if parameter not in group_of:
+                    continue
+                part = found.get(number, Overlap(number, 0, 0, 0))
+                name = master.unit.layout.specs[number].name
+                segments.append(
+                    Segment(name, group_of[parameter], part.parameter_start, part.range_start, part.numel)
+                )
+            ranges.append(OwnedRange(master.values, master.output, tuple(segments)))
+        self.groups = groups
+        self.stepper = make(ranges)
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """The parameters of all units with master weights, also those frozen for now."""
+        return [parameter for master in self.masters for parameter in master.unit.parameters]
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Sends the engine's events to ``subscriber`` from now on."""
+        self._subscribers.append(subscriber)
+
+    def _check_parameters(self) -> None:
+        for parameter, name, place in self._places:
+            owner = place()
+            if owner is None or dict.get(owner._parameters, name.rpartition(".")[2]) is not parameter:
+                raise RuntimeError(
+                    f"parameter '{name}' was replaced or removed after zero_ext.prepare. Change the model "
+                    "before prepare, or values in place inside 'with zero_ext.gathered(params):'."
+                )
+        for unit in self.units:
+            if not unit.placement.params:
+                unit.check_unmoved()
+        if sum(1 for _ in self.model.parameters()) != len(self.names):
+            new = [name for name, parameter in self.model.named_parameters() if parameter not in self.names]
+            raise RuntimeError(
+                f"parameters {new} were added after zero_ext.prepare; build the whole model before prepare"
+            )
+
+    # -- backward -----------------------------------------------------------------------------------------
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss`` times the loss scale (fp16; otherwise unchanged); call ``backward`` on the result."""
+        self._loss_scaled = True
+        return loss.float() * self.scaler.scale if self.scales_loss else loss
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward passes add to unreduced local gradients; the next pass outside reduces the sum."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def gradient_comes(self, parameter: nn.Parameter) -> None:
+        """See :class:`GradientSink`."""
+        self.backward_pass.enter()
+        parameter.grad = None
+
+    def gradient_came(self, parameter: nn.Parameter) -> None:
+        """See :class:`GradientSink`."""
+        unit, number = self.index[parameter]
+        gradients = self._gradients[unit]
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            raise AssertionError(f"no gradient arrived for '{unit.layout.specs[number].name}'")
+        if self.scales_loss and not self._loss_scaled:
+            raise RuntimeError(
+                "fp16 gradients need a scaled loss: call model.backward(loss), or "
+                "model.scale_loss(loss).backward(), instead of loss.backward()"
+            )
+        self._collected = True
+        self.norms.forget()
+        if not self._reduces_now():
+            gradients.add(number, gradient, keep_local=True)
+            return
+        gradients.add(number, gradient, keep_local=False)
+        if gradients.complete:
+            self.reducer.arrived(gradients)
+
+    def _reduces_now(self) -> bool:
+        last = self._micro_steps + 1 >= self.config.batch.gradient_accumulation_steps
+        sharded = bool(self.masters) and self.masters[0].unit.placement.grads
+        return self._syncs and (sharded or last)
+
+    def _begin_backward(self) -> None:
+        self._collected = False
+        self.views.note_cleared()
+        for gradients in self.reducer.gradients:
+            gradients.begin_pass()
+
+    def _end_backward(self) -> None:
+        if self._collected:
+            self.reducer.end_backward(self._reduces_now())
+            self._micro_steps += 1
+        self._loss_scaled = False
+        self.views.publish()
+
+    def _abandon_backward(self) -> None:
+        self.reducer.end_backward(False)
+        self._loss_scaled = False
+        self.clear_gradients()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """See :meth:`ZeroModule.clip_grad_norm_`."""
+        self.settle_gradients()
+        unscale = 1.0 / self.scaler.scale if self.scales_loss else 1.0
+        if norm_type == 2:
+            norm = self.norms.total().double() * unscale
+        elif norm_type == float("inf"):
+            values = [
+                self.norms.largest(gradients, number)
+                for gradients in self.reducer.gradients
+                for number in gradients.contributed
+            ]
+            norm = torch.tensor(max(values, default=0.0), dtype=torch.float64) * unscale
+        else:
+            raise ValueError(f"norm_type: {norm_type!r} given; sharded gradients offer 2 and inf")
+        factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        if factor < 1.0:
+            for gradients in self.reducer.gradients:
+                for number in gradients.contributed:
+                    gradients.scale_parameter(number, factor)
+            self.norms.forget()
+        return norm.float()
+
+    def refresh_parameters(self) -> None:
+        """After master weights changed from outside: parameters follow on all ranks. A collective."""
+        for master in self.masters:
+            master.write_output()
+        for unit in self.units:
+            pending = unit.start_publishing()
+            if pending is not None:
+                pending.wait()
+
+    # -- step ---------------------------------------------------------------------------------------------
+
+    def settle_gradients(self) -> None:
+        """Makes the reduced gradients complete on every rank; a collective. See ``GradientReducer.settle``."""
+        self.views.note_cleared()
+        self.reducer.settle()
+        self.views.publish()
+
+    def clear_gradients(self) -> None:
+        """Forgets all gradients, as ``optimizer.zero_grad()`` does."""
+        for gradients in self._gradients.values():
+            gradients.clear()
+            for parameter in gradients.unit.parameters:
+                parameter.grad = None
+        self._micro_steps = 0
+        self.norms.forget()
+
+    def step(self) -> bool:
+        """One optimizer step on all ranks; False if fp16 gradients overflowed and it was skipped.
+
+        Raises ``RuntimeError`` if no gradient arrived on any rank since the last step.
+        """
+        if self.stepper is None:
+            raise RuntimeError("this model was prepared without an optimizer; pass one to zero_ext.prepare")
+        self._refuse_early_step()
+        self.settle_gradients()
+        used = frozenset(
+            gradients.unit.layout.specs[number].name
+            for gradients in self.reducer.gradients
+            for number in gradients.contributed
+        )
+        if not used:
+            raise RuntimeError(
+                "optimizer.step() without gradients: no parameter of this model got one since the last "
+                "zero_grad(). Call loss.backward() on a loss that depends on the model."
+            )
+        scale, overflow = self._gradient_scale()
+        if self.scales_loss:
+            self.scaler.update(overflow)
+        if overflow:
+            self.skipped_steps += 1
+        else:
+            self._update(scale, used)
+        self.steps += 1
+        self._micro_steps = 0
+        self.collectives.wire.begin_step()
+        self._tell(overflow)
+        return not overflow
+
+    def _refuse_early_step(self) -> None:
+        if self.backward_pass.running:
+            raise RuntimeError("optimizer.step() inside a backward pass; call it after loss.backward() returned")
+        for master in self.masters:
+            if not master.unit.placement.params and master.unit.written():
+                master.follow_output()
+                master.unit.accept_writes()
+
+    def _gradient_scale(self) -> tuple[torch.Tensor, bool]:
+        scale = torch.ones((), dtype=torch.float32)
+        if self.scales_loss:
+            scale /= self.scaler.scale
+        clipping = self.config.gradient_clipping
+        self.grad_norm = None
+        if not (clipping or self.scales_loss):
+            return scale, False
+        norm = self.norms.total() * scale.double()
+        self.grad_norm = float(norm)
+        if not torch.isfinite(norm):
+            if self.scales_loss:
+                return scale, True
+            raise FloatingPointError(
+                f"rank {self.rank}: the gradient norm is {self.grad_norm}; first in "
+                f"{self.norms.first_non_finite()}. Nothing was updated. Look for a division by zero or an overflow in the loss, "
+                "or set gradient_clipping to 0 to step without a norm."
+            )
+        if clipping:
+            scale *= torch.clamp(clipping / (norm + 1e-6), max=1.0).float()
+        return scale, False
+
+    def _update(self, scale: torch.Tensor, used: frozenset[str]) -> None:
+        publishing: list[Pending] = []
+        if self.stepper is None:
+            raise AssertionError("update without a stepper")
+        for number, master in enumerate(self.masters):
+            gradients = self._gradients[master.unit]
+            if gradients.contributed:
+                self.stepper.step(number, gradients.for_optimizer(), scale, used)
+                pending = master.unit.start_publishing()
+                if pending is not None:
+                    publishing.append(pending)
+        for pending in publishing:
+            pending.wait()
+
+    def _tell(self, skipped: bool) -> None:
+        now = time.perf_counter()
+        seconds, self._step_began = now - self._step_began, now
+        event = StepEnd(
+            step=self.steps,
+            loss=None,
+            grad_norm=self.grad_norm,
+            lr=tuple(float(group["lr"]) for group in self.groups),
+            skipped=skipped,
+            loss_scale=self.scaler.scale if self.scales_loss else 1.0,
+            seconds=seconds,
+        )
+        for subscriber in self._subscribers:
+            subscriber(event)
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """``method`` without keeping its object alive."""
+    weak = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = weak()
+        if alive is not None:
+            alive()
+
+    return call

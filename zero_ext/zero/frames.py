@@ -1,0 +1,93 @@
+"""Running calls: what each call of a block touched, and when it may be let go of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from zero_ext.zero.unit import Unit
+
+
+class Call:
+    """One call of a block: a holder of units, in forward and again in its backward.
+
+    ``awaited`` counts the block's gradient-requiring inputs whose gradient has not arrived; at zero the
+    backward of this call is over and its units may go.
+    """
+
+    def __init__(self, home: nn.Module, name: str) -> None:
+        self.home = home
+        self.name = name
+        self.touched: list[Unit] = []
+        self.awaited = 0
+
+    def touch(self, unit: Unit) -> None:
+        """Notes that the call needs ``unit``."""
+        if unit not in self.touched:
+            self.touched.append(unit)
+
+
+class CallStack:
+    """The calls that are running now, innermost last."""
+
+    def __init__(self) -> None:
+        self._calls: list[Call] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
+
+    def push(self, call: Call) -> None:
+        """Enters ``call``."""
+        self._calls.append(call)
+
+    def pop(self, home: nn.Module) -> Call:
+        """Leaves the innermost call of ``home``, and with it calls inside that an exception has ended."""
+        while self._calls:
+            call = self._calls.pop()
+            if call.home is home:
+                return call
+        raise AssertionError(f"{type(home).__name__} left a call that it never entered")
+
+    def holder_for(self, home: nn.Module | None) -> Call:
+        """The call that shall hold a unit of ``home``: the running call of ``home``, else the innermost."""
+        for call in reversed(self._calls):
+            if call.home is home:
+                return call
+        return self._calls[-1]
+
+
+def tensors_in(value: object, depth: int = 8) -> Iterator[torch.Tensor]:
+    """Every tensor reachable in nested lists, tuples, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth:
+        children: Iterable[object] = ()
+        if isinstance(value, Mapping):
+            children = value.values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            children = value
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            children = (getattr(value, field.name) for field in dataclasses.fields(value))
+        for child in children:
+            yield from tensors_in(child, depth - 1)
+
+
+def opaque_in(value: object, depth: int = 8) -> Iterator[object]:
+    """The objects inside ``value`` that :func:`tensors_in` cannot look into."""
+    plain = (torch.Tensor, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
+    if isinstance(value, plain):
+        return
+    if isinstance(value, Mapping):
+        children: Iterable[object] = value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        children = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        children = (getattr(value, field.name) for field in dataclasses.fields(value))
+    else:
+        yield value
+        return
+    for child in children if depth else ():
+        yield from opaque_in(child, depth - 1)

@@ -1,0 +1,107 @@
+"""``param.grad`` as the user sees it between backward and step: the true gradient, or a sharded one."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from zero_ext.zero.gradients import UnitGradients
+from zero_ext.zero.sharded_gradient import ShardedGradient
+
+if TYPE_CHECKING:
+    from zero_ext.zero.engine import Engine
+
+
+class GradientViews:
+    """Keeps ``param.grad`` and the flat gradients in step; the access behind :class:`ShardedGradient`.
+
+    A parameter has a gradient exactly if ``param.grad`` is not None, as in torch: setting it to None
+    clears it, assigning a tensor replaces it (where this rank holds the whole gradient).
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.proxy(engine)
+        self._shown: dict[nn.Parameter, torch.Tensor] = {}
+        self._placeholders: dict[nn.Parameter, ShardedGradient] = {}
+
+    def publish(self) -> None:
+        """Makes every contributed gradient visible as ``param.grad``."""
+        self._shown = {}
+        for gradients in self._engine.reducer.gradients:
+            for number in gradients.contributed:
+                parameter = gradients.unit.parameters[number]
+                shown = gradients.full_view(number) if gradients.reduced_valid else None
+                if shown is None:
+                    shown = self._placeholder(parameter, gradients, number)
+                self._shown[parameter] = shown
+                parameter.grad = shown
+
+    def note_cleared(self) -> None:
+        """Follows what the user did to ``param.grad`` since :meth:`publish`: cleared or replaced it."""
+        for gradients in self._engine.reducer.gradients:
+            cleared = []
+            for number, parameter in enumerate(gradients.unit.parameters):
+                shown = parameter.grad
+                if shown is None:
+                    if number in gradients.contributed and parameter in self._shown:
+                        cleared.append(number)
+                elif shown is not self._shown.get(parameter):
+                    self._replace(gradients, number, shown)
+            if cleared and len(cleared) == len(gradients.contributed):
+                gradients.clear()
+            else:
+                for number in cleared:
+                    gradients.clear_parameter(number)
+
+    def norm_of(self, key: object, norm_type: float) -> torch.Tensor:
+        """See :class:`GradientAccess`."""
+        gradients, number = self._find(key)
+        self._engine.reducer.settle()
+        if norm_type == 2:
+            value = self._engine.norms.of(gradients, number)
+        elif norm_type == float("inf"):
+            value = self._engine.norms.largest(gradients, number)
+        else:
+            raise RuntimeError(f"norms of sharded gradients are the 2-norm and the inf-norm, not {norm_type:g}")
+        return torch.tensor(value, dtype=torch.float32)
+
+    def scale(self, key: object, factor: torch.Tensor | float) -> None:
+        """See :class:`GradientAccess`."""
+        gradients, number = self._find(key)
+        self._engine.reducer.settle()
+        gradients.scale_parameter(number, factor)
+        self._engine.norms.forget()
+
+    def zero(self, key: object) -> None:
+        """See :class:`GradientAccess`."""
+        gradients, number = self._find(key)
+        gradients.zero_parameter(number)
+        self._engine.norms.forget()
+
+    def _find(self, key: object) -> tuple[UnitGradients, int]:
+        unit, number = key  # type: ignore[misc]
+        return self._engine.reducer.gradients[unit], number
+
+    def _placeholder(self, parameter: nn.Parameter, gradients: UnitGradients, number: int) -> ShardedGradient:
+        if parameter not in self._placeholders:
+            name = gradients.unit.layout.specs[number].name
+            # The key is no reference to the parameter, which would keep itself alive through its gradient.
+            key = (self._engine.reducer.gradients.index(gradients), number)
+            self._placeholders[parameter] = ShardedGradient(parameter, self, key, name)
+        return self._placeholders[parameter]
+
+    def _replace(self, gradients: UnitGradients, number: int, value: torch.Tensor) -> None:
+        view, name = gradients.full_view(number), gradients.unit.layout.specs[number].name
+        if view is None or isinstance(value, ShardedGradient):
+            raise RuntimeError(
+                f"'{name}'.grad was assigned a tensor, but its gradient is sharded over the ranks. Scale it in "
+                "place (param.grad.mul_(factor)) or change it inside the loss."
+            )
+        view.copy_(value)
+        gradients.contributed.add(number)
+        gradients.reduced_valid = True
+        self._shown[gradients.unit.parameters[number]] = value
+        self._engine.norms.forget()

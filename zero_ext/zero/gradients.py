@@ -1,0 +1,266 @@
+"""Gradients of one unit: the full local sum of a backward pass, and the reduced shard the step reads."""
+
+from __future__ import annotations
+
+import torch
+
+from zero_ext import ops
+from zero_ext.comm import Pending
+from zero_ext.zero.pool import BufferPool, allocate
+from zero_ext.zero.unit import Unit
+
+
+class UnitGradients:
+    """Collects, reduces and keeps the gradients of ``unit``.
+
+    ``local`` [layout.numel] holds what this rank's backward produced; it lives for good where gradients are
+    replicated, and from the first gradient to the end of its reduction where they are sharded. ``reduced``
+    [layout.shard_numel] is the average over the ranks. While gradients are replicated ``reduced`` is this
+    rank's slice of ``local``, unless a backward pass follows a reduction and both must be kept.
+    """
+
+    def __init__(self, unit: Unit, pool: BufferPool, accumulation_dtype: torch.dtype, accumulates: bool) -> None:
+        self.unit = unit
+        self._pool = pool
+        self._accumulation_dtype = accumulation_dtype
+        self._buffer: torch.Tensor | None = None
+        self._received: torch.Tensor | None = None
+        self._filled: set[int] = set()  # parameters with a value in ``local`` that was not reduced yet
+        self._arrived: set[int] = set()  # parameters that brought a gradient in this backward pass
+        self._gathering: Pending | None = None
+        self._pending: Pending | None = None
+        self.contributed: set[int] = set()  # parameters with a local gradient since the gradients were cleared
+        self.reduced_valid = False
+        dtype = accumulation_dtype if accumulates else unit.layout.dtype
+        self.local: torch.Tensor | None = None
+        if unit.placement.grads:
+            self.reduced = allocate(unit.layout.shard_numel, dtype)
+        else:
+            self.local = allocate(unit.layout.numel, dtype)
+            self.reduced = self._own_slice(self.local)
+
+    # -- collecting ---------------------------------------------------------------------------------------
+
+    def add(self, index: int, gradient: torch.Tensor, keep_local: bool) -> None:
+        """Adds the gradient of parameter ``index``; ``keep_local`` says that it will stay unreduced."""
+        layout = self.unit.layout
+        spec = layout.specs[index]
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"parameter '{spec.name}' got a {gradient.layout} gradient; sharded gradients are dense. "
+                "Build its module with sparse=False."
+            )
+        if self.local is None:
+            self.local = self._take_local(keep_local)
+        elif not self._filled and self.reduced_valid and self._aliased():
+            self._split()
+        elif keep_local and self.local.dtype != self._accumulation_dtype and self._filled:
+            self._widen_local()
+        if gradient.stride() != spec.stride and spec.numel:
+            gradient = torch.empty_strided(spec.shape, spec.stride, dtype=gradient.dtype).copy_(gradient)
+        flattened = gradient.detach().as_strided((spec.numel,), (1,), gradient.storage_offset())
+        write = ops.accumulate_ if index in self._filled else ops.pack_
+        write(self.local, [flattened], [layout.offsets[index]])
+        self._filled.add(index)
+        self._arrived.add(index)
+        self.contributed.add(index)
+
+    def begin_pass(self) -> None:
+        """A backward pass begins: no gradient of it has arrived."""
+        self._arrived.clear()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every trainable parameter has brought its gradient in this backward pass."""
+        return all(
+            index in self._arrived or not parameter.requires_grad
+            for index, parameter in enumerate(self.unit.parameters)
+        )
+
+    @property
+    def has_local(self) -> bool:
+        """Whether there are gradients that were not reduced yet."""
+        return bool(self._filled) and not (self._aliased() and self.unit.collectives.world_size == 1)
+
+    # -- reducing -----------------------------------------------------------------------------------------
+
+    def start_reduction(self) -> None:
+        """Begins averaging ``local`` over the ranks; parameters without a gradient count as zero."""
+        unit, layout = self.unit, self.unit.layout
+        if self.local is None:
+            self.local = self._take_local(False)
+        elif not self._filled and self.reduced_valid and self._aliased():
+            self._split()
+        for index, spec in enumerate(layout.specs):
+            if index not in self._filled:
+                self.local[layout.offsets[index] : layout.offsets[index] + spec.numel].zero_()
+        for begin, end in layout.gaps():
+            self.local[begin:end].zero_()
+        if unit.collectives.world_size == 1 and self.local.dtype == self._accumulation_dtype:
+            # One rank's sum is the average already: later gradients simply add to it.
+            self.reduced_valid = True
+            return
+        self._filled.clear()
+        if self.reduced_valid and self.reduced.dtype != self._accumulation_dtype:
+            self.reduced = allocate(layout.shard_numel, self._accumulation_dtype).copy_(self.reduced)
+        if unit.collectives.world_size == 1:
+            if not self._aliased():
+                ops.sum_shards_(self.reduced, [self.local], 1.0, self.reduced_valid)
+            self.reduced_valid = True
+            return
+        peers = unit.collectives.world_size - 1
+        self._received = self._pool.take(layout.shard_numel * peers * self.local.element_size())
+        self._pending = unit.collectives.reduce_scatter(
+            self.local,
+            self.reduced,
+            self._received.view(self.local.dtype),
+            self.reduced_valid,
+            unit.wire_kind("reduce_scatter"),
+            f"reduce-scatter of the gradients of {unit.describe()}",
+        )
+
+    def finish_reduction(self) -> None:
+        """Waits for :meth:`start_reduction`; gives scratch back and, if replicated, starts the gather."""
+        if self._pending is None:
+            return
+        self._pending.wait()
+        self._pending = None
+        self.reduced_valid = True
+        if self._received is not None:
+            self._pool.give(self._received)
+            self._received = None
+        if self.unit.placement.grads:
+            self._drop_local()
+        elif not self.unit.placement.optimizer:
+            self._start_gather()
+
+    def finish_gather(self) -> None:
+        """Waits until replicated gradients are whole on every rank."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+            if self.local is not None and not self._aliased():
+                self.reduced = self._own_slice(self.local)
+
+    # -- reading ------------------------------------------------------------------------------------------
+
+    def for_optimizer(self) -> torch.Tensor:
+        """The reduced gradients of the elements this rank's optimizer owns: the shard, or all of them."""
+        whole = self._whole()
+        return self.reduced if whole is None else whole
+
+    def full_view(self, index: int) -> torch.Tensor | None:
+        """The reduced gradient of parameter ``index`` in its shape if this rank holds all of it."""
+        layout, spec = self.unit.layout, self.unit.layout.specs[index]
+        whole = self._whole()
+        if whole is None or whole.dtype != layout.dtype:
+            return None
+        return whole.as_strided(spec.shape, spec.stride, layout.offsets[index])
+
+    def clear(self) -> None:
+        """Forgets all gradients; memory of sharded ones stays for the next step."""
+        self._filled.clear()
+        self.contributed.clear()
+        self.reduced_valid = False
+        if self.unit.placement.grads:
+            self._drop_local()
+
+    def zero_parameter(self, index: int) -> None:
+        """Sets the gradient of one parameter to zero, where it is held here."""
+        layout = self.unit.layout
+        for part in self._parts(index):
+            part.zero_()
+        if self.local is not None and index in self._filled:
+            self.local[layout.offsets[index] : layout.offsets[index] + layout.specs[index].numel].zero_()
+
+    def scale_parameter(self, index: int, factor: torch.Tensor | float) -> None:
+        """Multiplies the reduced gradient of one parameter, where it is held here."""
+        for part in self._parts(index):
+            part.mul_(factor)
+
+    def _parts(self, index: int) -> list[torch.Tensor]:
+        begin, end = self.unit.layout.shard_range(self.unit.collectives.rank)
+        return [
+            self.reduced[overlap.range_start : overlap.range_start + overlap.numel]
+            for overlap in self.unit.layout.overlaps(begin, end)
+            if overlap.index == index
+        ]
+
+    def add_squared_norm(self, accumulator: torch.Tensor, index: int | None = None) -> None:
+        """Adds this rank's squares, of all parameters or of one, to an int64 superaccumulator."""
+        for part in [self.reduced] if index is None else self._parts(index):
+            ops.squared_norm_(part, accumulator)
+
+    def largest(self, index: int) -> float:
+        """The largest absolute value of one parameter's gradient held here; 0 if there is none."""
+        return max((part.abs().max().item() for part in self._parts(index) if part.numel()), default=0.0)
+
+    def clear_parameter(self, index: int) -> None:
+        """Forgets the gradient of one parameter, here and in the reduced shard."""
+        self.zero_parameter(index)
+        self._filled.discard(index)
+        self.contributed.discard(index)
+
+    def persistent_bytes(self) -> int:
+        """Bytes kept from step to step."""
+        own = 0 if self._aliased() else self.reduced.nbytes
+        return own + (self.local.nbytes if self.local is not None and self._buffer is None else 0)
+
+    def _whole(self) -> torch.Tensor | None:
+        if self.unit.collectives.world_size == 1:
+            return self.reduced
+        return None if self.unit.placement.optimizer else self.local
+
+    # -- memory -------------------------------------------------------------------------------------------
+
+    def _own_slice(self, full: torch.Tensor) -> torch.Tensor:
+        begin, end = self.unit.layout.shard_range(self.unit.collectives.rank)
+        return full[begin:end]
+
+    def _aliased(self) -> bool:
+        return (
+            self.local is not None
+            and self.local.untyped_storage().data_ptr() == self.reduced.untyped_storage().data_ptr()
+        )
+
+    def _take_local(self, keep_local: bool) -> torch.Tensor:
+        dtype = self._accumulation_dtype if keep_local else self.unit.layout.dtype
+        self._buffer = self._pool.take(self.unit.layout.numel * dtype.itemsize)
+        return self._buffer.view(dtype)
+
+    def _drop_local(self) -> None:
+        if self._buffer is not None:
+            self.local = None
+            self._pool.give(self._buffer)
+            self._buffer = None
+
+    def _widen_local(self) -> None:
+        narrow, buffer = self.local, self._buffer
+        if narrow is None:
+            raise AssertionError("no local gradients to widen")
+        if buffer is None:
+            aliased = self._aliased()
+            self.local = allocate(narrow.numel(), self._accumulation_dtype).copy_(narrow)
+            if aliased:
+                self.reduced = self._own_slice(self.local)
+            return
+        self.local = self._take_local(True).copy_(narrow)
+        self._pool.give(buffer)
+
+    def _split(self) -> None:
+        """A backward pass after a reduction that was thought the last: keep the sum beside the new one."""
+        self.reduced = allocate(self.unit.layout.shard_numel, self._accumulation_dtype).copy_(self.reduced)
+
+    def _start_gather(self) -> None:
+        if self.local is None:
+            raise AssertionError("replicated gradients without a buffer")
+        if not self._aliased():
+            if self.local.dtype != self.reduced.dtype:
+                self.local = allocate(self.local.numel(), self.reduced.dtype)
+            self._own_slice(self.local).copy_(self.reduced)
+        self._gathering = self.unit.collectives.gather(
+            self.local,
+            self._own_slice(self.local),
+            self.unit.wire_kind("gather_gradients"),
+            f"gather of the gradients of {self.unit.describe()}",
+        )

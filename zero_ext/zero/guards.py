@@ -1,0 +1,97 @@
+"""Refusals for calls that would quietly read or break placeholders: state_dict, copies, dtype changes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_ext.zero.unit import Unit, UnitState
+
+
+def guard_module(model: nn.Module, units: dict[nn.Parameter, Unit]) -> None:
+    """Makes ``state_dict``, ``load_state_dict``, ``deepcopy``, pickling, ``.to()`` and ``share_memory`` on
+    ``model`` or its modules right or an error that names the right call, for its sharded parameters."""
+    weak = {id(parameter): weakref.ref(unit) for parameter, unit in units.items()}
+
+    def released(module: nn.Module) -> str | None:
+        for name, parameter in module._parameters.items():
+            reference = weak.get(id(parameter))
+            unit = reference() if reference is not None else None
+            if unit is not None and unit.state is not UnitState.GATHERED:
+                return name
+        return None
+
+    for module in model.modules():
+        if any(parameter in units for parameter in module._parameters.values()):
+            _guard_state_dict(module, released)
+    for parameter in units:
+        _guard_copies(parameter)
+    model._apply = ApplyGuard(model)  # type: ignore[method-assign,assignment]
+
+
+def _guard_state_dict(module: nn.Module, released: Callable[[nn.Module], str | None]) -> None:
+    def before_save(owner: nn.Module, prefix: str, keep_vars: bool) -> None:
+        name = released(owner)
+        if name is not None:
+            raise RuntimeError(
+                f"state_dict(): parameter '{prefix}{name}' is sharded over the ranks. Call "
+                "zero_ext.full_state_dict(model) on every rank, or zero_ext.save_checkpoint."
+            )
+
+    def before_load(owner: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        name = released(owner)
+        if name is not None:
+            raise RuntimeError(
+                f"load_state_dict(): parameter '{prefix}{name}' is sharded over the ranks. Call "
+                "zero_ext.load_full_state_dict(model, state_dict) on every rank, or zero_ext.load_checkpoint."
+            )
+
+    module.register_state_dict_pre_hook(before_save)
+    module.register_load_state_dict_pre_hook(before_load)
+
+
+def _guard_copies(parameter: nn.Parameter) -> None:
+    def refuse(*_: object) -> Any:
+        raise RuntimeError(
+            "a sharded parameter cannot be copied or pickled: this rank holds only a part of it. Use "
+            "zero_ext.full_state_dict(model), or copy inside 'with zero_ext.gathered(params):' by .clone()."
+        )
+
+    parameter.__deepcopy__ = refuse  # type: ignore[attr-defined]
+    parameter.__reduce_ex__ = refuse  # type: ignore[method-assign,assignment]
+    parameter.share_memory_ = refuse  # type: ignore[method-assign]
+
+
+class ApplyGuard:
+    """Stands in for ``model._apply``: ``.to()``, ``.half()`` and the like pass if they change nothing.
+
+    A deep copy of a model is an ordinary model again, so its copy of the guard does not refuse.
+    """
+
+    def __init__(self, model: nn.Module, active: bool = True) -> None:
+        self._model = weakref.ref(model)
+        self._active = active
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ApplyGuard:
+        model = self._model()
+        return ApplyGuard(memo.get(id(model), model), active=False)
+
+    def __call__(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        model = self._model()
+        if model is None:
+            raise AssertionError("the guard of a deleted model was called")
+        if not self._active:
+            return type(model)._apply(model, fn, recurse)
+        for dtype in {tensor.dtype for tensor in (*model.parameters(), *model.buffers())}:
+            probe = torch.empty(0, dtype=dtype)
+            if fn(probe) is not probe:
+                raise RuntimeError(
+                    f"{type(model).__name__}: .to(), .half(), .bfloat16(), .cuda() and the like would break the "
+                    "link between parameters and their shards. Convert the model before zero_ext.prepare, or "
+                    "set 'precision.dtype' in the configuration."
+                )
+        return model

@@ -1,0 +1,205 @@
+"""Forward and output hooks that make a block's units present while it runs, forward and backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_ext.zero.backward import BackwardPass, in_backward
+from zero_ext.zero.frames import Call, CallStack, opaque_in, tensors_in
+from zero_ext.zero.residency import Residency
+from zero_ext.zero.unit import Unit
+
+
+class ForwardHooks:
+    """Hooks on the modules that own or contain sharded parameters.
+
+    A module that runs as a block (a home of units, or the root) opens a :class:`Call`. Owner hooks and reads
+    of ``module.weight`` touch units for the running call. Leaving the block lets go of them; hooks on the
+    block's outputs take them again in backward, hooks on its inputs let go when their gradients are there.
+    """
+
+    def __init__(self, residency: Residency, backward: BackwardPass, check: Callable[[], None]) -> None:
+        self.calls = CallStack()
+        self._residency = residency
+        self._backward = backward
+        self._check = check
+
+    def touch(self, unit: Unit, home: nn.Module | None) -> None:
+        """Makes ``unit`` present for the running call; outside any call it stays as it is."""
+        if self.calls:
+            call = self.calls.holder_for(home)
+            call.touch(unit)
+            self._residency.need(unit, call, self._order())
+
+    def enter(self, home: nn.Module, name: str, inputs: object) -> None:
+        """Before a block's forward."""
+        call = Call(home, name)
+        if not self.calls and not in_backward():
+            self._backward.abandon()
+            self._check()
+            self._residency.forward_order.begin()
+        self.calls.push(call)
+        if torch.is_grad_enabled():
+            self._watch_inputs(call, inputs)
+
+    def leave(self, home: nn.Module, outputs: object) -> None:
+        """After a block's forward, also when it raised."""
+        call = self.calls.pop(home)
+        recomputing = in_backward()
+        if torch.is_grad_enabled() and (call.touched or not self.calls):
+            self._watch_outputs(call, outputs)
+        if recomputing:
+            # The gradients of this call are yet to come: its inputs' hooks, or the end of backward, let go.
+            self._backward.hold(call)
+            return
+        for unit in call.touched:
+            self._residency.let_go(unit, call)
+        if not self.calls:
+            self._residency.release_idle()
+
+    def _order(self) -> Any:
+        return self._residency.backward_order if in_backward() else self._residency.forward_order
+
+    def _watch_inputs(self, call: Call, inputs: object) -> None:
+        watched = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}
+        call.awaited = len(watched)
+
+        def arrived(_: torch.Tensor) -> None:
+            call.awaited -= 1
+            if call.awaited == 0:
+                self._backward.let_go(call)
+
+        for tensor in watched.values():
+            tensor.register_hook(arrived)
+
+    def _watch_outputs(self, call: Call, outputs: object) -> None:
+        tensors = list(tensors_in(outputs))
+        if not tensors and outputs is not None:
+            hidden = next(opaque_in(outputs), None)
+            if hidden is not None:
+                raise TypeError(
+                    f"block '{call.name}' returned {type(hidden).__name__}, in which no tensor can be found: "
+                    "its parameters could not be gathered again in backward. Return tensors, mappings, "
+                    "sequences or dataclasses, or run the step inside 'with zero_ext.double_backward(model):'."
+                )
+
+        def needed(_: torch.Tensor) -> None:
+            self._backward.enter()
+            self._backward.hold(call)
+            for unit in call.touched:
+                self._residency.need(unit, call, self._residency.backward_order)
+
+        for tensor in tensors:
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(needed)
+
+
+class GatheringParameters(dict[str, "nn.Parameter | None"]):
+    """A module's ``_parameters``: reading one by name makes its unit present for the running call."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter | None], touch: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(parameters)
+        self._touch = touch
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        if parameter is not None:
+            self._touch(parameter)
+        return parameter
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
+        return (dict, (dict(self.items()),))
+
+
+def install(
+    model: nn.Module,
+    hooks: ForwardHooks,
+    units: dict[nn.Parameter, tuple[Unit, nn.Module]],
+    names: dict[nn.Module, str],
+) -> None:
+    """Installs owner hooks and block hooks on ``model`` for its sharded parameters.
+
+    Hooks hold the engine's part weakly: dropping the model frees everything without a cycle collection.
+    """
+    weak = weakref.ref(hooks)
+    weak_units = {id(parameter): (weakref.ref(unit), weakref.ref(home)) for parameter, (unit, home) in units.items()}
+    homes = {home for _, home in units.values()} | {model}
+    inside_compiled = _modules_inside_compiled(model)
+
+    def touch(parameter: nn.Parameter) -> None:
+        entry, alive = weak_units.get(id(parameter)), weak()
+        if entry is None or alive is None or not alive.calls:
+            return
+        unit = entry[0]()
+        if unit is not None:
+            alive.touch(unit, entry[1]())
+
+    for module in model.modules():
+        own = [parameter for parameter in module._parameters.values() if parameter in units]
+        if module in inside_compiled:
+            continue
+        if own:
+            module._parameters = GatheringParameters(module._parameters, touch)
+            _install_owner_hook(module, touch)
+        if module in homes:
+            everything = [parameter for parameter in module.parameters() if parameter in units]
+            _install_block_hooks(module, names[module], weak, touch, everything if _is_compiled(module) else [])
+
+
+def _install_owner_hook(module: nn.Module, touch: Callable[[nn.Parameter], None]) -> None:
+    def before(owner: nn.Module, *_: object) -> None:
+        for parameter in owner._parameters.values():
+            if parameter is not None:
+                touch(parameter)
+
+    module.register_forward_pre_hook(before, prepend=True)
+
+
+def _install_block_hooks(
+    module: nn.Module,
+    name: str,
+    weak: weakref.ref[ForwardHooks],
+    touch: Callable[[nn.Parameter], None],
+    whole: list[nn.Parameter],
+) -> None:
+    weak_home = weakref.ref(module)
+
+    def engine_part(home: nn.Module) -> ForwardHooks | None:
+        # A deep copy of the model carries these hooks along; they are not for it.
+        return weak() if weak_home() is home else None
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def before(home: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        alive = engine_part(home)
+        if alive is not None:
+            alive.enter(home, name, (args, kwargs))
+            for parameter in whole:
+                touch(parameter)
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def after(home: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: object) -> None:
+        alive = engine_part(home)
+        if alive is not None:
+            alive.leave(home, outputs)
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    module.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, torch._dynamo.OptimizedModule)
+
+
+def _modules_inside_compiled(model: nn.Module) -> set[nn.Module]:
+    return {
+        inner
+        for module in model.modules()
+        if _is_compiled(module)
+        for inner in module.modules()
+        if inner is not module
+    }

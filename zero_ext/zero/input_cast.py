@@ -1,0 +1,27 @@
+"""Casts a model's floating-point inputs to its compute precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
+    """From now on, floating-point tensors among the arguments of ``model`` arrive in ``dtype``."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return _cast(args, dtype), _cast(kwargs, dtype)
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) is dict:
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value

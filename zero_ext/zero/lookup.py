@@ -1,0 +1,42 @@
+"""From a model or a parameter to its engine."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import nn
+
+from zero_ext.zero.engine import Engine
+
+MODULE_ATTRIBUTE = "_zero_ext_engine"
+PARAMETER_ATTRIBUTE = "_zero_ext_engine_ref"
+
+
+def attach_engine(model: nn.Module, engine: Engine) -> None:
+    """Makes ``engine`` belong to ``model``, and findable from its parameters."""
+    object.__setattr__(model, MODULE_ATTRIBUTE, engine)
+    for parameter in engine.index:
+        setattr(parameter, PARAMETER_ATTRIBUTE, weakref.ref(engine))
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a model that went through :func:`zero_ext.prepare`; else ``ValueError``."""
+    found = vars(model).get(MODULE_ATTRIBUTE)
+    if found is None and isinstance(vars(model).get("_modules", {}).get("module"), nn.Module):
+        found = vars(model._modules["module"]).get(MODULE_ATTRIBUTE)
+    if not isinstance(found, Engine):
+        raise ValueError(
+            f"{type(model).__name__} is not a prepared model; call model, optimizer = zero_ext.prepare(...) first"
+        )
+    return found
+
+
+def engine_of_parameter(parameter: nn.Parameter) -> Engine:
+    """The engine that holds ``parameter``; ``ValueError`` if none does."""
+    reference = getattr(parameter, PARAMETER_ATTRIBUTE, None)
+    engine = reference() if reference is not None else None
+    if not isinstance(engine, Engine) or parameter not in engine.index:
+        raise ValueError(
+            f"parameter of shape {tuple(parameter.shape)} belongs to no prepared model; call zero_ext.prepare first"
+        )
+    return engine

@@ -1,0 +1,55 @@
+"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018, section 3.2), with DeepSpeed's hysteresis."""
+
+from __future__ import annotations
+
+from zero_ext.config import LossScalePolicy
+
+
+class LossScaler:
+    """The factor on the loss, and how it moves after each step.
+
+    Static if ``policy.static`` is not zero. Dynamic otherwise: it starts at ``2 ** initial_power``; an
+    overflow first uses up ``hysteresis`` and then halves the scale, down to ``minimum`` (a further overflow
+    there raises ``FloatingPointError``); ``window`` steps without overflow double it and refill the
+    hysteresis, every such step refills it if ``consecutive_hysteresis``.
+    """
+
+    def __init__(self, policy: LossScalePolicy) -> None:
+        self._policy = policy
+        self.scale = policy.static or 2.0**policy.initial_power
+        self._hysteresis = policy.hysteresis
+        self._clean_steps = 0
+
+    def update(self, overflow: bool) -> None:
+        """Tells the outcome of a step."""
+        policy = self._policy
+        if policy.static:
+            return
+        if not overflow:
+            self._clean_steps += 1
+            if policy.consecutive_hysteresis:
+                self._hysteresis = policy.hysteresis
+            if self._clean_steps % policy.window == 0:
+                self._hysteresis = policy.hysteresis
+                self.scale *= 2.0
+            return
+        self._clean_steps = 0
+        if self._hysteresis > 1:
+            self._hysteresis -= 1
+            return
+        if self.scale <= policy.minimum:
+            raise FloatingPointError(
+                f"gradients overflow in fp16 even at the smallest loss scale {self.scale:g} "
+                "(loss_scale.minimum): the loss or the model diverges. Use bf16, or lower the learning rate."
+            )
+        self.scale = max(self.scale / 2.0, policy.minimum)
+
+    def state_dict(self) -> dict[str, float]:
+        """The scaler's state, JSON-able."""
+        return {"scale": self.scale, "hysteresis": self._hysteresis, "clean_steps": self._clean_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restores :meth:`state_dict`."""
+        self.scale = float(state["scale"])
+        self._hysteresis = int(state["hysteresis"])
+        self._clean_steps = int(state["clean_steps"])

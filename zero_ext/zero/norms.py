@@ -1,0 +1,81 @@
+"""Global gradient norms: exact sums of squares, independent of shards, buckets and order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zero_ext import ops
+from zero_ext.comm import Collectives
+from zero_ext.zero.gradients import UnitGradients
+
+ACCUMULATOR_SIZE = 33
+
+
+class GradientNorms:
+    """Norms of the reduced gradients over all ranks; each rank adds the squares of its own shard.
+
+    The sum is an integer superaccumulator, so its value does not depend on where shards or buckets end.
+    Every method is a collective unless its result is known since the last :meth:`forget`.
+    """
+
+    def __init__(self, gradients: Sequence[UnitGradients], collectives: Collectives) -> None:
+        self._gradients = tuple(gradients)
+        self._collectives = collectives
+        self._total: torch.Tensor | None = None
+        self._each: dict[tuple[int, int], float] | None = None
+        self._largest: dict[tuple[int, int], float] | None = None
+
+    def forget(self) -> None:
+        """The gradients changed."""
+        self._total = self._each = self._largest = None
+
+    def total(self) -> torch.Tensor:
+        """The 2-norm over all gradients, 0-d float64; NaN if an element is not finite."""
+        if self._total is None:
+            accumulator = torch.zeros(ACCUMULATOR_SIZE, dtype=torch.int64)
+            for gradients in self._gradients:
+                if gradients.contributed:
+                    gradients.add_squared_norm(accumulator)
+            self._collectives.sum_(accumulator, "global gradient norm")
+            self._total = ops.squared_norm_value(accumulator).sqrt()
+        return self._total
+
+    def of(self, gradients: UnitGradients, index: int) -> float:
+        """The 2-norm of one parameter's gradient."""
+        if self._each is None:
+            keys = self._keys()
+            table = torch.zeros(len(keys), ACCUMULATOR_SIZE, dtype=torch.int64)
+            for row, (unit, number) in zip(table, keys, strict=True):
+                self._gradients[unit].add_squared_norm(row, number)
+            self._collectives.sum_(table, "gradient norms of the parameters")
+            values = (float(ops.squared_norm_value(row.contiguous()).sqrt()) for row in table)
+            self._each = dict(zip(keys, values, strict=True))
+        return self._each[self._gradients.index(gradients), index]
+
+    def largest(self, gradients: UnitGradients, index: int) -> float:
+        """The inf-norm of one parameter's gradient."""
+        if self._largest is None:
+            keys = self._keys()
+            world = self._collectives.world_size
+            table = torch.zeros(world, len(keys), dtype=torch.float64)
+            own = [self._gradients[unit].largest(number) for unit, number in keys]
+            table[self._collectives.rank] = torch.tensor(own, dtype=torch.float64)
+            self._collectives.sum_(table, "largest gradients of the parameters")
+            self._largest = dict(zip(keys, table.amax(0).tolist(), strict=True))
+        return self._largest[self._gradients.index(gradients), index]
+
+    def first_non_finite(self) -> str:
+        """Full name of the first parameter whose gradient is not finite."""
+        for unit, number in self._keys():
+            if self.of(self._gradients[unit], number) != self.of(self._gradients[unit], number):
+                return f"'{self._gradients[unit].unit.layout.specs[number].name}'"
+        return "the sum over all parameters"
+
+    def _keys(self) -> list[tuple[int, int]]:
+        return [
+            (unit, number)
+            for unit, gradients in enumerate(self._gradients)
+            for number in range(len(gradients.unit.parameters))
+        ]

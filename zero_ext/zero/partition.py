@@ -1,0 +1,146 @@
+"""Which parameters form a unit: blocks of the module tree where parameters are sharded, else buckets."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zero_ext.config import ZeroConfig
+from zero_ext.zero.layout import ParameterSpec, memory_order
+from zero_ext.zero.placement import Placement
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STACKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter and every place of the module tree that owns it."""
+
+    parameter: nn.Parameter
+    names: tuple[str, ...]  # full names, the first one is the parameter's name
+    owners: tuple[nn.Module, ...]
+    spec: ParameterSpec
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """What one unit will hold, and the module whose call needs it."""
+
+    name: str
+    members: tuple[Owned, ...]
+    home: nn.Module | None  # None: replicated parameters, present at all times
+    placement: Placement
+    persistent: bool
+
+
+def owned_parameters(model: nn.Module, precision: str) -> list[Owned]:
+    """All parameters in registration order, tied ones once, with the dtype they will have."""
+    places: dict[nn.Parameter, list[tuple[str, nn.Module]]] = defaultdict(list)
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places[parameter].append((f"{prefix}.{name}" if prefix else name, module))
+    found = []
+    for parameter, owners in places.items():
+        names = tuple(name for name, _ in owners)
+        dtype = parameter.dtype
+        if precision != "keep" and dtype.is_floating_point:
+            dtype = DTYPES[precision]
+        spec = ParameterSpec(names[0], tuple(parameter.shape), memory_order(parameter), dtype)
+        found.append(Owned(parameter, names, tuple(module for _, module in owners), spec))
+    return found
+
+
+def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
+    """The modules that are gathered as one: named classes and leaf modules, by default stack entries.
+
+    Raises ``ValueError`` if a configured name matches nothing.
+    """
+    named = set(config.units.block_classes)
+    leaves = set(config.units.leaf_modules)
+    unmatched = named | leaves
+    blocks: dict[str, nn.Module] = {}
+
+    def visit(prefix: str, module: nn.Module, in_stack: bool) -> None:
+        labels = {type(module).__name__, prefix}
+        chosen = labels & (named | leaves)
+        unmatched.difference_update(labels)
+        stack = isinstance(module, STACKS)
+        if prefix and (chosen or (in_stack and not stack and not named)):
+            blocks[prefix] = module
+            return
+        for name, child in module.named_children():
+            visit(f"{prefix}.{name}" if prefix else name, child, stack)
+
+    visit("", model, False)
+    if unmatched:
+        classes = sorted({type(module).__name__ for module in model.modules()})
+        raise ValueError(
+            f"units.block_classes / units.leaf_modules: {sorted(unmatched)} match no module outside another "
+            f"block. The model's classes are {classes}."
+        )
+    return blocks
+
+
+def plan_units(model: nn.Module, owned: Iterable[Owned], config: ZeroConfig, world_size: int) -> list[UnitPlan]:
+    """Groups the parameters into units for the configured stage on ``world_size`` ranks."""
+    placement = Placement.of_stage(config.stage).over(world_size)
+    if not placement.params:
+        return list(_buckets("bucket", owned, placement, config.units.bucket_elements, False))
+    small, large = [], []
+    for item in owned:
+        (small if item.spec.numel < config.units.persistence_threshold else large).append(item)
+    plans = list(_blocks(model, large, find_blocks(model, config), placement))
+    plans += _buckets("persistent", small, placement.persistent(), config.units.bucket_elements, True)
+    return plans
+
+
+def _kind(item: Owned) -> tuple[torch.dtype, bool]:
+    return item.spec.dtype, item.parameter.requires_grad
+
+
+def _buckets(
+    label: str, owned: Iterable[Owned], placement: Placement, limit: int, persistent: bool
+) -> Iterator[UnitPlan]:
+    by_kind: dict[tuple[torch.dtype, bool], list[list[Owned]]] = defaultdict(list)
+    sizes: dict[tuple[torch.dtype, bool], int] = {}
+    for item in owned:
+        kind, numel = _kind(item), item.spec.numel
+        if not by_kind[kind] or sizes[kind] + numel > limit:
+            by_kind[kind].append([])
+            sizes[kind] = 0
+        by_kind[kind][-1].append(item)
+        sizes[kind] += numel
+    number = 0
+    for buckets in by_kind.values():
+        for members in buckets:
+            yield UnitPlan(f"{label}.{number}", tuple(members), None, placement, persistent)
+            number += 1
+
+
+def _blocks(
+    model: nn.Module, owned: Iterable[Owned], blocks: dict[str, nn.Module], placement: Placement
+) -> Iterator[UnitPlan]:
+    block_of = {inner: (name, block) for name, block in blocks.items() for inner in block.modules()}
+    groups: dict[tuple[str, torch.dtype, bool], tuple[nn.Module, list[Owned]]] = {}
+    for item in owned:
+        homes = {block_of.get(owner) for owner in item.owners}
+        only = homes.pop() if len(homes) == 1 else None
+        if only is not None:
+            name, home = only
+        elif len(item.owners) == 1:
+            name, home = item.names[0].rpartition(".")[0], item.owners[0]
+        else:
+            name, home = "", model
+        groups.setdefault((name, *_kind(item)), (home, []))[1].append(item)
+    for (name, dtype, trainable), (home, members) in groups.items():
+        label = name or type(model).__name__
+        others = [key for key in groups if key[0] == name]
+        if len(others) > 1:
+            label += f" ({str(dtype).removeprefix('torch.')}, {'trainable' if trainable else 'frozen'})"
+        yield UnitPlan(label, tuple(members), home, placement, False)

@@ -1,0 +1,121 @@
+"""``prepare``: a model and its optimizer become sharded, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_ext.config import ZeroConfig, load_config
+from zero_ext.zero.construction import broadcast_buffers, build_unit, check_agreement
+from zero_ext.zero.engine import Engine
+from zero_ext.zero.guards import guard_module
+from zero_ext.zero.hooks import install
+from zero_ext.zero.input_cast import cast_inputs
+from zero_ext.zero.lookup import MODULE_ATTRIBUTE, attach_engine
+from zero_ext.zero.module import ZeroModule
+from zero_ext.zero.optimizer import ZeroOptimizer
+from zero_ext.zero.parameter_hooks import watch
+from zero_ext.zero.partition import DTYPES, owned_parameters, plan_units
+from zero_ext.zero.pool import BufferPool
+from zero_ext.zero.process_group import join_world, make_collectives
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    config: ZeroConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    wrap: bool = True,
+    elementwise: bool = False,
+    values: Literal["keep", "empty"] = "keep",
+) -> tuple[Any, Any]:
+    """Shards ``model`` and ``optimizer`` in place, as ``config`` says; a collective of all ranks.
+
+    The loop stays as it was: call the model, ``loss.backward()``, ``optimizer.step()``,
+    ``optimizer.zero_grad()``. Rank 0's initial values count. Without an optimizer (inference) no gradient
+    or optimizer state is allocated beyond need and the returned optimizer is None.
+
+    Args:
+        model: any module on the CPU, built plainly or inside :class:`zero_ext.Init`.
+        optimizer: over the model's own parameters, not yet stepped. Adam and AdamW run fused; torch's other
+            element-wise optimizers run unchanged on the fp32 shards.
+        config: :class:`ZeroConfig`, a mapping, or the path of a JSON file; default ZeRO-3.
+        process_group: the data-parallel ranks; default all, or a single rank without a launcher.
+        wrap: return the model inside :class:`ZeroModule`; False returns the user's own object.
+        elementwise: declares an unknown optimizer class to be element-wise; it is checked by trial.
+        values: "empty" skips initial values: parameters are zero until a checkpoint is loaded, and may be
+            on the meta device.
+
+    Returns:
+        The model and a :class:`ZeroOptimizer`.
+
+    Raises:
+        ValueError: bad configuration, foreign optimizer parameters, an optimizer that needs whole tensors.
+        RuntimeError: the ranks hold different models (raised on all of them).
+    """
+    settings = load_config(config)
+    if MODULE_ATTRIBUTE in vars(model) or isinstance(model, ZeroModule):
+        raise ValueError(f"{type(model).__name__} is prepared already; call zero_ext.prepare once a model")
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise ValueError(
+            "the whole model is compiled; compile its blocks instead (for block in model.layers: "
+            "torch.compile(block)) and prepare the plain model around them"
+        )
+    join_world(settings.timeout_seconds)
+    collectives = make_collectives(process_group, settings.timeout_seconds)
+    owned = owned_parameters(model, settings.precision.dtype)
+    if not owned:
+        raise ValueError(f"{type(model).__name__} has no parameters; there is nothing to shard")
+    _check_optimizer(optimizer, {item.parameter for item in owned})
+    check_agreement(owned, settings, collectives)
+    plans = plan_units(model, owned, settings, collectives.world_size)
+    pool = BufferPool(2 * max(_nbytes(plan.members) for plan in plans))
+    built = [build_unit(plan, collectives, pool, values == "keep", optimizer is not None) for plan in plans]
+    broadcast_buffers(model, collectives)
+    engine = Engine(model, owned, built, settings, collectives, pool)
+    homes = {
+        parameter: (unit, plan.home)
+        for (unit, _), plan in zip(built, plans, strict=True)
+        for parameter in unit.parameters
+        if unit.placement.params and plan.home is not None
+    }
+    names = {module: name or type(model).__name__ for name, module in model.named_modules()}
+    install(model, engine.hooks, homes, names)
+    guard_module(model, {parameter: unit for parameter, (unit, _) in homes.items()})
+    if settings.precision.dtype != "keep":
+        cast_inputs(model, DTYPES[settings.precision.dtype])
+    for parameter in engine.trained_parameters():
+        watch(parameter, engine)
+    attach_engine(model, engine)
+    prepared = ZeroOptimizer(engine, optimizer, elementwise) if optimizer is not None else None
+    return (ZeroModule(model) if wrap else model), prepared
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer | None, known: set[nn.Parameter]) -> None:
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: a torch.optim.Optimizer wanted, {type(optimizer).__name__} given")
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter not in known:
+                raise ValueError(
+                    f"optimizer param group {number}, parameter {position} of shape {tuple(parameter.shape)} is "
+                    "not a parameter of the model given to zero_ext.prepare; build the optimizer from "
+                    "model.parameters() of that same model, after any change to it"
+                )
+    if any(optimizer.state.values()):
+        raise ValueError(
+            "the optimizer has state already; call zero_ext.prepare before its first step, and restore "
+            "training with zero_ext.load_checkpoint"
+        )
+
+
+def _nbytes(members: Any) -> int:
+    return sum(item.spec.numel * item.spec.dtype.itemsize for item in members)

@@ -1,0 +1,55 @@
+"""Process groups of an engine: taken from the caller, from torchrun's environment, or none for one rank."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch.distributed as dist
+
+from zero_ext.comm import Collectives, GroupExchange, WireLog
+
+BACKENDS = ("gloo", "fake")
+
+
+def join_world(timeout_seconds: float) -> None:
+    """Starts torch.distributed with gloo if a launcher (torchrun) set the environment and nobody did yet."""
+    if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
+
+
+def make_collectives(group: dist.ProcessGroup | None, timeout_seconds: float) -> Collectives:
+    """Collectives over ``group`` (default: the world) on two process groups of their own; a collective call.
+
+    Without torch.distributed, one rank. Raises ``ValueError`` for a backend that cannot send and receive
+    CPU tensors.
+    """
+    wire = WireLog()
+    if not (dist.is_available() and dist.is_initialized()):
+        return Collectives(0, 1, _NoPeers(), _NoPeers(), wire)
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    rank, world_size = dist.get_rank(group), len(ranks)
+    if rank < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not a member of the process group given, ranks {ranks}")
+    if world_size == 1:
+        return Collectives(0, 1, _NoPeers(), _NoPeers(), wire)
+    backend = dist.get_backend(group)
+    backend = next((name for name in BACKENDS if name in backend), backend)
+    if backend not in BACKENDS:
+        raise ValueError(f"process group backend '{backend}': CPU tensors need 'gloo' (or 'cpu:gloo,...')")
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    gathers, reductions = (
+        GroupExchange(dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True))
+        for _ in range(2)
+    )
+    return Collectives(rank, world_size, gathers, reductions, wire)
+
+
+class _NoPeers:
+    """The exchange of a single rank: nothing is ever sent."""
+
+    def start(self, sends: object, receives: object) -> list[object]:
+        return []
+
+    def all_reduce(self, tensor: object) -> object:
+        raise AssertionError("one rank has nobody to reduce with")

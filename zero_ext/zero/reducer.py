@@ -1,0 +1,95 @@
+"""When gradients are reduced: in one order on all ranks, overlapped with backward, few in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from zero_ext.comm import Collectives
+from zero_ext.zero.gradients import UnitGradients
+
+REDUCTIONS_IN_FLIGHT = 2
+
+
+class GradientReducer:
+    """Starts the reduction of each unit when it and all units before it in the order are complete.
+
+    The order must be the same on every rank although gradients may arrive in different ones (unused
+    parameters, other branches). It starts as the reverse of construction and becomes rank 0's order of
+    arrival after the first step. Gradients that come after their unit's reduction stay local until the
+    next backward pass or :meth:`settle`.
+    """
+
+    def __init__(self, gradients: Sequence[UnitGradients], collectives: Collectives) -> None:
+        self.gradients = tuple(gradients)
+        self._collectives = collectives
+        self._order = list(reversed(range(len(self.gradients))))
+        self._position = {id(unit): index for index, unit in enumerate(self.gradients)}
+        self._arrivals: list[int] | None = []
+        self._next = 0
+        self._flying: deque[UnitGradients] = deque()
+
+    def arrived(self, gradients: UnitGradients) -> None:
+        """Tells that ``gradients`` is complete; starts every reduction whose turn has come."""
+        index = self._position[id(gradients)]
+        if self._arrivals is not None and index not in self._arrivals:
+            self._arrivals.append(index)
+        while self._next < len(self._order) and self.gradients[self._order[self._next]].complete:
+            self._start_next()
+
+    def end_backward(self, reduce: bool) -> None:
+        """At the end of a backward pass: reduces what is left of the order and waits for everything."""
+        while reduce and self._next < len(self._order):
+            self._start_next()
+        self._drain()
+        self._next = 0
+
+    def settle(self) -> None:
+        """Before gradients are read, on all ranks: reduces whatever any rank still holds locally.
+
+        Afterwards ``contributed`` names the parameters that got a gradient on any rank.
+        """
+        if self._collectives.world_size == 1:
+            for gradients in self.gradients:
+                if gradients.has_local:
+                    gradients.start_reduction()
+            return
+        flags = [int(gradients.has_local) for gradients in self.gradients]
+        for gradients in self.gradients:
+            flags += [int(i in gradients.contributed) for i in range(len(gradients.unit.parameters))]
+        agreed = self._collectives.sum_(torch.tensor(flags, dtype=torch.int64), "agreement on gradients").tolist()
+        position = len(self.gradients)
+        for leftover, gradients in zip(agreed, self.gradients, strict=False):
+            count = len(gradients.unit.parameters)
+            used = agreed[position : position + count]
+            gradients.contributed.update(i for i, ranks in enumerate(used) if ranks)
+            position += count
+            if leftover:
+                self._start(gradients)
+        self._drain()
+        if self._arrivals:
+            self._adopt_order(self._arrivals)
+            self._arrivals = None
+
+    def _adopt_order(self, arrivals: list[int]) -> None:
+        rest = [index for index in self._order if index not in arrivals]
+        order = torch.tensor(arrivals + rest, dtype=torch.int64)
+        self._order = self._collectives.broadcast_(order, 0, "agreement on the reduction order").tolist()
+
+    def _start_next(self) -> None:
+        self._start(self.gradients[self._order[self._next]])
+        self._next += 1
+
+    def _start(self, gradients: UnitGradients) -> None:
+        while len(self._flying) >= REDUCTIONS_IN_FLIGHT:
+            self._flying.popleft().finish_reduction()
+        gradients.start_reduction()
+        self._flying.append(gradients)
+
+    def _drain(self) -> None:
+        while self._flying:
+            self._flying.popleft().finish_reduction()
+        for gradients in self.gradients:
+            gradients.finish_gather()

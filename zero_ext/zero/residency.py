@@ -1,0 +1,94 @@
+"""Which units are gathered: on demand, ahead of need, under a cap on live parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from zero_ext.zero.gather_order import GatherOrder
+from zero_ext.zero.unit import Unit, UnitState
+
+
+class Residency:
+    """Gathers and releases the sharded units of one model.
+
+    ``live_limit`` and ``prefetch_limit`` are in elements. Units gathered ahead of need never push the live
+    parameters over ``live_limit``; a unit above it is gathered alone, with one warning naming it.
+    """
+
+    def __init__(self, units: Sequence[Unit], live_limit: int, prefetch_limit: int) -> None:
+        self.units = tuple(unit for unit in units if unit.placement.params)
+        self.forward_order = GatherOrder()
+        self.backward_order = GatherOrder()
+        self._live_limit = live_limit
+        self._prefetch_limit = prefetch_limit
+        self._warned: set[str] = set()
+
+    @property
+    def live_elements(self) -> int:
+        """Elements of all units that are gathered or being gathered."""
+        return sum(unit.layout.numel for unit in self.units if unit.state is not UnitState.RELEASED)
+
+    def need(self, unit: Unit, holder: object, order: GatherOrder) -> None:
+        """Makes ``unit`` present for ``holder`` and starts to gather what comes next in ``order``."""
+        if not unit.placement.params or holder in unit.holders:
+            return
+        if unit.state is UnitState.RELEASED:
+            self._make_room(unit)
+        unit.ensure_gathered()
+        unit.holders.add(holder)
+        order.needed(unit)
+        self._prefetch(order)
+
+    def let_go(self, unit: Unit, holder: object) -> None:
+        """Ends ``holder``'s need; the unit is released when nobody holds it."""
+        unit.holders.discard(holder)
+        if unit.state is UnitState.GATHERED and not unit.holders and unit.placement.params:
+            unit.to_released()
+
+    def release_all(self) -> None:
+        """Releases every unit, also those gathered ahead and never used."""
+        for unit in self.units:
+            unit.holders.clear()
+            self._evict(unit)
+
+    def release_idle(self) -> None:
+        """Releases the units that nobody holds."""
+        for unit in self.units:
+            if not unit.holders:
+                self._evict(unit)
+
+    def _evict(self, unit: Unit) -> None:
+        if unit.state is UnitState.GATHERING:
+            unit.to_gathered()
+        if unit.state is UnitState.GATHERED:
+            unit.to_released()
+
+    def _make_room(self, unit: Unit) -> None:
+        for other in self.units:
+            if self.live_elements + unit.layout.numel <= self._live_limit:
+                return
+            if other is not unit and not other.holders:
+                self._evict(other)
+        if self.live_elements + unit.layout.numel > self._live_limit and unit.name not in self._warned:
+            self._warned.add(unit.name)
+            warnings.warn(
+                f"{unit.describe()} has {unit.layout.numel} elements and {self.live_elements} others are in "
+                f"use: more than 'units.live_elements' = {self._live_limit}. It is gathered all the same, "
+                "without look-ahead; raise the limit or name smaller blocks in 'units.block_classes'.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _prefetch(self, order: GatherOrder) -> None:
+        ahead = 0
+        for unit in order.upcoming():
+            if unit.state is UnitState.GATHERED:
+                continue
+            ahead += unit.layout.numel
+            if ahead > self._prefetch_limit:
+                return
+            if unit.state is UnitState.RELEASED:
+                if self.live_elements + unit.layout.numel > self._live_limit:
+                    return
+                unit.to_gathering()

@@ -1,0 +1,158 @@
+"""The engine's state as checkpoints see it: 1-D pieces of live memory, and JSON-able scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zero_ext.config import ZeroConfig
+from zero_ext.zero.engine import Engine
+from zero_ext.zero.gathered import persistent_buffers
+from zero_ext.zero.unit import Unit
+
+
+class ShardPiece(NamedTuple):
+    """A run of one state tensor: ``start`` counts elements in the parameter's memory order."""
+
+    kind: str
+    name: str
+    start: int
+    tensor: torch.Tensor  # [numel], live memory of this rank
+
+
+class ParameterInfo(NamedTuple):
+    """A parameter as a whole, the same on all ranks."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    aliases: tuple[str, ...]
+    trainable: bool
+
+
+class EngineState:
+    """Implements the checkpoint's ``StateSource`` for one engine.
+
+    Every rank saves the part of its own shard range, whatever is replicated, so that writing is shared;
+    at load a rank fills all that it owns. ``group`` carries the checkpoint's small agreements.
+    """
+
+    def __init__(self, engine: Engine, group: dist.ProcessGroup | None) -> None:
+        self._engine = engine
+        self.rank = engine.rank
+        self.world_size = engine.world_size
+        self.group = group
+        self.config: ZeroConfig = engine.config
+
+    def parameter_table(self) -> Mapping[str, ParameterInfo]:
+        """Every parameter by its first name."""
+        table = {}
+        for unit in self._engine.units:
+            for spec, parameter in zip(unit.layout.specs, unit.parameters, strict=True):
+                dtype = str(spec.dtype).removeprefix("torch.")
+                aliases = self._engine.names[parameter][1:]
+                table[spec.name] = ParameterInfo(spec.shape, spec.stride, dtype, aliases, parameter.requires_grad)
+        return table
+
+    def save_pieces(self) -> Iterator[ShardPiece]:
+        """What this rank saves: exactly its shard range of every unit."""
+        for piece, unit, begin in self._pieces():
+            first, last = unit.layout.shard_range(self.rank)
+            low, high = max(begin, first), min(begin + piece.tensor.numel(), last)
+            if low < high:
+                part = piece.tensor[low - begin : high - begin]
+                yield ShardPiece(piece.kind, piece.name, piece.start + low - begin, part)
+
+    def load_pieces(self) -> Iterator[ShardPiece]:
+        """What this rank needs filled: everything it owns."""
+        for piece, _, _ in self._pieces():
+            if piece.tensor.numel():
+                yield piece
+
+    def _pieces(self) -> Iterator[tuple[ShardPiece, Unit, int]]:
+        """Every owned piece with its unit and its first element's place in the unit's flat buffer."""
+        engine = self._engine
+        mastered = {master.unit for master in engine.masters}
+        for unit in engine.units:
+            if unit in mastered:
+                continue
+            begin, end = unit.layout.shard_range(self.rank) if unit.placement.params else (0, unit.layout.numel)
+            memory = unit.shard if unit.placement.params else unit.flat
+            for overlap in unit.layout.overlaps(begin, end):
+                name = unit.layout.specs[overlap.index].name
+                run = memory[overlap.range_start : overlap.range_start + overlap.numel]
+                yield ShardPiece("master", name, overlap.parameter_start, run), unit, begin + overlap.range_start
+        for number, master in enumerate(engine.masters):
+            specs = master.unit.layout.specs
+            for overlap in master.overlaps:
+                piece = ShardPiece(
+                    "master", specs[overlap.index].name, overlap.parameter_start, master.part(overlap)
+                )
+                yield piece, master.unit, master.begin + overlap.range_start
+            if engine.stepper is not None:
+                for kind, segment, tensor in engine.stepper.tensors(number):
+                    yield (
+                        ShardPiece(kind, segment.name, segment.start, tensor),
+                        master.unit,
+                        master.begin + segment.begin,
+                    )
+
+    def scalar_state(self) -> dict[str, Any]:
+        """Steps, loss scaler, param groups and the optimizer's scalars."""
+        engine = self._engine
+        groups = []
+        for group in engine.groups:
+            plain = {key: _plain(value) for key, value in group.items() if key != "params"}
+            groups.append({"settings": plain, "params": [engine.names[p][0] for p in group["params"]]})
+        return {
+            "steps": engine.steps,
+            "skipped_steps": engine.skipped_steps,
+            "loss_scaler": engine.scaler.state_dict(),
+            "param_groups": groups,
+            "optimizer": engine.stepper.scalars() if engine.stepper is not None else None,
+        }
+
+    def load_scalar_state(self, state: dict[str, Any]) -> None:
+        """Restores :meth:`scalar_state`; param groups must hold the same parameters."""
+        engine = self._engine
+        own = self.scalar_state()["param_groups"]
+        saved = state["param_groups"]
+        if engine.stepper is not None and state["optimizer"] is not None:
+            if [group["params"] for group in own] != [group["params"] for group in saved]:
+                raise ValueError("the checkpoint's param groups hold other parameters than this optimizer's")
+            engine.stepper.load_scalars(state["optimizer"])
+            for live, group in zip(engine.groups, saved, strict=True):
+                for key, value in group["settings"].items():
+                    live[key] = _as_before(live.get(key), value)
+        engine.steps = int(state["steps"])
+        engine.skipped_steps = int(state["skipped_steps"])
+        engine.scaler.load_state_dict(state["loss_scaler"])
+
+    def prepare_load(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
+        """Makes lazily created optimizer state exist for the kinds of state a checkpoint holds."""
+        if self._engine.stepper is not None:
+            self._engine.stepper.make_state(kinds)
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The module's persistent buffers."""
+        return persistent_buffers(self._engine.model)
+
+    def finish_load(self) -> None:
+        """Parameters follow the loaded master weights, on all ranks."""
+        self._engine.clear_gradients()
+        self._engine.refresh_parameters()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _as_before(live: Any, saved: Any) -> Any:
+    if isinstance(live, torch.Tensor):
+        return live.fill_(saved)
+    return tuple(saved) if isinstance(live, tuple) else saved

@@ -1,0 +1,224 @@
+"""A unit: parameters that are gathered, reduced and released together, in one flat buffer."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from zero_ext.comm import Collectives, Pending
+from zero_ext.zero.layout import FlatLayout
+from zero_ext.zero.placement import Placement
+from zero_ext.zero.pool import BufferPool, allocate, attach, detach
+
+
+class UnitState(enum.Enum):
+    """The life of a unit's full parameters."""
+
+    RELEASED = "released"  # only the shard exists; every parameter is a NaN placeholder
+    GATHERING = "gathering"  # a pool buffer is attached and being filled
+    GATHERED = "gathered"  # the parameters are views of the full flat buffer
+
+
+class Unit:
+    """Flat parameters of one dtype, their shard, and the moves between gathered and released.
+
+    ``flat`` [layout.numel] keeps one storage object for life: empty while released, a pool buffer while
+    gathered. ``shard`` [layout.shard_numel] is this rank's part, a slice of ``flat`` where parameters are
+    replicated. ``holders`` are the running calls that need the unit; it may be released when there is none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[nn.Parameter],
+        layout: FlatLayout,
+        placement: Placement,
+        collectives: Collectives,
+        pool: BufferPool,
+        persistent: bool = False,
+    ) -> None:
+        self.name = name
+        self.persistent = persistent
+        self.parameters = tuple(parameters)
+        self.layout = layout
+        self.placement = placement
+        self.collectives = collectives
+        self.holders: set[object] = set()
+        self._pool = pool
+        self._buffer: torch.Tensor | None = None
+        self._pending: Pending | None = None
+        with torch.inference_mode(False), torch.no_grad():
+            self._make_buffers()
+            self._views = [
+                self.flat.as_strided(spec.shape, spec.stride, offset)
+                for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+            ]
+            blank = float("nan") if layout.dtype.is_floating_point or layout.dtype.is_complex else 0
+            self._placeholders = [
+                torch.full((), blank, dtype=layout.dtype).expand(spec.shape) for spec in layout.specs
+            ]
+        self._versions = [0] * len(self.parameters)
+        self.state = UnitState.GATHERED
+
+    def _make_buffers(self) -> None:
+        layout = self.layout
+        begin, end = layout.shard_range(self.collectives.rank)
+        if self.placement.params:
+            # The storage must be resizable, so it is torch's own; its pages are never touched.
+            self.flat = torch.empty(layout.numel, dtype=layout.dtype)
+            self.flat.untyped_storage().resize_(0)
+            self._buffer = self._pool.take(layout.nbytes)
+            attach(self.flat.untyped_storage(), self._buffer)
+            self.shard = allocate(layout.shard_numel, layout.dtype)
+        else:
+            self.flat = allocate(layout.numel, layout.dtype)
+            self.shard = self.flat[begin:end]
+
+    # -- life cycle ---------------------------------------------------------------------------------------
+
+    def to_gathering(self) -> None:
+        """Attaches a buffer and starts filling it. From RELEASED only."""
+        self._require(UnitState.RELEASED)
+        self._check_unwritten()
+        self._buffer = self._pool.take(self.layout.nbytes)
+        attach(self.flat.untyped_storage(), self._buffer)
+        self._pending = self.collectives.gather(
+            self.flat, self.shard, self.wire_kind("gather"), f"gather of {self.describe()}"
+        )
+        self.state = UnitState.GATHERING
+
+    def to_gathered(self) -> None:
+        """Waits for the gather and makes the parameters views of it. From GATHERING only."""
+        self._require(UnitState.GATHERING)
+        if self._pending is None:
+            raise AssertionError(f"{self.describe()}: gathering without a collective")
+        self._pending.wait()
+        self._pending = None
+        self._point_at(self._views)
+        self.state = UnitState.GATHERED
+
+    def to_released(self) -> None:
+        """Drops the full parameters. From GATHERED only, without holders, where parameters are sharded."""
+        self._require(UnitState.GATHERED)
+        if not self.placement.params or self.holders:
+            raise AssertionError(f"{self.describe()}: released while replicated or still held")
+        self._check_unwritten()
+        self._point_at(self._placeholders)
+        if self._buffer is None:
+            raise AssertionError(f"{self.describe()}: gathered without a buffer")
+        detach(self.flat.untyped_storage(), self._buffer)
+        self._pool.give(self._buffer)
+        self._buffer = None
+        self.state = UnitState.RELEASED
+
+    def ensure_gathered(self) -> None:
+        """Gathers from whatever state the unit is in, and waits."""
+        if self.state is UnitState.RELEASED:
+            self.to_gathering()
+        if self.state is UnitState.GATHERING:
+            self.to_gathered()
+
+    def start_publishing(self) -> Pending | None:
+        """After a step: sends the updated shard to all ranks where parameters are replicated but updated
+        in shards. Returns what to wait for, or None if there is nothing to do."""
+        if self.placement.params or not self.placement.optimizer:
+            return None
+        return self.collectives.gather(
+            self.flat, self.shard, self.wire_kind("gather_updated"), f"gather of the updated {self.describe()}"
+        )
+
+    # -- contents -----------------------------------------------------------------------------------------
+
+    def fill(self, values: Sequence[torch.Tensor]) -> None:
+        """Writes the full parameters (any dtype, cast) into the gathered flat buffer and the shard."""
+        self._require(UnitState.GATHERED)
+        for view, value in zip(self._views, values, strict=True):
+            view.copy_(value)
+        for begin, end in self.layout.gaps():
+            self.flat[begin:end].zero_()
+        self.store_shard()
+        self._point_at(self._views)
+
+    def publish_views(self) -> None:
+        """Makes the parameters views of the gathered flat buffer as it is."""
+        self._require(UnitState.GATHERED)
+        self._point_at(self._views)
+
+    def store_shard(self) -> None:
+        """Copies this rank's slice of the gathered flat buffer to the shard, where they are not one."""
+        if self.placement.params:
+            begin, end = self.layout.shard_range(self.collectives.rank)
+            self.shard.copy_(self.flat[begin:end])
+
+    def view_of(self, index: int) -> torch.Tensor:
+        """The gathered full value of parameter ``index``; valid until the unit is released."""
+        self._require(UnitState.GATHERED)
+        return self._views[index]
+
+    def accept_writes(self) -> None:
+        """Declares what was written to the parameters so far as intended."""
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def written(self) -> list[int]:
+        """Indices of parameters that were written in place since the engine last looked."""
+        return [
+            index
+            for index, (parameter, version) in enumerate(zip(self.parameters, self._versions, strict=True))
+            if parameter._version != version
+        ]
+
+    def describe(self) -> str:
+        """Name and parameters, for messages."""
+        names = [spec.name for spec in self.layout.specs]
+        listed = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+        return f"unit '{self.name}' ({len(names)} parameters: {listed})"
+
+    def wire_kind(self, kind: str) -> str:
+        """The wire log's name for a collective of this unit."""
+        return f"{kind}_persistent" if self.persistent else kind
+
+    def _point_at(self, tensors: Sequence[torch.Tensor]) -> None:
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            parameter.data = tensor
+        self.accept_writes()
+
+    def check_unmoved(self) -> None:
+        """Raises if a parameter does not point where the engine has put it: ``.half()``, ``p.data = ...``."""
+        wanted = self._placeholders if self.state is not UnitState.GATHERED else self._views
+        for parameter, tensor, spec in zip(self.parameters, wanted, self.layout.specs, strict=True):
+            if parameter.dtype != tensor.dtype or parameter.data_ptr() != tensor.data_ptr():
+                raise RuntimeError(
+                    f"rank {self.collectives.rank}: the data of parameter '{spec.name}' was replaced after "
+                    "zero_ext.prepare (by .half(), .to() or param.data = ...). Convert the model before "
+                    "prepare; edit values in place inside 'with zero_ext.gathered(params):'."
+                )
+
+    def _check_unwritten(self) -> None:
+        self.check_unmoved()
+        names = [self.layout.specs[index].name for index in self.written()]
+        if self.state is UnitState.RELEASED:
+            names += [
+                spec.name
+                for spec, placeholder in zip(self.layout.specs, self._placeholders, strict=True)
+                if spec.numel == 1 and not _is_blank(placeholder)
+            ]
+        if names:
+            raise RuntimeError(
+                f"rank {self.collectives.rank}: parameter '{names[0]}' was written to while it belongs to the "
+                "sharded model; the value would be lost. Write inside 'with zero_ext.gathered(params):'."
+            )
+
+    def _require(self, *states: UnitState) -> None:
+        if self.state not in states:
+            wanted = " or ".join(state.value for state in states)
+            raise AssertionError(
+                f"rank {self.collectives.rank}: {self.describe()} is {self.state.value}, {wanted} wanted"
+            )
+
+
+def _is_blank(placeholder: torch.Tensor) -> bool:
+    value = placeholder.reshape(()).item()
+    return value != value or (value == 0 and not placeholder.dtype.is_floating_point)
