@@ -1,0 +1,1 @@
+"""What the benchmarks share: model shapes, teams of ranks, statistics, memory readings, reports."""

@@ -1,0 +1,140 @@
+"""zero_ext's ledger against the formula, the live tensors and the resident bytes, for every stage."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.harness.formula import STATE_KINDS, relative_excess, state_bytes
+from benchmarks.harness.ranks import Team, TeamFailure
+from benchmarks.harness.report import Table, megabytes
+from benchmarks.harness.shapes import LlamaShape
+
+STAGES = (0, 1, 2, 3)
+WORLD_SIZES = (1, 2, 4)
+FORMULA_TOLERANCE = 0.03
+RESIDENT_TOLERANCE = 0.05
+RESIDENT_ALLOWANCE = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Account:
+    """Bytes of one rank (the one that strays furthest): by ledger, formula, live tensors and resident."""
+
+    model: str
+    stage: int
+    ranks: int
+    ledger: dict[str, int]
+    formula: dict[str, float]
+    live_tensors: int
+    resident_growth: int
+
+    @property
+    def state(self) -> int:
+        """Ledger bytes of the state kinds of the formula."""
+        return sum(self.ledger[kind] for kind in STATE_KINDS)
+
+    @property
+    def total(self) -> int:
+        """All bytes of the ledger, gather pool and scratch included."""
+        return sum(self.ledger.values())
+
+    @property
+    def excess(self) -> float:
+        """Worst relative deviation from the formula: of the sum and of every state kind."""
+        each = [relative_excess(self.ledger[kind], self.formula[kind]) for kind in STATE_KINDS]
+        return max([*each, relative_excess(self.state, sum(self.formula.values()))], key=abs)
+
+    def bars(self) -> dict[str, bool]:
+        """Which bars this account meets."""
+        allowed = RESIDENT_TOLERANCE * self.total + RESIDENT_ALLOWANCE
+        return {
+            "formula": abs(self.excess) <= FORMULA_TOLERANCE,
+            "live tensors": abs(self.live_tensors - self.total) <= allowed,
+            "resident": abs(self.resident_growth - self.total) <= allowed,
+        }
+
+
+def account_of(shape: LlamaShape, stage: int, ranks: int, steps: int) -> Account:
+    """Train a few steps in fresh processes and take the account of the rank furthest from the formula."""
+    with Team(f"zero_ext stage {stage}, {ranks} ranks", ranks, 1) as team:
+        options = {"stage": stage}
+        started = team.ask("start", family="zero_ext", options=options, shape=shape.name, threads=1)
+        team.ask("steps", unmeasured=steps, measured=0)
+        answers = team.ask("account")
+    accounts = [
+        Account(
+            shape.name,
+            stage,
+            ranks,
+            answer["ledger"],
+            state_bytes(shape.parameters, stage, ranks),
+            answer["live_tensors"],
+            answer["resident"] - begin["before"],
+        )
+        for begin, answer in zip(started, answers, strict=True)
+    ]
+    return max(accounts, key=lambda account: (not all(account.bars().values()), abs(account.excess)))
+
+
+def measure_account(
+    shape: LlamaShape, steps: int, progress: Callable[[str], None]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Accounts of stages 0 to 3 on 1, 2 and 4 ranks as dictionaries, and the failures."""
+    accounts, failures = [], []
+    for ranks in WORLD_SIZES:
+        for stage in STAGES:
+            progress(f"{shape.name}: bytes of stage {stage} on {ranks} ranks")
+            try:
+                account = account_of(shape, stage, ranks, steps)
+            except TeamFailure as failure:
+                failures.append(f"{shape.name}, stage {stage}, {ranks} ranks: {failure}")
+                continue
+            figures = {"state": account.state, "total": account.total, "excess": account.excess}
+            accounts.append({**asdict(account), **figures, "bars": account.bars()})
+    return accounts, failures
+
+
+def account_bars(accounts: list[dict[str, Any]]) -> dict[str, bool]:
+    """Every bar once: met only if all accounts meet it."""
+    names = dict.fromkeys(name for account in accounts for name in account["bars"])
+    return {name: all(account["bars"][name] for account in accounts) for name in names}
+
+
+def account_table(accounts: list[dict[str, Any]]) -> Table:
+    """Measured bytes beside the formula, MB a rank."""
+    table = Table(
+        "Bytes of model state a rank, MB (10⁶)",
+        (
+            "stage",
+            "ranks",
+            *STATE_KINDS,
+            "sum",
+            "formula",
+            "off by",
+            "other",
+            "live tensors",
+            "RSS growth",
+            "all bars met",
+        ),
+        note="Persistence threshold 0, after a step. Off by: the worst of the three kinds and the sum (bar"
+        " 3%). Other: gather pool and scratch. Live tensors: storages the garbage collector finds; RSS"
+        " growth: since before the model existed, free heap pages returned (bar for both: within 5% + 16 MiB"
+        " of sum + other).",
+    )
+    for account in accounts:
+        missed = [name for name, met in account["bars"].items() if not met]
+        table.rows.append(
+            [
+                f"{account['model']} stage {account['stage']}",
+                str(account["ranks"]),
+                *(megabytes(account["ledger"][kind]) for kind in STATE_KINDS),
+                megabytes(account["state"]),
+                megabytes(sum(account["formula"].values())),
+                f"{account['excess']:+.2%}",
+                megabytes(account["total"] - account["state"]),
+                megabytes(account["live_tensors"]),
+                megabytes(account["resident_growth"]),
+                "yes" if not missed else "no: " + ", ".join(missed),
+            ]
+        )
+    return table

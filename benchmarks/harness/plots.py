@@ -1,0 +1,38 @@
+"""Stacked bars of state bytes per stage and world size."""
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.formula import STATE_KINDS
+
+COLOURS = {"params": "#4c72b0", "grads": "#dd8452", "optimizer": "#55a868", "other": "#b0b0b0"}
+
+
+def plot_state_bytes(accounts: list[dict[str, Any]], path: Path) -> Path:
+    """Draw one bar per account, stacked by state kind, the formula as a black line; returns `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(max(6.0, 0.9 * len(accounts)), 4.5))
+    for position, account in enumerate(accounts):
+        base = 0.0
+        parts = {kind: account["ledger"][kind] for kind in STATE_KINDS}
+        parts["other"] = account["total"] - account["state"]
+        for kind, count in parts.items():
+            label = kind if position == 0 else ""
+            axes.bar(position, count / 1e6, bottom=base, color=COLOURS[kind], label=label, width=0.7)
+            base += count / 1e6
+        formula = sum(account["formula"].values()) / 1e6
+        label = "formula" if position == 0 else ""
+        axes.hlines(formula, position - 0.42, position + 0.42, colors="black", label=label)
+    labels = [f"stage {account['stage']}\n{account['ranks']} ranks" for account in accounts]
+    axes.set_xticks(range(len(accounts)), labels, fontsize=8)
+    axes.set_ylabel("MB a rank")
+    axes.set_title(f"Model state a rank, Llama {accounts[0]['model']}, measured")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return path

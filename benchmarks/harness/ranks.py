@@ -1,0 +1,148 @@
+"""A team: the processes of one contender, started once and driven in turn with the other teams."""
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LOG_TAIL = 3_000
+GRACE_SECONDS = 10.0
+
+
+class TeamFailure(RuntimeError):
+    """A rank died, answered too late or raised; the message names it and carries the end of its log."""
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(rank: int, ranks: int, threads: int, port: int) -> dict[str, str]:
+    """What torchrun (and DeepSpeed's launcher) would set; one rank runs without a launcher."""
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+    variables = {
+        **{name: value for name, value in os.environ.items() if name not in launcher},
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "DS_ACCELERATOR": "cpu",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
+    }
+    if ranks > 1:
+        variables |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "LOCAL_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    return variables
+
+
+class Team:
+    """The ranks of one contender. Use as a context manager: leaving ends the processes."""
+
+    def __init__(self, name: str, ranks: int, threads: int, timeout_seconds: float = 900.0) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.threads = threads
+        self.timeout_seconds = timeout_seconds
+        self._logs = tempfile.TemporaryDirectory(prefix="zero_ext_bench_")
+        port = free_port()
+        self._processes = [self._spawn(rank, port) for rank in range(ranks)]
+
+    def _spawn(self, rank: int, port: int) -> subprocess.Popen[bytes]:
+        with self._log(rank).open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.harness.worker"],
+                cwd=REPOSITORY,
+                env=environment(rank, self.ranks, self.threads, port),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._logs.name) / f"rank{rank}.log"
+
+    def ask(self, command: str, **arguments: Any) -> list[Any]:
+        """Send one command to every rank, return their answers in rank order.
+
+        TeamFailure, with every rank ended, if one dies, raises or is silent for `timeout_seconds`.
+        """
+        line = json.dumps({"do": command, **arguments}).encode() + b"\n"
+        for rank, process in enumerate(self._processes):
+            try:
+                process.stdin.write(line)  # type: ignore[union-attr]
+                process.stdin.flush()  # type: ignore[union-attr]
+            except BrokenPipeError:
+                raise self._failure(rank, command, "is gone") from None
+        deadline = time.monotonic() + self.timeout_seconds
+        answers: dict[int, Any] = {}
+        while len(answers) < self.ranks:
+            answers |= self._collect(command, deadline, answers)
+        return [answers[rank] for rank in range(self.ranks)]
+
+    def _collect(self, command: str, deadline: float, answered: dict[int, Any]) -> dict[int, Any]:
+        streams = [process.stdout for process in self._processes if process.stdout is not None]
+        waiting = {stream: rank for rank, stream in enumerate(streams) if rank not in answered}
+        ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            slowest = min(waiting.values())
+            raise self._failure(slowest, command, f"gave no answer in {self.timeout_seconds:.0f} s")
+        answers = {}
+        for stream in ready:
+            rank = waiting[stream]
+            line = stream.readline()
+            if not line:
+                raise self._failure(rank, command, "ended")
+            answers[rank] = json.loads(line)["ok"]
+        return answers
+
+    def _failure(self, rank: int, command: str, what: str) -> TeamFailure:
+        # The rank that ended first may not be the one that failed, so every log is quoted.
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        logs = "".join(
+            f"\n--- rank {number} (exit {process.returncode}) ---\n"
+            + self._log(number).read_text(errors="replace")[-LOG_TAIL:]
+            for number, process in enumerate(self._processes)
+        )
+        return TeamFailure(f"{self.name}: rank {rank} {what} during {command!r}{logs}")
+
+    def close(self) -> None:
+        """Let the ranks leave by closing their stdin; end those that do not."""
+        for process in self._processes:
+            process.stdin.close()  # type: ignore[union-attr]
+        deadline = time.monotonic() + GRACE_SECONDS
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()  # type: ignore[union-attr]
+        self._logs.cleanup()
+
+    def __enter__(self) -> "Team":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

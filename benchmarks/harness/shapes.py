@@ -1,0 +1,97 @@
+"""Llama shapes with random weights, and the token batches every contender trains on."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+SEQUENCE_LENGTH = 128
+BATCH_SIZE = 1
+DISTINCT_BATCHES = 4
+WEIGHT_SEED = 20_240_901
+DATA_SEED = 7_001
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """Sizes of one untied Llama: widths in elements, `feed_forward` of the gated MLP."""
+
+    name: str
+    hidden: int
+    layers: int
+    feed_forward: int
+    vocabulary: int
+    heads: int
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, in elements (embedding and output matrix are separate)."""
+        attention = 4 * self.hidden * self.hidden
+        mlp = 3 * self.hidden * self.feed_forward
+        norms = 2 * self.hidden
+        return self.layers * (attention + mlp + norms) + 2 * self.vocabulary * self.hidden + self.hidden
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        LlamaShape("tiny", hidden=128, layers=2, feed_forward=256, vocabulary=512, heads=4),
+        LlamaShape("34m", hidden=512, layers=8, feed_forward=1408, vocabulary=8192, heads=8),
+        LlamaShape("239m", hidden=1024, layers=16, feed_forward=2816, vocabulary=16384, heads=16),
+        LlamaShape("7b", hidden=4096, layers=32, feed_forward=11008, vocabulary=32000, heads=32),
+    )
+}
+
+
+def shape_named(name: str) -> LlamaShape:
+    """The shape called `name`; ValueError with the known names otherwise."""
+    if name not in SHAPES:
+        raise ValueError(f"unknown model shape {name!r}; known shapes: {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Floating tensors created inside are `dtype`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build_model(shape: LlamaShape, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    """A Llama whose parameters are born in `dtype`; the same seed, so the same weights, on every rank.
+
+    Born in bfloat16 rather than cast: contenders that keep float32 parameters widen these exact values, and
+    the rotary buffers stay float32 for all.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.feed_forward,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        use_cache=False,
+        attn_implementation="sdpa",  # type: ignore[call-arg]
+    )
+    torch.manual_seed(WEIGHT_SEED)
+    with default_dtype(dtype):
+        model = LlamaForCausalLM(config)
+    return model.train()
+
+
+def batch_for(shape: LlamaShape, rank: int, step: int) -> torch.Tensor:
+    """Token ids of one rank's step, int64 [BATCH_SIZE, SEQUENCE_LENGTH].
+
+    A few fixed batches are repeated, so the loss falls and contenders that do not learn alike are seen.
+    """
+    generator = torch.Generator().manual_seed(DATA_SEED + 1_000 * rank + step % DISTINCT_BATCHES)
+    return torch.randint(shape.vocabulary, (BATCH_SIZE, SEQUENCE_LENGTH), generator=generator)

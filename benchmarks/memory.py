@@ -1,0 +1,176 @@
+"""Memory of a rank: zero_ext against its peers (resident and peak), and against the formula (by state kind).
+
+Run from the repository root: python -m benchmarks.memory [--models 34m,239m] [--only stage3,fsdp2]
+"""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from benchmarks.harness.account import account_bars, account_table, measure_account
+from benchmarks.harness.environment import describe
+from benchmarks.harness.matches import MEMORY_MATCHES, Match, select
+from benchmarks.harness.plots import plot_state_bytes
+from benchmarks.harness.ranks import Team, TeamFailure
+from benchmarks.harness.report import RESULTS, Table, megabytes, write_results
+from benchmarks.harness.shapes import LlamaShape, shape_named
+from benchmarks.peers import contender_named
+from benchmarks.peers.deepspeed_operators import compile_operators
+
+RATIOS = ("whole_peak", "steps_peak", "steady")
+READINGS = ("libraries", "construction_peak", "whole_peak", "steady", "steps_peak")
+
+
+def measure_resident(key: str, shape: LlamaShape, steps: int) -> dict[str, int]:
+    """Resident bytes of one contender's ranks in fresh processes; each figure is the highest of its ranks.
+
+    libraries: before the model exists. construction_peak: highest while model, engine and optimizer are made.
+    whole_peak: highest from there through the first steps. steady: after a step. steps_peak: highest within
+    later steps alone.
+    """
+    contender = contender_named(key)
+    with Team(contender.title, contender.ranks, contender.threads) as team:
+        started = team.ask(
+            "start",
+            family=contender.family,
+            options=contender.options,
+            shape=shape.name,
+            threads=contender.threads,
+        )
+        team.ask("steps", unmeasured=steps, measured=0)
+        whole = team.ask("memory")
+        team.ask("reset_peak")
+        team.ask("steps", unmeasured=steps, measured=0)
+        later = team.ask("memory")
+    return {
+        "libraries": max(answer["before"] for answer in started),
+        "construction_peak": max(answer["peak"] for answer in started),
+        "whole_peak": max(answer["peak"] for answer in whole),
+        "steady": max(answer["resident"] for answer in later),
+        "steps_peak": max(answer["peak"] for answer in later),
+    }
+
+
+def resident_table(readings: dict[str, dict[str, dict[str, int]]]) -> Table:
+    """What every contender occupies, MB a rank."""
+    table = Table(
+        "Resident memory of a rank, MB (10⁶)",
+        ("contender", "model", "libraries", "construction peak", "whole peak", "steady", "later steps' peak"),
+        note="VmRSS and VmHWM of whole processes, libraries included; the highest rank. Construction: every"
+        " contender builds the whole model on each rank, then shards it.",
+    )
+    for model, by_key in readings.items():
+        for key, reading in by_key.items():
+            figures = [megabytes(reading[name]) for name in READINGS]
+            table.rows.append([contender_named(key).title, model, *figures])
+    return table
+
+
+def peak_rows(
+    matches: list[Match], readings: dict[str, dict[str, dict[str, int]]]
+) -> list[dict[str, str | float | bool]]:
+    """zero_ext's peaks over its peers', like with like; the bar is 'below'."""
+    rows: list[dict[str, str | float | bool]] = []
+    for model, by_key in readings.items():
+        for match in matches:
+            for peer in match.peers:
+                if match.subject not in by_key or peer not in by_key:
+                    continue
+                ours, theirs = by_key[match.subject], by_key[peer]
+                rows.append(
+                    {
+                        "model": model,
+                        "subject": match.subject,
+                        "peer": peer,
+                        **{name: ours[name] / theirs[name] for name in RATIOS},
+                        "met": ours["whole_peak"] < theirs["whole_peak"]
+                        and ours["steps_peak"] < theirs["steps_peak"],
+                    }
+                )
+    return rows
+
+
+def peak_table(rows: list[dict[str, Any]]) -> Table:
+    """The comparison the bars speak of."""
+    return Table(
+        "Peak memory against peers",
+        ("zero_ext / peer", "model", "whole peak", "peak of later steps", "steady", "both peaks below"),
+        [
+            [
+                f"{contender_named(row['subject']).title} / {contender_named(row['peer']).title}",
+                row["model"],
+                f"{row['whole_peak']:.3f}",
+                f"{row['steps_peak']:.3f}",
+                f"{row['steady']:.3f}",
+                "yes" if row["met"] else "no",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def contenders_of(matches: list[Match]) -> list[str]:
+    """Every contender of the matches once, in order of appearance."""
+    return list(dict.fromkeys(key for match in matches for key in (match.subject, *match.peers)))
+
+
+def main(
+    models: Annotated[str, typer.Option(help="Comma-separated shapes: tiny, 34m, 239m.")] = "34m,239m",
+    steps: Annotated[int, typer.Option(min=2, help="Steps before and after the peak is reset.")] = 4,
+    only: Annotated[str, typer.Option(help="Comma-separated contenders, e.g. stage3,fsdp2.")] = "",
+    account_model: Annotated[str, typer.Option(help="Shape held against the formula; '' for none.")] = "34m",
+    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "memory",
+) -> None:
+    """Measure resident memory against peers and state bytes against the formula; write results/memory.*."""
+    console = Console()
+    try:
+        shapes = [shape_named(name) for name in models.split(",")]
+        matches = select(MEMORY_MATCHES, [key for key in only.split(",") if key])
+        account_shape = shape_named(account_model) if account_model else None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    keys = contenders_of(matches)
+    if any(contender_named(key).family == "deepspeed" for key in keys):
+        with console.status("compiling DeepSpeed's operators (minutes the first time)"):
+            compile_operators()
+    readings: dict[str, dict[str, dict[str, int]]] = {shape.name: {} for shape in shapes}
+    failures: list[str] = []
+    with console.status("starting") as status:
+        for shape in shapes:
+            for key in keys:
+                status.update(f"{shape.name}: {key}")
+                try:
+                    readings[shape.name][key] = measure_resident(key, shape, steps)
+                except TeamFailure as failure:
+                    failures.append(f"{shape.name}, {key}: {failure}")
+        accounts: list[dict[str, Any]] = []
+        if account_shape is not None:
+            accounts, refused = measure_account(account_shape, steps, status.update)
+            failures += refused
+    rows = peak_rows(matches, readings)
+    tables = [peak_table(rows), resident_table(readings), account_table(accounts)]
+    tables = [table for table in tables if table.rows]
+    for table in tables:
+        table.show(console)
+    data = {
+        "environment": describe(),
+        "peaks": rows,
+        "resident": readings,
+        "account": accounts,
+        "account_bars": account_bars(accounts),
+        "failures": failures,
+    }
+    for path in write_results(output, "Memory of a rank", tables, data):
+        console.print(f"wrote {path}")
+    if accounts:
+        console.print(f"wrote {plot_state_bytes(accounts, RESULTS / f'{output}.png')}")
+    for what in failures:
+        print(f"FAILED {what}", file=sys.stderr)
+    if failures:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

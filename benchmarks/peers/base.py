@@ -1,0 +1,40 @@
+"""What the harness asks of a contender, and the hyper-parameters all of them share."""
+
+from typing import Protocol
+
+import torch
+
+LEARNING_RATE = 1e-4
+BETAS = (0.9, 0.999)
+EPSILON = 1e-8
+WEIGHT_DECAY = 0.01
+CLIP_NORM = 1.0
+
+
+class Trainer(Protocol):
+    """One rank of a contender: a model and an optimizer that train by whole steps."""
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Forward, backward, clip, update, clear gradients. tokens int64 [batch, sequence]; 0-d loss out."""
+
+    def gradient_norm(self) -> float:
+        """Global gradient norm of the last step before clipping; called by all ranks together."""
+
+
+class LedgerTrainer(Trainer, Protocol):
+    """A contender that counts the bytes it holds."""
+
+    def ledger_bytes(self) -> dict[str, int]:
+        """Bytes this rank holds now, by state kind."""
+
+
+def loss_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Next-token loss of a causal language model; tokens int64 [batch, sequence], 0-d loss out."""
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def adamw(parameters: list[torch.nn.Parameter] | list[torch.Tensor]) -> torch.optim.AdamW:
+    """torch's fastest AdamW on CPU (one fused kernel) with the shared hyper-parameters."""
+    return torch.optim.AdamW(
+        parameters, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY, fused=True
+    )

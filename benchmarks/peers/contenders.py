@@ -1,0 +1,71 @@
+"""The list of contenders: a key, what it is, how many ranks and threads it gets."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+from benchmarks.peers.base import Trainer
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train. `bytes_per_parameter` is a rough peak of one rank, used to decide what may live
+    in memory at the same time, never reported."""
+
+    key: str
+    title: str
+    family: str
+    options: dict[str, int | bool]
+    ranks: int
+    threads: int
+    bytes_per_parameter: float
+
+
+def _pair(stage: int) -> tuple[Contender, Contender]:
+    options: dict[str, int | bool] = {"stage": stage}
+    sharded = {0: 24.0, 1: 17.0, 2: 17.0, 3: 17.0}[stage]
+    return (
+        Contender(f"stage{stage}", f"zero_ext stage {stage}", "zero_ext", options, 2, 1, sharded),
+        Contender(f"stage{stage}@1", f"zero_ext stage {stage}, 1 rank", "zero_ext", options, 1, 2, 24.0),
+    )
+
+
+CONTENDERS = {
+    contender.key: contender
+    for contender in (
+        Contender("plain@1", "plain loop, fp32 masters", "plain", {}, 1, 2, 24.0),
+        Contender("ddp", "DDP, fp32 masters", "ddp", {}, 2, 1, 24.0),
+        Contender("fsdp2-keep", "FSDP2, no reshard", "fsdp2", {"reshard_after_forward": False}, 2, 1, 17.0),
+        Contender("fsdp2", "FSDP2, reshard", "fsdp2", {"reshard_after_forward": True}, 2, 1, 17.0),
+        *(
+            Contender(f"deepspeed{stage}", f"DeepSpeed {stage}", "deepspeed", {"stage": stage}, 2, 1, 19.0)
+            for stage in (1, 2, 3)
+        ),
+        *(contender for stage in (0, 1, 2, 3) for contender in _pair(stage)),
+    )
+}
+
+
+def contender_named(key: str) -> Contender:
+    """The contender with this key; ValueError listing the known keys otherwise."""
+    if key not in CONTENDERS:
+        raise ValueError(f"unknown contender {key!r}; known: {', '.join(CONTENDERS)}")
+    return CONTENDERS[key]
+
+
+# A peer's library is imported only in the ranks that run that peer.
+TRAINERS = {
+    "plain": ("benchmarks.peers.plain", "PlainTrainer"),
+    "ddp": ("benchmarks.peers.ddp", "DDPTrainer"),
+    "fsdp2": ("benchmarks.peers.fsdp2", "FSDP2Trainer"),
+    "deepspeed": ("benchmarks.peers.deepspeed_zero", "DeepSpeedTrainer"),
+    "zero_ext": ("benchmarks.peers.zero_ext_engine", "ZeroExtTrainer"),
+}
+
+
+def trainer_class(family: str) -> Callable[..., Trainer]:
+    """Import the trainer of this family; ValueError for an unknown one."""
+    if family not in TRAINERS:
+        raise ValueError(f"unknown family of contenders {family!r}; known: {', '.join(TRAINERS)}")
+    module, name = TRAINERS[family]
+    return getattr(import_module(module), name)

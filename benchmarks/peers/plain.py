@@ -1,0 +1,25 @@
+"""The plain loop: one process, bfloat16 parameters, float32 masters."""
+
+import torch
+
+from benchmarks.harness.shapes import LlamaShape, build_model
+from benchmarks.peers.base import loss_of
+from benchmarks.peers.masters import MasterWeightAdamW
+
+
+class PlainTrainer:
+    """A model and a master-weight AdamW, no distribution."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        self.model = build_model(shape)
+        self.optimizer = MasterWeightAdamW(list(self.model.parameters()))
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(self.model, tokens)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def gradient_norm(self) -> float:
+        return self.optimizer.norm.item()

@@ -1,0 +1,33 @@
+"""zero_ext stages 0 to 3: `prepare`, then the plain loop."""
+
+import torch
+
+import zero_ext
+from benchmarks.harness.shapes import LlamaShape, build_model
+from benchmarks.peers.base import CLIP_NORM, adamw, loss_of
+from zero_ext.zero import engine_of
+
+
+class ZeroExtTrainer:
+    """The loop of the README: the optimizer is the user's AdamW, clipping is configured."""
+
+    def __init__(self, shape: LlamaShape, stage: int) -> None:
+        model = build_model(shape)
+        self.model, self.optimizer = zero_ext.prepare(
+            model,
+            adamw(list(model.parameters())),
+            config={"stage": stage, "gradient_clipping": CLIP_NORM, "units": {"persistence_threshold": 0}},
+        )
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(self.model, tokens)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def gradient_norm(self) -> float:
+        return float(engine_of(self.model).grad_norm)
+
+    def ledger_bytes(self) -> dict[str, int]:
+        return dict(engine_of(self.model).ledger())

@@ -1,0 +1,126 @@
+"""1,024 simulated ranks: bytes of a rank against the formula, and the time to set up a 7B model.
+
+Run from the repository root: python -m benchmarks.scale [--model 7b] [--ranks 1024] [--stages 1,2,3]
+"""
+
+import json
+import subprocess
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from benchmarks.harness.environment import describe
+from benchmarks.harness.formula import STATE_KINDS, relative_excess, state_bytes
+from benchmarks.harness.ranks import REPOSITORY
+from benchmarks.harness.report import Table, megabytes, write_results
+from benchmarks.harness.shapes import shape_named
+
+SETUP_BAR_SECONDS = 60.0
+# Shards are padded to equal, aligned lengths: at most 64 bytes x ranks a unit, here under a thousandth.
+BYTES_TOLERANCE = 0.001
+
+
+def simulate_rank(shape: str, stage: int, ranks: int) -> dict[str, Any]:
+    """Rank 0 of `ranks` in a fresh process; RuntimeError with its last words if it fails."""
+    request = json.dumps({"shape_name": shape, "stage": stage, "ranks": ranks})
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.harness.simulated", request],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"stage {stage} on {ranks} simulated ranks failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def judge(result: dict[str, Any]) -> dict[str, Any]:
+    """The result with its formula, the worst relative deviation of a state kind, and the bars."""
+    formula = state_bytes(shape_named(result["shape"]).parameters, result["stage"], result["ranks"])
+    excess = max((relative_excess(result["ledger"][kind], formula[kind]) for kind in STATE_KINDS), key=abs)
+    seconds = result["model_seconds"] + result["prepare_seconds"]
+    return {
+        **result,
+        "formula": formula,
+        "excess": excess,
+        "setup_seconds": seconds,
+        "bytes_met": abs(excess) <= BYTES_TOLERANCE,
+        "setup_met": seconds < SETUP_BAR_SECONDS,
+    }
+
+
+def scale_table(results: list[dict[str, Any]], ranks: int) -> Table:
+    """Bytes of a rank beside the formula, and set-up time."""
+    table = Table(
+        f"One of {ranks:,} simulated ranks",
+        (
+            "stage",
+            *STATE_KINDS,
+            "sum",
+            "formula",
+            "off by",
+            "equal",
+            "other",
+            "set-up s",
+            "< 60 s",
+            "RSS growth",
+        ),
+        note="MB (10⁶) of rank 0 by the ledger; fake process group, model on the meta device, values left"
+        " empty. Off by: the worst state kind, padding included (equal: within 0.1%). Set-up: model and"
+        " prepare. RSS: its growth in prepare.",
+    )
+    for result in results:
+        state = sum(result["ledger"][kind] for kind in STATE_KINDS)
+        table.rows.append(
+            [
+                f"{result['shape']} stage {result['stage']}",
+                *(f"{result['ledger'][kind] / 1e6:,.2f}" for kind in STATE_KINDS),
+                f"{state / 1e6:,.2f}",
+                f"{sum(result['formula'].values()) / 1e6:,.2f}",
+                f"{result['excess']:+.4%}",
+                "yes" if result["bytes_met"] else "no",
+                megabytes(sum(result["ledger"].values()) - state),
+                f"{result['setup_seconds']:.1f}",
+                "yes" if result["setup_met"] else "no",
+                megabytes(result["resident_growth"]),
+            ]
+        )
+    return table
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Shape of the model: tiny, 34m, 239m, 7b.")] = "7b",
+    ranks: Annotated[int, typer.Option(min=1, help="Size of the fake process group.")] = 1024,
+    stages: Annotated[str, typer.Option(help="Comma-separated ZeRO stages.")] = "1,2,3",
+    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "scale",
+) -> None:
+    """Set up one rank of many, hold its bytes against the formula, write benchmarks/results/scale.*."""
+    console = Console()
+    try:
+        shape = shape_named(model)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    results, failures = [], []
+    for stage in (int(word) for word in stages.split(",")):
+        with console.status(f"stage {stage}, {ranks} simulated ranks"):
+            try:
+                results.append(judge(simulate_rank(shape.name, stage, ranks)))
+            except RuntimeError as error:
+                failures.append(str(error))
+    if results:
+        table = scale_table(results, ranks)
+        table.show(console)
+        data = {"environment": describe(), "results": results, "failures": failures}
+        for path in write_results(output, "Scale", [table], data):
+            console.print(f"wrote {path}")
+    for failure in failures:
+        print(f"FAILED {failure}", file=sys.stderr)
+    if failures:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,173 @@
+"""Time of a training step: zero_ext against DDP, FSDP2, DeepSpeed and the plain loop, in turn in one run.
+
+Run from the repository root: python -m benchmarks.step [--models 34m,239m] [--rounds 9] [--steps 4]
+"""
+
+import sys
+from dataclasses import asdict
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from benchmarks.harness.duel import Record, run_in_turn
+from benchmarks.harness.environment import describe, total_bytes
+from benchmarks.harness.matches import STEP_MATCHES, Match, select, split_to_fit
+from benchmarks.harness.ranks import TeamFailure
+from benchmarks.harness.report import Table, write_results
+from benchmarks.harness.shapes import BATCH_SIZE, SEQUENCE_LENGTH, LlamaShape, shape_named
+from benchmarks.harness.statistics import agree, largest_difference, ratio_of_rounds, within
+from benchmarks.peers import contender_named
+from benchmarks.peers.deepspeed_operators import compile_operators
+
+MEMORY_SHARE = 0.85
+COLUMNS = ("contender", "model", "ms/step", "first loss", "last loss", "norm", "idle CPU s")
+
+
+def compare(match: Match, shape: LlamaShape, records: dict[str, Record]) -> list[dict[str, Any]]:
+    """One row per peer: times, ratio, bar, and whether both trained alike."""
+    subject = records[match.subject]
+    rows = []
+    for peer, bar in match.bars:
+        ratio = ratio_of_rounds(subject.seconds, records[peer].seconds)
+        rows.append(
+            {
+                "model": shape.name,
+                "subject": match.subject,
+                "peer": peer,
+                "subject_ms": 1e3 * median(subject.seconds),
+                "peer_ms": 1e3 * median(records[peer].seconds),
+                "ratio": asdict(ratio),
+                "bar": bar,
+                "met": within(ratio.median, bar),
+                "loss_difference": largest_difference(subject.losses, records[peer].losses),
+                "losses_agree": agree(subject.losses, records[peer].losses),
+                "norms_agree": agree(subject.norms, records[peer].norms),
+            }
+        )
+    return rows
+
+
+def row_of(row: dict[str, Any]) -> list[str]:
+    """A comparison as cells of the table."""
+    alike = "yes" if row["losses_agree"] and row["norms_agree"] else "NO"
+    ratio = row["ratio"]
+    return [
+        f"{contender_named(row['subject']).title} / {contender_named(row['peer']).title}",
+        row["model"],
+        f"{row['subject_ms']:.1f}",
+        f"{row['peer_ms']:.1f}",
+        f"{ratio['median']:.3f}",
+        f"{ratio['lowest']:.2f}–{ratio['highest']:.2f}",
+        "" if row["bar"] is None else f"≤ {row['bar']:.2f}",
+        row["met"],
+        f"{alike} ({row['loss_difference']:.1e})",
+    ]
+
+
+def times_table(runs: list[dict[str, Any]]) -> Table:
+    """Every contender's own time and losses, one row per match it took part in."""
+    table = Table("Contenders", COLUMNS)
+    for run in runs:
+        for key, record in run["records"].items():
+            table.rows.append(
+                [
+                    contender_named(key).title,
+                    run["model"],
+                    f"{1e3 * median(record['seconds']):.1f}",
+                    f"{record['losses'][0]:.4f}",
+                    f"{record['losses'][-1]:.4f}",
+                    f"{record['norms'][-1]:.4f}",
+                    f"{record['idle_processor_seconds']:.2f}",
+                ]
+            )
+    return table
+
+
+def ratios_table(rows: list[dict[str, Any]], rounds: int, steps: int) -> Table:
+    """The comparison the bars speak of."""
+    return Table(
+        "Time of a step",
+        (
+            "zero_ext / peer",
+            "model",
+            "zero_ext ms",
+            "peer ms",
+            "ratio",
+            "range",
+            "bar",
+            "met",
+            "trained alike (loss)",
+        ),
+        [row_of(row) for row in rows],
+        note=f"Ratio: median over {rounds} rounds of {steps} steps each, contenders in turn. bfloat16"
+        " parameters, float32 masters, AdamW, clipped to norm 1,"
+        f" {BATCH_SIZE} × {SEQUENCE_LENGTH} tokens a rank; 2 ranks of 1 thread over gloo, or 1 rank of 2"
+        " threads. Trained alike: losses of all steps and gradient norms within 2⁻⁷ relative.",
+    )
+
+
+def measure(
+    shapes: list[LlamaShape], matches: list[Match], rounds: int, steps: int, warm_up: int, console: Console
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
+    """All matches on all shapes: raw runs, comparison rows, and the failures (which do not stop the rest)."""
+    runs: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    failures: list[str] = []
+    limit = int(MEMORY_SHARE * total_bytes())
+    with console.status("starting") as status:
+        for shape in shapes:
+            for match in (part for whole in matches for part in split_to_fit(whole, shape, limit)):
+                keys = (match.subject, *match.peers)
+                try:
+                    records = run_in_turn(keys, shape.name, rounds, steps, warm_up, status.update)
+                except (TeamFailure, MemoryError) as failure:
+                    failures.append(f"{shape.name}, {' / '.join(keys)}: {failure}")
+                    continue
+                runs.append(
+                    {
+                        "model": shape.name,
+                        "records": {key: asdict(record) for key, record in records.items()},
+                    }
+                )
+                rows += compare(match, shape, records)
+    return runs, rows, failures
+
+
+def main(
+    models: Annotated[str, typer.Option(help="Comma-separated shapes: tiny, 34m, 239m.")] = "34m,239m",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each gives one ratio.")] = 9,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of a contender in a round.")] = 4,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps of each contender before the first round.")] = 4,
+    only: Annotated[str, typer.Option(help="Comma-separated contenders, e.g. stage3,fsdp2.")] = "",
+    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "step",
+) -> None:
+    """Time zero_ext's steps against its peers, print the ratios, write benchmarks/results/step.{json,md}."""
+    console = Console()
+    try:
+        shapes = [shape_named(name) for name in models.split(",")]
+        matches = select(STEP_MATCHES, [key for key in only.split(",") if key])
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if not matches:
+        raise typer.BadParameter("--only names no zero_ext contender; add one, e.g. stage3")
+    if any(contender_named(peer).family == "deepspeed" for match in matches for peer in match.peers):
+        with console.status("compiling DeepSpeed's operators (minutes the first time)"):
+            compile_operators()
+    runs, rows, failures = measure(shapes, matches, rounds, steps, warm_up, console)
+    tables = [table for table in (ratios_table(rows, rounds, steps), times_table(runs)) if table.rows]
+    for table in tables:
+        table.show(console)
+    data = {"environment": describe(), "comparisons": rows, "runs": runs, "failures": failures}
+    if runs:
+        for path in write_results(output, "Time of a training step", tables, data):
+            console.print(f"wrote {path}")
+    for what in failures:
+        print(f"FAILED {what}", file=sys.stderr)
+    if failures:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
