@@ -103,7 +103,7 @@ class Team:
         ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
             slowest = min(waiting.values())
-            raise self._failure(slowest, command, f"gave no answer in {self.timeout_seconds:.0f} s")
+            raise self._failure(slowest, command, f"gave no answer in {self.timeout_seconds:g} s")
         answers = {}
         for stream in ready:
             rank = waiting[stream]

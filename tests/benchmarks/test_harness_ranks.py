@@ -1,5 +1,7 @@
 """Teams of real processes: in turn, in agreement, and loud when a rank fails."""
 
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -31,8 +33,9 @@ def test_a_failing_rank_is_named_with_its_log(team: Team) -> None:
 
 def test_a_silent_rank_times_out(team: Team) -> None:
     assert team.ask("processor_seconds")[0] > 0
-    team.timeout_seconds = 0.0
-    with pytest.raises(TeamFailure, match=r"rank 0 gave no answer in 0 s during 'memory'"):
+    os.kill(team._processes[0].pid, signal.SIGSTOP)
+    team.timeout_seconds = 0.3
+    with pytest.raises(TeamFailure, match=r"rank 0 gave no answer in 0.3 s during 'memory'"):
         team.ask("memory")
 
 
