@@ -99,10 +99,11 @@ class Schedule(LRScheduler):
         if "last_batch_iteration" not in state_dict:
             raise ValueError(f"state has keys {sorted(state_dict)}, wanted last_batch_iteration among them")
         iteration = count("last_batch_iteration", state_dict["last_batch_iteration"], low=-1)
-        rates = state_dict.get("last_lr", self._last_lr)
+        rates = state_dict.get("last_lr", [])
         if not isinstance(rates, list | tuple):
             raise TypeError(f"last_lr: got {rates!r}, wanted a list of numbers")
-        self._last_lr = [number(f"last_lr[{index}]", float(rate)) for index, rate in enumerate(rates)]
+        checked = [number(f"last_lr[{index}]", rate) for index, rate in enumerate(rates)]
+        self._last_lr = checked or self._last_lr
         self.last_epoch = iteration + 1
         self._step_count = iteration + 2
 

@@ -132,10 +132,9 @@ def _says_off(key: Key, value: object) -> bool:
     if not isinstance(value, dict):
         return False
     if key.path == "tensor_parallel":
-        return value.get("autotp_size", 1) in (0, 1)
-    if key.path == "compile":
-        return value.get("deepcompile", False) is False and value.get("enabled", False) is False
-    return value.get("enabled") is False
+        return value.get("autotp_size") in (0, 1)
+    said = [value[name] for name in ("deepcompile", "enabled") if name in value]
+    return bool(said) and all(item is False for item in said)
 
 
 def _plain(value: object) -> object:

@@ -1,0 +1,239 @@
+"""Property tests: round trips, and one random mistake always gives an error that names its path."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from zero_ext.config import ConfigError, ZeroConfig, load_config, load_deepspeed_config
+from zero_ext.config.deepspeed.table import KEYS, SECTIONS
+from zero_ext.config.kinds import OPTIMIZERS, SCHEDULERS
+from zero_ext.config.policy import key_paths
+
+calm = settings(deadline=None)
+DTYPES = ["fp32", "bf16", "fp16"]
+COUNTS = st.integers(1, 2**62)
+SCALARS = st.none() | st.booleans() | st.integers(-9, 9) | st.floats(-9, 9) | st.text(max_size=3)
+PARAMS = st.dictionaries(
+    st.text("abcdef_", min_size=1, max_size=8), SCALARS | st.lists(SCALARS, max_size=2), max_size=3
+)
+
+
+def named(names: tuple[str, ...]) -> st.SearchStrategy[dict[str, Any] | None]:
+    return st.none() | st.fixed_dictionaries({"type": st.sampled_from(names), "params": PARAMS})
+
+
+@st.composite
+def natives(draw: st.DrawFn) -> dict[str, Any]:
+    dtype = draw(st.sampled_from(["keep", *DTYPES]))
+    scale = {
+        "static": draw(st.floats(0, 2.0**20)),
+        "initial_power": draw(st.integers(1, 126)),
+        "window": draw(COUNTS),
+        "hysteresis": draw(COUNTS),
+        "consecutive_hysteresis": draw(st.booleans()),
+        "minimum": draw(st.floats(2.0**-20, 2.0)),
+    }
+    whole = {
+        "stage": draw(st.integers(0, 3)),
+        "precision": {
+            "dtype": dtype,
+            "grad_accum_dtype": draw(st.sampled_from(DTYPES)),
+            "moments_dtype": draw(st.sampled_from(DTYPES[:2])),
+            "communication_dtype": draw(st.none() | st.sampled_from(DTYPES)),
+        },
+        "loss_scale": scale if dtype in ("keep", "fp16") else {},
+        "units": {
+            "block_classes": draw(st.lists(st.text(min_size=1, max_size=5), max_size=3)),
+            "leaf_modules": draw(st.lists(st.text(min_size=1, max_size=5), max_size=3)),
+            "bucket_elements": draw(COUNTS),
+            "persistence_threshold": draw(st.integers(0, 2**62)),
+            "live_elements": draw(COUNTS),
+            "prefetch_elements": draw(st.integers(0, 2**62)),
+        },
+        "batch": {
+            name: draw(COUNTS)
+            for name in ("train_batch_size", "micro_batch_size", "gradient_accumulation_steps")
+            if draw(st.booleans())
+        },
+        "optimizer": draw(named(OPTIMIZERS)),
+        "scheduler": draw(named(SCHEDULERS)),
+        "checkpoint": {
+            "keep_last": draw(st.none() | COUNTS),
+            "asynchronous": draw(st.booleans()),
+            "tag_validation": draw(st.sampled_from(["ignore", "warn", "fail"])),
+        },
+        "gradient_clipping": draw(st.floats(0, 1e6)),
+        "timeout_seconds": draw(st.floats(0.001, 1e6)),
+        "steps_per_print": draw(st.none() | COUNTS),
+        "seed": draw(st.integers(0, 2**62)),
+    }
+    return {name: value for name, value in whole.items() if draw(st.booleans())}
+
+
+@calm
+@given(natives())
+def test_native_round_trip(values: dict[str, Any]) -> None:
+    config = load_config(values)
+    mapping = config.to_mapping()
+    assert load_config(json.loads(json.dumps(mapping))) == config
+    assert config.replace() == config
+    for path, value in leaves(values):
+        if path.split(".")[0] not in ("optimizer", "scheduler"):
+            assert at(mapping, path) == value
+
+
+def leaves(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found = []
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        found += leaves(value, f"{path}.") if isinstance(value, dict) else [(path, value)]
+    return found
+
+
+def at(values: Any, path: str) -> Any:
+    for name in path.split("."):
+        values = values[name]
+    return values
+
+
+def groups(values: dict[str, Any], prefix: str = "") -> list[str]:
+    found = [prefix.rstrip(".")]
+    for name, value in values.items():
+        if isinstance(value, dict) and name != "params":
+            found += groups(value, f"{prefix}{name}.")
+    return found
+
+
+def add(values: dict[str, Any], group: str, name: str, value: object) -> dict[str, Any]:
+    changed = copy.deepcopy(values)
+    place = at(changed, group) if group else changed
+    place[name] = value
+    return changed
+
+
+def refusal(load: Any, values: dict[str, Any]) -> ConfigError:
+    try:
+        load(values)
+    except ConfigError as error:
+        return error
+    raise AssertionError(f"accepted: {values}")
+
+
+@st.composite
+def misspelt(draw: st.DrawFn, known: list[str]) -> str:
+    """A known name with one letter changed, dropped, doubled, or two swapped; or a random one."""
+    name = draw(st.sampled_from(known))
+    place = draw(st.integers(0, len(name) - 1))
+    letter = draw(st.sampled_from("abcxyz_0"))
+    return draw(
+        st.sampled_from(
+            [
+                name[:place] + name[place + 1 :],
+                name[:place] + letter + name[place + 1 :],
+                name[:place] + letter + name[place:],
+                name[:place] + name[place : place + 2][::-1] + name[place + 2 :],
+            ]
+        )
+        | st.text("abcdefgh_", min_size=1, max_size=12)
+    )
+
+
+NATIVE_PATHS = sorted(key_paths(ZeroConfig))
+NATIVE_NAMES = sorted({path.rpartition(".")[2] for path in NATIVE_PATHS})
+DEEPSPEED_NAMES = sorted({path.rpartition(".")[2] for path in [*KEYS, *SECTIONS]})
+WRONG = st.sampled_from(["nonsense", "4", [], {"x": 1}, float("nan"), float("inf"), -3, 2**70])
+FULL = {
+    "train_batch_size": 16,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+    "scheduler": {"type": "WarmupLR", "params": {}},
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_max_live_parameters": 5,
+        "offload_param": {"device": "none"},
+        "leaf_module": {"names": ["a"]},
+    },
+    "checkpoint": {"tag_validation": "warn"},
+    "tensorboard": {"enabled": False},
+}
+
+
+@calm
+@given(values=natives(), name=misspelt(NATIVE_NAMES), data=st.data())
+def test_native_unknown_key_is_named(values: dict[str, Any], name: str, data: st.DataObject) -> None:
+    group = data.draw(st.sampled_from(groups(values)))
+    path = f"{group}.{name}" if group else name
+    assume(name and path not in NATIVE_PATHS)
+    error = refusal(load_config, add(values, group, name, 1))
+    assert path in error.paths
+    assert path in str(error)
+
+
+@calm
+@given(path=st.sampled_from([p for p in NATIVE_PATHS if not p.endswith("params")]), wrong=WRONG)
+def test_native_wrong_value_is_named(path: str, wrong: object) -> None:
+    assume(not (wrong == [] and path in ("units.block_classes", "units.leaf_modules")))
+    values: Any = wrong
+    for name in reversed(path.split(".")):
+        values = {name: values}
+    error = refusal(load_config, values)
+    assert any(found.startswith(path) for found in error.paths)
+    assert path in str(error)
+
+
+@calm
+@given(name=misspelt(DEEPSPEED_NAMES), data=st.data())
+def test_deepspeed_unknown_key_is_named(name: str, data: st.DataObject) -> None:
+    group = data.draw(st.sampled_from(groups(FULL)))
+    path = f"{group}.{name}" if group else name
+    assume(name and path not in KEYS and path not in SECTIONS)
+    error = refusal(load_deepspeed_config, add(FULL, group, name, 1))
+    assert path in error.paths
+    assert path in str(error)
+
+
+@calm
+@given(
+    path=st.sampled_from(sorted(path for path, key in KEYS.items() if key.kind.words != "anything")),
+    wrong=WRONG,
+)
+def test_deepspeed_wrong_value_is_named(path: str, wrong: object) -> None:
+    assume(not KEYS[path].kind.fits(wrong))
+    values: Any = wrong
+    for name in reversed(path.split(".")):
+        values = {name: values}
+    error = refusal(load_deepspeed_config, values)
+    assert path in error.paths
+    assert path in str(error)
+
+
+@calm
+@given(
+    st.recursive(
+        SCALARS | st.just("auto"),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(DEEPSPEED_NAMES) | st.text(max_size=6), inner, max_size=4)
+        ),
+        max_leaves=12,
+    ).filter(lambda value: isinstance(value, dict))
+)
+def test_any_json_is_translated_or_refused(values: dict[str, Any]) -> None:
+    """Whatever the JSON, the outcome is a checked configuration or a ConfigError: never another exception."""
+    for load in (load_config, load_deepspeed_config):
+        try:
+            load(values)
+        except ConfigError as error:
+            assert error.problems
+
+
+def test_full_example_is_accepted() -> None:
+    assert load_deepspeed_config(FULL).config.stage == 3

@@ -1,0 +1,63 @@
+"""The tables in docs/configuration.md are those of the code, and the ready files in configs/ load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zero_ext.config import ConfigError, ZeroConfig, load_config, load_deepspeed_config
+from zero_ext.config.deepspeed.table import TABLE
+from zero_ext.config.policy import key_paths, policy_type
+from zero_ext.config.reference import attribute_texts, rewrite
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "configuration.md"
+
+
+def test_page_is_what_the_code_says() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert rewrite(text) == text, "run: python -m zero_ext.config.reference docs/configuration.md"
+
+
+def test_page_holds_every_key() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for path, field in key_paths(ZeroConfig).items():
+        if policy_type(field.annotation) is None:
+            assert f"| `{path}` |" in text
+    for key in TABLE:
+        assert f"| `{key.path}`" in text
+
+
+def test_every_native_key_is_explained() -> None:
+    def visit(model: type) -> None:
+        texts = attribute_texts(model)
+        for name, field in model.model_fields.items():
+            assert texts.get(name), f"{model.__name__}.{name} lacks a line in its docstring"
+            inner = policy_type(field.annotation)
+            if inner is not None:
+                visit(inner)
+
+    visit(ZeroConfig)
+
+
+def test_markers_are_wanted() -> None:
+    with pytest.raises(ValueError, match="begin native keys"):
+        rewrite("a page without markers")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda path: path.name)
+def test_ready_files_load(path: Path) -> None:
+    if path.name.startswith("deepspeed_"):
+        found = load_deepspeed_config(path)
+        assert f"stage{found.config.stage}" in path.name
+        assert found.config.batch.resolve(1).micro_batch_size
+        with pytest.raises(ConfigError):
+            load_config(path)
+    else:
+        assert f"stage{load_config(path).stage}.json" == path.name
+
+
+def test_there_is_a_file_for_each_stage() -> None:
+    names = {path.name for path in (ROOT / "configs").glob("*.json")}
+    assert {"stage1.json", "stage2.json", "stage3.json", "deepspeed_stage2_fp16.json"} <= names

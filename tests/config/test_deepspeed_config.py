@@ -1,0 +1,375 @@
+"""DeepSpeed's JSON: every key is honoured, reported once, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_ext.config import ConfigError, ZeroConfig, load_deepspeed_config
+from zero_ext.config.deepspeed.key import Key
+from zero_ext.config.deepspeed.table import KEYS, SECTIONS, TABLE
+
+
+def nested(path: str, value: object) -> dict[str, Any]:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value  # type: ignore[return-value]
+
+
+def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    found = dict(one)
+    for name, value in other.items():
+        both = isinstance(value, dict) and isinstance(found.get(name), dict)
+        found[name] = merged(found[name], value) if both else value
+    return found
+
+
+def with_switch(key: Key, value: object) -> dict[str, Any]:
+    """`value` at `key`, inside a configuration where the key acts."""
+    config = nested(key.path, value)
+    if key.switch:
+        config = merged(config, nested(key.switch, "cpu" if key.switch.endswith("device") else True))
+    if key.path != "zero_optimization.stage":
+        config = merged(config, nested("zero_optimization.stage", key.stages[-1]))
+    return config
+
+
+def test_introductory_configuration() -> None:
+    source = {
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": 2,
+        "fp16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+    }
+    before = copy.deepcopy(source)
+    found = load_deepspeed_config(source)
+    assert source == before
+    assert found.config.stage == 2
+    assert found.config.precision.dtype == "fp16"
+    assert [found.config.batch.resolve(ranks).micro_batch_size for ranks in (1, 2, 4)] == [8, 4, 2]
+    assert found.config.gradient_clipping == 1.0
+    assert [(note.path, note.outcome) for note in found.notes] == [("gradient_clipping", "default")]
+
+
+def test_values_arrive_at_native_keys() -> None:
+    config = load_deepspeed_config(
+        {
+            "train_batch_size": 32,
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+            "dataloader_drop_last": True,
+            "steps_per_print": 7,
+            "gradient_clipping": 0.5,
+            "communication_data_type": "FP32",
+            "data_types": {"grad_accum_dtype": "bf16"},
+            "fp16": {
+                "enabled": True,
+                "loss_scale": 0,
+                "initial_scale_power": 12,
+                "loss_scale_window": 500,
+                "hysteresis": 3,
+                "consecutive_hysteresis": True,
+                "min_loss_scale": 2,
+            },
+            "optimizer": {"type": "Adam", "params": {"lr": 0.01, "betas": [0.8, 0.9]}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+            "zero_optimization": {
+                "stage": 3,
+                "stage3_prefetch_bucket_size": 11,
+                "stage3_param_persistence_threshold": 1e5,
+                "stage3_max_live_parameters": 13,
+                "leaf_module": {"classes": ["pkg.mod.Experts"], "names": "model.moe"},
+            },
+            "checkpoint": {"tag_validation": "Fail"},
+        }
+    ).config
+    assert config == ZeroConfig.from_mapping(
+        {
+            "stage": 3,
+            "precision": {"dtype": "fp16", "grad_accum_dtype": "bf16", "communication_dtype": "fp32"},
+            "loss_scale": {
+                "static": 0.0,
+                "initial_power": 12,
+                "window": 500,
+                "hysteresis": 3,
+                "consecutive_hysteresis": True,
+                "minimum": 2.0,
+            },
+            "units": {
+                "leaf_modules": ["Experts", "model.moe"],
+                "prefetch_elements": 11,
+                "persistence_threshold": 100_000,
+                "live_elements": 13,
+            },
+            "batch": {
+                "train_batch_size": 32,
+                "micro_batch_size": 4,
+                "gradient_accumulation_steps": 2,
+                "drop_last": True,
+            },
+            "optimizer": {"type": "Adam", "params": {"lr": 0.01, "betas": [0.8, 0.9], "weight_decay": 0.0}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+            "checkpoint": {"tag_validation": "fail"},
+            "gradient_clipping": 0.5,
+            "steps_per_print": 7,
+        }
+    )
+
+
+def test_bucket_size_acts_below_stage_3_only() -> None:
+    two = load_deepspeed_config({"zero_optimization": {"stage": 2, "reduce_bucket_size": 99}})
+    assert two.config.units.bucket_elements == 99
+    three = load_deepspeed_config({"zero_optimization": {"stage": 3, "reduce_bucket_size": 99}})
+    assert three.config.units == ZeroConfig().units
+    assert any(note.path == "zero_optimization.reduce_bucket_size" for note in three.notes)
+
+
+@pytest.mark.parametrize("section", ["bf16", "bfloat16"])
+def test_bf16_under_both_names(section: str) -> None:
+    source = {
+        section: {"enabled": True, "bf16_optimizer_states": True},
+        "fp16": {"enabled": False, "loss_scale": 8},
+    }
+    config = load_deepspeed_config(source).config
+    assert config.precision.dtype == "bf16"
+    assert config.precision.moments_dtype == "bf16"
+
+
+def test_stage_is_0_when_missing() -> None:
+    assert load_deepspeed_config({}).config.stage == 0
+
+
+@pytest.mark.parametrize("key", TABLE, ids=lambda key: key.path)
+def test_every_key_has_a_visible_fate(key: Key) -> None:
+    """A value that asks for something is taken over, noted, or refused by path: never dropped in silence."""
+    asking = {
+        "a mapping": {"x": 1},
+        "anything": {"enabled": True, "x": 1},
+        "true or false": True,
+        "a string": "AdamW"
+        if key.path == "optimizer.type"
+        else "WarmupLR"
+        if key.path == "scheduler.type"
+        else "x",
+        "a string or a list of strings": ["Experts"],
+        "'none', 'cpu' or 'nvme'": "cpu",
+        "'mean' or 'sum'": "sum",
+        "'ignore', 'warn' or 'fail'": "fail",
+    }
+    candidates = [asking.get(key.kind.words.removesuffix(", or null")), False, 2, 0.5, "bf16", "fp16"]
+    value = next(v for v in candidates if v is not None and key.kind.fits(v) and key.asks_for_something(v))
+    source = with_switch(key, value)
+    if key.path.endswith(".params"):
+        source = merged(
+            source, nested(key.path.replace("params", "type"), "AdamW" if "opt" in key.path else "WarmupLR")
+        )
+    without = with_switch(key, key.harmless[0] if key.harmless else value)
+    try:
+        found = load_deepspeed_config(source)
+    except ConfigError as error:
+        about = (key.path, key.switch)
+        assert any(path in about for path in error.paths), error
+        assert (
+            key.fate == "refused"
+            or key.path in ("torch_autocast.dtype", "data_types.param_dtype")
+            or key.switch
+        )
+        return
+    assert key.fate != "refused" or key.switch
+    noted = [note.path for note in found.notes]
+    assert len(noted) == len(set(noted)), "each key is reported once"
+    if key.fate == "no effect":
+        assert key.path in noted or key.switch in noted
+    elif key.harmless and without != source:
+        assert found.config != load_deepspeed_config(without).config
+    elif key.native:
+        assert found.config != load_deepspeed_config(nested("zero_optimization.stage", 0)).config
+
+
+@pytest.mark.parametrize("key", [key for key in TABLE if key.harmless], ids=lambda key: key.path)
+def test_harmless_values_pass_in_silence(key: Key) -> None:
+    for value in key.harmless:
+        switch = merged({}, nested(key.switch, True)) if key.switch.endswith("enabled") else {}
+        source = merged(switch, nested(key.path, value))
+        found = load_deepspeed_config(source)
+        assert [note.path for note in found.notes if note.outcome == "no effect"] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "fragments"),
+    [
+        ({"zero_optimisation": {}}, "zero_optimisation", ("did you mean zero_optimization?",)),
+        ({"zero_optimization": {"stagee": 1}}, "zero_optimization.stagee", ("did you mean",)),
+        ({"reduce_bucket_size": 1}, "reduce_bucket_size", ("zero_optimization.reduce_bucket_size",)),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage", ("got 4", "0 to 3")),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage", ("got True (bool)",)),
+        ({"zero_optimization": True}, "zero_optimization", ('{"stage": 1}',)),
+        ({"fp16": 3}, "fp16", ("wanted a mapping",)),
+        ({"train_batch_size": 0}, "train_batch_size", ("at least 1",)),
+        ({"train_batch_size": -4}, "train_batch_size", ("got -4",)),
+        ({"train_batch_size": "16"}, "train_batch_size", ("got '16' (str)",)),
+        ({"train_batch_size": True}, "train_batch_size", ("got True (bool)",)),
+        ({"gradient_clipping": math.nan}, "gradient_clipping", ("got nan",)),
+        ({"fp16": {"enabled": 1}}, "fp16.enabled", ("got 1 (int)", "true or false")),
+        (
+            {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+            "bf16.enabled",
+            ("contradicts fp16.enabled",),
+        ),
+        (
+            {"bf16": {"enabled": True}, "bfloat16": {"enabled": True}},
+            "bfloat16.enabled",
+            ("says the same as bf16.enabled",),
+        ),
+        (
+            {"fp16": {"enabled": True, "min_loss_scale": 100, "initial_scale_power": 2}},
+            "fp16.min_loss_scale",
+            ("raise initial_power",),
+        ),
+        (
+            {"fp16": {"enabled": True}, "data_types": {"param_dtype": "bf16"}},
+            "data_types.param_dtype",
+            ("fp16.enabled is true",),
+        ),
+        ({"communication_data_type": "int8"}, "communication_data_type", ("'fp32', 'fp16' or 'bf16'",)),
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type", ("Lamb is refused",)),
+        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type", ("compressed",)),
+        ({"optimizer": {"type": "AdmW"}}, "optimizer.type", ("did you mean Adam",)),
+        ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type", ("missing",)),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}},
+            "optimizer.params.max_grad_norm",
+            ("gradient_clipping",),
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}},
+            "optimizer.params.bias_correction",
+            ("wanted true",),
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+            "zero_optimization.offload_optimizer.device",
+            ("does not exist here yet", "'none'"),
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}},
+            "zero_optimization.offload_param.device",
+            ("does not exist here yet",),
+        ),
+        ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload", ("refused",)),
+        ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention", ("refused",)),
+        ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel", ("autotp_size to 1",)),
+        ({"data_efficiency": {"enabled": True}}, "data_efficiency", ("refused",)),
+        ({"compile": {"deepcompile": True}}, "compile", ("torch.compile",)),
+        ({"a.b": 1}, "a.b", ("without dots",)),
+    ],
+)
+def test_mistakes_are_named(source: dict[str, Any], path: str, fragments: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_deepspeed_config(source)
+    assert path in caught.value.paths
+    for fragment in (path, *fragments):
+        assert fragment in str(caught.value)
+
+
+def test_sections_that_are_off_ask_for_nothing() -> None:
+    found = load_deepspeed_config(
+        {
+            "gradient_clipping": 0,
+            "amp": {"enabled": False, "opt_level": "O1"},
+            "tensorboard": {"enabled": False, "output_path": "x"},
+            "tensor_parallel": {"autotp_size": 1},
+            "compile": {"deepcompile": False},
+            "zero_optimization": {
+                "offload_param": {"device": "none", "pin_memory": True},
+                "offload_optimizer": None,
+            },
+        }
+    )
+    assert found.notes == ()
+    assert found.config == ZeroConfig(stage=0)
+
+
+def test_auto_is_resolved_or_refused() -> None:
+    source = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+        },
+        "data_types": {"keep_in_fp32_modules": "auto"},
+    }
+    with pytest.raises(ConfigError) as caught:
+        load_deepspeed_config(source)
+    assert set(caught.value.paths) == {
+        "train_micro_batch_size_per_gpu",
+        "bf16.enabled",
+        "optimizer.params.lr",
+        "optimizer.params.weight_decay",
+    }
+    assert "resolve={'optimizer.params.lr': value}" in str(caught.value)
+    resolve = {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16.enabled": True,
+        "optimizer.params.lr": 0.25,
+        "optimizer.params.weight_decay": 0.5,
+        "zero_optimization.stage3_prefetch_bucket_size": 77,
+        "gradient_clipping": 3.0,
+    }
+    config = load_deepspeed_config(source, resolve=resolve).config
+    assert config.batch.micro_batch_size == 4
+    assert config.precision.dtype == "bf16"
+    assert config.optimizer is not None
+    assert config.optimizer.params == {"lr": 0.25, "weight_decay": 0.5}
+    assert config.units.prefetch_elements == 77
+    assert config.units.bucket_elements == ZeroConfig().units.bucket_elements
+    assert config.gradient_clipping == 1.0, "only 'auto' is filled in"
+
+
+def test_resolved_values_are_checked_too() -> None:
+    with pytest.raises(ConfigError, match="train_batch_size: got -1"):
+        load_deepspeed_config({"train_batch_size": "auto"}, resolve={"train_batch_size": -1})
+    with pytest.raises(ConfigError, match="train_batchsize: unknown key; did you mean train_batch_size"):
+        load_deepspeed_config({}, resolve={"train_batchsize": 1})
+
+
+def test_adam_takes_deepspeeds_defaults() -> None:
+    config = load_deepspeed_config({"optimizer": {"type": "Adam"}}).config
+    assert config.optimizer is not None
+    assert config.optimizer.params == {"lr": 1e-3, "weight_decay": 0.0}
+    torchs = load_deepspeed_config({"optimizer": {"type": "Adam", "params": {"torch_adam": True}}})
+    assert torchs.config.optimizer is not None
+    assert torchs.config.optimizer.params == {}
+    assert "optimizer.params.torch_adam" in [note.path for note in torchs.notes]
+
+
+def test_never_printing_may_be_infinity() -> None:
+    assert load_deepspeed_config({"steps_per_print": math.inf}).config.steps_per_print is None
+
+
+def test_files(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 9}}))
+    with pytest.raises(ConfigError) as caught:
+        load_deepspeed_config(path)
+    assert str(caught.value).startswith(f"{path}: zero_optimization.stage")
+    with pytest.raises(TypeError, match="a mapping or a path"):
+        load_deepspeed_config(3)  # type: ignore[arg-type]
+
+
+def test_table_is_consistent() -> None:
+    assert len(KEYS) == sum(1 + len(key.aliases) for key in TABLE), "no path twice"
+    assert not set(KEYS) & SECTIONS, "a path is a key or a section, not both"
+    for key in TABLE:
+        assert key.why
+        assert key.fate == "honoured" or not key.native
+        assert not key.switch or key.switch in KEYS
+        assert all(key.kind.fits(value) for value in key.harmless), key.path
