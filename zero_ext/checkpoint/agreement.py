@@ -1,0 +1,108 @@
+"""How ranks stay together through a save or a load: an error on one rank becomes an error on all.
+
+Collectives are called on the process group object itself, so that a save in the background can finish after
+the main thread has called ``destroy_process_group``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zero_ext.checkpoint.errors import CheckpointError
+from zero_ext.checkpoint.host_memory import raw_view
+
+_MOST_RANKS_SHOWN = 4
+_USER_MISTAKES = {"ValueError": ValueError, "TypeError": TypeError}
+
+
+class Agreement:
+    """The ranks of one ``group`` (None: this process alone) in a save or load described by ``purpose``."""
+
+    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None, purpose: str) -> None:
+        if world_size > 1 and group is None:
+            raise RuntimeError(f"{purpose}: a world of {world_size} ranks needs a process group, got None")
+        self.rank = rank
+        self.world_size = world_size
+        self.purpose = purpose
+        self._group = group
+
+    def stage(self, action: Callable[[], Any], advice: str = "") -> list[Any]:
+        """Runs ``action`` on every rank and returns all ranks' results (JSON values), in rank order.
+
+        If it fails on any rank, every rank raises the same error, naming the failed ranks and their reasons
+        and ending in ``advice``: CheckpointError, or the ValueError or TypeError that the first of them met.
+        """
+        local: Exception | None = None
+        value: Any = None
+        try:
+            value = action()
+        except Exception as error:
+            local = error
+        failure = None if local is None else [type(local).__name__, _reason(local)]
+        outcomes = [json.loads(data) for data in self._all_gather(json.dumps([failure, value]).encode())]
+        failures = {rank: outcome[0] for rank, outcome in enumerate(outcomes) if outcome[0] is not None}
+        if failures:
+            raise self._error(failures, advice) from local
+        return [outcome[1] for outcome in outcomes]
+
+    def collect(self, data: bytes) -> list[bytes]:
+        """Every rank's ``data`` in rank order on rank 0; an empty list on the others."""
+        if self.world_size == 1:
+            return [data]
+        sizes = [int(size) for size in self._all_gather(str(len(data)).encode())]
+        mine = _padded(data, max(sizes))
+        received = [torch.empty_like(mine) for _ in sizes] if self.rank == 0 else []
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        self._run(lambda group: group.gather([received] if received else [], [mine], options))
+        return [_bytes(part)[:size] for part, size in zip(received, sizes, strict=False)]
+
+    def _all_gather(self, data: bytes) -> list[bytes]:
+        if self.world_size == 1:
+            return [data]
+        length = torch.tensor([len(data)], dtype=torch.int64)
+        lengths = [torch.empty_like(length) for _ in range(self.world_size)]
+        self._run(lambda group: group.allgather([lengths], [length]))
+        sizes = [int(size) for size in lengths]
+        mine = _padded(data, max(sizes))
+        received = [torch.empty_like(mine) for _ in sizes]
+        self._run(lambda group: group.allgather([received], [mine]))
+        return [_bytes(part)[:size] for part, size in zip(received, sizes, strict=True)]
+
+    def _run(self, start: Callable[[dist.ProcessGroup], dist.Work]) -> None:
+        if self._group is None:
+            raise RuntimeError(f"{self.purpose}: no process group")
+        try:
+            start(self._group).wait()
+        except Exception as error:
+            raise CheckpointError(
+                f"rank {self.rank}: {self.purpose}: another rank has died or hangs: {error}; "
+                "see the first error on the other ranks. The limit is 'timeout_seconds' in the configuration"
+            ) from error
+
+    def _error(self, failures: dict[int, list[str]], advice: str) -> Exception:
+        shown = [f"rank {rank}: {reason}" for rank, (_, reason) in list(failures.items())[:_MOST_RANKS_SHOWN]]
+        if len(failures) > len(shown):
+            shown.append(f"and {len(failures) - len(shown)} more ranks")
+        first = next(iter(failures.values()))[0]
+        text = f"{self.purpose} failed: {'; '.join(shown)}"
+        return _USER_MISTAKES.get(first, CheckpointError)(f"{text}. {advice}" if advice else text)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, CheckpointError | ValueError | TypeError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _padded(data: bytes, size: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data.ljust(max(size, 1), b"\0")), dtype=torch.uint8)
+
+
+def _bytes(data: torch.Tensor) -> bytes:
+    return bytes(raw_view(data))

@@ -1,0 +1,199 @@
+"""Reads chunks of shard files in file order, in large reads, and hashes each while the next ones arrive."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from zero_ext.checkpoint.errors import CheckpointError
+from zero_ext.checkpoint.host_memory import aligned_block, raw_view
+from zero_ext.checkpoint.manifest import Manifest, PieceRecord
+from zero_ext.checkpoint.manifest_check import piece_bytes
+from zero_ext.checkpoint.worker import Worker
+from zero_ext.ops.checksum import crc32c
+
+_BATCH_BYTES = 4 << 20
+_BATCH_CHUNKS = 512  # each is one entry of a scattered read; systems allow 1024
+_ALIGNMENT = 64
+_BATCHES_AHEAD = 2
+
+
+class Chunk(NamedTuple):
+    """Hashed bytes of a shard file: the unit of verification. ``label`` names them in errors."""
+
+    file: int
+    offset: int
+    size: int
+    crc32c: int
+    label: str
+
+
+class Read(NamedTuple):
+    """A chunk to read, into ``target`` (uint8 [size]) or, for None, into scratch memory."""
+
+    chunk: Chunk
+    target: torch.Tensor | None
+
+
+class Arrived(NamedTuple):
+    """A chunk that was read: its request's place, its bytes (valid until the next one), their checksum."""
+
+    request: int
+    data: torch.Tensor
+    crc32c: int
+
+
+def piece_chunks(piece: PieceRecord, chunk_bytes: int, first: int, end: int) -> Iterator[Chunk]:
+    """Chunks ``first`` to ``end`` (exclusive) of a piece."""
+    label = f"{piece.kind} of {piece.name!r}"
+    size = piece_bytes(piece)
+    for index in range(first, end):
+        begin = index * chunk_bytes
+        length = min(chunk_bytes, size - begin)
+        yield Chunk(piece.file, piece.offset + begin, length, piece.crc32c[index], label)
+
+
+def header_chunk(manifest: Manifest, file: int) -> Chunk:
+    """The table at the beginning of a shard file."""
+    entry = manifest.files[file]
+    return Chunk(file, 0, entry.header_bytes, entry.header_crc32c, "table of tensors")
+
+
+class ChunkReader:
+    """The shard files of one checkpoint, opened on first use; a context manager that closes them."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self._directory = directory
+        self._manifest = manifest
+        self._descriptors: dict[int, int] = {}
+
+    def __enter__(self) -> ChunkReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def read(self, reads: Sequence[Read]) -> Iterator[Arrived]:
+        """Reads everything, in file order, and yields each chunk with the checksum of what was read.
+
+        CheckpointError naming file and offset when a file cannot be opened or read, or ends too early.
+        """
+        order = sorted(range(len(reads)), key=lambda index: reads[index].chunk[:2])
+        batches = list(_batches(reads, order))
+        scratch_bytes = max((_scratch_bytes(reads, batch) for batch in batches), default=0)
+        scratch = [aligned_block(max(scratch_bytes, 1)) for _ in range(_BATCHES_AHEAD + 1)]
+        with Worker(f"read {self._directory.name}") as worker:
+            pending: list[tuple[list[int], Future[list[torch.Tensor]]]] = []
+            for number, batch in enumerate(batches):
+                wanted = [reads[index] for index in batch]
+                targets = _targets(wanted, scratch[number % len(scratch)])
+                pending.append((batch, worker.submit(partial(self._fetch, wanted, targets))))
+                if len(pending) > _BATCHES_AHEAD:
+                    yield from _arrivals(*pending.pop(0))
+            for batch, future in pending:
+                yield from _arrivals(batch, future)
+
+    def path(self, file: int) -> Path:
+        """The path of a shard file."""
+        return self._directory / self._manifest.files[file].name
+
+    def check(self, chunk: Chunk, found: int) -> None:
+        """CheckpointError naming file, bytes and tensor if ``found`` is not the chunk's checksum."""
+        if found != chunk.crc32c:
+            raise CheckpointError(self.damage(chunk, found))
+
+    def damage(self, chunk: Chunk, found: int) -> str:
+        """What to say about a chunk whose checksum is ``found`` and not its own."""
+        return (
+            f"{self.path(chunk.file)}: damaged: bytes {chunk.offset} to {chunk.offset + chunk.size} "
+            f"({chunk.label}) have CRC32C {found:08x}, the manifest says {chunk.crc32c:08x}; "
+            "use another checkpoint"
+        )
+
+    def _fetch(self, reads: Sequence[Read], targets: list[torch.Tensor]) -> list[torch.Tensor]:
+        first = reads[0].chunk
+        views = [raw_view(target) for target in targets]
+        offset = first.offset
+        while views:
+            count = self._read_some(first.file, views, offset)
+            offset += count
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if count:
+                views[0] = views[0][count:]
+        return targets
+
+    def _read_some(self, file: int, views: list[memoryview], offset: int) -> int:
+        try:
+            count = os.preadv(self._descriptor(file), views, offset)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path(file)}: reading at byte {offset} failed: {error.strerror}"
+            ) from error
+        if count == 0:
+            raise CheckpointError(f"{self.path(file)}: ends at byte {offset}; it was truncated")
+        return count
+
+    def _descriptor(self, file: int) -> int:
+        if file not in self._descriptors:
+            # Not blocking: opening a pipe put in a shard's place would wait for ever.
+            descriptor = os.open(self.path(file), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._descriptors[file] = descriptor
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise CheckpointError(f"{self.path(file)}: not a regular file")
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        return self._descriptors[file]
+
+
+def _batches(reads: Sequence[Read], order: Sequence[int]) -> Iterator[list[int]]:
+    """Runs of chunks that follow each other in one file without a hole, each one read."""
+    batch: list[int] = []
+    size = 0
+    for index in order:
+        chunk = reads[index].chunk
+        if batch:
+            last = reads[batch[-1]].chunk
+            joined = (last.file, last.offset + last.size) == (chunk.file, chunk.offset)
+            if not joined or size + chunk.size > _BATCH_BYTES or len(batch) == _BATCH_CHUNKS:
+                yield batch
+                batch, size = [], 0
+        batch.append(index)
+        size += chunk.size
+    if batch:
+        yield batch
+
+
+def _scratch_bytes(reads: Sequence[Read], batch: Sequence[int]) -> int:
+    return sum(_aligned(reads[index].chunk.size) for index in batch if reads[index].target is None)
+
+
+def _targets(reads: Sequence[Read], scratch: torch.Tensor) -> list[torch.Tensor]:
+    targets, used = [], 0
+    for read in reads:
+        if read.target is None:
+            targets.append(scratch[used : used + read.chunk.size])
+            used += _aligned(read.chunk.size)
+        else:
+            targets.append(read.target)
+    return targets
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _arrivals(batch: list[int], future: Future[list[torch.Tensor]]) -> Iterator[Arrived]:
+    for index, data in zip(batch, future.result(), strict=True):
+        yield Arrived(index, data, crc32c(data))

@@ -1,0 +1,37 @@
+"""Bytes of host tensors: raw views for system calls, aligned blocks, copies outside the interpreter lock."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import torch
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous CPU tensor as uint8 [nbytes]."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def raw_view(data: torch.Tensor) -> memoryview:
+    """A writable buffer over ``data`` (uint8 [n]); the caller keeps ``data`` alive meanwhile."""
+    size = data.numel()
+    if size == 0:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_ubyte * size).from_address(data.data_ptr())).cast("B")
+
+
+def copy_bytes(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies ``source`` (uint8 [n]) over ``destination`` (uint8 [n]) on this thread alone.
+
+    torch's own copy would start worker threads of its own beside those of the training step.
+    """
+    if destination.numel() != source.numel():
+        raise ValueError(f"cannot copy {source.numel()} bytes over {destination.numel()}")
+    if source.numel():
+        ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.numel())
+
+
+def aligned_block(size: int) -> torch.Tensor:
+    """A page-aligned uint8 [size] block, as direct I/O needs it."""
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)

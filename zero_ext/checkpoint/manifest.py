@@ -1,0 +1,189 @@
+"""manifest.json: what a checkpoint holds, where, and the checksums that prove it.
+
+The file ends in a checksum of everything before it, so a damaged manifest is told apart from a strange one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from zero_ext.checkpoint.errors import CheckpointError
+from zero_ext.ops.checksum import crc32c
+
+MANIFEST_NAME = "manifest.json"
+FORMAT: Literal["zero_ext checkpoint"] = "zero_ext checkpoint"
+VERSION: Literal[1] = 1
+CHUNK_BYTES = 1 << 20
+LARGEST_CHUNK_BYTES = 64 << 20
+LARGEST_MANIFEST_BYTES = 2 << 30
+_TRAILER = re.compile(rb',\n"manifest_crc32c": "([0-9a-f]{8})"}\n')
+_TRAILER_BYTES = len(b',\n"manifest_crc32c": "00000000"}\n')
+
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+Checksum = Annotated[int, Field(ge=0, lt=1 << 32)]
+Name = Annotated[str, Field(min_length=1)]
+Sizes = Annotated[list[Count], Field(max_length=64)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ParameterRecord(_Record):
+    """A whole parameter. ``dtype`` is the compute precision; the pieces say how it is stored."""
+
+    shape: Sizes
+    stride: Sizes
+    dtype: str
+    aliases: list[str]
+    trainable: bool
+
+
+class BufferRecord(_Record):
+    """A module buffer, stored in row-major order."""
+
+    shape: Sizes
+    dtype: str
+
+
+class FileRecord(_Record):
+    """One rank's shard file; ``header_bytes`` is where its tensors begin."""
+
+    name: str
+    bytes: Count
+    header_bytes: Count
+    header_crc32c: Checksum
+
+
+class PieceRecord(_Record):
+    """A run of elements of one state tensor, at byte ``offset`` of a file; one checksum for each chunk."""
+
+    file: Count
+    kind: Name
+    name: str
+    start: Count
+    numel: Count
+    dtype: str
+    offset: Count
+    crc32c: list[Checksum]
+
+
+class Manifest(_Record):
+    """The whole table of a checkpoint; see docs/checkpoints.md for every key."""
+
+    format: Literal["zero_ext checkpoint"]
+    version: Literal[1]
+    step: Count
+    world_size: Annotated[int, Field(ge=1, lt=1 << 31)]
+    mesh: dict[str, Count]
+    chunk_bytes: Annotated[int, Field(ge=4096, le=LARGEST_CHUNK_BYTES, multiple_of=4096)]
+    parameters: dict[str, ParameterRecord]
+    buffers: dict[str, BufferRecord]
+    files: list[FileRecord]
+    pieces: list[PieceRecord]
+    scalar_state: dict[str, Any]
+    client_state: Any
+    extra: dict[str, Any]
+
+
+def checksum(data: bytes) -> int:
+    """CRC32C of bytes."""
+    return crc32c(torch.frombuffer(bytearray(data), dtype=torch.uint8)) if data else 0
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The file's bytes: JSON, one top-level key a line, ending in its own checksum."""
+    fields = manifest.model_dump()
+    lines = [
+        f"{json.dumps(key)}: {json.dumps(value, allow_nan=False, separators=(',', ':'))}"
+        for key, value in fields.items()
+    ]
+    body = ("{" + ",\n".join(lines)).encode()
+    return body + b',\n"manifest_crc32c": "%08x"}\n' % checksum(body)
+
+
+def read_manifest(directory: Path) -> tuple[Manifest, int]:
+    """The manifest of a checkpoint directory and its checksum; ``check_manifest`` judges its content.
+
+    CheckpointError names the file and what is wrong: missing, too large, damaged, foreign, or of a version
+    that this library does not know.
+    """
+    path = directory / MANIFEST_NAME
+    data = _read_limited(path)
+    trailer = _TRAILER.fullmatch(data[-_TRAILER_BYTES:])
+    if trailer is None:
+        raise CheckpointError(
+            f"{path}: does not end as a zero_ext manifest does; it is truncated or another program's"
+        )
+    body = data[:-_TRAILER_BYTES]
+    seen, wanted = checksum(body), int(trailer[1], 16)
+    if seen != wanted:
+        raise CheckpointError(
+            f"{path}: damaged: its bytes have CRC32C {seen:08x}, it says {wanted:08x}; use another checkpoint"
+        )
+    fields = _parse(body + b"}", path)
+    _check_version(fields, path)
+    try:
+        return Manifest.model_validate(fields), seen
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        raise CheckpointError(f"{path}: {where}: {problem['msg']}, got {_short(problem['input'])}") from None
+
+
+def _read_limited(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST_MANIFEST_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}; is this a checkpoint?") from error
+    if len(data) > LARGEST_MANIFEST_BYTES:
+        raise CheckpointError(f"{path}: larger than {LARGEST_MANIFEST_BYTES} bytes; this is no manifest")
+    return data
+
+
+def _parse(text: bytes, path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
+    except RecursionError:
+        raise CheckpointError(f"{path}: nested too deeply") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path}: holds a {type(fields).__name__}, wanted an object")
+    return fields
+
+
+def _check_version(fields: dict[str, Any], path: Path) -> None:
+    if fields.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: format is {_short(fields.get('format'))}, wanted {FORMAT!r}")
+    version = fields.get("version")
+    if type(version) is not int or version != VERSION:
+        raise CheckpointError(
+            f"{path}: version is {_short(version)}, this zero_ext reads {VERSION}; "
+            "load it with the release that wrote it"
+        )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"key {twice!r} occurs twice in one object")
+    return found

@@ -1,0 +1,129 @@
+"""Python values as JSON and back, unchanged: what schedulers, loaders and users keep beside the tensors.
+
+Plain JSON loses tuples, non-string keys, NaN and infinities without a word. Such values are written as an
+object with one key that starts with "$"; everything else stays plain JSON.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zero_ext.checkpoint.dtypes import dtype_name, dtype_named
+from zero_ext.checkpoint.host_memory import byte_view, raw_view
+
+LARGEST_TENSOR_BYTES = 1 << 20
+_DEEPEST = 100
+
+
+def encode(value: object, path: str) -> Any:
+    """JSON for ``value``: None, bool, int, float, str, bytes, list, tuple, dict, Counter, small CPU tensors.
+
+    TypeError naming ``path`` and the type for anything else; ValueError for a tensor over 1 MiB, or nesting
+    deeper than 100 levels.
+    """
+    return _encode(value, path, 0)
+
+
+def decode(value: Any, path: str) -> Any:
+    """The value that ``encode`` was given; ValueError naming ``path`` for JSON it never writes."""
+    if isinstance(value, list):
+        return [decode(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    marks = [key for key in value if key.startswith("$")]
+    if not marks:
+        return {key: decode(item, f"{path}.{key}") for key, item in value.items()}
+    if len(value) != 1:
+        raise ValueError(f"{path}: {marks[0]!r} stands beside other keys; the file is damaged or foreign")
+    try:
+        return _decode_marked(marks[0], value[marks[0]], path)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path}: {marks[0]!r} does not hold what it should; {error}") from error
+
+
+def _encode(value: object, path: str, depth: int) -> Any:
+    if depth > _DEEPEST:
+        raise ValueError(f"{path}: nested deeper than {_DEEPEST} levels (does it contain itself?)")
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if type(value) is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return _encode_sequence(value, path, depth)
+    if isinstance(value, dict) and type(value) in (dict, collections.OrderedDict, collections.Counter):
+        return _encode_mapping(value, path, depth)
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, path)
+    raise TypeError(
+        f"{path}: a {type(value).__module__}.{type(value).__qualname__} cannot be stored in a checkpoint; "
+        "give None, bool, int, float, str, bytes, list, tuple, dict or a small tensor "
+        "(an object's state_dict(), not the object)"
+    )
+
+
+def _encode_sequence(value: list[Any] | tuple[Any, ...], path: str, depth: int) -> Any:
+    items = [_encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
+    return items if type(value) is list else {"$tuple": items}
+
+
+def _encode_mapping(value: Mapping[Any, Any], path: str, depth: int) -> Any:
+    plain = all(type(key) is str and not key.startswith("$") for key in value)
+    if plain and type(value) is not collections.Counter:
+        return {key: _encode(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
+    pairs = [
+        [_encode(key, f"{path} key {key!r}", depth + 1), _encode(item, f"{path}[{key!r}]", depth + 1)]
+        for key, item in value.items()
+    ]
+    return {"$counter" if type(value) is collections.Counter else "$dict": pairs}
+
+
+def _encode_tensor(value: torch.Tensor, path: str) -> Any:
+    if value.device.type != "cpu" or value.layout != torch.strided:
+        raise TypeError(f"{path}: a {value.layout} tensor on {value.device} cannot be stored; call .cpu()")
+    if value.nbytes > LARGEST_TENSOR_BYTES:
+        raise ValueError(
+            f"{path}: a tensor of {value.nbytes} bytes is too large to go beside the parameters "
+            f"(limit {LARGEST_TENSOR_BYTES}); make it a buffer of the model or save it in a file of its own"
+        )
+    stored = byte_view(value.contiguous())
+    data = base64.b64encode(raw_view(stored)).decode()
+    return {"$tensor": {"dtype": dtype_name(value.dtype), "shape": list(value.shape), "data": data}}
+
+
+def _decode_marked(mark: str, content: Any, path: str) -> Any:
+    if mark == "$float":
+        if content not in ("nan", "inf", "-inf"):
+            raise ValueError(f"{path}: $float holds {content!r}, wanted nan, inf or -inf")
+        return float(content)
+    if mark == "$bytes":
+        return base64.b64decode(content, validate=True)
+    if mark == "$tuple":
+        if not isinstance(content, list):
+            raise ValueError(f"{path}: $tuple holds a {type(content).__name__}, wanted a list")
+        return tuple(decode(content, path))
+    if mark in ("$dict", "$counter"):
+        pairs = {decode(key, path): decode(item, f"{path}[{key!r}]") for key, item in content}
+        return collections.Counter(pairs) if mark == "$counter" else pairs
+    if mark == "$tensor":
+        return _decode_tensor(content, path)
+    raise ValueError(f"{path}: unknown mark {mark!r}; was the checkpoint written by a newer zero_ext?")
+
+
+def _decode_tensor(content: dict[str, Any], path: str) -> torch.Tensor:
+    dtype, shape = dtype_named(content["dtype"]), content["shape"]
+    data = base64.b64decode(content["data"], validate=True)
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"{path}: tensor shape {shape} is no list of sizes")
+    if len(data) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{path}: {len(data)} bytes do not make a {dtype} tensor of shape {shape}")
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)

@@ -1,0 +1,105 @@
+"""What a checkpoint needs from the object whose state it saves: the engine, seen through a protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+MASTER = "master"
+BUFFER = "buffer"
+
+
+class Piece(Protocol):
+    """A run of one state tensor that this rank owns or needs: live memory, not a copy.
+
+    ``kind``: "master" (the parameter's value, in float32 where master weights exist), "exp_avg" and so on;
+    ``name``: the parameter's full name; ``start``: the run's first element in the parameter's memory order;
+    ``tensor``: 1-D contiguous CPU tensor over the run.
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
+
+
+class ParameterDescription(Protocol):
+    """A parameter as a whole: ``dtype`` is the compute precision's torch name, ``aliases`` its tied names."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def stride(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def aliases(self) -> tuple[str, ...]: ...
+
+    @property
+    def trainable(self) -> bool: ...
+
+
+class Limits(Protocol):
+    """The part of the configuration that a checkpoint reads."""
+
+    @property
+    def timeout_seconds(self) -> float: ...
+
+
+class StateSource(Protocol):
+    """A model and its optimizer on one rank of ``group``.
+
+    The pieces of all ranks' ``save_pieces`` cover each (kind, name) exactly once. ``load_pieces`` yields what
+    this rank needs filled, with replication all of it. ``scalar_state`` is everything else that a resume
+    needs, the same on all ranks. ``finish_load`` runs after every piece is filled and may use collectives.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def group(self) -> dist.ProcessGroup | None: ...
+
+    @property
+    def config(self) -> Limits: ...
+
+    def parameter_table(self) -> Mapping[str, ParameterDescription]: ...
+
+    def save_pieces(self) -> Iterator[Piece]: ...
+
+    def load_pieces(self) -> Iterator[Piece]: ...
+
+    def scalar_state(self) -> dict[str, Any]: ...
+
+    def load_scalar_state(self, state: dict[str, Any]) -> None: ...
+
+    def buffers(self) -> Mapping[str, torch.Tensor]: ...
+
+    def finish_load(self) -> None: ...
+
+
+@runtime_checkable
+class LazyStateSource(Protocol):
+    """A source whose optimizer makes its state tensors late, in its first step.
+
+    ``prepare_load`` is called before ``load_pieces`` with the kinds of state that the checkpoint holds for
+    each parameter, so that ``load_pieces`` can yield them all.
+    """
+
+    def prepare_load(self, kinds: Mapping[str, tuple[str, ...]]) -> None: ...
