@@ -14,6 +14,8 @@ from zero_ext.config import ConfigError, ZeroConfig, load_deepspeed_config
 from zero_ext.config.deepspeed.key import Key
 from zero_ext.config.deepspeed.table import KEYS, SECTIONS, TABLE
 
+_DEVICE = "zero_optimization.offload_optimizer.device"
+
 
 def nested(path: str, value: object) -> dict[str, Any]:
     for name in reversed(path.split(".")):
@@ -267,6 +269,15 @@ def test_harmless_values_pass_in_silence(key: Key) -> None:
         ({"data_efficiency": {"enabled": True}}, "data_efficiency", ("refused",)),
         ({"compile": {"deepcompile": True}}, "compile", ("torch.compile",)),
         ({"a.b": 1}, "a.b", ("without dots",)),
+        ({"": 1}, "''", ("unknown key",)),
+        ({"gradient_clipping": 10**400}, "gradient_clipping", ("finite",)),
+        ({"train_batch_size": 10**5000}, "train_batch_size", ("too large to print",)),
+        ({"tensor_parallel": {"autotp_size": True}}, "tensor_parallel", ("refused",)),
+        ({"optimizer": "auto"}, "optimizer", ("wanted a mapping",)),
+        ({"optimizer": {"type": "AdamW", "params": None}}, "optimizer.params", ("got None",)),
+        ({"zero_optimization": {"offload_optimizer": {"device": "CPU"}}}, _DEVICE, ("refused",)),
+        ({"zero_optimization": {"offload_optimizer": {"device": "auto"}}}, _DEVICE, ("is 'auto'",)),
+        ({"zero_optimization": {"stage": [], "sub_group_size": 5}}, "zero_optimization.stage", ("got []",)),
     ],
 )
 def test_mistakes_are_named(source: dict[str, Any], path: str, fragments: tuple[str, ...]) -> None:
@@ -339,6 +350,17 @@ def test_resolved_values_are_checked_too() -> None:
         load_deepspeed_config({"train_batch_size": "auto"}, resolve={"train_batch_size": -1})
     with pytest.raises(ConfigError, match="train_batchsize: unknown key; did you mean train_batch_size"):
         load_deepspeed_config({}, resolve={"train_batchsize": 1})
+
+
+def test_resolve_by_any_name_and_never_to_auto() -> None:
+    source = {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"}}
+    found = load_deepspeed_config(source, resolve={"zero_optimization.prefetch_bucket_size": 5})
+    assert found.config.units.prefetch_elements == 5
+    with pytest.raises(ConfigError, match="train_batch_size: is 'auto'"):
+        load_deepspeed_config({"train_batch_size": "auto"}, resolve={"train_batch_size": "auto"})
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.lr: is 'auto'"):
+        load_deepspeed_config(adam, resolve={"optimizer.params.lr": "auto"})
 
 
 def test_adam_takes_deepspeeds_defaults() -> None:

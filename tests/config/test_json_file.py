@@ -42,6 +42,8 @@ def test_bad_text(tmp_path: Path, text: str, fragments: tuple[str, ...]) -> None
 def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_config(tmp_path / "missing.json")
+    with pytest.raises(ConfigError, match="null byte"):
+        load_config("\0")
     with pytest.raises(ConfigError, match="Is a directory"):
         load_config(tmp_path)
     large = tmp_path / "large.json"

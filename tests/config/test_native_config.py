@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -93,6 +95,11 @@ def test_frozen_and_replaced() -> None:
         ({"optimizer": {"type": "SGD", "params": {"lr": math.nan}}}, "optimizer.params.lr", ("got nan",)),
         ({"optimizer": {"type": "SGD", "params": {"lr": [0, math.inf]}}}, "optimizer.params.lr.1", ("inf",)),
         ({"optimizer": {"type": "SGD", "params": {"lr": print}}}, "optimizer.params.lr", ("builtin",)),
+        ({"gradient_clipping": 10**400}, "gradient_clipping", ("finite",)),
+        ({"seed": 2**63}, "seed", ("at most 4611686018427387904",)),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 10**400}}}, "optimizer.params.lr", ("finite",)),
+        ({"a.b": 1}, "a.b", ("unknown key", "stage")),
+        ({"units": {"": 1}}, "units.''", ("unknown key",)),
         ({"loss_scale": {"minimum": 3e9}}, "loss_scale.minimum", ("65536", "raise initial_power")),
         ({"loss_scale": {"static": 8}, "precision": {"dtype": "bf16"}}, "loss_scale", ("fp16 only",)),
         ({"checkpoint": {"keep_last": 0}}, "checkpoint.keep_last", ("got 0", "or null")),
@@ -128,6 +135,26 @@ def test_direct_construction_words_errors_alike() -> None:
 def test_foreign_sources_are_refused() -> None:
     with pytest.raises(TypeError, match="wanted a ZeroConfig"):
         load_config(3)  # type: ignore[arg-type]
+
+
+def test_params_that_contain_themselves() -> None:
+    params: dict[str, object] = {}
+    params["a"] = params
+    with pytest.raises(ConfigError, match="nested deeper than 8 levels"):
+        load_config({"optimizer": {"type": "SGD", "params": params}})
+
+
+def test_any_mapping_will_do() -> None:
+    values = MappingProxyType({"units": MappingProxyType({"bucket_elements": 3})})
+    assert load_config(values).units.bucket_elements == 3
+
+
+def test_errors_survive_pickling() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"stage": 7, "seed": -1})
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value)
+    assert again.paths == ("stage", "seed")
 
 
 def test_params_are_copied() -> None:

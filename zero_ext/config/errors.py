@@ -31,8 +31,9 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def join_path(*parts: object) -> str:
-    """Join key path parts with dots: `join_path("units", "bucket_elements")`."""
-    return ".".join(str(part) for part in parts if str(part) != "")
+    """Join key path parts with dots; an empty first part means the top level, an empty key shows as ''."""
+    inner = parts[1:] if parts and parts[0] == "" else parts
+    return ".".join(str(part) or "''" for part in inner)
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,9 @@ class ConfigError(ValueError):
         lines = [str(problem) for problem in self.problems]
         text = lines[0] if len(lines) == 1 else "".join(f"\n  - {line}" for line in lines)
         super().__init__(f"{source}: {text}")
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...], str]]:
+        return ConfigError, (self.problems, self.source)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -81,4 +85,5 @@ def unknown_key(path: str, known: Iterable[str]) -> Problem:
         suggestion = by_name[close] if close else None
     if suggestion is not None:
         return Problem(path, f"unknown key; did you mean {suggestion}?")
-    return Problem(path, f"unknown key; known here: {', '.join(sorted(siblings)) or 'none'}")
+    here = sorted(siblings) or sorted(key for key in candidates if "." not in key)
+    return Problem(path, f"unknown key; known: {', '.join(here)}")

@@ -51,8 +51,9 @@ def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(Problem("", f"cannot be read: {error.strerror or error}"), str(path)) from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(Problem("", f"cannot be read: {reason}"), str(path)) from None
     if len(data) > LARGEST_FILE_BYTES:
         raise ConfigError(
             Problem("", f"larger than {LARGEST_FILE_BYTES} bytes; this is no configuration"), str(path)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from .errors import show
+from .finite import is_number
 from .kinds import optimizer_name, scheduler_name
 from .policy import Count, KeyProblem, Names, Policy, Positive
 
+_DEEPEST_PARAMS = 8
 ParameterDtype = Literal["fp32", "bf16", "fp16"]
 
 
@@ -85,17 +86,17 @@ class UnitPolicy(Policy):
     prefetch_elements: Count = 50_000_000
 
 
-def _check_json(value: object, path: str) -> None:
-    if value is None or isinstance(value, bool | int | str):
+def _check_json(value: object, path: str, depth: int = 0) -> None:
+    if value is None or isinstance(value, bool | str) or is_number(value):
         return
-    if isinstance(value, float) and math.isfinite(value):
-        return
+    if depth == _DEEPEST_PARAMS:
+        raise KeyProblem(path, f"nested deeper than {_DEEPEST_PARAMS} levels")
     if isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            _check_json(item, f"{path}.{index}")
+            _check_json(item, f"{path}.{index}", depth + 1)
     elif isinstance(value, dict):
         for key, item in value.items():
-            _check_json(item, f"{path}.{key}")
+            _check_json(item, f"{path}.{key}", depth + 1)
     else:
         raise KeyProblem(
             path, f"got {show(value)}, wanted a finite number, string, bool, null or a list of those"

@@ -121,7 +121,7 @@ def _config_error(model: type[Policy], error: ValidationError) -> ConfigError:
 
 
 def _problem(details: ErrorDetails, known: dict[str, FieldInfo]) -> Problem:
-    path = join_path(*details["loc"])
+    path = join_path("", *details["loc"])
     kind = details["type"]
     if kind == "extra_forbidden":
         return unknown_key(path, known)
@@ -130,11 +130,13 @@ def _problem(details: ErrorDetails, known: dict[str, FieldInfo]) -> Problem:
     if kind == "value_error":
         error = details["ctx"]["error"]
         if isinstance(error, KeyProblem):
-            return Problem(join_path(path, error.problem.path), error.problem.text)
+            inner = (path, error.problem.path) if path else ("", error.problem.path)
+            return Problem(join_path(*inner), error.problem.text)
         return Problem(path, str(error))
     owner = path
     while owner not in known and owner:
         owner = owner.rpartition(".")[0]
     if owner in known:
-        return Problem(path, f"got {show(details['input'])}, wanted {accepted(known[owner])}")
+        limit = f", at most {details['ctx']['le']}" if kind == "less_than_equal" else ""
+        return Problem(path, f"got {show(details['input'])}, wanted {accepted(known[owner])}{limit}")
     return Problem(path, f"got {show(details['input'])}: {details['msg']}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.optim import Optimizer, lr_scheduler
@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zero_ext.config import OptimizerPolicy, SchedulerPolicy
 from zero_ext.config.errors import ConfigError, Problem, nearest, show
+from zero_ext.config.finite import is_number
 
 from . import schedulers
 
@@ -98,10 +99,6 @@ def _construct(section: str, kind: Any, subject: Any, settings: dict[str, Any]) 
         raise ConfigError(Problem(f"{section}.params", f"{settings}: {error}"), section) from error
 
 
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _mismatch(parameter: inspect.Parameter, value: object) -> str | None:
     """What was wanted instead of `value`, judged by a parameter's default or annotation; None when it
     fits."""
@@ -110,20 +107,18 @@ def _mismatch(parameter: inspect.Parameter, value: object) -> str | None:
         fits = isinstance(value, bool) or (value is None and default is None)
         return None if fits else "true or false"
     if default is inspect.Parameter.empty and annotation == "int":
-        return (
-            None if _is_number(value) and value >= 1 and value == int(value) else "an integer of at least 1"
-        )
+        return None if is_number(value) and value >= 1 and value == int(value) else "an integer of at least 1"
     if parameter.name in _NEVER_NEGATIVE:
-        return None if _is_number(value) and value >= 0 else "a finite number of at least 0"
+        return None if is_number(value) and value >= 0 else "a finite number of at least 0"
     if isinstance(default, int | float):
-        fits = _is_number(value) or (
-            isinstance(value, list | tuple) and all(_is_number(item) for item in value)
+        fits = is_number(value) or (
+            isinstance(value, list | tuple) and all(is_number(item) for item in value)
         )
         return None if fits else "a finite number"
     if isinstance(default, tuple):
         top = 1.0 if parameter.name == "betas" else math.inf
         items = value if isinstance(value, list | tuple) else ()
-        fits = len(items) == len(default) and all(_is_number(item) and 0 <= item < top for item in items)
+        fits = len(items) == len(default) and all(is_number(item) and 0 <= item < top for item in items)
         limits = "in [0, 1)" if parameter.name == "betas" else "of at least 0"
         return None if fits else f"a list of {len(default)} numbers {limits}"
     if isinstance(default, str):

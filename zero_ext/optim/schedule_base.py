@@ -11,19 +11,17 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from zero_ext.config.errors import show
+from zero_ext.config.finite import is_number
+
 Rate = float | Sequence[float]
 
 
 def number(name: str, value: object, *, low: float = -math.inf) -> float:
     """`value` as a float. Raises ValueError naming it unless it is a finite number of at least `low`."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or value < low
-    ):
+    if not is_number(value) or value < low:
         limit = "" if low == -math.inf else f" of at least {low:g}"
-        raise ValueError(f"{name}: got {value!r}, wanted a finite number{limit}")
+        raise ValueError(f"{name}: got {show(value)}, wanted a finite number{limit}")
     return float(value)
 
 
@@ -33,14 +31,14 @@ def count(name: str, value: object, *, low: int) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{name}: got {value!r}, wanted an integer of at least {low}")
+        raise ValueError(f"{name}: got {show(value)}, wanted an integer of at least {low}")
     return value
 
 
 def flag(name: str, value: object) -> bool:
     """`value` if it is a bool. Raises TypeError naming it otherwise."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name}: got {value!r}, wanted true or false")
+        raise TypeError(f"{name}: got {show(value)}, wanted true or false")
     return value
 
 
@@ -101,9 +99,10 @@ class Schedule(LRScheduler):
         iteration = count("last_batch_iteration", state_dict["last_batch_iteration"], low=-1)
         rates = state_dict.get("last_lr", [])
         if not isinstance(rates, list | tuple):
-            raise TypeError(f"last_lr: got {rates!r}, wanted a list of numbers")
+            raise TypeError(f"last_lr: got {show(rates)}, wanted a list of numbers")
         checked = [number(f"last_lr[{index}]", rate) for index, rate in enumerate(rates)]
-        self._last_lr = checked or self._last_lr
+        if checked:
+            self._last_lr = [*checked]
         self.last_epoch = iteration + 1
         self._step_count = iteration + 2
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..describe import one_of
+from ..finite import is_number
+from ..policy import LARGEST_COUNT
 
 Fate = Literal["honoured", "no effect", "refused"]
-LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,6 @@ class Kind:
 
     words: str
     fits: Callable[[object], bool]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
@@ -37,10 +34,10 @@ MAPPING = Kind("a mapping", lambda value: isinstance(value, dict))
 ANYTHING = Kind("anything", lambda value: True)
 
 
-def whole(low: int, high: int = LARGEST) -> Kind:
+def whole(low: int, high: int = LARGEST_COUNT) -> Kind:
     """Integers from `low` to `high`; 5e8 counts as one."""
-    words = f"an integer of at least {low}" if high == LARGEST else f"an integer from {low} to {high}"
-    return Kind(words, lambda v: _is_number(v) and v == int(v) and low <= v <= high)  # type: ignore[call-overload,operator]
+    words = f"an integer of at least {low}" if high == LARGEST_COUNT else f"an integer from {low} to {high}"
+    return Kind(words, lambda v: is_number(v) and v == int(v) and low <= v <= high)
 
 
 def number(low: float, high: float = math.inf) -> Kind:
@@ -48,7 +45,7 @@ def number(low: float, high: float = math.inf) -> Kind:
     words = (
         f"a finite number of at least {low:g}" if high == math.inf else f"a number from {low:g} to {high:g}"
     )
-    return Kind(words, lambda v: _is_number(v) and low <= v <= high)  # type: ignore[operator]
+    return Kind(words, lambda v: is_number(v) and low <= v <= high)
 
 
 def choice(*values: str) -> Kind:

@@ -56,11 +56,12 @@ def _walk(
 
 def _take(key: Key, path: str, value: object, resolve: Mapping[str, object], settled: Settled) -> None:
     if value == AUTO and AUTO not in key.harmless:
-        if path not in resolve and key.path not in resolve:
+        known = [name for name in (path, key.path, *key.aliases) if resolve.get(name, AUTO) != AUTO]
+        if not known:
             if not key.auto:
                 settled.problems.append(_unresolved(path))
             return
-        value = resolve[path] if path in resolve else resolve[key.path]
+        value = resolve[known[0]]
     elif path in _OPEN and isinstance(value, Mapping):
         value = _resolve_params(path, value, resolve, settled)
     if not key.kind.fits(value):
@@ -81,7 +82,7 @@ def _resolve_params(
     for name, value in params.items():
         inner = join_path(path, name)
         if value == AUTO:
-            if inner not in resolve:
+            if resolve.get(inner, AUTO) == AUTO:
                 settled.problems.append(_unresolved(inner))
                 continue
             value = resolve[inner]

@@ -132,7 +132,8 @@ def _says_off(key: Key, value: object) -> bool:
     if not isinstance(value, dict):
         return False
     if key.path == "tensor_parallel":
-        return value.get("autotp_size") in (0, 1)
+        size = value.get("autotp_size")
+        return not isinstance(size, bool) and size in (0, 1)
     said = [value[name] for name in ("deepcompile", "enabled") if name in value]
     return bool(said) and all(item is False for item in said)
 

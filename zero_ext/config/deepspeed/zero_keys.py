@@ -164,7 +164,7 @@ _WITHOUT_EFFECT = (
         for name, calm, why in _FLAGS_WITHOUT_EFFECT
     ),
     *(
-        _key(name, whole(0), "no effect", why, harmless=calm, alias=_alias(name))
+        _key(name, whole(0, 2**63 - 1), "no effect", why, harmless=calm, alias=_alias(name))
         for name, calm, why in _SIZES_WITHOUT_EFFECT
     ),
     _key("overlap_comm", or_null(FLAG), "no effect", "communication always overlaps", harmless=(True, None)),
