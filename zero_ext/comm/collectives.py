@@ -1,18 +1,17 @@
 """Gather and reduce-scatter of flat buffers, summed in rank order and in float32.
 
 gloo's own reduce-scatter is an all-reduce and a slice, and its all-gather copies twice, so both are built
-from one exchange of shards; the local half of the reduction is one C++ pass (:func:`zero_ext.ops.sum_shards_`).
+from one exchange of shards; the local half of the reduction is one C++ pass
+(:func:`zero_ext.ops.sum_shards_`).
 """
 
 from __future__ import annotations
-
 
 import torch
 
 from zero_ext import ops
 from zero_ext.comm.exchange import Exchange, Message, Pending
 from zero_ext.comm.wire import WireLog
-
 
 
 class Collectives:

@@ -38,7 +38,8 @@ def fusible(optimizer: optim.Optimizer) -> bool:
 
 
 def check_elementwise(optimizer: optim.Optimizer, declared: bool) -> None:
-    """Refuses with ``ValueError`` what cannot run on shards; tries out what the user declares element-wise."""
+    """Refuses with ``ValueError`` what cannot run on shards; tries out what the user declares
+    element-wise."""
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
     for base in kind.__mro__:

@@ -57,7 +57,8 @@ class ElementwiseStepper:
                     yield name, segment, entry
 
     def scalars(self) -> dict[str, Any]:
-        """See :class:`Stepper`: for every parameter its scalar entries, and the names of its tensor entries."""
+        """See :class:`Stepper`: for every parameter its scalar entries, and the names of its tensor
+        entries."""
         found: dict[str, Any] = {}
         for owned, values in zip(self._ranges, self._tensors, strict=True):
             for segment, value in zip(owned.segments, values, strict=True):
@@ -97,7 +98,10 @@ class ElementwiseStepper:
     def state_bytes(self) -> int:
         """See :class:`Stepper`."""
         return sum(
-            entry.nbytes for state in self._inner.state.values() for entry in state.values() if _per_element(entry)
+            entry.nbytes
+            for state in self._inner.state.values()
+            for entry in state.values()
+            if _per_element(entry)
         )
 
 

@@ -22,7 +22,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class OwnedRange:
-    """What a rank's optimizer owns of a unit: fp32 master weights [n], parameter memory [n] or None, segments."""
+    """What a rank's optimizer owns of a unit: fp32 master weights [n], parameter memory [n] or None,
+    segments."""
 
     master: torch.Tensor
     output: torch.Tensor | None

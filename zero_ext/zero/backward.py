@@ -1,4 +1,4 @@
-"""A backward pass as one event: it begins with the first hook that fires and ends with autograd's callback."""
+"""A backward pass as one event: from the first hook that fires to autograd's final callback."""
 
 from __future__ import annotations
 

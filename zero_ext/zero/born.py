@@ -46,7 +46,8 @@ def full_value(parameter: nn.Parameter, collectives: Collectives) -> torch.Tenso
     if born.layout.world_size != collectives.world_size:
         raise RuntimeError(
             f"parameter of shape {tuple(parameter.shape)} was sharded by zero_ext.Init over "
-            f"{born.layout.world_size} ranks, and is now prepared over {collectives.world_size}; pass both the "
+            f"{born.layout.world_size} ranks, and is now prepared over {collectives.world_size}; pass "
+            f"both the "
             "same process group"
         )
     flat = torch.empty(born.layout.numel, dtype=parameter.dtype)

@@ -30,11 +30,15 @@ def check_agreement(owned: Sequence[Owned], config: ZeroConfig, collectives: Col
         for item in owned
     ]
     digests = [hashlib.sha256(line.encode()).digest()[:8] for line in lines]
-    own = torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests], dtype=torch.int64)
+    own = torch.tensor(
+        [int.from_bytes(digest, "little", signed=True) for digest in digests], dtype=torch.int64
+    )
     count = torch.tensor([len(own)], dtype=torch.int64)
     wanted_count = int(collectives.broadcast_(count.clone(), 0, "agreement on the model").item())
     wanted = torch.zeros(wanted_count, dtype=torch.int64)
-    wanted = collectives.broadcast_(own.clone() if collectives.rank == 0 else wanted, 0, "agreement on the model")
+    wanted = collectives.broadcast_(
+        own.clone() if collectives.rank == 0 else wanted, 0, "agreement on the model"
+    )
     first = next((i for i in range(min(len(own), len(wanted))) if own[i] != wanted[i]), None)
     if first is None and len(own) != len(wanted):
         first = min(len(own), len(wanted))
@@ -61,13 +65,20 @@ def build_unit(
 ) -> tuple[Unit, MasterShard | None]:
     """Makes one unit from the parameters' present values, which are freed, and its master weights.
 
-    Rank 0's values count. ``load_values`` False leaves everything zero (a checkpoint follows); ``trains`` False makes
+    Rank 0's values count. ``load_values`` False leaves everything zero (a checkpoint follows); ``trains``
+    False makes
     no master weights.
     """
     members = plan.members
     layout = FlatLayout.build([item.spec for item in members], collectives.world_size)
     unit = Unit(
-        plan.name, [item.parameter for item in members], layout, plan.placement, collectives, pool, plan.persistent
+        plan.name,
+        [item.parameter for item in members],
+        layout,
+        plan.placement,
+        collectives,
+        pool,
+        plan.persistent,
     )
     trainable = trains and members[0].parameter.requires_grad and layout.dtype.is_floating_point
     master = MasterShard(unit) if trainable else None
@@ -91,11 +102,14 @@ def _original(item: Owned, collectives: Collectives) -> torch.Tensor:
         return full_value(parameter, collectives)
     if parameter.device.type != "cpu":
         fix = (
-            "build the model inside 'with zero_ext.Init(config):', or pass values='empty' and load a checkpoint"
+            "build the model inside 'with zero_ext.Init(config):', or pass values='empty' and load a "
+            "checkpoint"
             if parameter.is_meta
             else "move the model to the CPU first"
         )
-        raise ValueError(f"parameter '{item.spec.name}' is on device '{parameter.device}', 'cpu' wanted; {fix}")
+        raise ValueError(
+            f"parameter '{item.spec.name}' is on device '{parameter.device}', 'cpu' wanted; {fix}"
+        )
     value = parameter.data
     if value.stride() != item.spec.stride:
         value = torch.empty_strided(item.spec.shape, item.spec.stride, dtype=value.dtype).copy_(value)

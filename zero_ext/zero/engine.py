@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from zero_ext.comm import Collectives, Pending
+from zero_ext.comm import Collectives, Pending, WireLog
 from zero_ext.config import ZeroConfig
 from zero_ext.config.events import StepEnd, Subscriber
 from zero_ext.optim import OwnedRange, Segment, Stepper
@@ -20,6 +21,7 @@ from zero_ext.zero.gradient_view import GradientViews
 from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.hooks import ForwardHooks
 from zero_ext.zero.layout import Overlap
+from zero_ext.zero.ledger import ledger_of
 from zero_ext.zero.loss_scaler import LossScaler
 from zero_ext.zero.master import MasterShard
 from zero_ext.zero.norms import GradientNorms
@@ -27,6 +29,7 @@ from zero_ext.zero.partition import DTYPES, Owned
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.reducer import GradientReducer
 from zero_ext.zero.residency import Residency
+from zero_ext.zero.state import EngineState
 from zero_ext.zero.unit import Unit
 
 
@@ -46,6 +49,8 @@ class Engine:
         pool: BufferPool,
     ) -> None:
         self.config = config
+        self.group: dist.ProcessGroup | None = None
+        self.state = EngineState(self)
         self.collectives = collectives
         self.pool = pool
         self.names = {item.parameter: item.names for item in owned}
@@ -86,7 +91,9 @@ class Engine:
         )
         self.hooks = ForwardHooks(self.residency, self.backward_pass, _weakly(self._check_parameters))
         self.index = {
-            parameter: (unit, number) for unit in self.units for number, parameter in enumerate(unit.parameters)
+            parameter: (unit, number)
+            for unit in self.units
+            for number, parameter in enumerate(unit.parameters)
         }
         self.views = GradientViews(self)
         self.stepper: Stepper | None = None
@@ -114,6 +121,15 @@ class Engine:
         if model is None:
             raise RuntimeError("the model of this engine was deleted; keep a reference to it while training")
         return model
+
+    @property
+    def wire(self) -> WireLog:
+        """What the collectives of this and the last step put on the wire."""
+        return self.collectives.wire
+
+    def ledger(self) -> dict[str, int]:
+        """Bytes this rank holds, see :func:`zero_ext.zero.ledger.ledger_of`."""
+        return ledger_of(self)
 
     def gradients_of(self, unit: Unit) -> UnitGradients:
         """The gradient buffers of ``unit``."""
@@ -265,7 +281,8 @@ class Engine:
     # -- step ---------------------------------------------------------------------------------------------
 
     def settle_gradients(self) -> None:
-        """Makes the reduced gradients complete on every rank; a collective. See ``GradientReducer.settle``."""
+        """Makes the reduced gradients complete on every rank; a collective. See
+        ``GradientReducer.settle``."""
         self.views.note_cleared()
         self.reducer.settle()
         self.views.publish()
@@ -313,7 +330,9 @@ class Engine:
 
     def _refuse_early_step(self) -> None:
         if self.backward_pass.running:
-            raise RuntimeError("optimizer.step() inside a backward pass; call it after loss.backward() returned")
+            raise RuntimeError(
+                "optimizer.step() inside a backward pass; call it after loss.backward() returned"
+            )
         for master in self.masters:
             if not master.unit.placement.params and master.unit.written():
                 master.follow_output()
@@ -334,7 +353,8 @@ class Engine:
                 return scale, True
             raise FloatingPointError(
                 f"rank {self.rank}: the gradient norm is {self.grad_norm}; first in "
-                f"{self.norms.first_non_finite()}. Nothing was updated. Look for a division by zero or an overflow in the loss, "
+                f"{self.norms.first_non_finite()}. Nothing was updated. Look for a division by zero or an "
+                f"overflow in the loss, "
                 "or set gradient_clipping to 0 to step without a norm."
             )
         if clipping:

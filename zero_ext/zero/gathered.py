@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_ext.zero.buffers import persistent_buffers
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.lookup import engine_of, engine_of_parameter
 from zero_ext.zero.unit import Unit
@@ -53,7 +54,9 @@ def _units_of(parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> 
 
 def _take_over(engine: Engine, unit: Unit, modifier_rank: int) -> None:
     if not 0 <= modifier_rank < engine.world_size:
-        raise ValueError(f"modifier_rank: {modifier_rank} given, a rank from 0 to {engine.world_size - 1} wanted")
+        raise ValueError(
+            f"modifier_rank: {modifier_rank} given, a rank from 0 to {engine.world_size - 1} wanted"
+        )
     engine.collectives.broadcast_(unit.flat, modifier_rank, f"edited {unit.describe()}")
     unit.store_shard()
     unit.accept_writes()
@@ -63,7 +66,8 @@ def _take_over(engine: Engine, unit: Unit, modifier_rank: int) -> None:
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer, whole, as independent CPU tensors under the module's own keys; a collective.
+    """Every parameter and buffer, whole, as independent CPU tensors under the module's own keys; a
+    collective.
 
     Parameters are in compute precision. With ``rank0_only`` the other ranks get an empty dict. Units are
     gathered one at a time.
@@ -99,12 +103,15 @@ def load_full_state_dict(model: nn.Module, state: dict[str, torch.Tensor], *, st
     missing = sorted((primary | set(buffers)) - set(state))
     unexpected = sorted(set(state) - known)
     if strict and (missing or unexpected):
-        raise ValueError(f"state dict: missing {missing}, unexpected {unexpected}; pass strict=False to ignore them")
+        raise ValueError(
+            f"state dict: missing {missing}, unexpected {unexpected}; pass strict=False to ignore them"
+        )
     for unit in engine.units:
         for spec in unit.layout.specs:
             if spec.name in state and tuple(state[spec.name].shape) != spec.shape:
                 raise ValueError(
-                    f"state dict: '{spec.name}' has shape {tuple(state[spec.name].shape)}, {spec.shape} wanted"
+                    f"state dict: '{spec.name}' has shape {tuple(state[spec.name].shape)}, {spec.shape} "
+                    f"wanted"
                 )
     with torch.no_grad():
         for unit in engine.units:
@@ -119,16 +126,6 @@ def load_full_state_dict(model: nn.Module, state: dict[str, torch.Tensor], *, st
         for name, buffer in buffers.items():
             if name in state:
                 buffer.copy_(state[name])
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong into a state dict, by full name, live."""
-    found: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
 
 
 def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -65,7 +65,9 @@ class GradientViews:
         elif norm_type == float("inf"):
             value = self._engine.norms.largest(gradients, number)
         else:
-            raise RuntimeError(f"norms of sharded gradients are the 2-norm and the inf-norm, not {norm_type:g}")
+            raise RuntimeError(
+                f"norms of sharded gradients are the 2-norm and the inf-norm, not {norm_type:g}"
+            )
         return torch.tensor(value, dtype=torch.float32)
 
     def scale(self, key: object, factor: torch.Tensor | float) -> None:
@@ -81,8 +83,8 @@ class GradientViews:
         gradients.zero_parameter(number)
         self._engine.norms.forget()
 
-    def _find(self, key: object) -> tuple[UnitGradients, int]:
-        unit, number = key  # type: ignore[misc]
+    def _find(self, key: Any) -> tuple[UnitGradients, int]:
+        unit, number = key
         return self._engine.reducer.gradients[unit], number
 
     def _placeholder(self, parameter: nn.Parameter, gradients: UnitGradients, number: int) -> ShardedGradient:
@@ -97,7 +99,8 @@ class GradientViews:
         view, name = gradients.full_view(number), gradients.unit.layout.specs[number].name
         if view is None or isinstance(value, ShardedGradient):
             raise RuntimeError(
-                f"'{name}'.grad was assigned a tensor, but its gradient is sharded over the ranks. Scale it in "
+                f"'{name}'.grad was assigned a tensor, but its gradient is sharded over the ranks. Scale "
+                f"it in "
                 "place (param.grad.mul_(factor)) or change it inside the loss."
             )
         view.copy_(value)

@@ -19,7 +19,9 @@ class UnitGradients:
     rank's slice of ``local``, unless a backward pass follows a reduction and both must be kept.
     """
 
-    def __init__(self, unit: Unit, pool: BufferPool, accumulation_dtype: torch.dtype, accumulates: bool) -> None:
+    def __init__(
+        self, unit: Unit, pool: BufferPool, accumulation_dtype: torch.dtype, accumulates: bool
+    ) -> None:
         self.unit = unit
         self._pool = pool
         self._accumulation_dtype = accumulation_dtype
@@ -29,7 +31,9 @@ class UnitGradients:
         self._arrived: set[int] = set()  # parameters that brought a gradient in this backward pass
         self._gathering: Pending | None = None
         self._pending: Pending | None = None
-        self.contributed: set[int] = set()  # parameters with a local gradient since the gradients were cleared
+        self.contributed: set[int] = (
+            set()
+        )  # parameters with a local gradient since the gradients were cleared
         self.reduced_valid = False
         dtype = accumulation_dtype if accumulates else unit.layout.dtype
         self.local: torch.Tensor | None = None

@@ -30,7 +30,7 @@ def guard_module(model: nn.Module, units: dict[nn.Parameter, Unit]) -> None:
             _guard_state_dict(module, released)
     for parameter in units:
         _guard_copies(parameter)
-    model._apply = ApplyGuard(model)  # type: ignore[method-assign,assignment]
+    model._apply = ApplyGuard(model)  # type: ignore[method-assign]
 
 
 def _guard_state_dict(module: nn.Module, released: Callable[[nn.Module], str | None]) -> None:
@@ -61,8 +61,8 @@ def _guard_copies(parameter: nn.Parameter) -> None:
             "zero_ext.full_state_dict(model), or copy inside 'with zero_ext.gathered(params):' by .clone()."
         )
 
-    parameter.__deepcopy__ = refuse  # type: ignore[attr-defined]
-    parameter.__reduce_ex__ = refuse  # type: ignore[method-assign,assignment]
+    parameter.__deepcopy__ = refuse  # type: ignore[method-assign]
+    parameter.__reduce_ex__ = refuse  # type: ignore[method-assign]
     parameter.share_memory_ = refuse  # type: ignore[method-assign]
 
 
@@ -72,8 +72,8 @@ class ApplyGuard:
     A deep copy of a model is an ordinary model again, so its copy of the guard does not refuse.
     """
 
-    def __init__(self, model: nn.Module, active: bool = True) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, model: nn.Module | None, active: bool = True) -> None:
+        self._model = weakref.ref(model) if model is not None else lambda: None
         self._active = active
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ApplyGuard:
@@ -90,7 +90,8 @@ class ApplyGuard:
             probe = torch.empty(0, dtype=dtype)
             if fn(probe) is not probe:
                 raise RuntimeError(
-                    f"{type(model).__name__}: .to(), .half(), .bfloat16(), .cuda() and the like would break the "
+                    f"{type(model).__name__}: .to(), .half(), .bfloat16(), .cuda() and the like would "
+                    f"break the "
                     "link between parameters and their shards. Convert the model before zero_ext.prepare, or "
                     "set 'precision.dtype' in the configuration."
                 )

@@ -85,7 +85,8 @@ class ForwardHooks:
                 raise TypeError(
                     f"block '{call.name}' returned {type(hidden).__name__}, in which no tensor can be found: "
                     "its parameters could not be gathered again in backward. Return tensors, mappings, "
-                    "sequences or dataclasses, or run the step inside 'with zero_ext.double_backward(model):'."
+                    "sequences or dataclasses, or run the step inside 'with "
+                    "zero_ext.double_backward(model):'."
                 )
 
         def needed(_: torch.Tensor) -> None:
@@ -102,7 +103,9 @@ class ForwardHooks:
 class GatheringParameters(dict[str, "nn.Parameter | None"]):
     """A module's ``_parameters``: reading one by name makes its unit present for the running call."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter | None], touch: Callable[[nn.Parameter], None]) -> None:
+    def __init__(
+        self, parameters: dict[str, nn.Parameter | None], touch: Callable[[nn.Parameter], None]
+    ) -> None:
         super().__init__(parameters)
         self._touch = touch
 
@@ -127,7 +130,9 @@ def install(
     Hooks hold the engine's part weakly: dropping the model frees everything without a cycle collection.
     """
     weak = weakref.ref(hooks)
-    weak_units = {id(parameter): (weakref.ref(unit), weakref.ref(home)) for parameter, (unit, home) in units.items()}
+    weak_units = {
+        id(parameter): (weakref.ref(unit), weakref.ref(home)) for parameter, (unit, home) in units.items()
+    }
     homes = {home for _, home in units.values()} | {model}
     inside_compiled = _modules_inside_compiled(model)
 
@@ -148,7 +153,9 @@ def install(
             _install_owner_hook(module, touch)
         if module in homes:
             everything = [parameter for parameter in module.parameters() if parameter in units]
-            _install_block_hooks(module, names[module], weak, touch, everything if _is_compiled(module) else [])
+            _install_block_hooks(
+                module, names[module], weak, touch, everything if _is_compiled(module) else []
+            )
 
 
 def _install_owner_hook(module: nn.Module, touch: Callable[[nn.Parameter], None]) -> None:
@@ -173,7 +180,7 @@ def _install_block_hooks(
         # A deep copy of the model carries these hooks along; they are not for it.
         return weak() if weak_home() is home else None
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @torch._dynamo.disable
     def before(home: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         alive = engine_part(home)
         if alive is not None:
@@ -181,7 +188,7 @@ def _install_block_hooks(
             for parameter in whole:
                 touch(parameter)
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @torch._dynamo.disable
     def after(home: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: object) -> None:
         alive = engine_part(home)
         if alive is not None:

@@ -57,7 +57,9 @@ class FlatLayout:
             raise ValueError(f"world_size: {world_size} given, at least 1 wanted")
         dtypes = {spec.dtype for spec in specs}
         if len(dtypes) != 1:
-            raise ValueError(f"a unit holds parameters of exactly one dtype, not of {sorted(map(str, dtypes))}")
+            raise ValueError(
+                f"a unit holds parameters of exactly one dtype, not of {sorted(map(str, dtypes))}"
+            )
         dtype = dtypes.pop()
         grain = max(1, ALIGNMENT_BYTES // dtype.itemsize)
         offsets, end = [], 0

@@ -46,7 +46,9 @@ class MasterShard:
             if original.stride() != spec.stride:
                 original = torch.empty_strided(spec.shape, spec.stride, dtype=original.dtype).copy_(original)
             flattened = original.as_strided((spec.numel,), (1,), original.storage_offset())
-            self.part(overlap).copy_(flattened[overlap.parameter_start : overlap.parameter_start + overlap.numel])
+            self.part(overlap).copy_(
+                flattened[overlap.parameter_start : overlap.parameter_start + overlap.numel]
+            )
 
     def part(self, overlap: Overlap, of: torch.Tensor | None = None) -> torch.Tensor:
         """The elements of one parameter, in ``values`` or another owned buffer."""

@@ -71,10 +71,14 @@ class ZeroModule(nn.Module):
         """The module's own ``state_dict``: its keys, true values, or an error naming the right call."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Loads whole tensors, present on every rank, at any stage; a collective."""
         if assign:
-            raise ValueError("load_state_dict(assign=True) would replace sharded parameters; use assign=False")
+            raise ValueError(
+                "load_state_dict(assign=True) would replace sharded parameters; use assign=False"
+            )
         load_full_state_dict(self, dict(state_dict), strict=strict)
         return torch.nn.modules.module._IncompatibleKeys([], [])
 

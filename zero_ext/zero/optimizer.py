@@ -33,7 +33,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self.engine.skipped_steps
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Unscales, clips, updates and publishes the parameters; a collective of all ranks.
 
         Returns the closure's value. Raises ``RuntimeError`` without gradients or inside backward,
@@ -47,7 +47,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients; memory for them is kept. ``set_to_none`` False makes them zeros, as in torch."""
+        """Forgets all gradients; memory for them is kept. ``set_to_none`` False makes them zeros, as in
+        torch."""
         if set_to_none:
             self.engine.clear_gradients()
         else:
@@ -57,7 +58,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Refused after construction: the model's parameters were laid out at prepare."""
         if hasattr(self, "engine"):
             raise RuntimeError(
-                "add_param_group after zero_ext.prepare: give every parameter to the optimizer before prepare; "
+                "add_param_group after zero_ext.prepare: give every parameter to the optimizer before "
+                "prepare; "
                 "a group with lr 0 can wait for later"
             )
         super().add_param_group(param_group)
@@ -78,7 +80,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         for group, live in zip(groups, self.param_groups, strict=True):
             group["params"] = [self.engine.names[parameter][0] for parameter in live["params"]]
-        world = {"rank": self.engine.rank, "world_size": self.engine.world_size, "stage": self.engine.config.stage}
+        world = {
+            "rank": self.engine.rank,
+            "world_size": self.engine.world_size,
+            "stage": self.engine.config.stage,
+        }
         return {"shards": shards, "scalars": stepper.scalars(), "param_groups": groups, "layout": world}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -115,4 +121,3 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if shards:
             raise ValueError(f"optimizer state has entries that this optimizer lacks: {sorted(shards)[:3]}")
         self.engine.refresh_parameters()
-

@@ -87,12 +87,15 @@ def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
     return blocks
 
 
-def plan_units(model: nn.Module, owned: Iterable[Owned], config: ZeroConfig, world_size: int) -> list[UnitPlan]:
+def plan_units(
+    model: nn.Module, owned: Iterable[Owned], config: ZeroConfig, world_size: int
+) -> list[UnitPlan]:
     """Groups the parameters into units for the configured stage on ``world_size`` ranks."""
     placement = Placement.of_stage(config.stage).over(world_size)
     if not placement.params:
         return list(_buckets("bucket", owned, placement, config.units.bucket_elements, False))
-    small, large = [], []
+    small: list[Owned] = []
+    large: list[Owned] = []
     for item in owned:
         (small if item.spec.numel < config.units.persistence_threshold else large).append(item)
     plans = list(_blocks(model, large, find_blocks(model, config), placement))

@@ -69,6 +69,7 @@ def prepare(
         )
     join_world(settings.timeout_seconds)
     collectives = make_collectives(process_group, settings.timeout_seconds)
+    settings = settings.replace(batch=settings.batch.resolve(collectives.world_size))
     owned = owned_parameters(model, settings.precision.dtype)
     if not owned:
         raise ValueError(f"{type(model).__name__} has no parameters; there is nothing to shard")
@@ -79,6 +80,7 @@ def prepare(
     built = [build_unit(plan, collectives, pool, values == "keep", optimizer is not None) for plan in plans]
     broadcast_buffers(model, collectives)
     engine = Engine(model, owned, built, settings, collectives, pool)
+    engine.group = (process_group or dist.group.WORLD) if collectives.world_size > 1 else None
     homes = {
         parameter: (unit, plan.home)
         for (unit, _), plan in zip(built, plans, strict=True)
@@ -106,7 +108,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer | None, known: set[nn.Para
         for position, parameter in enumerate(group["params"]):
             if parameter not in known:
                 raise ValueError(
-                    f"optimizer param group {number}, parameter {position} of shape {tuple(parameter.shape)} is "
+                    f"optimizer param group {number}, parameter {position} of shape "
+                    f"{tuple(parameter.shape)} is "
                     "not a parameter of the model given to zero_ext.prepare; build the optimizer from "
                     "model.parameters() of that same model, after any change to it"
                 )

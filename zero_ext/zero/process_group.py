@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
 from zero_ext.comm import Collectives, GroupExchange, WireLog
+from zero_ext.comm.exchange import Message, Waitable
 
 BACKENDS = ("gloo", "fake")
 
@@ -33,10 +36,10 @@ def make_collectives(group: dist.ProcessGroup | None, timeout_seconds: float) ->
         raise ValueError(f"rank {dist.get_rank()} is not a member of the process group given, ranks {ranks}")
     if world_size == 1:
         return Collectives(0, 1, _NoPeers(), _NoPeers(), wire)
-    backend = dist.get_backend(group)
-    backend = next((name for name in BACKENDS if name in backend), backend)
-    if backend not in BACKENDS:
-        raise ValueError(f"process group backend '{backend}': CPU tensors need 'gloo' (or 'cpu:gloo,...')")
+    offered = str(dist.get_backend(group))
+    backend = next((name for name in BACKENDS if name in offered), None)
+    if backend is None:
+        raise ValueError(f"process group backend '{offered}': CPU tensors need 'gloo' (or 'cpu:gloo,...')")
     timeout = datetime.timedelta(seconds=timeout_seconds)
     gathers, reductions = (
         GroupExchange(dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True))
@@ -48,8 +51,8 @@ def make_collectives(group: dist.ProcessGroup | None, timeout_seconds: float) ->
 class _NoPeers:
     """The exchange of a single rank: nothing is ever sent."""
 
-    def start(self, sends: object, receives: object) -> list[object]:
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Sequence[Waitable]:
         return []
 
-    def all_reduce(self, tensor: object) -> object:
+    def all_reduce(self, tensor: torch.Tensor) -> Waitable:
         raise AssertionError("one rank has nobody to reduce with")

@@ -59,7 +59,9 @@ class GradientReducer:
         flags = [int(gradients.has_local) for gradients in self.gradients]
         for gradients in self.gradients:
             flags += [int(i in gradients.contributed) for i in range(len(gradients.unit.parameters))]
-        agreed = self._collectives.sum_(torch.tensor(flags, dtype=torch.int64), "agreement on gradients").tolist()
+        agreed = self._collectives.sum_(
+            torch.tensor(flags, dtype=torch.int64), "agreement on gradients"
+        ).tolist()
         position = len(self.gradients)
         for leftover, gradients in zip(agreed, self.gradients, strict=False):
             count = len(gradients.unit.parameters)

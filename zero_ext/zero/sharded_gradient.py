@@ -37,7 +37,7 @@ class ShardedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, access: GradientAccess, key: object, name: str) -> ShardedGradient:
-        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=False
         )
         made._access, made._key, made._name = access, key, name
@@ -46,11 +46,11 @@ class ShardedGradient(torch.Tensor):
     def __init__(self, like: torch.Tensor, access: GradientAccess, key: object, name: str) -> None:
         super().__init__()
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGradient('{self._name}', shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = _HANDLERS.get(func)
@@ -60,7 +60,8 @@ class ShardedGradient(torch.Tensor):
         name = next((arg._name for arg in _flat(args) if isinstance(arg, ShardedGradient)), "?")
         raise RuntimeError(
             f"the gradient of '{name}' is sharded over the ranks, and {func} needs all of it. Use "
-            "model.clip_grad_norm_(max_norm) to clip, zero_ext.full_gradient(param) for the whole gradient on "
+            "model.clip_grad_norm_(max_norm) to clip, zero_ext.full_gradient(param) for the whole "
+            "gradient on "
             "every rank; optimizer.step() unscales and clips by itself when the configuration says so."
         )
 
@@ -74,13 +75,15 @@ def _flat(values: Any) -> list[Any]:
 
 def _vector_norm(
     gradient: ShardedGradient,
-    ord: float = 2,  # noqa: A002 - torch's own argument name
+    ord: float = 2,
     dim: object = None,
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     if dim or keepdim:
-        raise RuntimeError(f"the gradient of '{gradient._name}' is sharded: norms over single dims need all of it")
+        raise RuntimeError(
+            f"the gradient of '{gradient._name}' is sharded: norms over single dims need all of it"
+        )
     return gradient._access.norm_of(gradient._key, float(ord)).to(dtype or gradient.dtype)
 
 
@@ -88,7 +91,7 @@ def _norm(gradient: ShardedGradient, p: float | None = None, *_: object) -> torc
     return _vector_norm(gradient, 2 if p is None else p)
 
 
-def _foreach_norm(gradients: list[ShardedGradient], ord: float = 2, dtype: Any = None) -> list[torch.Tensor]:  # noqa: A002
+def _foreach_norm(gradients: list[ShardedGradient], ord: float = 2, dtype: Any = None) -> list[torch.Tensor]:
     return [_vector_norm(gradient, ord, dtype=dtype) for gradient in gradients]
 
 
@@ -114,7 +117,9 @@ def _foreach_scale(gradients: list[ShardedGradient], factor: torch.Tensor | floa
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.linalg_vector_norm.default: _vector_norm,
     aten.norm.Scalar: _norm,
-    aten.norm.ScalarOpt_dim: lambda gradient, p=2, dim=None, keepdim=False: _vector_norm(gradient, p, dim, keepdim),
+    aten.norm.ScalarOpt_dim: lambda gradient, p=2, dim=None, keepdim=False: _vector_norm(
+        gradient, p, dim, keepdim
+    ),
     aten._foreach_norm.Scalar: _foreach_norm,
     aten.mul_.Tensor: _scale,
     aten.mul_.Scalar: _scale,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from zero_ext.config import ZeroConfig
-from zero_ext.zero.engine import Engine
-from zero_ext.zero.gathered import persistent_buffers
+from zero_ext.zero.buffers import persistent_buffers
 from zero_ext.zero.unit import Unit
+
+if TYPE_CHECKING:
+    from zero_ext.zero.engine import Engine
 
 
 class ShardPiece(NamedTuple):
@@ -37,15 +40,33 @@ class EngineState:
     """Implements the checkpoint's ``StateSource`` for one engine.
 
     Every rank saves the part of its own shard range, whatever is replicated, so that writing is shared;
-    at load a rank fills all that it owns. ``group`` carries the checkpoint's small agreements.
+    at load a rank fills all that it owns.
     """
 
-    def __init__(self, engine: Engine, group: dist.ProcessGroup | None) -> None:
-        self._engine = engine
-        self.rank = engine.rank
-        self.world_size = engine.world_size
-        self.group = group
-        self.config: ZeroConfig = engine.config
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.proxy(engine)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return int(self._engine.rank)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return int(self._engine.world_size)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The engine's process group; None for a single rank."""
+        group: dist.ProcessGroup | None = self._engine.group
+        return group
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The engine's configuration."""
+        config: ZeroConfig = self._engine.config
+        return config
 
     def parameter_table(self) -> Mapping[str, ParameterInfo]:
         """Every parameter by its first name."""
@@ -54,7 +75,9 @@ class EngineState:
             for spec, parameter in zip(unit.layout.specs, unit.parameters, strict=True):
                 dtype = str(spec.dtype).removeprefix("torch.")
                 aliases = self._engine.names[parameter][1:]
-                table[spec.name] = ParameterInfo(spec.shape, spec.stride, dtype, aliases, parameter.requires_grad)
+                table[spec.name] = ParameterInfo(
+                    spec.shape, spec.stride, dtype, aliases, parameter.requires_grad
+                )
         return table
 
     def save_pieces(self) -> Iterator[ShardPiece]:
@@ -79,12 +102,18 @@ class EngineState:
         for unit in engine.units:
             if unit in mastered:
                 continue
-            begin, end = unit.layout.shard_range(self.rank) if unit.placement.params else (0, unit.layout.numel)
+            begin, end = (
+                unit.layout.shard_range(self.rank) if unit.placement.params else (0, unit.layout.numel)
+            )
             memory = unit.shard if unit.placement.params else unit.flat
             for overlap in unit.layout.overlaps(begin, end):
                 name = unit.layout.specs[overlap.index].name
                 run = memory[overlap.range_start : overlap.range_start + overlap.numel]
-                yield ShardPiece("master", name, overlap.parameter_start, run), unit, begin + overlap.range_start
+                yield (
+                    ShardPiece("master", name, overlap.parameter_start, run),
+                    unit,
+                    begin + overlap.range_start,
+                )
         for number, master in enumerate(engine.masters):
             specs = master.unit.layout.specs
             for overlap in master.overlaps:

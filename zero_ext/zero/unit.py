@@ -127,7 +127,10 @@ class Unit:
         if self.placement.params or not self.placement.optimizer:
             return None
         return self.collectives.gather(
-            self.flat, self.shard, self.wire_kind("gather_updated"), f"gather of the updated {self.describe()}"
+            self.flat,
+            self.shard,
+            self.wire_kind("gather_updated"),
+            f"gather of the updated {self.describe()}",
         )
 
     # -- contents -----------------------------------------------------------------------------------------
@@ -207,7 +210,8 @@ class Unit:
             ]
         if names:
             raise RuntimeError(
-                f"rank {self.collectives.rank}: parameter '{names[0]}' was written to while it belongs to the "
+                f"rank {self.collectives.rank}: parameter '{names[0]}' was written to while it belongs to "
+                f"the "
                 "sharded model; the value would be lost. Write inside 'with zero_ext.gathered(params):'."
             )
 
