@@ -1,0 +1,33 @@
+"""``@on_ranks(1, 2, 3)``: the body of a test runs on every rank of the pool."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.multi.pool import RankPool
+
+
+def on_ranks(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes ``def test_x(world, ...)`` a test over ``world_sizes``; further parameters come from parametrize.
+
+    The body asserts on each rank by itself; a rank's failure is the test's. It must not use fixtures.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        def test(rank_pool: RankPool, world_size: int, **arguments: Any) -> None:
+            rank_pool.run(world_size, f"{body.__module__}:{body.__name__}", arguments, timeout)
+
+        own = list(inspect.signature(body).parameters.values())[1:]
+        given = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("rank_pool", "world_size")]
+        rest = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        test.__signature__ = inspect.Signature(given + rest)  # type: ignore[attr-defined]
+        test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
+        test.__dict__.update(body.__dict__)  # the marks of inner decorators
+        test.on_one_rank = body  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("world_size", world_sizes)(test)
+
+    return decorate

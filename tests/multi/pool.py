@@ -1,0 +1,130 @@
+"""A persistent pool of ranks: processes that import torch once and then run every multi-rank test."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import multiprocessing
+import secrets
+import signal
+import tempfile
+import time
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.multi.rank import RankTask, serve
+
+POOL_SIZE = 4
+START_SECONDS = 120.0
+GRACE_SECONDS = 5.0  # for the other ranks to report as well, once one has failed
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "zero_ext", "zero_ext.zero", "tests.multi.rank"]
+
+
+class RankFailure(AssertionError):
+    """A test body raised, died or hung on some rank; the message holds every rank's traceback."""
+
+
+class RankPool:
+    """``size`` processes in one gloo world, started at first use and again after any failure.
+
+    Work is named ``module:function``; its arguments are JSON-able, its results JSON-able or tensors. A call
+    runs on the first ``world_size`` ranks, which form a group of their own; the others stay idle.
+    """
+
+    def __init__(self, size: int = POOL_SIZE) -> None:
+        self.size = size
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(
+        self, world_size: int, target: str, arguments: dict[str, Any], timeout: float = 60.0, seed: int | None = None
+    ) -> list[Any]:
+        """Results of ``target`` on each of ``world_size`` ranks; raises :class:`RankFailure`."""
+        if not 1 <= world_size <= self.size:
+            raise ValueError(f"world_size: {world_size} given, 1 to {self.size} wanted")
+        if not self._processes:
+            self._start()
+        seed = secrets.randbits(31) if seed is None else seed
+        task = RankTask(target=target, arguments=arguments, world_size=world_size, seed=seed)
+        message = json.dumps(task._asdict()).encode()
+        pending = {self._connections[rank]: rank for rank in range(world_size)}
+        for connection in pending:
+            connection.send_bytes(message)
+        results, failures = self._collect(pending, timeout)
+        if failures:
+            self.close()
+            listed = "\n".join(f"--- rank {rank} ---\n{failures[rank]}" for rank in sorted(failures))
+            raise RankFailure(f"{target} failed on ranks {sorted(failures)} of {world_size} (seed {seed})\n{listed}")
+        return [results[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        """Ends all ranks; the next call starts new ones."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks")
+        for rank in range(self.size):
+            here, there = self._context.Pipe()
+            process = self._context.Process(
+                target=serve, args=(rank, self.size, self._folder.name, there), daemon=True
+            )
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._connections.append(here)
+        for rank, connection in enumerate(self._connections):
+            if not connection.poll(START_SECONDS):
+                raise RankFailure(f"rank {rank} of the pool did not start within {START_SECONDS} s")
+            connection.recv_bytes()
+
+    def _collect(self, pending: dict[Connection, int], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while pending:
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                for rank in pending.values():
+                    failures[rank] = f"no answer within the time limit; it stood at\n{self._where(rank)}"
+                break
+            for connection in ready:
+                rank = pending.pop(connection)  # type: ignore[arg-type]
+                try:
+                    answer = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=True)  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    self._processes[rank].join(GRACE_SECONDS)
+                    failures[rank] = f"the process died, exit code {self._processes[rank].exitcode}"
+                    answer = {}
+                if "error" in answer:
+                    failures[rank] = answer["error"]
+                elif rank not in failures:
+                    results[rank] = answer["result"]
+                if failures:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return results, failures
+
+    def _where(self, rank: int) -> str:
+        """Python stacks of a rank that does not answer."""
+        if self._folder is None:
+            return "(no stacks)"
+        with contextlib.suppress(ProcessLookupError):
+            self._processes[rank]._popen._send_signal(signal.SIGUSR1)
+        time.sleep(0.2)
+        dump = Path(self._folder.name) / f"stacks-{rank}"
+        return dump.read_text() if dump.exists() else "(no stacks)"

@@ -1,0 +1,84 @@
+"""What a process of the rank pool does: join the world, then run named functions until it is told to stop."""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import gc
+import importlib
+import io
+import json
+import signal
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class RankTask(NamedTuple):
+    """One call: ``module:function`` and its keyword arguments, on the first ``world_size`` ranks."""
+
+    target: str
+    arguments: dict[str, Any]
+    world_size: int
+    seed: int
+
+
+class World(NamedTuple):
+    """What a test body knows about its ranks. ``seed`` is fresh for every call and the same on all ranks."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+    seed: int
+
+    def everyone(self, value: Any) -> list[Any]:
+        """``value`` of every rank, in rank order."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        dist.barrier(self.group)
+
+
+def serve(rank: int, size: int, folder: str, connection: Connection) -> None:
+    """Runs tasks from ``connection`` until it closes."""
+    torch.set_num_threads(1)
+    with (Path(folder) / f"stacks-{rank}").open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=60),
+        )
+        groups = {count: dist.new_group(list(range(count))) for count in range(1, size + 1)}
+        # What exists now stays for good, so that the collection after each task is quick.
+        gc.collect()
+        gc.freeze()
+        connection.send_bytes(b"ready")
+        while True:
+            try:
+                task = RankTask(**json.loads(connection.recv_bytes()))
+            except EOFError:
+                return
+            buffer = io.BytesIO()
+            torch.save(_answer(task, World(rank, task.world_size, groups[task.world_size], task.seed)), buffer)
+            connection.send_bytes(buffer.getvalue())
+            gc.collect()
+
+
+def _answer(task: RankTask, world: World) -> dict[str, Any]:
+    module, _, name = task.target.partition(":")
+    torch.manual_seed(task.seed)
+    try:
+        function = getattr(importlib.import_module(module), name)
+        return {"result": getattr(function, "on_one_rank", function)(world, **task.arguments)}
+    except Exception:
+        return {"error": traceback.format_exc()}

@@ -1,0 +1,81 @@
+"""The rank pool itself: results come back, failures are seen and survived."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.multi.on_ranks import on_ranks
+from tests.multi.pool import RankFailure, RankPool
+from tests.multi.rank import World
+
+HERE = "tests.multi.test_pool"
+
+
+def sum_of_ranks(world: World, factor: int) -> dict[str, Any]:
+    total = torch.tensor([float(world.rank * factor)])
+    dist.all_reduce(total, group=world.group)
+    return {"total": total, "rank": world.rank, "pid": os.getpid()}
+
+
+def raise_on(world: World, rank: int) -> None:
+    if world.rank == rank:
+        raise ValueError(f"no good on rank {rank}")
+    world.barrier()
+
+
+def die_on(world: World, rank: int) -> None:
+    if world.rank == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang_on(world: World, rank: int) -> None:
+    if world.rank == rank:
+        time.sleep(600)
+
+
+def wait_for_end(world: World) -> None:
+    time.sleep(600)
+
+
+@pytest.fixture
+def small_pool() -> Any:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_results_of_every_rank(rank_pool: RankPool, world_size: int) -> None:
+    results = rank_pool.run(world_size, f"{HERE}:sum_of_ranks", {"factor": 10})
+    assert [result["rank"] for result in results] == list(range(world_size))
+    wanted = 10.0 * sum(range(world_size))
+    assert all(result["total"].item() == wanted for result in results)
+
+
+def test_processes_are_reused(rank_pool: RankPool) -> None:
+    first, second = (rank_pool.run(4, f"{HERE}:sum_of_ranks", {"factor": 1}) for _ in range(2))
+    assert [one["pid"] for one in first] == [one["pid"] for one in second]
+
+
+def test_failures_name_the_rank_and_the_pool_comes_back(small_pool: RankPool) -> None:
+    with pytest.raises(RankFailure, match=r"ranks \[0, 1\](?s:.*)ValueError: no good on rank 1"):
+        small_pool.run(2, f"{HERE}:raise_on", {"rank": 1}, timeout=0.5)
+    with pytest.raises(RankFailure, match=r"rank 0 ---\nthe process died, exit code -9"):
+        small_pool.run(2, f"{HERE}:die_on", {"rank": 0})
+    with pytest.raises(RankFailure, match=r"rank 1 ---\nno answer(?s:.*)in hang_on"):
+        small_pool.run(2, f"{HERE}:hang_on", {"rank": 1}, timeout=1.0)
+    assert [result["rank"] for result in small_pool.run(2, f"{HERE}:sum_of_ranks", {"factor": 2})] == [0, 1]
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("word", ["a", "b"])
+def test_the_decorator_runs_bodies_on_ranks(world: World, word: str) -> None:
+    assert world.everyone((world.rank, word)) == [(rank, word) for rank in range(world.size)]
+    assert len(set(world.everyone(world.seed))) == 1
