@@ -1,0 +1,116 @@
+# Every target sets up what it needs; stamp files make repeated calls cost nothing.
+#   make demo      run the main job          make test      C++ and Python tests
+#   make bench     measure against peers     make sanitize  C++ tests under ASan+UBSan and TSan
+#   make lint      what CI checks            make format    rewrite files to the house style
+#   make wheel     dist/*.whl                make clean     remove what builds leave behind
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+CXX ?= g++
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= $(shell nproc)
+
+CORE_SOURCES := $(wildcard csrc/core/*.cpp)
+OP_SOURCES := $(wildcard csrc/ops/*.cpp)
+TEST_SOURCES := $(wildcard csrc/tests/*.cpp)
+HEADERS := $(wildcard csrc/*/*.h)
+CPP_FILES := $(CORE_SOURCES) $(OP_SOURCES) $(TEST_SOURCES) $(HEADERS)
+
+SYSTEM := $(VENV)/.stamp-system
+DEPENDENCIES := $(VENV)/.stamp-dependencies
+EXTENSION := $(VENV)/.stamp-extension
+BENCHMARK_PEERS := $(VENV)/.stamp-benchmark-peers
+
+.PHONY: setup test test-cpp test-python demo bench sanitize lint format wheel clean
+
+setup: $(EXTENSION)
+
+$(SYSTEM): scripts/system_packages.sh
+	scripts/system_packages.sh $(PYTHON)
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(DEPENDENCIES): $(SYSTEM) requirements-dev.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements-dev.txt
+	touch $@
+
+$(EXTENSION): $(DEPENDENCIES) setup.py pyproject.toml zero_ext/ops/toolchain.py \
+              $(CORE_SOURCES) $(OP_SOURCES) $(HEADERS)
+	MAX_JOBS=$(JOBS) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install \
+	  --disable-pip-version-check -q --no-build-isolation --no-deps -e .
+	touch $@
+
+$(BENCHMARK_PEERS): $(EXTENSION) benchmarks/requirements-bench.txt
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --disable-pip-version-check -q \
+	  --no-build-isolation -r benchmarks/requirements-bench.txt
+	touch $@
+
+test: test-cpp test-python
+
+test-python: setup
+	$(BIN)/python -m pytest
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+bench: $(BENCHMARK_PEERS)
+	for script in benchmarks/*.py; do \
+	  name=$$(basename "$$script" .py); \
+	  case "$$name" in _*) continue ;; esac; \
+	  $(BIN)/python -m "benchmarks.$$name"; \
+	done
+
+# --- C++ tests, without torch: plain and under sanitizers -------------------------------------------
+
+CPP_FLAGS := -std=c++20 -ffp-contract=off -Wall -Wextra -g
+FLAGS_plain := -O2
+FLAGS_address := -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+FLAGS_thread := -O1 -fsanitize=thread -fno-omit-frame-pointer
+TEST_OBJECTS := $(patsubst csrc/%.cpp,%.o,$(CORE_SOURCES) $(TEST_SOURCES))
+
+define cpp_variant
+build/cpp/$(1)/%.o: csrc/%.cpp $(SYSTEM)
+	@mkdir -p $$(@D)
+	$(CXX) $(CPP_FLAGS) $(FLAGS_$(1)) -MMD -c $$< -o $$@
+
+build/cpp/$(1)/run-tests: $(addprefix build/cpp/$(1)/,$(TEST_OBJECTS))
+	$(CXX) $(FLAGS_$(1)) $$^ -lgtest -lgtest_main -lpthread -o $$@
+
+-include $(patsubst %.o,build/cpp/$(1)/%.d,$(TEST_OBJECTS))
+endef
+$(foreach variant,plain address thread,$(eval $(call cpp_variant,$(variant))))
+
+test-cpp: $(SYSTEM)
+	$(MAKE) --no-print-directory -s -j$(JOBS) build/cpp/plain/run-tests
+	build/cpp/plain/run-tests --gtest_brief=1
+
+# The thread sanitizer needs its address ranges free, which address randomisation may take.
+sanitize: $(SYSTEM)
+	$(MAKE) --no-print-directory -s -j$(JOBS) build/cpp/address/run-tests build/cpp/thread/run-tests
+	build/cpp/address/run-tests --gtest_brief=1
+	if setarch -R true 2>/dev/null; then wrap="setarch -R"; else wrap=""; fi; \
+	$$wrap build/cpp/thread/run-tests --gtest_brief=1
+
+# --- Style ------------------------------------------------------------------------------------------
+
+lint: $(DEPENDENCIES)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+
+format: $(DEPENDENCIES)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+wheel: $(DEPENDENCIES)
+	MAX_JOBS=$(JOBS) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip wheel \
+	  --disable-pip-version-check -q --no-build-isolation --no-deps -w dist .
+
+clean:
+	rm -rf build dist *.egg-info zero_ext/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f $(EXTENSION)

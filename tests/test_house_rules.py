@@ -1,0 +1,213 @@
+"""Rules of the house that would drift if nothing held them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ops.test_opcheck import SAMPLES
+from zero_ext.ops.library import FAKE_KERNELS
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "zero_ext"
+SOURCE_FOLDERS = ("zero_ext", "csrc", "tests", "benchmarks", "examples", "scripts")
+LINES_OF_A_FILE = 500
+LINES_OF_A_FUNCTION = 60
+ARGUMENTS_OF_A_FUNCTION = 9
+
+# One argument for each key of the JSON section it is built from, under the key's own name.
+TAKES_A_WHOLE_JSON_SECTION = {"zero_ext/optim/one_cycle.py: __init__"}
+
+# Imports may only point to layers further left; folders of one layer do not import one another.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("config",),
+    ("ops",),
+    ("comm",),
+    ("offload",),
+    ("optim", "attention", "activation", "data"),
+    ("zero",),
+    ("checkpoint", "parallel"),
+    ("plan", "monitor"),
+    ("integrations", "cli"),
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Absolute names of the zero_ext modules that a file imports, anywhere in it."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, [base, node.module]))
+            found.update(f"{module}.{alias.name}" for alias in node.names)
+    return {name for name in found if name.split(".")[0] == "zero_ext"}
+
+
+def layer_of(module: str) -> str | None:
+    """Folder or top-level file of a zero_ext module; None for the package itself."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else None
+
+
+def wrong_imports(path: Path) -> list[str]:
+    """Imports of a file of the package that do not point to an earlier layer."""
+    own = layer_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    if own is None or own == "__init__":
+        return []
+    if own not in LEVEL:
+        return [f"{own} has no place in LAYERS"]
+    wrong = []
+    for module in sorted(imported_modules(path)):
+        other = layer_of(module)
+        if other == own:
+            continue
+        if other not in LEVEL or LEVEL[other] >= LEVEL[own]:
+            wrong.append(f"{path.relative_to(ROOT)} ({own}) imports {module}")
+    return wrong
+
+
+def test_imports_point_one_way() -> None:
+    files = python_files("zero_ext")
+    assert len(files) > 10
+    assert [line for path in files for line in wrong_imports(path)] == []
+
+
+def test_a_reverse_import_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    file = tmp_path / "zero_ext" / "ops" / "late.py"
+    file.parent.mkdir(parents=True)
+    for line in ("import zero_ext.comm", "from zero_ext import zero", "from ..offload.tier import Tier"):
+        file.write_text(f"def late():\n    {line}\n")
+        assert len(wrong_imports(file)) == 1, line
+    file.write_text("import torch\nfrom zero_ext.config import events\nfrom . import adam\n")
+    assert wrong_imports(file) == []
+
+
+def test_core_includes_no_torch_and_no_python_header() -> None:
+    files = [path for path in (ROOT / "csrc" / "core").iterdir() if path.suffix in {".h", ".cpp", ".cuh"}]
+    assert len(files) > 10
+    pattern = re.compile(r'#\s*include\s*[<"](torch|ATen|c10|caffe2|Python\.h|pybind11|.*\bops/)')
+    assert [path.name for path in files if pattern.search(path.read_text())] == []
+
+
+def registered_ops() -> set[str]:
+    names = torch._C._dispatch_get_all_op_names()
+    return {name.split("::")[1].split(".")[0] for name in names if name.startswith("zero_ext::")}
+
+
+def test_every_op_has_a_fake_kernel_and_an_opcheck() -> None:
+    ops = registered_ops()
+    assert "adam_step_" in ops
+    assert ops == set(FAKE_KERNELS), "every op needs a @fake_kernel in zero_ext/ops"
+    assert ops == set(SAMPLES), "every op needs a sample in tests/ops/test_opcheck.py"
+
+
+def seconds_of(code: str) -> float:
+    """Best of three runs of `code` in a fresh interpreter that prints the seconds it measured."""
+    runs = [
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+        for _ in range(3)
+    ]
+    return min(float(run.stdout) for run in runs)
+
+
+def test_import_is_quick_and_starts_no_cuda() -> None:
+    code = (
+        "import time, torch, torch.distributed\n"
+        "start = time.perf_counter()\n"
+        "import zero_ext\n"
+        "seconds = time.perf_counter() - start\n"
+        "if torch.cuda.is_initialized(): raise SystemExit('importing zero_ext started CUDA')\n"
+        "print(seconds)\n"
+    )
+    assert seconds_of(code) < 0.5
+
+
+def test_no_assert_no_pickle_and_no_unfinished_work_in_the_library() -> None:
+    offenders = []
+    for path in python_files("zero_ext"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assert):
+                offenders.append(f"{path.relative_to(ROOT)}:{node.lineno} assert")
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            if any(
+                name.split(".")[0] in {"pickle", "cloudpickle", "dill", "marshal", "shelve"} for name in names
+            ):
+                offenders.append(f"{path.relative_to(ROOT)}:{node.lineno} {names}")
+            if isinstance(node, ast.Name) and node.id == "NotImplementedError":
+                offenders.append(f"{path.relative_to(ROOT)}:{node.lineno} NotImplementedError")
+    assert offenders == []
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    tree = ast.parse(path.read_text())
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring."""
+    lines = (function.end_lineno or 0) - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function) is not None:
+        lines -= (first.end_lineno or 0) - first.lineno + 1
+    return lines
+
+
+def argument_count(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    named = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return len([argument for argument in named if argument.arg not in {"self", "cls"}])
+
+
+def test_files_and_functions_stay_small() -> None:
+    offenders = []
+    for folder in SOURCE_FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in {".py", ".cpp", ".h", ".cu", ".cuh", ".sh"}:
+                lines = len(path.read_text().splitlines())
+                if lines > LINES_OF_A_FILE:
+                    offenders.append(f"{path.relative_to(ROOT)}: {lines} lines")
+    for path in python_files("zero_ext"):
+        for function in functions(path):
+            place = f"{path.relative_to(ROOT)}: {function.name}"
+            if body_lines(function) > LINES_OF_A_FUNCTION:
+                offenders.append(f"{place} has {body_lines(function)} lines")
+            if argument_count(function) > ARGUMENTS_OF_A_FUNCTION and place not in TAKES_A_WHOLE_JSON_SECTION:
+                offenders.append(f"{place} has {argument_count(function)} arguments")
+    assert offenders == []
+
+
+def test_every_module_says_what_it_is() -> None:
+    files = python_files("zero_ext", "tests")
+    silent = [
+        path
+        for path in files
+        if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert [str(path.relative_to(ROOT)) for path in silent] == []
+
+
+def test_no_unfinished_marks() -> None:
+    offenders = []
+    for path in python_files(*SOURCE_FOLDERS):
+        with path.open("rb") as file:
+            for token in tokenize.tokenize(file.readline):
+                if token.type == tokenize.COMMENT and re.search(r"\b(TODO|FIXME|XXX|HACK)\b", token.string):
+                    offenders.append(f"{path.relative_to(ROOT)}:{token.start[0]}")
+    assert offenders == []
