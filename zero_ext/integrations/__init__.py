@@ -1,1 +1,6 @@
 """Bridges to other libraries' ways of training."""
+
+from zero_ext.integrations.initialize import initialize
+from zero_ext.integrations.training_module import TrainingModule
+
+__all__ = ["TrainingModule", "initialize"]
