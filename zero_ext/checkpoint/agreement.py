@@ -1,7 +1,6 @@
 """How ranks stay together through a save or a load: an error on one rank becomes an error on all.
 
-Collectives are called on the process group object itself, so that a save in the background can finish after
-the main thread has called ``destroy_process_group``.
+Collectives are called on the backend object itself, which torch.distributed does not know and so leaves alone.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ _USER_MISTAKES = {"ValueError": ValueError, "TypeError": TypeError}
 class Agreement:
     """The ranks of one ``group`` (None: this process alone) in a save or load described by ``purpose``."""
 
-    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None, purpose: str) -> None:
-        if world_size > 1 and group is None:
-            raise RuntimeError(f"{purpose}: a world of {world_size} ranks needs a process group, got None")
+    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroupGloo | None, purpose: str) -> None:
         self.rank = rank
         self.world_size = world_size
         self.purpose = purpose
@@ -74,9 +71,9 @@ class Agreement:
         self._run(lambda group: group.allgather([received], [mine]))
         return [_bytes(part)[:size] for part, size in zip(received, sizes, strict=True)]
 
-    def _run(self, start: Callable[[dist.ProcessGroup], dist.Work]) -> None:
+    def _run(self, start: Callable[[Any], dist.Work]) -> None:
         if self._group is None:
-            raise RuntimeError(f"{self.purpose}: no process group")
+            raise RuntimeError(f"{self.purpose}: {self.world_size} ranks have no group to agree over")
         try:
             start(self._group).wait()
         except Exception as error:

@@ -56,8 +56,9 @@ def load_checkpoint(
     model is half-loaded.
     """
     session = session_of(source)
-    group = session.group_for(source, background=False)
-    agreement = Agreement(source.rank, source.world_size, group, f"loading from {directory}")
+    agreement = Agreement(
+        source.rank, source.world_size, session.group_of(source), f"loading from {directory}"
+    )
     root = CheckpointDirectory(Path(directory).absolute())
 
     def resolve() -> int | None:

@@ -53,7 +53,7 @@ def save_checkpoint(
     """
     session = session_of(source)
     request = _Request(directory, step, client_state, keep_last, asynchronous, extra)
-    group = session.group_for(source, asynchronous)
+    group = session.group_of(source)
     agreement = Agreement(source.rank, source.world_size, group, f"saving to {directory}")
     jobs: list[SaveJob] = []
 
@@ -69,7 +69,7 @@ def save_checkpoint(
     if not asynchronous:
         return handle.run(job.run)
     session.in_flight = handle
-    return handle.run_in_background(job.run, owner=source)
+    return handle.run_in_background(job.run)
 
 
 class _Request(NamedTuple):

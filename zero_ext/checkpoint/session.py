@@ -1,4 +1,4 @@
-"""What saves of one source share: the save in flight, and a process group for work in the background."""
+"""What the saves and loads of one source share: the save in flight, and connections between the ranks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from zero_ext.checkpoint.errors import CheckpointError
 from zero_ext.checkpoint.source import StateSource
+
+_STORE_PREFIX = "zero_ext.checkpoint"
 
 
 class _Outcome:
@@ -70,23 +72,19 @@ class SaveHandle:
             self._outcome.finished.set()
         return self
 
-    def run_in_background(self, save: Callable[[], None], owner: StateSource) -> SaveHandle:
-        """Does the save on a thread that the process waits for at its end.
-
-        ``owner`` lives until then: its process group, which the save agrees over, goes with it.
-        """
-        outcome = self._outcome
-
-        def work(owner: StateSource = owner) -> None:
-            try:
-                save()
-            except BaseException as error:
-                outcome.error = error
-            finally:
-                outcome.finished.set()
-
-        threading.Thread(target=work, name=f"save {self.path.name}", daemon=False).start()
+    def run_in_background(self, save: Callable[[], None]) -> SaveHandle:
+        """Does the save on a thread that the process waits for at its end."""
+        threading.Thread(target=self._work, args=(save,), name=f"save {self.path.name}", daemon=False).start()
         return self
+
+    def _work(self, save: Callable[[], None]) -> None:
+        # Running as a method keeps the handle, and with it the report of an error, until the end.
+        try:
+            save()
+        except BaseException as error:
+            self._outcome.error = error
+        finally:
+            self._outcome.finished.set()
 
 
 class Session:
@@ -94,7 +92,7 @@ class Session:
 
     def __init__(self) -> None:
         self.in_flight: SaveHandle | None = None
-        self._background: dist.ProcessGroup | None = None
+        self._group: dist.ProcessGroupGloo | None = None
 
     def finish_previous(self) -> None:
         """Waits for the save in flight. CheckpointError if it failed and nobody has been told."""
@@ -106,31 +104,27 @@ class Session:
         except Exception as error:
             raise CheckpointError(f"the previous save, {handle.path.name}, failed: {error}") from error
 
-    def group_for(self, source: StateSource, background: bool) -> dist.ProcessGroup | None:
-        """The group to agree over: the source's own, or a gloo group beside it.
+    def group_of(self, source: StateSource) -> dist.ProcessGroupGloo | None:
+        """The connections that the ranks of ``source`` agree over, made by all of them at the first call.
 
-        A background save must not mix its collectives with the training step's, and bytes of host memory
-        need a backend that moves them. The second group is made once, by all ranks together.
+        They are the session's own: a save in the background must not mix its messages with the training
+        step's, and has to end well after ``destroy_process_group``. ``new_group`` gives neither.
         """
-        group = source.group
-        if group is None or source.world_size == 1:
+        if source.world_size == 1:
             return None
-        if not background and dist.get_backend(group) == dist.Backend.GLOO:
-            return group
-        if self._background is None:
-            self._background = dist.new_group(
-                ranks=dist.get_process_group_ranks(group),
-                backend=dist.Backend.GLOO,
-                timeout=timedelta(seconds=source.config.timeout_seconds),
-                use_local_synchronization=True,
+        if source.group is None:
+            raise RuntimeError(f"a world of {source.world_size} ranks needs a process group, got None")
+        if self._group is None:
+            store = source.group.get_group_store()
+            # All ranks come here together, so the arrivals of one meeting are world_size counts in a row.
+            meeting = (store.add(_STORE_PREFIX, 1) - 1) // source.world_size
+            self._group = dist.ProcessGroupGloo(
+                dist.PrefixStore(f"{_STORE_PREFIX}/{meeting}", store),
+                source.rank,
+                source.world_size,
+                timedelta(seconds=source.config.timeout_seconds),
             )
-            weakref.finalize(source, _destroy, self._background)
-        return self._background
-
-
-def _destroy(group: dist.ProcessGroup) -> None:
-    if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
-        dist.destroy_process_group(group)
+        return self._group
 
 
 # A source knows nothing of checkpoints, and a save in flight has to be found again from the source alone.

@@ -1,0 +1,227 @@
+"""What is saved comes back, bit for bit, at any world size and however the ranks hold it."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, dense, random_state
+from tests.multi.pool import RankPool
+from tests.multi.rank import World
+from zero_ext.checkpoint import load_checkpoint, save_checkpoint
+
+HERE = "tests.checkpoint.test_round_trip"
+
+
+def save_on_rank(world: World, directory: str, state: int, sharded: bool, background: bool) -> None:
+    source = FakeSource(MIXED, state, world.rank, world.size, world.group, sharded)
+    handle = save_checkpoint(directory, source, client_state={"rank": 0}, asynchronous=background)
+    if background:
+        source.poison()  # the staged copy must be what is written
+    assert handle.wait() == Path(directory) / f"step-{state:06d}"
+    assert handle.done()
+
+
+def load_on_rank(world: World, directory: str, state: int, sharded: bool) -> int:
+    source = FakeSource(MIXED, state + 1, world.rank, world.size, world.group, sharded)
+    source.poison()
+    loaded = load_checkpoint(directory, source)
+    assert source.holds(state)
+    assert source.finished == 1
+    assert loaded.client_state == {"rank": 0}
+    return loaded.step
+
+
+def save(pool: RankPool, world_size: int, directory: Path, state: int, **settings: bool) -> None:
+    arguments = {"directory": str(directory), "state": state, "sharded": True, "background": False}
+    pool.run(world_size, f"{HERE}:save_on_rank", arguments | settings)
+
+
+def load(pool: RankPool, world_size: int, directory: Path, state: int, sharded: bool = True) -> list[int]:
+    arguments = {"directory": str(directory), "state": state, "sharded": sharded}
+    return pool.run(world_size, f"{HERE}:load_on_rank", arguments)
+
+
+WORLDS = [*itertools.product((1, 2, 4), (1, 2, 4)), (3, 2), (2, 3)]
+
+
+@pytest.mark.parametrize(("saved_at", "loaded_at"), WORLDS)
+def test_any_world_size_to_any_other(
+    rank_pool: RankPool, tmp_path: Path, seed: int, saved_at: int, loaded_at: int
+) -> None:
+    save(rank_pool, saved_at, tmp_path, seed, sharded=random.Random(seed).random() < 0.5)
+    for sharded in (True, False):
+        assert load(rank_pool, loaded_at, tmp_path, seed, sharded) == [seed] * loaded_at
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_background_save_writes_the_state_of_the_call(
+    rank_pool: RankPool, tmp_path: Path, seed: int, world_size: int
+) -> None:
+    save(rank_pool, world_size, tmp_path, seed, background=True)
+    load(rank_pool, world_size, tmp_path, seed)
+
+
+def test_shards_are_safetensors_of_one_dimensional_slices(
+    rank_pool: RankPool, tmp_path: Path, seed: int
+) -> None:
+    save(rank_pool, 2, tmp_path, seed)
+    parts: dict[tuple[str, str], list[tuple[int, torch.Tensor]]] = collections.defaultdict(list)
+    for path in sorted((tmp_path / f"step-{seed:06d}").glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                name, kind, start = key.rsplit(":", 2)
+                parts[kind, name].append((int(start), file.get_tensor(key)))
+    for key, full in random_state(MIXED, seed).items():
+        pieces = [tensor for _, tensor in sorted(parts[key], key=lambda part: part[0])]
+        assert all(piece.dim() == 1 for piece in pieces)
+        assert torch.equal(torch.cat([full[:0], *pieces]), full), key
+
+
+def test_precision_converts_at_load(tmp_path: Path, seed: int) -> None:
+    save_checkpoint(tmp_path, FakeSource(SMALL, seed))
+    narrow = {
+        name: replace(entry, kinds=dict.fromkeys(entry.kinds, torch.bfloat16))
+        for name, entry in SMALL.items()
+    }
+    wide = {
+        name: replace(entry, kinds=dict.fromkeys(entry.kinds, torch.float32)) for name, entry in SMALL.items()
+    }
+    full = random_state(SMALL, seed)
+    for table, dtype in ((narrow, torch.bfloat16), (wide, torch.float32)):
+        source = FakeSource(table, seed)
+        source.poison()
+        load_checkpoint(tmp_path, source)
+        for key, tensor in source.held.items():
+            assert torch.equal(tensor, full[key].to(dtype)), key
+
+
+def test_tied_names_may_come_in_another_order(tmp_path: Path, seed: int) -> None:
+    saved = {"embed.weight": dense(9, 4, aliases=("head.weight",))}
+    loaded = {"head.weight": dense(9, 4, aliases=("embed.weight",))}
+    save_checkpoint(tmp_path, FakeSource(saved, seed))
+    source = FakeSource(loaded, seed)
+    source.poison()
+    load_checkpoint(tmp_path, source)
+    for kind in ("master", "exp_avg"):
+        assert torch.equal(source.held[kind, "head.weight"], random_state(saved, seed)[kind, "embed.weight"])
+
+
+def test_named_states_come_back_as_they_were(tmp_path: Path, seed: int) -> None:
+    state: dict[str, Any] = {
+        "tuple": (1, (2, [3.5, None])),
+        "counter": collections.Counter({10: 2, 20: 1}),
+        "numbers": {1: "a", 2.5: "b", (3, 4): "c", None: "d"},
+        "floats": [math.inf, -math.inf, 1e-310, 0.1 + 0.2],
+        "dollar": {"$tuple": [1], "$": 2},
+        "bytes": b"\0\xff",
+        "flag": True,
+        "big": 1 << 200,
+        "random": random.Random(seed).getstate(),
+        "torch": torch.get_rng_state(),
+        "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+    }
+    save_checkpoint(
+        tmp_path, FakeSource(SMALL, seed), client_state=state, extra={"scheduler": state, "none": None}
+    )
+    loaded = load_checkpoint(tmp_path, FakeSource(SMALL, seed))
+    for found in (loaded.client_state, loaded.extra["scheduler"]):
+        tensors = {key: found.pop(key) for key in ("torch", "scalar")}
+        assert torch.equal(tensors["torch"], state["torch"])
+        assert tensors["scalar"].dtype == torch.bfloat16
+        assert tensors["scalar"].item() == 2.5
+        rest = {key: value for key, value in state.items() if key not in tensors}
+        assert found == rest
+        assert repr(found) == repr(rest)  # equality alone would accept True for 1 and 1.0
+    assert loaded.extra["none"] is None
+
+
+def test_nan_comes_back(tmp_path: Path, seed: int) -> None:
+    save_checkpoint(tmp_path, FakeSource(SMALL, seed), client_state=[math.nan])
+    assert math.isnan(load_checkpoint(tmp_path, FakeSource(SMALL, seed)).client_state[0])
+
+
+class LazySource(FakeSource):
+    """Makes its optimizer state only when told what the checkpoint holds, as late optimizers do."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.late = {key: self.held.pop(key) for key in list(self.held) if key[0] != "master"}
+
+    def prepare_load(self, kinds: dict[str, tuple[str, ...]]) -> None:
+        self.held |= {key: tensor for key, tensor in self.late.items() if key[0] in kinds[key[1]]}
+
+
+def test_late_state_is_asked_for(tmp_path: Path, seed: int) -> None:
+    save_checkpoint(tmp_path, FakeSource(MIXED, seed))
+    source = LazySource(MIXED, seed + 1)
+    load_checkpoint(tmp_path, source)
+    assert source.holds(seed)
+
+
+def test_a_step_can_be_chosen_and_replaced(tmp_path: Path) -> None:
+    for step, state in ((1, 1), (2, 2), (1, 3)):
+        save_checkpoint(tmp_path, FakeSource(SMALL, state), step=step)
+    assert (tmp_path / "latest").read_text() == "step-000001\n"
+    for step, state in ((1, 3), (2, 2), ("latest", 3), (None, 3)):
+        source = FakeSource(SMALL, 99)
+        load_checkpoint(tmp_path, source, step=step)  # type: ignore[arg-type]
+        assert source.holds(state), step
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [".lock", "latest", "step-000001", "step-000002"]
+
+
+def test_keep_last_removes_the_oldest_saves(tmp_path: Path) -> None:
+    for step in (100, 200, 300, 150):
+        save_checkpoint(tmp_path, FakeSource(SMALL, 1), step=step, keep_last=2)
+    # 150 was saved last, 300 before it: age counts, not the number.
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000150", "step-000300"]
+    save_checkpoint(tmp_path, FakeSource(SMALL, 1), step=1, keep_last=1)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000001"]
+
+
+def test_state_without_tensors(tmp_path: Path) -> None:
+    class Empty(FakeSource):
+        def buffers(self) -> dict[str, torch.Tensor]:
+            return {}
+
+    save_checkpoint(tmp_path, Empty({"nothing": dense(0)}, 5))
+    source = Empty({"nothing": dense(0)}, 6)
+    assert load_checkpoint(tmp_path, source).step == 5
+    manifest = json.loads((tmp_path / "step-000005" / "manifest.json").read_text())
+    assert manifest["pieces"] == []
+
+
+def test_only_needed_bytes_are_read(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of eight reads its eighth, give or take a chunk at each end."""
+    from zero_ext.checkpoint import chunk_reader
+
+    table = {"w": dense(8 << 20, kinds={"master": torch.float32})}
+    save_checkpoint(tmp_path, FakeSource(table, seed))
+    manifest, path = (
+        tmp_path / f"step-{seed:06d}" / name for name in ("manifest.json", "rank-00000.safetensors")
+    )
+    assert path.stat().st_size > 32 << 20
+    from zero_ext.checkpoint.fill_plan import Wanted, plan_fills
+    from zero_ext.checkpoint.manifest import read_manifest
+
+    part = FakeSource(table, seed, 3, 8).held["master", "w"].zero_()
+    found, _ = read_manifest(manifest.parent)
+    fills = plan_fills(found, [Wanted("master", "w", 3 << 20, part)])
+    read = 0
+    with chunk_reader.ChunkReader(path.parent, found) as reader:
+        for arrived in reader.read([fill.read() for fill in fills]):
+            read += arrived.data.numel()
+            fills[arrived.request].place(arrived.data)
+    assert torch.equal(part, random_state(table, seed)["master", "w"][3 << 20 : 4 << 20])
+    assert read <= part.nbytes + 2 * (1 << 20)
