@@ -127,11 +127,12 @@ def seconds_of(code: str) -> float:
 
 
 def test_import_is_quick_and_starts_no_cuda() -> None:
+    # Processor time, so that a busy machine does not fail the test.
     code = (
         "import time, torch, torch.distributed\n"
-        "start = time.perf_counter()\n"
+        "start = time.process_time()\n"
         "import zero_ext\n"
-        "seconds = time.perf_counter() - start\n"
+        "seconds = time.process_time() - start\n"
         "if torch.cuda.is_initialized(): raise SystemExit('importing zero_ext started CUDA')\n"
         "print(seconds)\n"
     )

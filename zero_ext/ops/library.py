@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from zero_ext.ops.build import build, import_from
-
 NAMESPACE = "zero_ext"
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
@@ -55,7 +53,13 @@ def load() -> ModuleType:
     Raises:
         RuntimeError: there is no built module, and building one failed or no compiler was found.
     """
-    module = importlib.import_module("zero_ext._C") if is_built() else import_from(build())
+    if is_built():
+        module = importlib.import_module("zero_ext._C")
+    else:
+        # Imported late: torch's build tools take longer to import than the rest of this package.
+        from zero_ext.ops.build import build, import_from
+
+        module = import_from(build())
     for name, kernel in FAKE_KERNELS.items():
         torch.library.register_fake(f"{NAMESPACE}::{name}", kernel)
     return module
