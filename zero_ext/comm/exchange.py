@@ -29,23 +29,20 @@ class Exchange(Protocol):
 
 
 class GroupExchange:
-    """Exchange over a ``torch.distributed`` process group whose backend has send and receive (gloo)."""
+    """Exchange over a process group or backend that has send and receive (gloo), for its use alone."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup | dist.ProcessGroupGloo) -> None:
+        self._group = group
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Sequence[Waitable]:
         """Posts receives before sends, so that arriving data finds its destination."""
-        works = [dist.irecv(tensor, group=self.group, group_src=rank) for rank, tensor in receives]
-        works += [dist.isend(tensor, group=self.group, group_dst=rank) for rank, tensor in sends]
-        return [work for work in works if work is not None]
+        works = [self._group.recv([tensor], rank, 0) for rank, tensor in receives]
+        works += [self._group.send([tensor], rank, 0) for rank, tensor in sends]
+        return works
 
     def all_reduce(self, tensor: torch.Tensor) -> Waitable:
         """Sums ``tensor`` in place over the group."""
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        if work is None:
-            raise RuntimeError("all_reduce called on a rank outside its group")
-        return work
+        return self._group.allreduce([tensor])
 
 
 class Pending:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import uuid
 from collections.abc import Sequence
 
 import torch
@@ -30,7 +31,8 @@ def make_collectives(group: dist.ProcessGroup | None, timeout_seconds: float) ->
     wire = WireLog()
     if not (dist.is_available() and dist.is_initialized()):
         return Collectives(0, 1, _NoPeers(), _NoPeers(), wire)
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    parent = group if group is not None else dist.group.WORLD
+    ranks = dist.get_process_group_ranks(parent)
     rank, world_size = dist.get_rank(group), len(ranks)
     if rank < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the process group given, ranks {ranks}")
@@ -40,12 +42,24 @@ def make_collectives(group: dist.ProcessGroup | None, timeout_seconds: float) ->
     backend = next((name for name in BACKENDS if name in offered), None)
     if backend is None:
         raise ValueError(f"process group backend '{offered}': CPU tensors need 'gloo' (or 'cpu:gloo,...')")
+    if backend == "fake":
+        return Collectives(rank, world_size, GroupExchange(parent), GroupExchange(parent), wire)
+    # Not dist.new_group: its local names differ between ranks that belong to different numbers of groups, and
+    # it keeps every group for the life of the process.
+    store = dist.PrefixStore(_shared_name(parent), parent.get_group_store())
     timeout = datetime.timedelta(seconds=timeout_seconds)
     gathers, reductions = (
-        GroupExchange(dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True))
-        for _ in range(2)
+        GroupExchange(dist.ProcessGroupGloo(dist.PrefixStore(purpose, store), rank, world_size, timeout))
+        for purpose in ("gathers", "reductions")
     )
     return Collectives(rank, world_size, gathers, reductions, wire)
+
+
+def _shared_name(parent: dist.ProcessGroup) -> str:
+    """A name that no other engine has, the same on all ranks of ``parent``."""
+    name = torch.tensor([uuid.uuid4().int >> 65], dtype=torch.int64)
+    dist.broadcast(name, group=parent, group_src=0)
+    return f"zero_ext/{int(name):x}"
 
 
 class _NoPeers:
