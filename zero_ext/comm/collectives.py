@@ -44,7 +44,7 @@ class Collectives:
         sends: list[Message] = [(peer, own) for peer in self._peers()]
         receives: list[Message] = [(peer, slices[peer]) for peer in self._peers()]
         self.wire.record(kind, flat.numel(), shard.nbytes * len(sends))
-        return Pending(label, self.rank, self._gathers.start(sends, receives), None)
+        return Pending(label, self.rank, lambda: self._gathers.start(sends, receives))
 
     def reduce_scatter(
         self,
@@ -72,13 +72,13 @@ class Collectives:
             shards = [slices[rank] if rank == self.rank else landing[rank] for rank in range(self.world_size)]
             ops.sum_shards_(out, shards, 1.0 / self.world_size, accumulate)
 
-        return Pending(label, self.rank, self._reductions.start(sends, receives), finish)
+        return Pending(label, self.rank, lambda: self._reductions.start(sends, receives), finish)
 
     def sum_(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """Sums a small tensor over the ranks in place, and returns it."""
         if self.world_size > 1:
             self.wire.record("scalars", tensor.numel(), tensor.nbytes)
-            Pending(label, self.rank, [self._reductions.all_reduce(tensor)], None).wait()
+            Pending(label, self.rank, lambda: [self._reductions.all_reduce(tensor)]).wait()
         return tensor
 
     def broadcast_(self, tensor: torch.Tensor, source: int, label: str) -> torch.Tensor:
@@ -90,5 +90,5 @@ class Collectives:
         else:
             sends, receives = [], [(source, tensor)]
         self.wire.record("broadcast", tensor.numel(), tensor.nbytes * len(sends))
-        Pending(label, self.rank, self._gathers.start(sends, receives), None).wait()
+        Pending(label, self.rank, lambda: self._gathers.start(sends, receives)).wait()
         return tensor

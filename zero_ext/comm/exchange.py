@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -48,31 +49,44 @@ class GroupExchange:
 class Pending:
     """A collective under way: ``wait`` blocks for its transfers, then runs its local part once.
 
-    Errors of the transport are raised as ``RuntimeError`` naming ``label`` (what was moved) and the rank.
+    Errors of the transport, when it starts and when it ends, are raised as ``RuntimeError`` naming ``label``
+    (what was moved) and the rank.
     """
 
-    def __init__(self, label: str, rank: int, works: Sequence[Waitable], finish: Callable[[], None] | None):
+    def __init__(
+        self,
+        label: str,
+        rank: int,
+        start: Callable[[], Sequence[Waitable]],
+        finish: Callable[[], None] | None = None,
+    ) -> None:
         self._label = label
         self._rank = rank
-        self._works = works
         self._finish = finish
         self._done = False
+        with self._named_errors():
+            self._works = start()
 
     def wait(self) -> None:
         """Blocks until the result is in place; later calls return at once."""
         if self._done:
             return
-        try:
+        with self._named_errors():
             for work in self._works:
                 work.wait()
+        self._done = True
+        self._works = ()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             raise RuntimeError(
                 f"rank {self._rank}: {self._label} failed: {error}. A peer rank has died, or it runs other "
                 "collectives than this one; look at the first error on the other ranks. The limit is "
                 "'timeout_seconds' in the configuration."
             ) from error
-        self._done = True
-        self._works = ()
-        if self._finish is not None:
-            self._finish()
-            self._finish = None

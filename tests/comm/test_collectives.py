@@ -1,0 +1,138 @@
+"""Gather, reduce-scatter, sum and broadcast of flat buffers, against plain arithmetic; errors by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from tests.multi.on_ranks import on_ranks
+from tests.multi.pool import RankFailure, RankPool
+from tests.multi.rank import World
+from zero_ext.zero.process_group import make_collectives
+
+
+def values_of(seed: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + rank)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gather(world: World, dtype: str) -> None:
+    collectives = make_collectives(world.group, 20.0)
+    numel = 7
+    for in_place in (False, True):
+        flat = torch.full((numel * world.size,), float("nan"), dtype=getattr(torch, dtype))
+        own = values_of(world.seed, world.rank, numel, flat.dtype)
+        shard = flat[world.rank * numel : (world.rank + 1) * numel].copy_(own) if in_place else own
+        collectives.gather(flat, shard, "gather", "test").wait()
+        wanted = torch.cat([values_of(world.seed, rank, numel, flat.dtype) for rank in range(world.size)])
+        assert torch.equal(flat, wanted)
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_reduce_scatter_averages_in_rank_order_and_fp32(world: World, dtype: str) -> None:
+    collectives = make_collectives(world.group, 20.0)
+    numel, kind = 9, getattr(torch, dtype)
+    flats = [values_of(world.seed, rank, numel * world.size, kind) for rank in range(world.size)]
+    total = torch.zeros(numel * world.size)
+    for one in flats:
+        total += one.float()
+    mean = (total * (1.0 / world.size))[world.rank * numel : (world.rank + 1) * numel]
+    received = torch.full((numel * (world.size - 1),), float("nan"), dtype=kind)
+    for out_kind in {kind, torch.float32}:
+        out = torch.full((numel,), float("nan"), dtype=out_kind)
+        collectives.reduce_scatter(flats[world.rank].clone(), out, received, False, "reduce_scatter", "test").wait()
+        assert torch.equal(out, mean.to(out_kind))
+    base = torch.ones(numel)
+    collectives.reduce_scatter(flats[world.rank].clone(), base, received, True, "reduce_scatter", "test").wait()
+    torch.testing.assert_close(base, 1 + mean, rtol=1e-6, atol=1e-6)
+    flat = flats[world.rank].clone()
+    own = flat[world.rank * numel : (world.rank + 1) * numel]
+    collectives.reduce_scatter(flat, own, received, False, "reduce_scatter", "test").wait()
+    assert torch.equal(own, mean.to(kind))
+
+
+@on_ranks(1, 2, 3)
+def test_sum_and_broadcast(world: World) -> None:
+    collectives = make_collectives(world.group, 20.0)
+    assert collectives.sum_(torch.tensor([world.rank, 1]), "test").tolist() == [sum(range(world.size)), world.size]
+    for source in range(world.size):
+        value = torch.tensor([float(world.rank)])
+        assert collectives.broadcast_(value, source, "test").item() == source
+
+
+@on_ranks(2)
+def test_gathers_and_reductions_may_run_in_another_order_on_each_rank(world: World) -> None:
+    collectives = make_collectives(world.group, 20.0)
+    flat, shard = torch.empty(4), torch.full((2,), float(world.rank))
+    full, out, received = torch.full((4,), float(world.rank + 1)), torch.empty(2), torch.empty(2)
+    if world.rank:
+        reduction = collectives.reduce_scatter(full, out, received, False, "reduce_scatter", "test")
+        gather = collectives.gather(flat, shard, "gather", "test")
+        gather.wait()
+        reduction.wait()
+    else:
+        collectives.gather(flat, shard, "gather", "test").wait()
+        collectives.reduce_scatter(full, out, received, False, "reduce_scatter", "test").wait()
+    assert flat.tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert out.tolist() == [1.5, 1.5]
+
+
+@on_ranks(2)
+def test_groups_may_overlap_in_any_number(world: World) -> None:
+    """A rank that belongs to more groups than its peer still finds it."""
+    import torch.distributed as dist
+
+    if world.rank == 0:
+        alone = dist.new_group([0], use_local_synchronization=True)
+        assert make_collectives(alone, 20.0).world_size == 1
+    total = make_collectives(world.group, 20.0).sum_(torch.ones(1), "test")
+    assert total.item() == 2.0
+
+
+@on_ranks(2, timeout=30)
+def test_a_silent_peer_ends_the_wait_with_names(world: World) -> None:
+    collectives = make_collectives(world.group, 1.0)
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match=r"rank 0: gather of unit 'x' failed: .*(?s:.*)timeout_seconds"):
+            collectives.gather(torch.empty(4), torch.empty(2), "gather", "gather of unit 'x'").wait()
+    world.barrier()
+
+
+def gather_after_death(world: World) -> None:
+    collectives = make_collectives(world.group, 20.0)
+    collectives.sum_(torch.ones(1), "warm-up")
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.2)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank 0: gather of unit 'x' failed.*A peer rank has died"):
+        collectives.gather(torch.empty(4), torch.empty(2), "gather", "gather of unit 'x'").wait()
+    assert time.monotonic() - began < 20.0
+    raise ValueError("rank 0 saw the death")
+
+
+def test_a_dead_peer_is_an_error_at_once() -> None:
+    pool = RankPool(2)
+    try:
+        with pytest.raises(RankFailure, match=r"rank 0 saw the death(?s:.*)rank 1 ---\nthe process died"):
+            pool.run(2, f"{__name__}:gather_after_death", {})
+    finally:
+        pool.close()
+
+
+def test_a_group_of_another_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "mpi")
+    with pytest.raises(ValueError, match="backend 'mpi': CPU tensors need 'gloo'"):
+        make_collectives(None, 1.0)

@@ -1,0 +1,93 @@
+"""Every stage, world size, accumulation, clipping and precision trains like torch alone, and like each other."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.zero.models import TinyModel, language_batch, language_loss
+from tests.zero.training import (
+    Plan,
+    Run,
+    adamw,
+    check_close,
+    check_equal,
+    configuration,
+    distance,
+    train_plain,
+    train_prepared,
+)
+
+PLANS = [
+    Plan(),
+    Plan(clip=0.1),
+    Plan(micro_batches=2, accumulation="declared"),
+    Plan(micro_batches=2, accumulation="undeclared", clip=0.1),
+    Plan(micro_batches=2, accumulation="no_sync"),
+    Plan(micro_batches=3, accumulation="declared", clip=0.1),
+    Plan(micro_batches=3, accumulation="undeclared"),
+    Plan(micro_batches=3, accumulation="no_sync", clip=0.1),
+]
+
+
+def runs_of_all_stages(world: World, plan: Plan) -> tuple[list[Run], Run]:
+    model = TinyModel()
+    runs = []
+    for stage in range(4):
+        config = configuration(stage, plan, units={"bucket_elements": 700})
+        runs.append(train_prepared(world, copy.deepcopy(model), language_loss, language_batch, config, plan))
+    return runs, train_plain(world, model, language_loss, language_batch, plan)
+
+
+@on_ranks(1, 2, 3, 4, timeout=120)
+def test_fp32_matrix(world: World) -> None:
+    for plan in PLANS:
+        runs, plain = runs_of_all_stages(world, plan)
+        one_order = world.size == 1 or plan.micro_batches == 1 or plan.accumulation == "no_sync"
+        check_equal(runs[0], runs[1])
+        check_equal(runs[2], runs[3])
+        if one_order:
+            check_equal(runs[0], runs[2])
+        for run in runs:
+            check_close(run, plain)
+
+
+@on_ranks(1, 2, 3, timeout=120)
+def test_low_precision_matrix(world: World) -> None:
+    for dtype in ("bf16", "fp16"):
+        for plan in PLANS[:2] + PLANS[4:6]:
+            runs, plain = runs_of_all_stages(world, plan._replace(dtype=dtype))
+            for run in runs:
+                for one, two in zip(run.losses, plain.losses, strict=True):
+                    assert abs(one - two) <= 4e-3 * abs(two), (dtype, plan, run.losses, plain.losses)
+                assert distance(run.parameters, plain.parameters) <= 4e-3
+                assert {value.dtype for value in run.parameters.values()} == {
+                    torch.bfloat16 if dtype == "bf16" else torch.float16
+                }
+
+
+@on_ranks(2, 3, timeout=120)
+def test_twenty_steps_against_ddp(world: World) -> None:
+    plan = Plan(steps=20, clip=1.0)
+    model = TinyModel()
+    twin = DistributedDataParallel(copy.deepcopy(model), process_group=world.group)
+    optimizer = adamw(twin.parameters())
+    losses = []
+    for step in range(plan.steps):
+        loss = language_loss(twin, language_batch(world.seed, step, 0, world.rank))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), plan.clip)
+        optimizer.step()
+        losses.append(loss.item())
+    for stage in range(4):
+        run = train_prepared(
+            world, copy.deepcopy(model), language_loss, language_batch, configuration(stage, plan), plan
+        )
+        for one, two in zip(run.losses, losses, strict=True):
+            assert abs(one - two) <= 1e-6 * abs(two), (stage, run.losses, losses)
+        assert distance(run.parameters, twin.module.state_dict()) <= 1e-6

@@ -1,0 +1,202 @@
+"""The training loops that tests compare: a prepared model on its ranks, and a plain model on the global batch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import zero_ext
+from tests.multi.rank import World
+from zero_ext.zero import Engine, engine_of
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+Batch = Callable[[int, int, int, int], Any]  # seed, step, micro-batch, rank
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Plan(NamedTuple):
+    """How a run goes. ``accumulation`` is "declared" in the configuration, "undeclared", or by "no_sync"."""
+
+    steps: int = 3
+    micro_batches: int = 1
+    accumulation: str = "declared"
+    clip: float = 0.0
+    dtype: str = "fp32"
+
+
+class Run(NamedTuple):
+    """Losses of this rank [steps * micro-batches], final parameters by name (whole), gradient norms."""
+
+    losses: list[float]
+    parameters: dict[str, torch.Tensor]
+    norms: list[float | None]
+    engine: Engine | None
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of most tests."""
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def configuration(stage: int, plan: Plan = Plan(), **more: Any) -> dict[str, Any]:
+    """A configuration mapping for ``plan`` at ``stage``; ``more`` adds or replaces keys."""
+    config: dict[str, Any] = {"stage": stage, "gradient_clipping": plan.clip, "timeout_seconds": 30.0}
+    if plan.accumulation == "declared":
+        config["batch"] = {"gradient_accumulation_steps": plan.micro_batches}
+    if plan.dtype != "fp32":
+        config["precision"] = {"dtype": plan.dtype}
+    if plan.dtype == "fp16":
+        config["loss_scale"] = {"static": 256.0}
+    return {**config, **more}
+
+
+def train_prepared(
+    world: World,
+    model: nn.Module,
+    loss_of: Loss,
+    batch_of: Batch,
+    config: dict[str, Any],
+    plan: Plan = Plan(),
+    make_optimizer: MakeOptimizer = adamw,
+) -> Run:
+    """Trains ``model`` under zero_ext on this rank's part of the data."""
+    prepared, optimizer = zero_ext.prepare(
+        model, make_optimizer(model.parameters()), config, process_group=world.group
+    )
+    losses: list[float] = []
+    norms: list[float | None] = []
+    for step in range(plan.steps):
+        for micro in range(plan.micro_batches):
+            local = plan.accumulation == "no_sync" and micro + 1 < plan.micro_batches
+            with prepared.no_sync() if local else contextlib.nullcontext():
+                loss = loss_of(prepared, batch_of(world.seed, step, micro, world.rank))
+                prepared.backward(loss)
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(engine_of(prepared).grad_norm)
+    return Run(losses, zero_ext.full_state_dict(prepared), norms, engine_of(prepared))
+
+
+def train_plain(
+    world: World,
+    model: nn.Module,
+    loss_of: Loss,
+    batch_of: Batch,
+    plan: Plan = Plan(),
+    make_optimizer: MakeOptimizer = adamw,
+) -> Run:
+    """Trains ``model`` by torch alone, in this process, on every rank's data: what DDP would compute.
+
+    Low precision runs with fp32 masters: gradients of each rank in the model's dtype, averaged in fp32 and
+    rounded as a reduction into that dtype rounds them, micro-batches added in fp32.
+    """
+    masters = [parameter.detach().clone() for parameter in model.parameters()]
+    for master, parameter in zip(masters, model.parameters(), strict=True):
+        master.requires_grad_(parameter.requires_grad)
+    dtype = DTYPES[plan.dtype]
+    model.to(dtype)
+    parameters = list(model.parameters())
+    optimizer = make_optimizer(masters)
+    losses: list[float] = []
+    norms: list[float | None] = []
+    for step in range(plan.steps):
+        for micro in range(plan.micro_batches):
+            loss, gradients = _average(world, model, parameters, loss_of, batch_of, (step, micro), plan)
+            losses.append(loss)
+            for master, gradient in zip(masters, gradients, strict=True):
+                if gradient is not None:
+                    if plan.micro_batches == 1:
+                        gradient = gradient.to(dtype).float()
+                    master.grad = gradient if master.grad is None else master.grad + gradient
+        norms.append(None)
+        if plan.clip:
+            norms[-1] = nn.utils.clip_grad_norm_(masters, plan.clip).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for master, parameter in zip(masters, parameters, strict=True):
+                parameter.copy_(master)
+    return Run(
+        losses, {name: value.detach().clone() for name, value in model.state_dict().items()}, norms, None
+    )
+
+
+def _average(
+    world: World,
+    model: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    loss_of: Loss,
+    batch_of: Batch,
+    place: tuple[int, int],
+    plan: Plan,
+) -> tuple[float, list[torch.Tensor | None]]:
+    """This rank's loss of one micro-batch, and the gradients averaged over the ranks' micro-batches."""
+    scale = 256.0 if plan.dtype == "fp16" else 1.0
+    sums: list[torch.Tensor | None] = [None] * len(parameters)
+    own = 0.0
+    for rank in range(world.size):
+        loss = loss_of(model, batch_of(world.seed, *place, rank))
+        own = loss.item() if rank == world.rank else own
+        (loss * scale).backward()
+        for number, parameter in enumerate(parameters):
+            if parameter.grad is not None:
+                gradient = parameter.grad.float() / (scale * world.size)
+                before = sums[number]
+                sums[number] = gradient if before is None else before + gradient
+                parameter.grad = None
+    return own, sums
+
+
+def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    """||first - second|| / ||second|| over all floating-point entries, in float64."""
+    if first.keys() != second.keys():
+        raise AssertionError(f"other keys: {first.keys() ^ second.keys()}")
+    pairs = [
+        (first[name].double(), second[name].double()) for name in second if second[name].is_floating_point()
+    ]
+    difference = sum(float((one - two).square().sum()) for one, two in pairs)
+    return float((difference / max(sum(float(two.square().sum()) for _, two in pairs), 1e-30)) ** 0.5)
+
+
+def check_equal(first: Run, second: Run) -> None:
+    """Bit-identical losses and parameters."""
+    assert first.losses == second.losses, (first.losses, second.losses)
+    for name, value in first.parameters.items():
+        assert torch.equal(value, second.parameters[name]), f"{name} differs"
+
+
+def check_close(run: Run, reference: Run, tolerance: float = 1e-6) -> None:
+    """Every loss within ``tolerance`` relative, and the parameters within it in norm."""
+    for step, (one, two) in enumerate(zip(run.losses, reference.losses, strict=True)):
+        assert abs(one - two) <= tolerance * abs(two), f"loss {step}: {one} against {two}"
+    for one_norm, two_norm in zip(run.norms, reference.norms, strict=True):
+        if two_norm is not None:
+            assert one_norm is not None and abs(one_norm - two_norm) <= 10 * tolerance * two_norm
+    assert distance(run.parameters, reference.parameters) <= tolerance
+
+
+def check_against_plain(
+    world: World,
+    model: nn.Module,
+    loss_of: Loss,
+    batch_of: Batch,
+    stage: int,
+    plan: Plan = Plan(),
+    make_optimizer: MakeOptimizer = adamw,
+    tolerance: float = 1e-6,
+    **more: Any,
+) -> Run:
+    """One architecture, prepared against plain; returns the prepared run."""
+    twin = copy.deepcopy(model)
+    run = train_prepared(
+        world, model, loss_of, batch_of, configuration(stage, plan, **more), plan, make_optimizer
+    )
+    check_close(run, train_plain(world, twin, loss_of, batch_of, plan, make_optimizer), tolerance)
+    return run
