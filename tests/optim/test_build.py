@@ -12,7 +12,7 @@ import torch
 from zero_ext.config import ConfigError, OptimizerPolicy, SchedulerPolicy, load_deepspeed_config
 from zero_ext.config.kinds import OPTIMIZERS, REFUSED_OPTIMIZERS, REFUSED_SCHEDULERS, SCHEDULERS
 from zero_ext.optim import schedulers
-from zero_ext.optim.build import build_optimizer, build_scheduler
+from zero_ext.optim.build import build_optimizer, build_scheduler, check_scheduler
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -194,6 +194,27 @@ def test_bad_scheduler_params(kind: str, params: dict[str, Any], path: str, frag
         build_scheduler(SchedulerPolicy(type=kind, params=params), built("AdamW"))
     assert path in caught.value.paths
     assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_check_changes_nothing(name: str) -> None:
+    made = torch.optim.AdamW(parameters(), lr=torch.tensor(0.1))
+    before = {key: value for key, value in made.param_groups[0].items() if key != "params"}
+    check_scheduler(SchedulerPolicy(type=name, params=ARGUMENTS.get(name, {})), made)
+    after = {key: value for key, value in made.param_groups[0].items() if key != "params"}
+    assert after == before
+    assert float(made.param_groups[0]["lr"]) == pytest.approx(0.1)
+    assert "step" not in vars(made)
+
+
+def test_a_check_raises_what_building_would() -> None:
+    made = built("SGD", lr=0.1)
+    for kind, params in (("WarmupLR", {"warmup_max_lr": [1, 2]}), ("StepLR", {}), ("WarmupLR", {"x": 1})):
+        with pytest.raises(ConfigError) as caught:
+            check_scheduler(SchedulerPolicy(type=kind, params=params), made)
+        with pytest.raises(ConfigError) as building:
+            build_scheduler(SchedulerPolicy(type=kind, params=params), made)
+        assert str(caught.value) == str(building.value)
 
 
 def test_non_finite_params_never_reach_torch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -47,6 +48,18 @@ def build_scheduler(policy: SchedulerPolicy, optimizer: Optimizer) -> LRSchedule
     """
     kind = _FIVE[policy.type] if policy.type in _FIVE else getattr(lr_scheduler, policy.type)
     return _construct("scheduler", kind, optimizer, dict(policy.params))
+
+
+def check_scheduler(policy: SchedulerPolicy, optimizer: Optimizer) -> None:
+    """Raise what `build_scheduler` would, leaving `optimizer` as it is: for use before anything is sharded."""
+    groups = []
+    for group in optimizer.param_groups:
+        copied = {key: value.clone() if torch.is_tensor(value) else value for key, value in group.items()}
+        groups.append({**copied, "params": [torch.zeros(1)]})
+    rehearsal = Optimizer(groups, dict(optimizer.defaults))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # build_scheduler will say it
+        build_scheduler(policy, rehearsal)
 
 
 def _adam_kind(kind: type[Optimizer], settings: dict[str, Any]) -> type[Optimizer]:
