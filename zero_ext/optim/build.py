@@ -51,7 +51,7 @@ def build_scheduler(policy: SchedulerPolicy, optimizer: Optimizer) -> LRSchedule
 
 
 def check_scheduler(policy: SchedulerPolicy, optimizer: Optimizer) -> None:
-    """Raise what `build_scheduler` would, leaving `optimizer` as it is: for use before anything is sharded."""
+    """Raise what `build_scheduler` would, leaving `optimizer` as it is, so before anything is sharded."""
     groups = []
     for group in optimizer.param_groups:
         copied = {key: value.clone() if torch.is_tensor(value) else value for key, value in group.items()}
