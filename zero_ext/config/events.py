@@ -64,3 +64,22 @@ class Subscriber(Protocol):
     """Anything that wants to hear of events. Called on the thread that trains: keep it short, never block."""
 
     def __call__(self, event: Event) -> None: ...
+
+
+class Bus:
+    """Whoever listens to one engine. False while nobody does, so that events need not be made."""
+
+    def __init__(self) -> None:
+        self._subscribers: list[Subscriber] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._subscribers)
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """From now on `subscriber` hears of every event."""
+        self._subscribers.append(subscriber)
+
+    def publish(self, event: Event) -> None:
+        """Tell everybody, in order of subscription."""
+        for subscriber in self._subscribers:
+            subscriber(event)

@@ -16,7 +16,7 @@ from zero_ext.config import OptimizerPolicy, ZeroConfig
 from zero_ext.config.deepspeed import load_deepspeed_config
 from zero_ext.data import ShardedLoader
 from zero_ext.integrations.training_module import TrainingModule
-from zero_ext.optim.build import build_optimizer, build_scheduler
+from zero_ext.optim.build import build_optimizer, build_scheduler, check_scheduler
 from zero_ext.zero.lookup import engine_of
 from zero_ext.zero.prepare import prepare
 from zero_ext.zero.process_group import join_world
@@ -36,6 +36,7 @@ def initialize(
     lr_scheduler: Scheduler | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
+    resolve: Mapping[str, object] | None = None,
 ) -> tuple[TrainingModule, Any, ShardedLoader | None, LRScheduler | None]:
     """Prepares a model for the engine loop; a collective of all ranks.
 
@@ -53,12 +54,15 @@ def initialize(
             configuration's ``scheduler`` section.
         collate_fn: makes a micro-batch from samples.
         process_group: the data-parallel ranks.
+        resolve: values for keys that DeepSpeed's JSON leaves at "auto", by key path.
 
     Returns:
         Engine, optimizer, loader (None without ``training_data``), scheduler (None without one).
     """
-    settings = _settings(config)
+    settings = _settings(config, resolve)
     made = _optimizer(optimizer, settings, model, model_parameters)
+    if lr_scheduler is None and settings.scheduler is not None:
+        check_scheduler(settings.scheduler, made)
     inner, prepared = prepare(model, made, settings, process_group=process_group, wrap=False)
     settings = engine_of(inner).config
     scheduler = _scheduler(lr_scheduler, settings, prepared)
@@ -70,11 +74,13 @@ def initialize(
     return TrainingModule(inner, prepared, scheduler, loader), prepared, loader, scheduler
 
 
-def _settings(config: ZeroConfig | Mapping[str, Any] | str | Path) -> ZeroConfig:
+def _settings(
+    config: ZeroConfig | Mapping[str, Any] | str | Path, resolve: Mapping[str, object] | None
+) -> ZeroConfig:
     if isinstance(config, ZeroConfig):
         join_world(config.timeout_seconds)
         return config
-    translation = load_deepspeed_config(config)
+    translation = load_deepspeed_config(config, resolve)
     join_world(translation.config.timeout_seconds)
     for note in translation.notes:
         _say(str(note))

@@ -14,7 +14,7 @@ from torch import nn
 
 from zero_ext.comm import Collectives, Pending, WireLog
 from zero_ext.config import ZeroConfig
-from zero_ext.config.events import StepEnd, Subscriber
+from zero_ext.config.events import Bus, StepEnd, Subscriber
 from zero_ext.optim import OwnedRange, Segment, Stepper
 from zero_ext.zero.backward import BackwardPass
 from zero_ext.zero.gradient_view import GradientViews
@@ -71,7 +71,7 @@ class Engine:
         self._syncs = True
         self._loss_scaled = False
         self._collected = False
-        self._subscribers: list[Subscriber] = []
+        self._bus = Bus()
         self._step_began = time.perf_counter()
         accumulates = config.batch.gradient_accumulation_steps > 1
         dtype = DTYPES[config.precision.grad_accum_dtype]
@@ -80,9 +80,11 @@ class Engine:
             for unit in (master.unit for master in self.masters)
         }
         trained = list(self._gradients.values())
-        self.reducer = GradientReducer(trained, collectives)
+        self.reducer = GradientReducer(trained, collectives, self._bus)
         self.norms = GradientNorms(trained, collectives)
-        self.residency = Residency(self.units, config.units.live_elements, config.units.prefetch_elements)
+        self.residency = Residency(
+            self.units, config.units.live_elements, config.units.prefetch_elements, self._bus
+        )
         self.backward_pass = BackwardPass(
             self.residency,
             _weakly(self._begin_backward),
@@ -162,7 +164,7 @@ class Engine:
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Sends the engine's events to ``subscriber`` from now on."""
-        self._subscribers.append(subscriber)
+        self._bus.subscribe(subscriber)
 
     def _check_parameters(self) -> None:
         for parameter, name, place in self._places:
@@ -387,8 +389,7 @@ class Engine:
             loss_scale=self.scaler.scale if self.scales_loss else 1.0,
             seconds=seconds,
         )
-        for subscriber in self._subscribers:
-            subscriber(event)
+        self._bus.publish(event)
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

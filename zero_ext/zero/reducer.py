@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
 import torch
 
 from zero_ext.comm import Collectives
+from zero_ext.config.events import Bus, ReduceEvent
 from zero_ext.zero.gradients import UnitGradients
 
 REDUCTIONS_IN_FLIGHT = 2
@@ -22,9 +24,10 @@ class GradientReducer:
     next backward pass or :meth:`settle`.
     """
 
-    def __init__(self, gradients: Sequence[UnitGradients], collectives: Collectives) -> None:
+    def __init__(self, gradients: Sequence[UnitGradients], collectives: Collectives, bus: Bus) -> None:
         self.gradients = tuple(gradients)
         self._collectives = collectives
+        self._bus = bus
         self._order = list(reversed(range(len(self.gradients))))
         self._position = {id(unit): index for index, unit in enumerate(self.gradients)}
         self._arrivals: list[int] | None = []
@@ -86,12 +89,20 @@ class GradientReducer:
 
     def _start(self, gradients: UnitGradients) -> None:
         while len(self._flying) >= REDUCTIONS_IN_FLIGHT:
-            self._flying.popleft().finish_reduction()
+            self._finish_oldest()
         gradients.start_reduction()
         self._flying.append(gradients)
 
+    def _finish_oldest(self) -> None:
+        began = time.perf_counter()
+        gradients = self._flying.popleft()
+        gradients.finish_reduction()
+        if self._bus:
+            unit = gradients.unit
+            self._bus.publish(ReduceEvent(unit.name, unit.layout.numel, time.perf_counter() - began))
+
     def _drain(self) -> None:
         while self._flying:
-            self._flying.popleft().finish_reduction()
+            self._finish_oldest()
         for gradients in self.gradients:
             gradients.finish_gather()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Sequence
 
+from zero_ext.config.events import Bus, GatherEvent, ReleaseEvent
 from zero_ext.zero.gather_order import GatherOrder
 from zero_ext.zero.unit import Unit, UnitState
 
@@ -16,12 +18,13 @@ class Residency:
     parameters over ``live_limit``; a unit above it is gathered alone, with one warning naming it.
     """
 
-    def __init__(self, units: Sequence[Unit], live_limit: int, prefetch_limit: int) -> None:
+    def __init__(self, units: Sequence[Unit], live_limit: int, prefetch_limit: int, bus: Bus) -> None:
         self.units = tuple(unit for unit in units if unit.placement.params)
         self.forward_order = GatherOrder()
         self.backward_order = GatherOrder()
         self._live_limit = live_limit
         self._prefetch_limit = prefetch_limit
+        self._bus = bus
         self._warned: set[str] = set()
 
     @property
@@ -33,9 +36,8 @@ class Residency:
         """Makes ``unit`` present for ``holder`` and starts to gather what comes next in ``order``."""
         if not unit.placement.params or holder in unit.holders:
             return
-        if unit.state is UnitState.RELEASED:
-            self._make_room(unit)
-        unit.ensure_gathered()
+        if unit.state is not UnitState.GATHERED:
+            self._gather(unit)
         unit.holders.add(holder)
         order.needed(unit)
         self._prefetch(order)
@@ -44,7 +46,7 @@ class Residency:
         """Ends ``holder``'s need; the unit is released when nobody holds it."""
         unit.holders.discard(holder)
         if unit.state is UnitState.GATHERED and not unit.holders and unit.placement.params:
-            unit.to_released()
+            self._release(unit)
 
     def release_all(self) -> None:
         """Releases every unit, also those gathered ahead and never used."""
@@ -62,7 +64,21 @@ class Residency:
         if unit.state is UnitState.GATHERING:
             unit.to_gathered()
         if unit.state is UnitState.GATHERED:
-            unit.to_released()
+            self._release(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        began, prefetched = time.perf_counter(), unit.state is UnitState.GATHERING
+        if not prefetched:
+            self._make_room(unit)
+        unit.ensure_gathered()
+        if self._bus:
+            seconds = time.perf_counter() - began
+            self._bus.publish(GatherEvent(unit.name, unit.layout.numel, prefetched, seconds))
+
+    def _release(self, unit: Unit) -> None:
+        unit.to_released()
+        if self._bus:
+            self._bus.publish(ReleaseEvent(unit.name, unit.layout.numel))
 
     def _make_room(self, unit: Unit) -> None:
         for other in self.units:
