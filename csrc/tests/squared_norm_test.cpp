@@ -86,11 +86,26 @@ TEST(Superaccumulator, CancelsExactly) {
 }
 
 TEST(Superaccumulator, SurvivesMillionsOfAdditions) {
-  constexpr std::int64_t kAdditions = std::int64_t{1} << 23;
+  constexpr int kDoublings = 25;
   const double addend = std::ldexp(std::ldexp(1.0, 53) - 1, 19 - 298 + 40);
   Superaccumulator total;
-  for (std::int64_t i = 0; i < kAdditions; ++i) total.add(addend);
-  EXPECT_EQ(value(entries_of(total)), std::ldexp(addend, 23));
+  for (std::int64_t i = 0; i < std::int64_t{1} << kDoublings; ++i) total.add(addend);
+  EXPECT_EQ(value(entries_of(total)), std::ldexp(addend, kDoublings));
+}
+
+TEST(Superaccumulator, RoundsToNearestEven) {
+  // An odd 53-bit number, half a unit in its last place, and perhaps one grain far below.
+  const double odd = 0x1p53 - 1;
+  Superaccumulator tie;
+  tie.add(odd);
+  tie.add(0.5);
+  EXPECT_EQ(value(entries_of(tie)), 0x1p53);
+  Superaccumulator below;
+  below.add(odd - 1);
+  below.add(0.5);
+  EXPECT_EQ(value(entries_of(below)), odd - 1);
+  below.add(0x1p-298);
+  EXPECT_EQ(value(entries_of(below)), odd);
 }
 
 TEST(Superaccumulator, RefusesNegativeTotals) {
@@ -130,6 +145,20 @@ TEST(SquaredNorm, MatchesTheDefinitionAtEveryWidthOfExponents) {
       std::vector<BFloat16> narrow(values.size());
       for (std::size_t i = 0; i < values.size(); ++i) narrow[i] = from_float<BFloat16>(values[i]);
       EXPECT_EQ(sum(narrow, NumericType::bfloat16), reference(narrow));
+    }
+  }
+}
+
+// Equal values round alike, so what extraction leaves over adds up as far as it can.
+TEST(SquaredNorm, MatchesTheDefinitionWhenRoundingsAddUp) {
+  auto generator = fresh_generator();
+  std::uniform_real_distribution<float> significand(1.0F, 2.0F);
+  for (const Isa isa : available_isas()) {
+    const SelectedIsa selected(isa);
+    for (int round = 0; round < 300; ++round) {
+      std::vector<float> values(1024, significand(generator));
+      values[0] = std::ldexp(significand(generator), -round / 4);
+      EXPECT_EQ(sum(values, NumericType::float32), reference(values));
     }
   }
 }

@@ -75,6 +75,19 @@ def test_every_half_precision_value_survives(isa: str, dtype: torch.dtype) -> No
     assert same_values(back, values)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halfway_values_round_to_even(isa: str, dtype: torch.dtype) -> None:
+    limit = {torch.bfloat16: 0x7F7F, torch.float16: 0x7BFF}[dtype]
+    values = torch.arange(limit, dtype=torch.int32).to(torch.int16).view(dtype).double()
+    following = torch.arange(1, limit + 1, dtype=torch.int32).to(torch.int16).view(dtype).double()
+    middle = ((values + following) / 2).float()
+    wide = torch.cat([middle, middle.nextafter(torch.zeros(())), middle.nextafter(torch.full((), math.inf))])
+    wide = torch.cat([wide, -wide])
+    narrow = torch.full((len(wide),), math.nan, dtype=dtype)
+    ops.pack_(narrow, [wide], [0])
+    assert same_values(narrow, wide.to(dtype))
+
+
 def test_large_lists_are_split_among_threads(generator: torch.Generator) -> None:
     tensors = [torch.randn(200_000 + i, generator=generator) for i in range(5)]
     offsets = [sum(t.numel() for t in tensors[:i]) for i in range(5)]

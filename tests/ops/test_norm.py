@@ -67,7 +67,30 @@ def largest(count: int, dtype: torch.dtype, generator: torch.Generator) -> Tenso
     return torch.full((count,), torch.finfo(dtype).max, dtype=dtype)
 
 
-KINDS = [normal, finite_bits, subnormal, sparse, largest, wide(6), wide(14), wide(30), wide(50), wide(120)]
+def repeated(count: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """In every run of 1024 one value repeated, so that roundings add up, and one far smaller value."""
+    runs = []
+    for start in range(0, count, 1024):
+        run = torch.full((min(1024, count - start),), 1 + torch.rand((), generator=generator).item())
+        distance = int(torch.randint(0, 60, (), generator=generator))
+        run[0] = (1 + torch.rand((), generator=generator).item()) * 2.0**-distance
+        runs.append(run)
+    return torch.cat(runs).to(dtype)
+
+
+KINDS = [
+    repeated,
+    normal,
+    finite_bits,
+    subnormal,
+    sparse,
+    largest,
+    wide(6),
+    wide(14),
+    wide(30),
+    wide(50),
+    wide(120),
+]
 
 
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
@@ -78,7 +101,7 @@ def test_exact(
     dtype: torch.dtype,
     make: Callable[[int, torch.dtype, torch.Generator], Tensor],
 ) -> None:
-    values = make(3 * 1024 + 29, dtype, generator)
+    values = make((40 if make is repeated else 3) * 1024 + 29, dtype, generator)
     accumulator = accumulate(values)
     wanted = exact_sum(values)
     assert held_sum(accumulator) == wanted

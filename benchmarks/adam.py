@@ -1,0 +1,240 @@
+"""One optimizer step of AdamW on one flat shard: one pass against the peers' pipelines and a bare stream.
+
+Run from the repository root: python -m benchmarks.adam [--millions 64] [--rounds 21] [--output adam]
+"""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from benchmarks.harness.environment import available_bytes, describe
+from benchmarks.harness.report import Table, terminal, write_results
+from benchmarks.harness.statistics import ratio_of_rounds
+from zero_ext import ops
+
+LR, BETAS, EPS, WEIGHT_DECAY, SCALE = 1e-4, (0.9, 0.999), 1e-8, 0.01, 0.25
+STREAM_BAR = 0.90  # of the stream's speed
+PIPELINE_BAR = 1.70  # times faster than the peers' pipelines
+AGREEMENT = 1e-5
+
+
+def buffer(count: int, dtype: torch.dtype) -> Tensor:
+    """Zeros on huge pages, the same kind of memory for every contender."""
+    return ops.host_buffer(count * dtype.itemsize).view(dtype)
+
+
+def gradient(count: int) -> Tensor:
+    """The bfloat16 gradient that every contender reads."""
+    values = buffer(count, torch.bfloat16)
+    return values.normal_(generator=torch.Generator().manual_seed(1))
+
+
+def weights(count: int) -> Tensor:
+    """Float32 masters, equal for every contender."""
+    return buffer(count, torch.float32).normal_(generator=torch.Generator().manual_seed(2))
+
+
+@dataclass
+class Contender:
+    """Something timed: `step` does one optimizer step, `moved` is the bytes it must read and write."""
+
+    name: str
+    step: Callable[[], None]
+    moved: int
+    master: Tensor | None = None
+    seconds: list[float] = field(default_factory=list)
+
+
+def stream(count: int) -> Contender:
+    """Reads and writes as many bytes as the one pass, in place, in one run: the speed of the memory."""
+    values = buffer(count * 14 // 4, torch.float32)
+
+    def step() -> None:
+        values.add_(1.0)
+
+    return Contender("read-modify-write stream", step, 2 * values.nbytes)
+
+
+def one_pass(count: int, grad: Tensor, moments: torch.dtype) -> Contender:
+    """zero_ext's op: gradients as they are, scaled, parameters out in bfloat16, every byte once."""
+    master, param = weights(count), buffer(count, torch.bfloat16)
+    exp_avg, exp_avg_sq = buffer(count, moments), buffer(count, moments)
+    segments, scale = torch.tensor([[0, count]]), torch.tensor(SCALE)
+    hyper = torch.tensor([[LR, *BETAS, EPS, WEIGHT_DECAY, 0, 1, 0]], dtype=torch.float64)
+
+    def step() -> None:
+        hyper[0, 5] += 1
+        ops.adam_step_(master, exp_avg, exp_avg_sq, grad, param, segments, hyper, scale)
+
+    name = "zero_ext" if moments == torch.float32 else "zero_ext, bfloat16 moments"
+    return Contender(name, step, count * (2 + 8 + 4 * moments.itemsize + 2), master)
+
+
+def pipeline(
+    name: str, count: int, grad: Tensor, make: Callable[[Tensor], torch.optim.Optimizer]
+) -> Contender:
+    """What peers do with bfloat16 gradients: widen, scale, step in float32, round the parameters back."""
+    master, param = weights(count), buffer(count, torch.bfloat16)
+    wide = buffer(count, torch.float32)
+    weight = torch.nn.Parameter(master)
+    weight.grad = wide
+    optimizer = make(weight)
+    optimizer.state[weight]["exp_avg"] = buffer(count, torch.float32)
+    optimizer.state[weight]["exp_avg_sq"] = buffer(count, torch.float32)
+
+    @torch.no_grad()
+    def step() -> None:
+        wide.copy_(grad)
+        wide.mul_(SCALE)
+        optimizer.step()
+        param.copy_(weight)
+
+    return Contender(name, step, count * (6 + 8 + 28 + 6), master)
+
+
+def torch_fused(weight: Tensor) -> torch.optim.Optimizer:
+    """torch's fused AdamW with a state of its own."""
+    options = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+    optimizer = torch.optim.AdamW([weight], fused=True, **options)
+    optimizer.state[weight]["step"] = torch.tensor(0.0)
+    return optimizer
+
+
+def deepspeed_cpu_adam(weight: Tensor) -> torch.optim.Optimizer:
+    """DeepSpeed's CPU Adam in AdamW mode; compiles its kernel the first time (minutes)."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    optimizer = DeepSpeedCPUAdam([weight], lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+    optimizer.state[weight]["step"] = 0
+    return optimizer
+
+
+def contenders(count: int, with_deepspeed: bool) -> list[Contender]:
+    """Everything that is timed, each with memory of its own."""
+    grad = gradient(count)
+    found = [
+        stream(count),
+        one_pass(count, grad, torch.float32),
+        one_pass(count, grad, torch.bfloat16),
+        pipeline("torch, fused AdamW", count, grad, torch_fused),
+    ]
+    if with_deepspeed:
+        found.append(pipeline("DeepSpeed, DeepSpeedCPUAdam", count, grad, deepspeed_cpu_adam))
+    return found
+
+
+def run_in_turn(all_of_them: list[Contender], rounds: int) -> None:
+    """Times one step of each contender a round, starting with another one each round."""
+    for contender in all_of_them:
+        for _ in range(2):
+            contender.step()
+    for round_number in range(rounds):
+        first = round_number % len(all_of_them)
+        for contender in all_of_them[first:] + all_of_them[:first]:
+            start = time.perf_counter()
+            contender.step()
+            contender.seconds.append(time.perf_counter() - start)
+
+
+def check_agreement(all_of_them: list[Contender]) -> float:
+    """Largest relative distance of the float32 contenders' masters; RuntimeError when one strays."""
+    exact = [each for each in all_of_them if each.master is not None and "bfloat16 moments" not in each.name]
+    reference = exact[0].master
+    if reference is None:
+        raise RuntimeError("no contender holds master weights")
+    worst = 0.0
+    for other in exact[1:]:
+        if other.master is not None:
+            worst = max(worst, float((other.master - reference).norm() / reference.norm()))
+    if not worst <= AGREEMENT:
+        raise RuntimeError(f"contenders disagree by {worst:.1e} (allowed {AGREEMENT:.0e}): not the same work")
+    return worst
+
+
+def judge(all_of_them: list[Contender], rounds: int) -> tuple[Table, list[dict[str, Any]]]:
+    """The table, and the same figures for the JSON file."""
+    base, subject = all_of_them[0], all_of_them[1]
+    table = Table(
+        f"AdamW step of {base.moved // 28:,} parameters, bfloat16 gradients in and parameters out",
+        ("contender", "ms", "GB/s", "speed of stream", "zero_ext is faster by", "bar", "met"),
+        note=f"Medians of {rounds} rounds, all contenders in turn in each; ratios are medians of the rounds'"
+        f" ratios. {torch.get_num_threads()} threads, all buffers on huge pages. GB/s: bytes that the recipe"
+        " must read and write. The stream reads and writes, in place, as many bytes as zero_ext's one pass.",
+    )
+    figures = []
+    for each in all_of_them:
+        against_stream = ratio_of_rounds(base.seconds, each.seconds)
+        faster = ratio_of_rounds(each.seconds, subject.seconds)
+        bar, value = math.nan, math.nan
+        if each is subject:
+            bar, value = STREAM_BAR, against_stream.median
+        elif each.name.startswith(("torch", "DeepSpeed")):
+            bar, value = PIPELINE_BAR, faster.median
+        seconds = median(each.seconds)
+        row = {
+            "name": each.name,
+            "seconds": seconds,
+            "bytes": each.moved,
+            "speed_of_stream": against_stream.median,
+            "zero_ext_faster_by": faster.median,
+            "bar": None if math.isnan(bar) else bar,
+            "met": None if math.isnan(bar) else value >= bar,
+            "rounds": each.seconds,
+        }
+        figures.append(row)
+        table.rows.append(
+            [
+                each.name,
+                f"{seconds * 1e3:.1f}",
+                f"{each.moved / seconds / 1e9:.1f}",
+                f"{against_stream.median:.2f} ({against_stream.lowest:.2f}-{against_stream.highest:.2f})",
+                f"{faster.median:.2f}x ({faster.lowest:.2f}-{faster.highest:.2f})",
+                "" if math.isnan(bar) else f"{bar:.2f}",
+                "" if math.isnan(bar) else ("yes" if value >= bar else "no"),
+            ]
+        )
+    return table, figures
+
+
+def main(
+    millions: Annotated[float, typer.Option(help="Parameters, in units of 2^20.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured steps of each contender.")] = 21,
+    deepspeed: Annotated[bool, typer.Option(help="Measure DeepSpeed too; it must be installed.")] = True,
+    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "adam",
+) -> None:
+    """Time the one-pass step against a stream of the same bytes and the peers; write results/adam.*."""
+    console = terminal()
+    count = int(millions * 2**20)
+    needed = count * 110
+    if available_bytes() < needed:
+        raise typer.BadParameter(f"{needed / 2**30:.1f} GiB of free memory needed; ask for fewer --millions")
+    all_of_them = contenders(count, deepspeed)
+    run_in_turn(all_of_them, rounds)
+    disagreement = check_agreement(all_of_them)
+    table, figures = judge(all_of_them, rounds)
+    table.show(console)
+    data = {
+        "environment": describe(),
+        "threads": torch.get_num_threads(),
+        "instruction_set": ops.get_isa(),
+        "largest_disagreement": disagreement,
+        "results": figures,
+    }
+    for path in write_results(output, "One-pass Adam", [table], data):
+        console.print(f"wrote {path}")
+    if not all(row["met"] in (None, True) for row in figures):
+        print("a bar was missed", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    typer.run(main)
