@@ -1,6 +1,6 @@
 """How ranks stay together through a save or a load: an error on one rank becomes an error on all.
 
-Collectives are called on the backend object itself, which torch.distributed does not know and so leaves alone.
+Collectives are called on the backend object, which torch.distributed does not know and so leaves alone.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,22 +19,6 @@ from zero_ext.checkpoint.source import StateSource
 _STORE_PREFIX = "zero_ext.checkpoint"
 
 
-class _Outcome:
-    """How a save ended; shared by the handle, the thread and whoever reports an error nobody asked for."""
-
-    def __init__(self, step: int, path: Path) -> None:
-        self.step = step
-        self.path = path
-        self.finished = threading.Event()
-        self.error: BaseException | None = None
-
-    def report_unseen(self) -> None:
-        """Last resort, when the handle goes or the process ends: an error must not pass in silence."""
-        if self.error is not None:
-            text = f"zero_ext: {self.path} was not saved, and nobody has waited for it: {self.error}"
-            print(text, file=sys.stderr, flush=True)
-
-
 class SaveHandle:
     """A save that is done or under way. ``step`` and ``path`` say what it makes.
 
@@ -45,21 +30,25 @@ class SaveHandle:
     def __init__(self, step: int, path: Path) -> None:
         self.step = step
         self.path = path
-        self._outcome = _Outcome(step, path)
-        weakref.finalize(self, self._outcome.report_unseen)
+        self._finished = threading.Event()
+        self._error: BaseException | None = None
+        # Not the error itself: its traceback leads back here, and the handle would live for ever.
+        self._unseen: list[str] = []
+        weakref.finalize(self, _report, self._unseen)
 
     def done(self) -> bool:
         """True once the save has ended, well or not."""
-        return self._outcome.finished.is_set()
+        return self._finished.is_set()
 
     def wait(self, timeout_seconds: float | None = None) -> Path:
         """Blocks until the checkpoint is committed and returns its directory.
 
         TimeoutError after ``timeout_seconds``; the save's own error if it failed and was not raised before.
         """
-        if not self._outcome.finished.wait(timeout_seconds):
+        if not self._finished.wait(timeout_seconds):
             raise TimeoutError(f"{self.path}: the save is still under way after {timeout_seconds} s")
-        error, self._outcome.error = self._outcome.error, None
+        error, self._error = self._error, None
+        self._unseen.clear()
         if error is not None:
             raise error
         return self.path
@@ -69,7 +58,7 @@ class SaveHandle:
         try:
             save()
         finally:
-            self._outcome.finished.set()
+            self._finished.set()
         return self
 
     def run_in_background(self, save: Callable[[], None]) -> SaveHandle:
@@ -82,9 +71,17 @@ class SaveHandle:
         try:
             save()
         except BaseException as error:
-            self._outcome.error = error
+            # The frames below hold the staged copy of the state.
+            traceback.clear_frames(error.__traceback__)
+            self._error = error
+            self._unseen.append(f"zero_ext: {self.path} was not saved, and nobody has waited for it: {error}")
         finally:
-            self._outcome.finished.set()
+            self._finished.set()
+
+
+def _report(unseen: list[str]) -> None:
+    for text in unseen:
+        print(text, file=sys.stderr, flush=True)
 
 
 class Session:

@@ -1,0 +1,171 @@
+"""A background save: it blocks nobody, it is waited for, and its errors do not get lost."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.boundaries import CountingStorage, fail_at
+from tests.checkpoint.fake_source import SMALL, FakeSource
+from zero_ext import ops
+from zero_ext.checkpoint import CheckpointError, SaveHandle, load_checkpoint, save, save_checkpoint
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Holds every write until it is set."""
+    event = threading.Event()
+    storage = CountingStorage(lambda number, name: event.wait(30) or None)
+    monkeypatch.setattr(save, "Storage", lambda: storage)
+    return event
+
+
+def test_it_returns_before_anything_is_written(tmp_path: Path, gate: threading.Event) -> None:
+    source = FakeSource(SMALL, 4)
+    handle = save_checkpoint(tmp_path, source, asynchronous=True)
+    assert not handle.done()
+    with pytest.raises(TimeoutError, match="step-000004"):
+        handle.wait(0.05)
+    assert not list(tmp_path.glob("step-*"))
+    source.poison()
+    gate.set()
+    assert handle.wait() == tmp_path / "step-000004"
+    load_checkpoint(tmp_path, source)
+    assert source.holds(4)
+
+
+def test_the_next_save_and_load_wait_for_it(tmp_path: Path, gate: threading.Event) -> None:
+    source = FakeSource(SMALL, 4)
+    handle = save_checkpoint(tmp_path, source, step=1, asynchronous=True)
+    threading.Timer(0.2, gate.set).start()
+    save_checkpoint(tmp_path, source, step=2)
+    assert handle.done()
+    gate.clear()
+    handle = save_checkpoint(tmp_path, source, step=3, asynchronous=True)
+    threading.Timer(0.2, gate.set).start()
+    assert load_checkpoint(tmp_path, source).step == 3
+    assert handle.done()
+
+
+def test_the_staged_copy_goes_when_the_save_has_ended(tmp_path: Path, gate: threading.Event) -> None:
+    source = FakeSource(SMALL, 4)
+    gc.collect()
+    before = ops.host_buffer_bytes()
+    handle = save_checkpoint(tmp_path, source, asynchronous=True)
+    state = sum(tensor.nbytes for tensor in source.held.values())
+    assert state <= ops.host_buffer_bytes() - before <= state + 64 * 20
+    gate.set()
+    handle.wait()
+    deadline = time.monotonic() + 5
+    while ops.host_buffer_bytes() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ops.host_buffer_bytes() == before
+
+
+def fail_in_background(folder: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch) -> SaveHandle:
+    monkeypatch.setattr(save, "Storage", lambda: fail_at(5, errno.ENOSPC, lambda name: True))
+    handle = save_checkpoint(folder, source, asynchronous=True)
+    monkeypatch.undo()
+    return handle
+
+
+def test_an_error_comes_out_of_the_handle_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = FakeSource(SMALL, 4)
+    handle = fail_in_background(tmp_path, source, monkeypatch)
+    with pytest.raises(CheckpointError, match="No space left"):
+        handle.wait()
+    save_checkpoint(tmp_path, source)
+    load_checkpoint(tmp_path, source)
+
+
+@pytest.mark.parametrize("following", ["save", "load"])
+def test_an_error_comes_out_of_what_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, following: str
+) -> None:
+    source = FakeSource(SMALL, 4)
+    save_checkpoint(tmp_path, source, step=1)
+    fail_in_background(tmp_path, source, monkeypatch)
+    with pytest.raises(CheckpointError, match=r"previous save, step-000004, failed.*No space left"):
+        if following == "save":
+            save_checkpoint(tmp_path, source, step=2)
+        else:
+            load_checkpoint(tmp_path, source)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000001"]
+    save_checkpoint(tmp_path, source, step=2)
+
+
+def test_an_error_nobody_asks_for_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = FakeSource(SMALL, 4)
+    fail_in_background(tmp_path, source, monkeypatch)
+    del source
+    deadline, printed = time.monotonic() + 10, ""
+    while "No space left" not in printed and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+        printed += capfd.readouterr().err
+    assert "step-000004 was not saved, and nobody has waited for it" in printed
+
+
+EXIT_PROGRAM = """
+import errno, sys, time
+import torch.distributed as dist
+from tests.checkpoint.boundaries import CountingStorage, fail_at
+from tests.checkpoint.fake_source import SMALL, FakeSource
+from zero_ext.checkpoint import save, save_checkpoint
+
+folder, store, fail = sys.argv[1], sys.argv[2], sys.argv[5]
+rank, world_size = int(sys.argv[3]), int(sys.argv[4])
+slow = CountingStorage(lambda number, name: time.sleep(0.05))
+full = fail_at(8, errno.ENOSPC, lambda name: not name.startswith("remove"))
+save.Storage = lambda: full if fail == "fail" else slow
+group = None
+if world_size > 1:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    group = dist.group.WORLD
+source = FakeSource(SMALL, 6, rank, world_size, group)
+handle = save_checkpoint(folder, source, asynchronous=True)
+assert not handle.done()
+if world_size > 1:
+    dist.destroy_process_group()
+print("the main thread ends")
+"""
+
+
+@pytest.mark.parametrize(("world_size", "fail"), [(2, "work"), (1, "fail")])
+def test_the_process_ends_after_the_save(tmp_path: Path, world_size: int, fail: str) -> None:
+    (tmp_path / "out").mkdir()
+    program = [sys.executable, "-c", EXIT_PROGRAM, tmp_path / "out", tmp_path / "store"]
+    processes = [
+        subprocess.Popen(
+            [*program, str(rank), str(world_size), fail],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert out == "the main thread ends\n"
+        if fail == "fail":
+            assert "step-000006 was not saved" in err
+            assert "No space left" in err
+    if fail == "work":
+        source = FakeSource(SMALL, 99)
+        load_checkpoint(tmp_path / "out", source)
+        assert source.holds(6)
+    else:
+        assert not list((tmp_path / "out").glob("*step*"))

@@ -1,0 +1,233 @@
+"""Whatever strikes a save: the last checkpoint stays whole, every rank hears of it, nothing stays behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.boundaries import fail_at
+from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, dense
+from tests.multi.pool import RankPool
+from tests.multi.rank import World
+from zero_ext.checkpoint import CheckpointError, load_checkpoint, save, save_checkpoint
+from zero_ext.checkpoint.directory import CheckpointDirectory
+
+HERE = "tests.checkpoint.test_faults"
+ROOT = Path(__file__).parents[2]
+
+
+def run_program(*arguments: str, timeout: float = 240) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def memory_folder() -> Iterator[Path]:
+    """A folder in memory where there is such a file system: a kill needs no disk, which takes its time."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize(
+    "scenarios",
+    [
+        ("first:1:0", "second:1:0", "replace:1:0", "keep:1:0", "background:1:0"),
+        ("second:2:0", "second:2:1"),
+    ],
+)
+def test_killed_at_every_change_to_the_disk(memory_folder: Path, scenarios: tuple[str, ...]) -> None:
+    lines = run_program("-m", "tests.checkpoint.kill_loop", str(memory_folder), *scenarios).splitlines()
+    kills = dict(line.rsplit(" ", 1) for line in lines)
+    assert set(kills) == set(scenarios)
+    # Five files and as many directory entries at least for rank 0, one shard file for another.
+    assert all(int(count) >= (6 if scenario.endswith(":1") else 20) for scenario, count in kills.items())
+
+
+def test_full_disk_on_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    output = run_program("-m", "tests.checkpoint.full_disk", str(tmp_path / "small"))
+    reason = "No space left on device" if output.startswith("tmpfs") else "File too large"
+    lines = output.splitlines()[1:]
+    assert len(lines) == 2, output
+    for line in lines:
+        assert reason in line
+        assert "No checkpoint was changed" in line
+
+
+ERRORS = {
+    # A full disk still renames and removes; a broken or read-only one does nothing any more.
+    errno.ENOSPC: lambda name: name.split()[0] in ("make", "create", "write", "sync"),
+    errno.EDQUOT: lambda name: name.split()[0] in ("make", "create", "write", "sync"),
+    errno.EIO: lambda name: False,
+    errno.EROFS: lambda name: True,
+    errno.EACCES: lambda name: name.startswith("rename"),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: errno.errorcode[error])
+@pytest.mark.parametrize("step", [2, 1], ids=["new", "replace"])
+def test_an_error_at_every_change_to_the_disk(
+    memory_folder: Path, monkeypatch: pytest.MonkeyPatch, error: int, step: int
+) -> None:
+    boundary, failed = 0, True
+    while failed:
+        folder = memory_folder / str(boundary)
+        save_checkpoint(folder, FakeSource(SMALL, 1))
+        storage = fail_at(boundary, error, ERRORS[error])
+        monkeypatch.setattr(save, "Storage", lambda storage=storage: storage)
+        source = FakeSource(SMALL, 2)
+        failed = False
+        try:
+            save_checkpoint(folder, source, step=step)
+        except CheckpointError as raised:
+            failed = True
+            assert os.strerror(error) in str(raised)
+            assert "rank 0" in str(raised)
+        monkeypatch.undo()
+        loaded = FakeSource(SMALL, 99)
+        load_checkpoint(folder, loaded)
+        # The commit may have happened before the error; a mixture may not.
+        assert loaded.holds(1) or loaded.holds(2)
+        assert failed or loaded.holds(2)
+        if failed and error == errno.ENOSPC:
+            assert not list(folder.glob(".saving-*"))
+        save_checkpoint(folder, source, step=3)
+        left = {path.name for path in folder.iterdir()}
+        assert left <= {".lock", "latest", "step-000001", "step-000002", "step-000003"}
+        boundary += 1
+    assert boundary > 15
+
+
+def fail_on_one_rank(world: World, directory: str, victim: int, background: bool) -> str:
+    source = FakeSource(MIXED, 2, world.rank, world.size, world.group)
+    if world.rank == victim:
+        source.held["master", "embed.weight"] = source.held["master", "embed.weight"].reshape(1, -1)
+    try:
+        save_checkpoint(directory, source, asynchronous=background).wait()
+    except ValueError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_an_error_on_one_rank_reaches_all(
+    rank_pool: RankPool, tmp_path: Path, victim: int, background: bool
+) -> None:
+    arguments = {"directory": str(tmp_path), "victim": victim, "background": background}
+    answers = rank_pool.run(3, f"{HERE}:fail_on_one_rank", arguments)
+    assert len(set(answers)) == 1
+    assert f"rank {victim}: master of 'embed.weight'" in answers[0]
+    assert not list(tmp_path.glob("step-*"))
+
+
+def save_differently(world: World, directory: str, what: str) -> str:
+    table = {"w": dense(10 + (world.rank if what == "table" else 0))}
+    source = FakeSource(table, 5, world.rank, world.size, world.group)
+    if what == "scalars":
+        source.scalars["lr"] = world.rank
+    step = world.rank if what == "step" else 7
+    try:
+        save_checkpoint(directory, source, step=step)
+    except ValueError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [("table", "parameter table"), ("scalars", "scalar_state['lr']"), ("step", "step differs")],
+)
+def test_ranks_that_disagree_are_refused(rank_pool: RankPool, tmp_path: Path, what: str, named: str) -> None:
+    answers = rank_pool.run(2, f"{HERE}:save_differently", {"directory": str(tmp_path), "what": what})
+    assert all(named in answer for answer in answers), answers
+
+
+def lose_a_piece(world: World, directory: str) -> str:
+    source = FakeSource(MIXED, 2, world.rank, world.size, world.group)
+    if world.rank == 1:
+        del source.held["exp_avg", "embed.weight"]
+    try:
+        save_checkpoint(directory, source)
+    except ValueError as error:
+        return str(error)
+    return "saved"
+
+
+def test_pieces_that_do_not_make_the_whole_are_never_committed(rank_pool: RankPool, tmp_path: Path) -> None:
+    answers = rank_pool.run(2, f"{HERE}:lose_a_piece", {"directory": str(tmp_path)})
+    assert all("exp_avg of 'embed.weight'" in answer and "not stored" in answer for answer in answers), (
+        answers
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {".lock"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "named"),
+    [
+        ({"step": -1}, ValueError, "step is -1"),
+        ({"step": 1.0}, ValueError, "step is 1.0"),
+        ({"step": True}, ValueError, "step is True"),
+        ({"step": 10**12}, ValueError, "step is 1000000000000"),
+        ({"keep_last": 0}, ValueError, "keep_last is 0"),
+        ({"keep_last": 1.5}, ValueError, "keep_last is 1.5"),
+        ({"client_state": {"a": [object()]}}, TypeError, r"client_state.a\[0\]: a builtins.object"),
+        ({"extra": {"x": {1, 2}}}, TypeError, "extra.x: a builtins.set"),
+        ({"extra": {"$float": 1}}, TypeError, "extra must be a dict"),
+        ({"extra": [1]}, TypeError, "extra must be a dict"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_written(
+    tmp_path: Path, settings: dict[str, object], kind: type[Exception], named: str
+) -> None:
+    with pytest.raises(kind, match=named):
+        save_checkpoint(tmp_path / "new", FakeSource(SMALL, 1), **settings)  # type: ignore[arg-type]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_state_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    state: list[object] = []
+    state.append(state)
+    with pytest.raises(ValueError, match="nested deeper"):
+        save_checkpoint(tmp_path, FakeSource(SMALL, 1), client_state=state)
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"rank 0.*file"):
+        save_checkpoint(tmp_path / "file" / "sub", FakeSource(SMALL, 1))
+
+
+def test_a_second_saver_waits_and_then_gives_up(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, FakeSource(SMALL, 1))
+    source = FakeSource(SMALL, 2)
+    source.config = type(source.config)(timeout_seconds=0.2)
+    with CheckpointDirectory(tmp_path).locked(1.0):
+        with pytest.raises(CheckpointError, match="another save has held this directory"):
+            save_checkpoint(tmp_path, source)
+        timer = threading.Timer(0.3, lambda: None)
+        timer.start()
+    save_checkpoint(tmp_path, source)
+    timer.join()
+
+
+def test_files_of_the_user_are_left_alone(tmp_path: Path) -> None:
+    names = ["notes.txt", ".saving-notes", "step-12", "step-0000001", ".removed-x", ".replaced-mine"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, FakeSource(SMALL, 1), step=step, keep_last=1)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {*names, ".lock", "latest", "step-000003"}
