@@ -7,14 +7,13 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from benchmarks.harness.account import account_bars, account_table, measure_account
 from benchmarks.harness.environment import describe
 from benchmarks.harness.matches import MEMORY_MATCHES, Match, select
 from benchmarks.harness.plots import plot_state_bytes
 from benchmarks.harness.ranks import Team, TeamFailure
-from benchmarks.harness.report import RESULTS, Table, megabytes, write_results
+from benchmarks.harness.report import RESULTS, Table, megabytes, terminal, write_results
 from benchmarks.harness.shapes import LlamaShape, shape_named
 from benchmarks.peers import contender_named
 from benchmarks.peers.deepspeed_operators import compile_operators
@@ -124,7 +123,7 @@ def main(
     output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "memory",
 ) -> None:
     """Measure resident memory against peers and state bytes against the formula; write results/memory.*."""
-    console = Console()
+    console = terminal()
     try:
         shapes = [shape_named(name) for name in models.split(",")]
         matches = select(MEMORY_MATCHES, [key for key in only.split(",") if key])

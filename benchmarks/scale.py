@@ -9,12 +9,11 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from benchmarks.harness.environment import describe
 from benchmarks.harness.formula import STATE_KINDS, relative_excess, state_bytes
 from benchmarks.harness.ranks import REPOSITORY
-from benchmarks.harness.report import Table, megabytes, write_results
+from benchmarks.harness.report import Table, megabytes, terminal, write_results
 from benchmarks.harness.shapes import shape_named
 
 SETUP_BAR_SECONDS = 60.0
@@ -98,7 +97,7 @@ def main(
     output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "scale",
 ) -> None:
     """Set up one rank of many, hold its bytes against the formula, write benchmarks/results/scale.*."""
-    console = Console()
+    console = terminal()
     try:
         shape = shape_named(model)
     except ValueError as error:

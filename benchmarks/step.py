@@ -15,7 +15,7 @@ from benchmarks.harness.duel import Record, run_in_turn
 from benchmarks.harness.environment import describe, total_bytes
 from benchmarks.harness.matches import STEP_MATCHES, Match, select, split_to_fit
 from benchmarks.harness.ranks import TeamFailure
-from benchmarks.harness.report import Table, write_results
+from benchmarks.harness.report import Table, terminal, write_results
 from benchmarks.harness.shapes import BATCH_SIZE, SEQUENCE_LENGTH, LlamaShape, shape_named
 from benchmarks.harness.statistics import agree, largest_difference, ratio_of_rounds, within
 from benchmarks.peers import contender_named
@@ -144,7 +144,7 @@ def main(
     output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "step",
 ) -> None:
     """Time zero_ext's steps against its peers, print the ratios, write benchmarks/results/step.{json,md}."""
-    console = Console()
+    console = terminal()
     try:
         shapes = [shape_named(name) for name in models.split(",")]
         matches = select(STEP_MATCHES, [key for key in only.split(",") if key])

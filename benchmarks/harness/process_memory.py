@@ -50,12 +50,16 @@ def live_tensor_bytes() -> int:
         if not issubclass(type(candidate), torch.Tensor):  # isinstance would wake lazily loaded modules
             continue
         for tensor in (candidate, candidate.grad if candidate.is_leaf else None):
-            if tensor is None or tensor.device.type == "meta":
-                continue
-            try:
-                storage = tensor.untyped_storage()
-            except (NotImplementedError, RuntimeError):
-                continue
-            seen[storage.data_ptr()] = max(seen.get(storage.data_ptr(), 0), storage.nbytes())
-    seen.pop(0, None)
+            if tensor is not None and tensor.device.type != "meta":
+                address, nbytes = _memory_behind(tensor)
+                seen[address] = max(seen.get(address, 0), nbytes)
     return sum(seen.values())
+
+
+def _memory_behind(tensor: torch.Tensor) -> tuple[int, int]:
+    try:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    except (NotImplementedError, RuntimeError):
+        # Sparse and wrapper tensors have no storage; one whose memory was taken out of it has no address.
+        return 0, 0

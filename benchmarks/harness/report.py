@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as RichTable
 
+PIPE_WIDTH = 170
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
@@ -36,6 +37,12 @@ class Table:
         for row in self.rows:
             table.add_row(*row)
         console.print(table)
+
+
+def terminal() -> Console:
+    """A console; one that writes to a file or pipe gets lines wide enough for the tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
 def write_results(

@@ -26,6 +26,7 @@ class SimulatedRank:
     model_seconds: float
     prepare_seconds: float
     resident_growth: int
+    live_tensors: int
 
 
 def simulate(shape_name: str, stage: int, ranks: int) -> SimulatedRank:
@@ -54,6 +55,7 @@ def simulate(shape_name: str, stage: int, ranks: int) -> SimulatedRank:
         built - began,
         done - built,
         process_memory.resident_bytes() - before,
+        process_memory.live_tensor_bytes(),
     )
 
 
