@@ -92,13 +92,14 @@ def plan_units(
 ) -> list[UnitPlan]:
     """Groups the parameters into units for the configured stage on ``world_size`` ranks."""
     placement = Placement.of_stage(config.stage).over(world_size)
+    blocks = find_blocks(model, config)  # checks the names also where no unit is a block
     if not placement.params:
         return list(_buckets("bucket", owned, placement, config.units.bucket_elements, False))
     small: list[Owned] = []
     large: list[Owned] = []
     for item in owned:
         (small if item.spec.numel < config.units.persistence_threshold else large).append(item)
-    plans = list(_blocks(model, large, find_blocks(model, config), placement))
+    plans = list(_blocks(model, large, blocks, placement))
     plans += _buckets("persistent", small, placement.persistent(), config.units.bucket_elements, True)
     return plans
 

@@ -74,7 +74,8 @@ class GradientReducer:
             if leftover:
                 self._start(gradients)
         self._drain()
-        if self._arrivals:
+        if self._arrivals is not None and any(agreed):
+            # Also with no arrival of its own a rank takes part: rank 0's order counts.
             self._adopt_order(self._arrivals)
             self._arrivals = None
 

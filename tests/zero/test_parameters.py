@@ -1,0 +1,349 @@
+"""Where parameters sit and who uses them: tied, shared, unused, frozen, unfrozen, empty, mixed, routed."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.zero.models import WIDTH, Block, TinyModel, feature_batch, feature_loss, language_batch, language_loss
+from tests.zero.training import (
+    Plan,
+    adamw,
+    check_against_plain,
+    check_close,
+    check_equal,
+    configuration,
+    train_plain,
+    train_prepared,
+)
+from zero_ext.zero import engine_of
+
+
+class BorrowedWeight(nn.Module):
+    """Uses the embedding's weight outside the embedding's forward, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = TinyModel(layers=1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner.blocks[0](self.inner.embedding(ids))
+        return functional.linear(hidden, self.inner.embedding.weight) + self.inner.head(hidden)
+
+
+class SiblingWeight(nn.Module):
+    """A block that reads the weight of its sibling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        first, second, third = self.blocks
+        hidden = first(features)
+        hidden = torch.tanh(hidden @ third.weight.t() + second.bias)
+        return third(second(hidden))
+
+
+class Repeated(nn.Module):
+    """The same block twice, another one in every second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
+            features = block(features)
+        return self.blocks[2](features) if len(features) == 2 else features
+
+
+class RepeatedOnSomeRanks(Repeated):
+    """Uses its last block where the data says so: on some ranks only."""
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
+            features = block(features)
+        return self.blocks[2](features) if features.sum() > 0 else features
+
+
+class Unused(nn.Module):
+    """Has a whole block and a single weight that no loss reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.loose = nn.Parameter(torch.randn(5))
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.blocks[2](self.blocks[0](features)) * self.gain
+
+
+class Empty(nn.Module):
+    """Holds parameters without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, 3), nn.Linear(3, 2)])
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](features)) + self.nothing.sum()
+
+
+class Mixed(nn.Module):
+    """fp32, bf16 and float64 parameters in one block, and integer buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).bfloat16()])
+        self.blocks[0].register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.tail = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, 3).bfloat16())])
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        self.blocks[0].calls += 1
+        hidden = self.blocks[1](self.blocks[0](features).bfloat16()).float()
+        return self.tail[0][1](self.tail[0][0](hidden).bfloat16()).float()
+
+
+def uneven_batch(seed: int, step: int, micro: int, rank: int) -> torch.Tensor:
+    """Two rows in even steps, three in odd ones."""
+    return feature_batch(seed, step, micro, rank, size=2 + step % 2)
+
+
+FEATURE_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "sibling": SiblingWeight,
+    "repeated": Repeated,
+    "unused": Unused,
+    "empty": Empty,
+}
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("name", list(FEATURE_MODELS))
+def test_feature_models(world: World, name: str) -> None:
+    for stage in (1, 3):
+        torch.manual_seed(world.seed)
+        check_against_plain(world, FEATURE_MODELS[name](), feature_loss, uneven_batch, stage)
+
+
+@on_ranks(2, 3)
+def test_a_block_that_some_ranks_use_and_others_do_not(world: World) -> None:
+    for stage in (0, 1, 2):
+        check_against_plain(world, RepeatedOnSomeRanks(), feature_loss, feature_batch, stage, Plan(steps=5))
+
+
+@on_ranks(2, 3)
+def test_language_models(world: World) -> None:
+    for stage in (0, 1, 2, 3):
+        check_against_plain(world, TinyModel(layers=2, tied=True), language_loss, language_batch, stage)
+        check_against_plain(world, BorrowedWeight(), language_loss, language_batch, stage)
+
+
+@on_ranks(2)
+def test_persistent_parameters(world: World) -> None:
+    units = {"persistence_threshold": 30}
+    for dtype in ("fp32", "bf16"):
+        plan = Plan(dtype=dtype, clip=0.1)
+        whole = train_prepared(world, TinyModelOf(world), language_loss, language_batch, configuration(3, plan), plan)
+        config = configuration(3, plan, units=units)
+        check_equal(train_prepared(world, TinyModelOf(world), language_loss, language_batch, config, plan), whole)
+
+
+def TinyModelOf(world: World) -> TinyModel:  # noqa: N802 - a constructor with a seed
+    torch.manual_seed(world.seed)
+    return TinyModel()
+
+
+@on_ranks(2)
+def test_unused_parameters_neither_decay_nor_move_their_moments(world: World) -> None:
+    for stage in (0, 1, 2, 3):
+        model = Unused()
+        before = {name: value.detach().clone() for name, value in model.named_parameters()}
+        model, optimizer = zero_ext.prepare(model, adamw(model.parameters()), configuration(stage), process_group=world.group)
+        for step in range(2):
+            feature_loss(model, feature_batch(world.seed, step, 0, world.rank)).backward()
+            assert model.blocks[1].up.weight.grad is None
+            optimizer.step()
+            optimizer.zero_grad()
+        after = zero_ext.full_state_dict(model)
+        for name in before:
+            unused = name.startswith("blocks.1.") or name == "loose"
+            assert torch.equal(before[name], after[name]) == unused, name
+        for key, value in optimizer.state_dict()["shards"].items():
+            if key.startswith(("exp_avg/blocks.1.", "exp_avg_sq/blocks.1.", "exp_avg/loose")):
+                assert not value.any(), key
+        assert optimizer.state_dict()["scalars"]["step"]["loose"] == 0
+
+
+class Routed(nn.Module):
+    """Experts of which each rank may take another."""
+
+    def __init__(self, experts: int = 3) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(experts))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        hidden = self.entry(features)
+        route = int(features[0, 0].abs() * 7) % len(self.experts)
+        return hidden + self.experts[route](hidden)
+
+
+class WithRouted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Routed(), Block()])
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            features = block(features)
+        return features
+
+
+def routed_plain(world: World, model: nn.Module, plan: Plan) -> Any:
+    return train_plain(world, model, feature_loss, feature_batch, plan)
+
+
+@on_ranks(2, 3)
+def test_ranks_take_different_branches_inside_a_leaf_module(world: World) -> None:
+    """A parameter used by one rank alone gets the average of its gradient and zeros, as DDP computes it."""
+    plan = Plan(steps=5)
+    for stage, leaf in ((1, None), (2, None), (3, "Routed"), (3, "blocks.1")):
+        torch.manual_seed(world.seed)
+        model = WithRouted()
+        units = {} if leaf is None else {"leaf_modules": [leaf], "block_classes": ["Block"]}
+        config = configuration(stage, plan, units=units)
+        twin = copy.deepcopy(model)
+        run = train_prepared(world, model, feature_loss, feature_batch, config, plan)
+        check_close(run, routed_plain(world, twin, plan))
+
+
+def test_a_leaf_or_block_name_that_matches_nothing_is_refused() -> None:
+    for key in ("leaf_modules", "block_classes"):
+        model = WithRouted()
+        with pytest.raises(ValueError, match=r"\['Nothing'\] match no module(?s:.*)'Routed'"):
+            zero_ext.prepare(model, None, {"stage": 3, "units": {key: ["Nothing"]}})
+
+
+def lora(model: nn.Module) -> list[nn.Parameter]:
+    """Freezes all but the ``down`` projections of the blocks."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("down" in name)
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("frozen", ["lora", "embedding", "first", "middle", "last", "norms"])
+def test_frozen_parameters(world: World, frozen: str) -> None:
+    for stage in (1, 3):
+        torch.manual_seed(world.seed)
+        model = TinyModel()
+        if frozen == "lora":
+            lora(model)
+        parts = {
+            "embedding": [model.embedding],
+            "first": [model.embedding, model.blocks[0]],
+            "middle": [model.blocks[1]],
+            "last": [model.blocks[2], model.head],
+            "norms": [module for module in model.modules() if isinstance(module, nn.LayerNorm)],
+        }
+        for module in parts.get(frozen, []):
+            module.requires_grad_(False)
+        check_against_plain(world, model, language_loss, language_batch, stage)
+
+
+@on_ranks(2)
+def test_a_frozen_block_is_gathered_twice_a_step_and_never_left_behind(world: World) -> None:
+    torch.manual_seed(world.seed)
+    model = TinyModel()
+    trained = lora(model)
+    model, optimizer = zero_ext.prepare(model, adamw(trained), configuration(3), process_group=world.group)
+    engine = engine_of(model)
+    for step in range(3):
+        language_loss(model, language_batch(world.seed, step, 0, world.rank)).backward()
+        assert engine.residency.live_elements == 0
+        optimizer.step()
+        optimizer.zero_grad()
+    padded = sum(unit.layout.numel for unit in engine.units)
+    head = sum(unit.layout.numel for unit in engine.units if "embedding" in unit.name)
+    assert engine.collectives.wire.last_elements["gather"] <= 2 * padded
+    assert engine.collectives.wire.last_elements["gather"] >= 2 * padded - head
+
+
+@on_ranks(2)
+def test_unfreezing_after_prepare(world: World) -> None:
+    for stage in (0, 1, 2, 3):
+        torch.manual_seed(world.seed)
+        model = TinyModel()
+        twin = copy.deepcopy(model)
+        model.blocks[1].requires_grad_(False)
+        twin.blocks[1].requires_grad_(False)
+        model, optimizer = zero_ext.prepare(model, adamw(model.parameters()), configuration(stage), process_group=world.group)
+        plain = adamw(twin.parameters())
+        for step in range(4):
+            if step == 2:
+                model.blocks[1].requires_grad_(True)
+                twin.blocks[1].requires_grad_(True)
+            language_loss(model, language_batch(world.seed, step, 0, world.rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for rank in range(world.size):
+                (language_loss(twin, language_batch(world.seed, step, 0, rank)) / world.size).backward()
+            plain.step()
+            plain.zero_grad()
+        for name, value in zero_ext.full_state_dict(model).items():
+            torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_mixed_dtypes_and_integer_buffers(world: World) -> None:
+    runs = []
+    for stage in (0, 1, 2, 3):
+        torch.manual_seed(world.seed)
+        run = train_prepared(world, Mixed(), feature_loss, feature_batch, configuration(stage))
+        assert run.parameters["blocks.1.weight"].dtype == torch.bfloat16
+        assert run.parameters["blocks.0.weight"].dtype == torch.float32
+        assert run.parameters["blocks.0.calls"].item() == 3
+        runs.append(run)
+    for run in runs[1:]:
+        check_equal(run, runs[0])
+
+
+class WithIntegers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+        self.table = nn.Parameter(torch.arange(WIDTH), requires_grad=False)
+        self.mask = nn.Parameter(torch.arange(WIDTH) % 2 == 0, requires_grad=False)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](features)[:, self.table] * self.mask
+
+
+@on_ranks(1, 2)
+def test_integer_and_bool_parameters(world: World) -> None:
+    for stage in (1, 3):
+        torch.manual_seed(world.seed)
+        run = train_prepared(
+            world,
+            WithIntegers(),
+            feature_loss,
+            feature_batch,
+            configuration(stage),
+            make_optimizer=lambda parameters: adamw([p for p in parameters if p.requires_grad]),
+        )
+        assert torch.equal(run.parameters["table"], torch.arange(WIDTH))
+        assert torch.equal(run.parameters["mask"], torch.arange(WIDTH) % 2 == 0)
+        assert all(math.isfinite(loss) for loss in run.losses)
