@@ -1,0 +1,1 @@
+"""The parts of the demonstration; `python examples/demo.py` runs them."""

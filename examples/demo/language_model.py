@@ -1,0 +1,74 @@
+"""The model, its optimizer and schedule, and its held-out loss: ordinary PyTorch, no ZeRO in sight."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from demo.settings import Settings
+
+BYTES = 256
+
+
+def build_model(settings: Settings) -> LlamaForCausalLM:
+    """A Llama over bytes with random fp32 weights, the same on every rank and in every run."""
+    torch.manual_seed(settings.seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=BYTES,
+            hidden_size=settings.hidden_size,
+            intermediate_size=settings.feed_forward_size,
+            num_hidden_layers=settings.layers,
+            num_attention_heads=settings.heads,
+            max_position_embeddings=4 * settings.window,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+    )
+
+
+def build_optimizer(parameters: list[nn.Parameter], settings: Settings) -> torch.optim.AdamW:
+    """AdamW as language models are usually trained."""
+    return torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, settings: Settings) -> LambdaLR:
+    """Linear warm-up, then a cosine down to a tenth."""
+
+    def factor(step: int) -> float:
+        done = min(step / settings.steps, 1.0)
+        return min((step + 1) / settings.warmup_steps, 0.55 + 0.45 * math.cos(math.pi * done))
+
+    return LambdaLR(optimizer, factor)
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, windows: Tensor) -> float:
+    """Mean loss in nats per byte over `windows` [count, length]. All ranks call it: stage 3 gathers."""
+    model.eval()
+    losses = [model(input_ids=part, labels=part).loss.double() for part in windows.split(16)]
+    model.train()
+    return float(torch.stack(losses).mean())
+
+
+@torch.no_grad()
+def sample_text(
+    model: LlamaForCausalLM, settings: Settings, prompt: str = "Return a new ", length: int = 240
+) -> str:
+    """Continues `prompt` by `length` bytes drawn from the model; bytes that are no text show as `?`."""
+    torch.manual_seed(settings.seed)
+    model.eval()
+    seen = torch.tensor([list(prompt.encode())])
+    cache, drawn = None, seen
+    for _ in range(length):
+        out = model(input_ids=drawn, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        drawn = torch.multinomial((out.logits[:, -1].float() / 0.8).softmax(-1), 1)
+        seen = torch.cat([seen, drawn], dim=1)
+    model.train()
+    return bytes(seen[0].tolist()).decode(errors="replace").replace("\0", "\n").replace("\ufffd", "?")

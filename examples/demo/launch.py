@@ -1,0 +1,27 @@
+"""Starts the demonstration's runs as processes of their own, under torchrun where there are several ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parent.parent
+
+
+def launch(module: str, ranks: int, *arguments: object) -> None:
+    """Runs `python -m module arguments` on `ranks` ranks, all cores shared out among them, and waits.
+
+    Raises subprocess.CalledProcessError when a rank fails; its own message is on stderr then.
+    """
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    paths = [str(EXAMPLES), str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(torchrun if ranks > 1 else []), "-m", module, *map(str, arguments)]
+    subprocess.run(command, env=environment, check=True)

@@ -1,0 +1,75 @@
+"""The same steps in a plain one-process loop, without ZeRO: what the stages are held against.
+
+Mixed precision as usual: bf16 parameters, fp32 master weights that the optimizer owns. The global batch goes
+through in as many micro-batches as there are ranks elsewhere, so that gradients round to bf16 at the same
+places.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from demo.corpus import ByteWindows, Corpus
+from demo.language_model import build_model, build_optimizer
+from demo.record import write_record
+from demo.settings import SETTINGS
+from zero_ext.data import ShardedLoader
+
+
+class MasterWeights:
+    """fp32 copies of bf16 parameters, stepped in their place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+        self.masters = [nn.Parameter(parameter.detach().clone()) for parameter in self.parameters]
+        model.to(torch.bfloat16)
+        self.optimizer = build_optimizer(self.masters, SETTINGS)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Clips and applies the bf16 gradients, then rounds the masters into the parameters."""
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            master.grad = parameter.grad.float()
+            parameter.grad = None
+        nn.utils.clip_grad_norm_(self.masters, SETTINGS.clip)
+        self.optimizer.step()
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            parameter.copy_(master)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes by state kind, counted over the live tensors; gradients are those of the backward pass."""
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        owned: list[Tensor] = [*self.masters, *(value for value in moments if value.dim())]
+        params = sum(parameter.nbytes for parameter in self.parameters)
+        return {"params": params, "grads": params, "optimizer": sum(tensor.nbytes for tensor in owned)}
+
+
+def main(folder: Path) -> None:
+    windows = ByteWindows(Corpus.read(folder).training, SETTINGS.window)
+    model = build_model(SETTINGS)
+    training = MasterWeights(model)
+    parts = SETTINGS.ranks
+    losses, seconds = [], []
+    loader = ShardedLoader(windows, SETTINGS.global_batch, seed=SETTINGS.seed)
+    for _, batch in zip(range(SETTINGS.compared_steps), loader, strict=False):
+        began = time.perf_counter()
+        step_losses = []
+        for part in batch["input_ids"].chunk(parts):
+            loss = model(input_ids=part, labels=part).loss
+            (loss / parts).backward()
+            step_losses.append(loss.item())
+        training.step()
+        seconds.append(time.perf_counter() - began)
+        losses.append(sum(step_losses) / parts)
+    record = {"losses": losses, "seconds": statistics.median(seconds[1:]), "bytes": training.state_bytes()}
+    write_record(folder, "plain", 0, record)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
