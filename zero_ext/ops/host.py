@@ -31,5 +31,5 @@ def _host_buffer(nbytes: int) -> Tensor:
 
 
 @fake_kernel("host_buffer_bytes")
-def _host_buffer_bytes() -> int:
+def _host_buffer_bytes() -> torch.SymInt:
     return torch.library.get_ctx().new_dynamic_size()

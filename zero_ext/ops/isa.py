@@ -31,7 +31,7 @@ def set_isa(name: str) -> str:
 
 
 @fake_kernel("isa_level")
-def _isa_level() -> int:
+def _isa_level() -> torch.SymInt:
     return torch.library.get_ctx().new_dynamic_size()
 
 

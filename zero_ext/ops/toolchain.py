@@ -22,6 +22,7 @@ DEFINES: tuple[tuple[str, str], ...] = (
 COMPILE_FLAGS: tuple[str, ...] = (
     "-std=c++20",
     "-O3",
+    "-g0",
     "-fPIC",
     "-fvisibility=hidden",
     "-ffp-contract=off",
