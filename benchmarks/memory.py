@@ -26,7 +26,7 @@ def measure_resident(key: str, shape: LlamaShape, steps: int) -> dict[str, int]:
     """Resident bytes of one contender's ranks in fresh processes; each figure is the highest of its ranks.
 
     libraries: before the model exists. construction_peak: highest while model, engine and optimizer are made.
-    whole_peak: highest from there through the first steps. steady: after a step. steps_peak: highest within
+    whole_peak: highest from there to the end. steady: after the last step. steps_peak: highest within the
     later steps alone.
     """
     contender = contender_named(key)
@@ -46,7 +46,7 @@ def measure_resident(key: str, shape: LlamaShape, steps: int) -> dict[str, int]:
     return {
         "libraries": max(answer["before"] for answer in started),
         "construction_peak": max(answer["peak"] for answer in started),
-        "whole_peak": max(answer["peak"] for answer in whole),
+        "whole_peak": max(answer["peak"] for answer in (*whole, *later)),
         "steady": max(answer["resident"] for answer in later),
         "steps_peak": max(answer["peak"] for answer in later),
     }

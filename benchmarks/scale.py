@@ -63,13 +63,13 @@ def scale_table(results: list[dict[str, Any]], ranks: int) -> Table:
             "off by",
             "equal",
             "other",
+            "tensors",
             "set-up s",
             "< 60 s",
-            "RSS growth",
         ),
         note="MB (10⁶) of rank 0 by the ledger; fake process group, model on the meta device, values left"
         " empty. Off by: the worst state kind, padding included (equal: within 0.1%). Set-up: model and"
-        " prepare. RSS: its growth in prepare.",
+        " prepare. Tensors: storages the garbage collector finds, to hold against sum + other.",
     )
     for result in results:
         state = sum(result["ledger"][kind] for kind in STATE_KINDS)
@@ -82,9 +82,9 @@ def scale_table(results: list[dict[str, Any]], ranks: int) -> Table:
                 f"{result['excess']:+.4%}",
                 "yes" if result["bytes_met"] else "no",
                 megabytes(sum(result["ledger"].values()) - state),
+                megabytes(result["live_tensors"]),
                 f"{result['setup_seconds']:.1f}",
                 "yes" if result["setup_met"] else "no",
-                megabytes(result["resident_growth"]),
             ]
         )
     return table
