@@ -35,17 +35,16 @@ class Agreement:
         and ending in ``advice``: CheckpointError, or the ValueError or TypeError that the first of them met.
         """
         local: Exception | None = None
-        value: Any = None
         try:
-            value = action()
+            outcome = json.dumps([None, action()])
         except Exception as error:
             local = error
-        failure = None if local is None else [type(local).__name__, _reason(local)]
-        outcomes = [json.loads(data) for data in self._all_gather(json.dumps([failure, value]).encode())]
-        failures = {rank: outcome[0] for rank, outcome in enumerate(outcomes) if outcome[0] is not None}
+            outcome = json.dumps([[type(error).__name__, _reason(error)], None])
+        outcomes = [json.loads(data) for data in self._all_gather(outcome.encode())]
+        failures = {rank: failure for rank, (failure, _) in enumerate(outcomes) if failure is not None}
         if failures:
             raise self._error(failures, advice) from local
-        return [outcome[1] for outcome in outcomes]
+        return [value for _, value in outcomes]
 
     def collect(self, data: bytes) -> list[bytes]:
         """Every rank's ``data`` in rank order on rank 0; an empty list on the others."""

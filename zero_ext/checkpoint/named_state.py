@@ -7,6 +7,7 @@ object with one key that starts with "$"; everything else stays plain JSON.
 from __future__ import annotations
 
 import base64
+import binascii
 import collections
 import math
 from collections.abc import Mapping
@@ -43,8 +44,8 @@ def decode(value: Any, path: str) -> Any:
         raise ValueError(f"{path}: {marks[0]!r} stands beside other keys; the file is damaged or foreign")
     try:
         return _decode_marked(marks[0], value[marks[0]], path)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path}: {marks[0]!r} does not hold what it should; {error}") from error
+    except (TypeError, KeyError, AttributeError, binascii.Error) as error:
+        raise ValueError(f"{path}: {marks[0]!r} does not hold what it should: {error}") from error
 
 
 def _encode(value: object, path: str, depth: int) -> Any:

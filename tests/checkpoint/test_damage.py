@@ -1,0 +1,431 @@
+"""Damaged, foreign and hostile checkpoints: a clear error, and not one element of the model changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.fake_source import FakeSource, channels_last, dense
+from tests.multi.pool import RankPool
+from tests.multi.rank import World
+from zero_ext.checkpoint import CheckpointError, inspect_checkpoint, load, load_checkpoint, save_checkpoint
+from zero_ext.checkpoint.chunk_reader import ChunkReader
+from zero_ext.checkpoint.manifest import checksum
+
+HERE = "tests.checkpoint.test_damage"
+STATE, OTHER = 5, 6
+TABLE = {
+    "big": dense(300_000),  # more than one chunk
+    "conv": channels_last(4, 3, 2, 2),
+    "tied": dense(9, aliases=("alias",)),
+    "frozen": dense(6, 2, trainable=False, kinds={"master": torch.bfloat16}),
+}
+
+
+def save_on_rank(world: World, directory: str) -> None:
+    save_checkpoint(directory, FakeSource(TABLE, STATE, world.rank, world.size, world.group))
+
+
+@pytest.fixture(scope="module")
+def original(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("original")
+    rank_pool.run(2, f"{HERE}:save_on_rank", {"directory": str(folder)})
+    return folder
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Iterator[Path]:
+    """A checkpoint of two ranks to be damaged."""
+    shutil.copytree(original, tmp_path / "run")
+    yield tmp_path / "run"
+
+
+def step(folder: Path) -> Path:
+    return folder / "step-000005"
+
+
+def refuse(folder: Path, source: FakeSource | None = None, **settings: Any) -> str:
+    """The error of a load, after checking that it changed nothing."""
+    source = source or FakeSource(TABLE, OTHER)
+    with pytest.raises((CheckpointError, ValueError)) as caught:
+        load_checkpoint(folder, source, **settings)
+    assert source.holds(OTHER), "a refused load changed the model"
+    assert source.finished == 0
+    text = str(caught.value)
+    assert "Nothing of the model was changed" in text
+    return text
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes the manifest and signs it again, as an attacker or a strange tool would."""
+    path = step(folder) / "manifest.json"
+    fields = json.loads(path.read_text())
+    del fields["manifest_crc32c"]
+    replaced = change(fields)
+    body = json.dumps(fields if replaced is None else replaced)[:-1].encode()
+    path.write_bytes(body + b',\n"manifest_crc32c": "%08x"}\n' % checksum(body))
+
+
+def flip(path: Path, position: int, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def test_the_original_loads(folder: Path) -> None:
+    source = FakeSource(TABLE, OTHER)
+    load_checkpoint(folder, source)
+    assert source.holds(STATE)
+    edit(folder, lambda fields: None)
+    load_checkpoint(folder, source)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"])
+def test_any_flipped_bit_is_found(folder: Path, name: str, seed: int) -> None:
+    generator = random.Random(seed)
+    path = step(folder) / name
+    size = path.stat().st_size
+    positions = [0, 7, 8, size - 1, *(generator.randrange(size) for _ in range(12))]
+    for position in positions:
+        bit = generator.randrange(8)
+        flip(path, position, bit)
+        assert name in refuse(folder), f"bit {bit} of byte {position}"
+        flip(path, position, bit)
+    load_checkpoint(folder, FakeSource(TABLE, OTHER))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"])
+def test_any_truncation_is_found(folder: Path, name: str, seed: int) -> None:
+    path = step(folder) / name
+    data = path.read_bytes()
+    for length in (0, 1, random.Random(seed).randrange(len(data)), len(data) - 1):
+        path.write_bytes(data[:length])
+        assert name in refuse(folder), length
+    path.write_bytes(data + b"\0")
+    assert name in refuse(folder)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def become_a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def become_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def become_another_rank(path: Path) -> None:
+    other = path.with_name(path.name.replace("0.", "x.").replace("1.", "0.").replace("x.", "1."))
+    path.write_bytes(other.read_bytes())
+
+
+def become_noise(path: Path) -> None:
+    path.write_bytes(os.urandom(path.stat().st_size))
+
+
+@pytest.mark.parametrize(
+    "change", [remove, become_a_pipe, become_a_folder, become_another_rank, become_noise]
+)
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors"])
+def test_foreign_shard_files(folder: Path, name: str, change: Callable[[Path], None]) -> None:
+    change(step(folder) / name)
+    assert name in refuse(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b"[1, 2]\n", b"\x80\x04pickle", b"{" * 100_000, b'{"format": "other"}', b"\0" * 4096],
+)
+def test_foreign_manifests(folder: Path, content: bytes) -> None:
+    (step(folder) / "manifest.json").write_bytes(content)
+    assert "manifest.json" in refuse(folder)
+    signed = content[:-1] if content.endswith(b"}") else content
+    trailer = b',\n"manifest_crc32c": "%08x"}\n' % checksum(signed)
+    (step(folder) / "manifest.json").write_bytes(signed + trailer)
+    assert "manifest.json" in refuse(folder)
+
+
+def put(*path: Any) -> Callable[[dict[str, Any]], None]:
+    """Sets the value at a path of keys: ``put("pieces", 0, "offset", 3)``."""
+
+    def change(fields: dict[str, Any]) -> None:
+        *way, key, value = path
+        target: Any = fields
+        for part in way:
+            target = target[part]
+        target[key] = value
+
+    return change
+
+
+def drop(*path: Any) -> Callable[[dict[str, Any]], None]:
+    def change(fields: dict[str, Any]) -> None:
+        *way, key = path
+        target: Any = fields
+        for part in way:
+            target = target[part]
+        del target[key]
+
+    return change
+
+
+def big_piece(fields: dict[str, Any]) -> dict[str, Any]:
+    return next(piece for piece in fields["pieces"] if len(piece["crc32c"]) > 0 and piece["name"] == "big")
+
+
+def in_piece(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda fields: big_piece(fields).__setitem__(key, value)
+
+
+def shift_piece(key: str, by: int) -> Callable[[dict[str, Any]], None]:
+    return lambda fields: big_piece(fields).__setitem__(key, big_piece(fields)[key] + by)
+
+
+def repeat_piece(fields: dict[str, Any]) -> None:
+    fields["pieces"].append(dict(big_piece(fields)))
+
+
+def swap_crc(fields: dict[str, Any]) -> None:
+    big_piece(fields)["crc32c"][0] ^= 1
+
+
+HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "version 2": (put("version", 2), "version is 2"),
+    "version NaN": (put("version", float("nan")), "NaN is no JSON number"),
+    "version 1.0": (put("version", 1.0), "version is 1.0"),
+    "version true": (put("version", True), "version is True"),
+    "no version": (drop("version"), "version is None"),
+    "format": (put("format", "pt"), "format is 'pt'"),
+    "step text": (put("step", "5"), "step"),
+    "step negative": (put("step", -1), "step"),
+    "step infinite": (put("step", float("inf")), "Infinity"),
+    "unknown key": (put("surprise", 1), "surprise"),
+    "missing key": (drop("pieces"), "pieces"),
+    "world size 0": (put("world_size", 0), "world_size"),
+    "world size 3": (put("world_size", 3), "2 files are listed for a world size of 3"),
+    "chunk 0": (put("chunk_bytes", 0), "chunk_bytes"),
+    "chunk odd": (put("chunk_bytes", 4097), "chunk_bytes"),
+    "chunk huge": (put("chunk_bytes", 1 << 40), "chunk_bytes"),
+    "chunk other": (put("chunk_bytes", 1 << 16), "checksums for"),
+    "file up": (put("files", 0, "name", "../../etc/passwd"), "../../etc/passwd"),
+    "file absolute": (put("files", 0, "name", "/etc/passwd"), "/etc/passwd"),
+    "file twice": (put("files", 1, "name", "rank-00000.safetensors"), "wanted 'rank-00001.safetensors'"),
+    "file size": (put("files", 0, "bytes", 1 << 61), "bytes, wanted"),
+    "header size": (put("files", 0, "header_bytes", 1), "begins at byte"),
+    "header past end": (put("files", 0, "header_bytes", 1 << 61), "rank-00000"),
+    "no files": (put("files", []), "0 files"),
+    "shape negative": (put("parameters", "big", "shape", [-1]), "parameters.big.shape"),
+    "shape float": (put("parameters", "big", "shape", [3e5]), "parameters.big.shape"),
+    "shape larger": (put("parameters", "big", "shape", [300_001]), "big"),
+    "shape smaller": (put("parameters", "big", "shape", [299_999]), "big"),
+    "shape overflow": (put("parameters", "big", "shape", [1 << 40, 1 << 40]), "big"),
+    "shape many": (put("parameters", "big", "shape", [1] * 100_000), "parameters.big.shape"),
+    "stride short": (put("parameters", "conv", "stride", [1]), "differ in length"),
+    "stride overlap": (put("parameters", "conv", "stride", [1, 1, 1, 1]), "holes or overlaps"),
+    "stride zero": (put("parameters", "big", "stride", [0]), "holes or overlaps"),
+    "stride huge": (put("parameters", "big", "stride", [1 << 50]), "holes or overlaps"),
+    "parameter dtype": (put("parameters", "big", "dtype", "float3"), "'float3' is unknown"),
+    "alias twice": (put("parameters", "tied", "aliases", ["big"]), "'big' is listed twice"),
+    "parameter gone": (drop("parameters", "tied"), "no such parameter is listed"),
+    "buffer gone": (drop("buffers", "mask"), "no such buffer is listed"),
+    "buffer dtype": (put("buffers", "mask", "dtype", "uint8"), "its buffer uint8"),
+    "buffer shape": (put("buffers", "mask", "shape", [8]), "elements 7 to 8 are not stored"),
+    "piece dtype": (in_piece("dtype", "object"), "'object' is unknown"),
+    "piece dtype width": (in_piece("dtype", "bfloat16"), "big"),
+    "piece kind empty": (in_piece("kind", ""), "kind"),
+    "piece kind": (in_piece("kind", "other"), "big"),
+    "piece name": (in_piece("name", "nobody"), "no such parameter is listed"),
+    "piece file": (in_piece("file", 2), "in file 2 of 2"),
+    "piece file negative": (in_piece("file", -1), "file"),
+    "piece empty": (in_piece("numel", 0), "has 0 elements"),
+    "piece longer": (shift_piece("numel", 1), "big"),
+    "piece shorter": (shift_piece("numel", -1), "big"),
+    "piece earlier": (shift_piece("start", -1), "start"),
+    "piece later": (shift_piece("start", 1), "big"),
+    "piece moved": (shift_piece("offset", 4), "begins at byte"),
+    "piece moved back": (shift_piece("offset", -4), "begins at byte"),
+    "piece far": (in_piece("offset", 1 << 60), "past the end"),
+    "piece twice": (repeat_piece, "begins at byte"),
+    "piece gone": (lambda fields: fields["pieces"].remove(big_piece(fields)), "manifest.json"),
+    "checksums short": (in_piece("crc32c", []), "checksums for"),
+    "checksum range": (put("pieces", 0, "crc32c", [1 << 32]), "crc32c"),
+    "checksum wrong": (swap_crc, "damaged"),
+    "header checksum": (put("files", 1, "header_crc32c", 1), "table of tensors"),
+    "a list": (lambda fields: [fields], "manifest.json"),
+    "client mark": (put("client_state", {"$pickle": "gASV"}), "unknown mark '$pickle'"),
+    "client float": (put("client_state", {"$float": "1; import os"}), "$float"),
+    "client bytes": (put("client_state", {"$bytes": "%%%"}), "client_state"),
+    "client tensor": (
+        put("client_state", {"$tensor": {"dtype": "float32", "shape": [1 << 40], "data": ""}}),
+        "0 bytes do not make",
+    ),
+    "client tensor shape": (
+        put("client_state", {"$tensor": {"dtype": "float32", "shape": [-1], "data": ""}}),
+        "no list of sizes",
+    ),
+    "client dict": (put("client_state", {"$dict": [[[], 1]]}), "$dict"),
+    "client beside": (put("client_state", {"$float": "nan", "x": 1}), "stands beside"),
+    "scalars list": (put("scalar_state", [1]), "scalar_state"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_manifests(folder: Path, case: str) -> None:
+    change, named = HOSTILE[case]
+    edit(folder, change)
+    assert named in refuse(folder)
+
+
+def test_json_that_readers_trip_over(folder: Path) -> None:
+    path = step(folder) / "manifest.json"
+    body = path.read_bytes().rsplit(b",\n", 1)[0]
+    for extra, named in (
+        (b',\n"step": 5', "occurs twice"),
+        (b',\n"x": ' + b"[" * 10**5 + b"]" * 10**5, "nested too deeply"),
+        (b',\n"x": ' + b"[" * 900 + b"]" * 900, "x: Extra inputs"),
+        (b',\n"x": 1' + b"0" * 5000, "not valid JSON"),
+        (b',\n"x": 1e999', "x: Extra inputs"),
+        (b',\n"x": "\xff"', "not valid JSON"),
+        (b"}", "not valid JSON"),
+    ):
+        bad = body + extra
+        path.write_bytes(bad + b',\n"manifest_crc32c": "%08x"}\n' % checksum(bad))
+        assert named in refuse(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"", "latest: says ''"),
+        (b"../elsewhere", "latest: says"),
+        (b"step-000009\n", "no checkpoint step-000009; there: step-000005"),
+        (b"step-5", "latest: says"),
+        ("step-٠٠٠٠٠٥".encode(), "latest: says"),
+        (b"\xff" * 1000, "latest: says"),
+    ],
+)
+def test_strange_latest_files(folder: Path, content: bytes, named: str) -> None:
+    (folder / "latest").write_bytes(content)
+    assert named in refuse(folder)
+    load_checkpoint(folder, FakeSource(TABLE, OTHER), step=STATE)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert "holds no checkpoint" in refuse(tmp_path)
+    assert "holds no checkpoint" in refuse(tmp_path / "absent")
+    assert "no checkpoint step-000003; there: none" in refuse(tmp_path, step=3)
+
+
+@pytest.mark.parametrize("wanted", [-1, 1.0, "newest", True])
+def test_strange_steps(folder: Path, wanted: Any) -> None:
+    assert f"step is {wanted!r}" in refuse(folder, step=wanted)
+
+
+def without(name: str) -> dict[str, Any]:
+    return {key: entry for key, entry in TABLE.items() if key != name}
+
+
+def kinds(name: str, **dtypes: torch.dtype) -> dict[str, Any]:
+    return TABLE | {name: dense(*TABLE[name].shape, kinds=dtypes)}
+
+
+@pytest.mark.parametrize(
+    ("table", "named"),
+    [
+        (without("big"), "parameter 'big' is not in the model"),
+        (TABLE | {"new": dense(3)}, "parameter 'new' is missing in the checkpoint"),
+        (TABLE | {"big": dense(300_000, 1)}, r"parameter 'big' has shape [300000], the model's [300000, 1]"),
+        (TABLE | {"conv": dense(4, 3, 2, 2)}, "parameter 'conv' was saved with stride [12, 1, 6, 3]"),
+        (TABLE | {"tied": dense(9)}, "parameter 'tied' is tied as tied, in the checkpoint as alias, tied"),
+        (without("tied") | {"tied": dense(9), "alias": dense(9)}, "parameter 'alias' is tied as alias"),
+        (kinds("frozen", master=torch.bfloat16, exp_avg=torch.float32), "exp_avg of 'frozen' is not in"),
+        (kinds("big", master=torch.float32), "holds exp_avg of 'big', the model asks for nothing"),
+        (kinds("frozen", master=torch.int64), "is stored as torch.bfloat16 and needed as torch.int64"),
+    ],
+)
+def test_another_model(folder: Path, table: dict[str, Any], named: str) -> None:
+    assert named in refuse(folder, FakeSource(table, OTHER))
+
+
+def test_other_buffers(folder: Path) -> None:
+    for change, named in (
+        (lambda buffers: buffers.pop("mask"), "buffer 'mask' is not in the model"),
+        (lambda buffers: buffers.update(more=torch.zeros(2)), "buffer 'more' is missing in the checkpoint"),
+        (
+            lambda buffers: buffers.update(mask=torch.zeros(2) > 0),
+            "buffer 'mask' has shape [7], the model's [2]",
+        ),
+        (
+            lambda buffers: buffers.update(mask=torch.zeros(7)),
+            "buffer 'mask' is bool, the model's torch.float32",
+        ),
+    ):
+        source = FakeSource(TABLE, OTHER)
+        change(source.live_buffers)
+        with pytest.raises(ValueError, match="does not fit this model") as caught:
+            load_checkpoint(folder, source)
+        assert named in str(caught.value)
+
+
+def load_on_rank(world: World, directory: str) -> str:
+    source = FakeSource(TABLE, OTHER, world.rank, world.size, world.group)
+    try:
+        load_checkpoint(directory, source)
+    except CheckpointError as error:
+        assert source.holds(OTHER)
+        return str(error)
+    return "loaded"
+
+
+def test_damage_that_one_rank_sees_stops_all(rank_pool: RankPool, folder: Path) -> None:
+    fields = json.loads((step(folder) / "manifest.json").read_text())
+    last = max((p for p in fields["pieces"] if p["name"] == "big"), key=lambda p: p["start"])
+    path = step(folder) / fields["files"][last["file"]]["name"]
+    flip(path, last["offset"] + 5, 3)
+    answers = rank_pool.run(4, f"{HERE}:load_on_rank", {"directory": str(folder)})
+    assert len(set(answers)) == 1
+    assert "rank 3" in answers[0]
+    assert "rank 0:" not in answers[0]
+    assert f"{path}: damaged: bytes {last['offset']} to" in answers[0]
+
+
+def test_damage_between_the_two_reads_says_half_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = load._fill
+
+    def damage_then_fill(reader: ChunkReader, plan: Any) -> None:
+        path = step(folder) / "rank-00001.safetensors"
+        with path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            last = file.read(1)
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([last[0] ^ 1]))
+        fill(reader, plan)
+
+    monkeypatch.setattr(load, "_fill", damage_then_fill)
+    source = FakeSource(TABLE, OTHER)
+    with pytest.raises(CheckpointError, match=r"damaged: .*mixture of its old state and the checkpoint"):
+        load_checkpoint(folder, source)
+    assert source.finished == 0
+
+
+def test_inspect_lists_all_damage(folder: Path) -> None:
+    assert inspect_checkpoint(folder).damage == ()
+    for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
+        flip(step(folder) / name, 9, 0)
+        flip(step(folder) / name, (step(folder) / name).stat().st_size - 1, 0)
+    damage = inspect_checkpoint(folder).damage
+    assert len(damage) == 4
+    assert sum("table of tensors" in text for text in damage) == 2

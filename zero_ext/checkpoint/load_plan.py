@@ -1,0 +1,115 @@
+"""What one rank will do in a load, worked out and checked without changing anything."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_ext.checkpoint.errors import CheckpointError
+from zero_ext.checkpoint.fill_plan import Fill, Wanted, check_piece, plan_fills
+from zero_ext.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zero_ext.checkpoint.manifest_check import tensor_elements
+from zero_ext.checkpoint.match import match_buffers, match_parameters
+from zero_ext.checkpoint.named_state import decode
+from zero_ext.checkpoint.source import BUFFER, LazyStateSource, StateSource
+
+RunIndex = tuple[int, int, int]  # stored tensor (by its place in the sorted list), first element, elements
+
+
+@dataclass(frozen=True)
+class NamedStates:
+    """What the manifest itself holds, as Python values."""
+
+    scalar_state: dict[str, Any]
+    client_state: Any
+    extra: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Everything a rank reads, and where it goes. ``requested`` tells the others which runs that is."""
+
+    manifest: Manifest
+    named: NamedStates
+    fills: list[Fill]
+    requested: list[RunIndex]
+    buffers: list[tuple[torch.Tensor, torch.Tensor]]  # live buffer, host copy to be filled
+
+
+def plan_load(source: StateSource, manifest: Manifest, path: Path) -> LoadPlan:
+    """The plan for ``source``; ValueError or CheckpointError names what does not fit or is damaged."""
+    named = _named_states(manifest, path)
+    stored_names = match_parameters(manifest, source.parameter_table(), path)
+    live_buffers = source.buffers()
+    match_buffers(manifest, live_buffers, path)
+    if isinstance(source, LazyStateSource):
+        source.prepare_load(_kinds(manifest, stored_names))
+    wanted = [_wanted_piece(piece, stored_names) for piece in source.load_pieces()]
+    buffers = []
+    for name, buffer in live_buffers.items():
+        copy = torch.empty(buffer.numel(), dtype=buffer.dtype)
+        buffers.append((buffer, copy))
+        wanted.append(Wanted(BUFFER, name, 0, copy))
+    wanted = [run for run in wanted if run.tensor.numel()]
+    try:
+        fills = plan_fills(manifest, wanted)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    numbers = {key: number for number, key in enumerate(_stored_tensors(manifest))}
+    requested = [(numbers[run.kind, run.name], run.start, run.tensor.numel()) for run in wanted]
+    return LoadPlan(manifest, named, fills, requested, buffers)
+
+
+def check_requests(manifest: Manifest, parts: Iterable[Iterable[RunIndex]]) -> None:
+    """ValueError if something is stored that no rank asks for: to drop it would change the training."""
+    runs: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for part in parts:
+        for number, start, numel in part:
+            runs[number].append((start, start + numel))
+    for number, (kind, name) in enumerate(_stored_tensors(manifest)):
+        end = 0
+        for low, high in sorted(runs[number]):
+            if low > end:
+                break
+            end = max(end, high)
+        if end < tensor_elements(manifest, kind, name):
+            asked = "nothing of it" if end == 0 else f"only its first {end} elements"
+            raise ValueError(
+                f"the checkpoint holds {kind} of {name!r}, the model asks for {asked}; was it saved with "
+                "another optimizer, or while the parameter was trainable?"
+            )
+
+
+def _named_states(manifest: Manifest, path: Path) -> NamedStates:
+    try:
+        return NamedStates(
+            scalar_state=decode(manifest.scalar_state, "scalar_state"),
+            client_state=decode(manifest.client_state, "client_state"),
+            extra={name: decode(state, f"extra.{name}") for name, state in manifest.extra.items()},
+        )
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path / MANIFEST_NAME}: {error}") from error
+
+
+def _wanted_piece(piece: Any, stored_names: Mapping[str, str]) -> Wanted:
+    check_piece(piece)
+    if piece.name not in stored_names:
+        raise ValueError(f"{piece.kind} of {piece.name!r} is asked for, but no such parameter is listed")
+    return Wanted(piece.kind, stored_names[piece.name], piece.start, piece.tensor.detach())
+
+
+def _stored_tensors(manifest: Manifest) -> list[tuple[str, str]]:
+    return sorted({(piece.kind, piece.name) for piece in manifest.pieces})
+
+
+def _kinds(manifest: Manifest, stored_names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    by_stored: dict[str, list[str]] = defaultdict(list)
+    for kind, name in _stored_tensors(manifest):
+        if kind != BUFFER:
+            by_stored[name].append(kind)
+    return {name: tuple(by_stored[stored]) for name, stored in stored_names.items()}
