@@ -173,9 +173,11 @@ def double_backward(model: nn.Module) -> Iterator[None]:
         view: torch.Tensor = unit.flat.as_strided(size, stride, offset)
         return view
 
+    engine.hooks.gathers_saved_tensors = True
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
     finally:
+        engine.hooks.gathers_saved_tensors = False
         for unit in by_storage.values():
             engine.residency.let_go(unit, holder)

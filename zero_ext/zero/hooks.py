@@ -25,6 +25,7 @@ class ForwardHooks:
 
     def __init__(self, residency: Residency, backward: BackwardPass, check: Callable[[], None]) -> None:
         self.calls = CallStack()
+        self.gathers_saved_tensors = False  # then outputs need not be found: backward gathers what it unpacks
         self._residency = residency
         self._backward = backward
         self._check = check
@@ -51,12 +52,17 @@ class ForwardHooks:
         """After a block's forward, also when it raised."""
         call = self.calls.pop(home)
         recomputing = in_backward()
-        if torch.is_grad_enabled() and (call.touched or not self.calls):
-            self._watch_outputs(call, outputs)
-        if recomputing:
-            # The gradients of this call are yet to come: its inputs' hooks, or the end of backward, let go.
-            self._backward.hold(call)
-            return
+        try:
+            if torch.is_grad_enabled() and (call.touched or not self.calls):
+                self._watch_outputs(call, outputs)
+        finally:
+            if recomputing:
+                # The gradients of this call are yet to come: its inputs' hooks, or the end of backward, let go.
+                self._backward.hold(call)
+            else:
+                self._let_go(call)
+
+    def _let_go(self, call: Call) -> None:
         for unit in call.touched:
             self._residency.let_go(unit, call)
         if not self.calls:
@@ -79,7 +85,7 @@ class ForwardHooks:
 
     def _watch_outputs(self, call: Call, outputs: object) -> None:
         tensors = list(tensors_in(outputs))
-        if not tensors and outputs is not None:
+        if not tensors and call.touched and not self.gathers_saved_tensors:
             hidden = next(opaque_in(outputs), None)
             if hidden is not None:
                 raise TypeError(

@@ -1,0 +1,251 @@
+"""Uses of autograd beyond forward-backward-step: several passes, kept graphs, several models, second derivatives."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.zero.models import WIDTH, Block, TinyModel, feature_batch, feature_loss, language_batch, language_loss
+from tests.zero.training import adamw, configuration
+from zero_ext.zero import engine_of
+
+
+def features_model() -> nn.Module:
+    return nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), Block())
+
+
+def prepared(world: World, model: nn.Module, stage: int, **more: Any) -> tuple[Any, Any]:
+    return zero_ext.prepare(
+        model, adamw(model.parameters()), configuration(stage, **more), process_group=world.group
+    )
+
+
+def check_parameters(model: nn.Module, twin: nn.Module) -> None:
+    wanted = twin.state_dict()
+    for name, value in zero_ext.full_state_dict(model).items():
+        torch.testing.assert_close(value, wanted[name], rtol=2e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def average_gradients(world: World, twin: nn.Module) -> None:
+    for parameter in twin.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= world.size
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_forwards_then_two_backwards(world: World, stage: int) -> None:
+    model = features_model()
+    twin = copy.deepcopy(model)
+    model, optimizer = prepared(world, model, stage)
+    plain = adamw(twin.parameters())
+    for step in range(3):
+        first, second = (feature_loss(model, feature_batch(world.seed, step, i, world.rank)) for i in range(2))
+        second.backward()
+        first.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for rank in range(world.size):
+            for micro in range(2):
+                feature_loss(twin, feature_batch(world.seed, step, micro, rank)).backward()
+        average_gradients(world, twin)
+        plain.step()
+        plain.zero_grad()
+    check_parameters(model, twin)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_retain_graph(world: World, stage: int) -> None:
+    model = features_model()
+    twin = copy.deepcopy(model)
+    model, optimizer = prepared(world, model, stage)
+    loss = feature_loss(model, feature_batch(world.seed, 0, 0, world.rank))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    for rank in range(world.size):
+        (2 * feature_loss(twin, feature_batch(world.seed, 0, 0, rank)) / world.size).backward()
+    adamw(twin.parameters()).step()
+    check_parameters(model, twin)
+
+
+@on_ranks(2)
+def test_backward_twice_without_retained_graph_is_torchs_error_and_the_next_step_is_right(world: World) -> None:
+    for stage in (1, 3):
+        torch.manual_seed(world.seed)
+        model = features_model()
+        twin = copy.deepcopy(model)
+        model, optimizer = prepared(world, model, stage)
+        loss = feature_loss(model, feature_batch(world.seed, 9, 0, world.rank))
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+        optimizer.zero_grad()
+        feature_loss(model, feature_batch(world.seed, 0, 0, world.rank)).backward()
+        optimizer.step()
+        for rank in range(world.size):
+            (feature_loss(twin, feature_batch(world.seed, 0, 0, rank)) / world.size).backward()
+        adamw(twin.parameters()).step()
+        check_parameters(model, twin)
+
+
+@on_ranks(2)
+def test_several_models_and_losses_in_one_process(world: World) -> None:
+    """A generator and a critic: each loss runs through both, each optimizer steps its own."""
+    for stage in (1, 3):
+        torch.manual_seed(world.seed)
+        models = [features_model(), features_model()]
+        twins = copy.deepcopy(models)
+        (maker, first), (critic, second) = (prepared(world, model, stage) for model in models)
+        optimizers = [adamw(twin.parameters()) for twin in twins]
+        for step in range(3):
+            batch = feature_batch(world.seed, step, 0, world.rank)
+            critic(maker(batch)).square().mean().backward()
+            second.step()
+            first.zero_grad()
+            second.zero_grad()
+            (1 - critic(maker(batch)).square().mean()).backward()
+            first.step()
+            first.zero_grad()
+            second.zero_grad()
+            for turn, sign in ((1, 1), (0, -1)):
+                for rank in range(world.size):
+                    batch = feature_batch(world.seed, step, 0, rank)
+                    (sign * twins[1](twins[0](batch)).square().mean() / world.size).backward()
+                optimizers[turn].step()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+        check_parameters(maker, twins[0])
+        check_parameters(critic, twins[1])
+
+
+@on_ranks(2)
+def test_gradient_penalty_inside_double_backward(world: World) -> None:
+    for stage in (1, 3):
+        torch.manual_seed(world.seed)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        twin = copy.deepcopy(model)
+        model, optimizer = prepared(world, model, stage)
+        plain = adamw(twin.parameters())
+
+        def penalty(net: nn.Module, rank: int, step: int) -> torch.Tensor:
+            batch = feature_batch(world.seed, step, 0, rank).requires_grad_()
+            (gradient,) = torch.autograd.grad(net(batch).sum(), batch, create_graph=True)
+            return (gradient.norm(dim=-1) - 1).square().mean()
+
+        for step in range(3):
+            with zero_ext.double_backward(model):
+                penalty(model, world.rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for rank in range(world.size):
+                (penalty(twin, rank, step) / world.size).backward()
+            plain.step()
+            plain.zero_grad()
+        check_parameters(model, twin)
+        assert engine_of(model).residency.live_elements == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_generation_between_steps(world: World, mode: str) -> None:
+    """Ranks may generate with forward passes without gradient, also on the user's own module."""
+    model = TinyModel()
+    twin = copy.deepcopy(model)
+    wrapped, optimizer = prepared(world, model, 3)
+    context = getattr(torch, mode)
+    for step in range(3):
+        with context():
+            wrapped.eval()
+            ids = torch.zeros(1, 1, dtype=torch.int64)
+            other = ids
+            for _ in range(4):
+                ids = torch.cat([ids, wrapped(ids)[:, -1:].argmax(-1)], 1)
+                other = torch.cat([other, twin(other)[:, -1:].argmax(-1)], 1)
+            assert torch.equal(ids, other)
+            assert engine_of(wrapped).residency.live_elements == 0
+            wrapped.train()
+        language_loss(wrapped, language_batch(world.seed, step, 0, world.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        twin.load_state_dict(zero_ext.full_state_dict(wrapped))
+
+
+@on_ranks(2)
+def test_autocast(world: World) -> None:
+    runs = []
+    for stage in (0, 3):
+        torch.manual_seed(world.seed)
+        model, optimizer = prepared(world, TinyModel(), stage)
+        losses = []
+        for step in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = language_loss(model, language_batch(world.seed, step, 0, world.rank))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        runs.append(losses)
+    assert runs[0] == runs[1]
+    torch.manual_seed(world.seed)
+    twin = TinyModel()
+    plain = adamw(twin.parameters())
+    for step in range(3):
+        for rank in range(world.size):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = language_loss(twin, language_batch(world.seed, step, 0, rank))
+            if rank == world.rank:
+                assert abs(loss.item() - runs[0][step]) < 1e-3 * loss.item()
+            (loss / world.size).backward()
+        plain.step()
+        plain.zero_grad()
+
+
+@on_ranks(2)
+def test_an_exception_in_forward_or_backward_leaves_nothing_gathered(world: World) -> None:
+    class Failing(Block):
+        when = ""
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            out = super().forward(hidden)
+            if self.when == "forward":
+                raise KeyError("in forward")
+            if self.when == "backward":
+                out.register_hook(lambda _: (_ for _ in ()).throw(KeyError("in backward")))
+            return out
+
+    for stage in (1, 3):
+        torch.manual_seed(world.seed)
+        model = nn.Sequential(Block(), Failing(), Block())
+        twin = copy.deepcopy(model)
+        failing = model[1]
+        model, optimizer = prepared(world, model, stage)
+        for when in ("forward", "backward"):
+            failing.when = when
+            with pytest.raises(KeyError, match=when):
+                feature_loss(model, feature_batch(world.seed, 7, 0, world.rank)).backward()
+            failing.when = ""
+        feature_loss(model, feature_batch(world.seed, 0, 0, world.rank)).backward()
+        assert engine_of(model).residency.live_elements == 0
+        optimizer.step()
+        for rank in range(world.size):
+            (feature_loss(twin, feature_batch(world.seed, 0, 0, rank)) / world.size).backward()
+        adamw(twin.parameters()).step()
+        check_parameters(model, twin)
+
+
+@on_ranks(2)
+def test_a_released_weight_that_is_read_outside_a_call_is_nan_never_a_number(world: World) -> None:
+    model, _ = prepared(world, TinyModel(), 3)
+    weight = model.head.weight
+    assert weight.shape == (23, WIDTH) and weight.numel() == 23 * WIDTH
+    assert functional.linear(torch.ones(1, WIDTH), weight).isnan().all()
