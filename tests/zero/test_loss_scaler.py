@@ -65,7 +65,9 @@ def test_random_sequences_match_the_reference() -> None:
                 reference.update(overflow)
             except FloatingPointError:
                 before = scaler.state_dict()
-                with pytest.raises(FloatingPointError, match=r"smallest loss scale .* \(loss_scale.minimum\)"):
+                with pytest.raises(
+                    FloatingPointError, match=r"smallest loss scale .* \(loss_scale.minimum\)"
+                ):
                     scaler.update(overflow)
                 assert scaler.scale == before["scale"]
                 ended += 1
@@ -97,7 +99,9 @@ def test_a_static_scale_never_moves() -> None:
         assert scaler.scale == 128.0
 
 
-@pytest.mark.parametrize("change", [{"scale": 0.0}, {"scale": float("nan")}, {"hysteresis": 0}, {"clean_steps": -1}])
+@pytest.mark.parametrize(
+    "change", [{"scale": 0.0}, {"scale": float("nan")}, {"hysteresis": 0}, {"clean_steps": -1}]
+)
 def test_bad_states_are_refused_whole(change: dict[str, float]) -> None:
     scaler = LossScaler(LossScalePolicy())
     before = scaler.state_dict()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from zero_ext.config import LossScalePolicy
 
 
@@ -10,8 +12,8 @@ class LossScaler:
 
     Static if ``policy.static`` is not zero. Dynamic otherwise: it starts at ``2 ** initial_power``; an
     overflow first uses up ``hysteresis`` and then halves the scale, down to ``minimum`` (a further overflow
-    there raises ``FloatingPointError``); ``window`` steps without overflow double it and refill the
-    hysteresis, every such step refills it if ``consecutive_hysteresis``.
+    there raises ``FloatingPointError``); every ``window`` steps after one without overflow double it and
+    refill the hysteresis, every step without overflow refills it if ``consecutive_hysteresis``.
     """
 
     def __init__(self, policy: LossScalePolicy) -> None:
@@ -29,7 +31,8 @@ class LossScaler:
             self._clean_steps += 1
             if policy.consecutive_hysteresis:
                 self._hysteresis = policy.hysteresis
-            if self._clean_steps % policy.window == 0:
+            interval = self._clean_steps - 1
+            if interval > 0 and interval % policy.window == 0:
                 self._hysteresis = policy.hysteresis
                 self.scale *= 2.0
             return
@@ -49,7 +52,16 @@ class LossScaler:
         return {"scale": self.scale, "hysteresis": self._hysteresis, "clean_steps": self._clean_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores :meth:`state_dict`."""
-        self.scale = float(state["scale"])
-        self._hysteresis = int(state["hysteresis"])
-        self._clean_steps = int(state["clean_steps"])
+        """Restores :meth:`state_dict`; a static scale stays as configured. ``ValueError`` for values that no
+        scaler can have, and then nothing changes."""
+        scale, hysteresis, clean = float(state["scale"]), int(state["hysteresis"]), int(state["clean_steps"])
+        for name, value, valid in (
+            ("scale", scale, 0 < scale < math.inf),
+            ("hysteresis", hysteresis, hysteresis >= 1),
+            ("clean_steps", clean, clean >= 0),
+        ):
+            if not valid:
+                raise ValueError(f"loss scaler state: {name} is {value!r}, which no scaler has")
+        if not self._policy.static:
+            self.scale = scale
+        self._hysteresis, self._clean_steps = hysteresis, clean
