@@ -18,14 +18,14 @@ import torch
 from zero_ext.checkpoint.dtypes import dtype_name, dtype_named
 from zero_ext.checkpoint.host_memory import byte_view, raw_view
 
-LARGEST_TENSOR_BYTES = 1 << 20
+LARGEST_TENSOR_BYTES = 16 << 20
 _DEEPEST = 100
 
 
 def encode(value: object, path: str) -> Any:
     """JSON for ``value``: None, bool, int, float, str, bytes, list, tuple, dict, Counter, small CPU tensors.
 
-    TypeError naming ``path`` and the type for anything else; ValueError for a tensor over 1 MiB, or nesting
+    TypeError naming ``path`` and the type for anything else; ValueError for a tensor over 16 MiB, or nesting
     deeper than 100 levels.
     """
     return _encode(value, path, 0)

@@ -43,7 +43,7 @@ def save_checkpoint(
 
     ``step`` defaults to the source's own count (``scalar_state()["steps"]``); a checkpoint of the same step
     is replaced. ``client_state`` is the user's, ``extra`` holds named states such as a scheduler's; both take
-    None, numbers, text, bytes, lists, tuples, dicts and tensors up to 1 MiB, and rank 0's are kept.
+    None, numbers, text, bytes, lists, tuples, dicts and tensors up to 16 MiB, and rank 0's are kept.
     ``keep_last`` removes older checkpoints once this one is whole. ``asynchronous`` copies the state in host
     memory and returns; writing goes on in the background, the next save or load of the source waits for it.
 

@@ -1,0 +1,91 @@
+"""The command line: what it prints, what it writes, how it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, random_state
+from zero_ext.checkpoint import save_checkpoint
+from zero_ext.cli import app
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    for step in (1, 2):
+        save_checkpoint(tmp_path / "run", FakeSource(MIXED, step))
+    return tmp_path / "run"
+
+
+def run(*arguments: str, status: int = 0) -> str:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_inspect_shows_the_table(saved: Path) -> None:
+    output = run("inspect", str(saved))
+    assert "step-000002: step 2, saved by 1 ranks" in output
+    assert "embed.weight = head.weight" in output
+    assert "(700, 1013)" in output
+    assert f"exp_avg: {4 * (700 * 1013 + 600 + 1 + 5):,} bytes" in output
+    assert "every byte of 1 files verified" in output
+
+
+def test_inspect_one_step_without_tensors(saved: Path) -> None:
+    for arguments in ((str(saved), "--step", "1"), (str(saved / "step-000001"),)):
+        output = run("inspect", *arguments, "--no-tensors")
+        assert "step 1," in output
+        assert "embed.weight" not in output
+
+
+def test_inspect_reports_damage(saved: Path) -> None:
+    path = saved / "step-000002" / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 4
+    path.write_bytes(data)
+    assert "damaged" in run("inspect", str(saved), status=1)
+    path.unlink()
+    assert "error:" in run("inspect", str(saved), status=1)
+
+
+def test_export(saved: Path, tmp_path: Path) -> None:
+    output = run("export", str(saved), str(tmp_path / "hf"), "--dtype", "float32", "--step", "1")
+    assert output.split() == [str(tmp_path / "hf" / "model.safetensors")]
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    full = random_state(MIXED, 1)["master", "embed.weight"]
+    assert torch.equal(tensors["embed.weight"], full.reshape(700, 1013))
+
+
+@pytest.mark.parametrize(("size", "files"), [("0.5kb", 2), ("100", 3), ("1MiB", 1), ("1.5 KB", 1)])
+def test_export_splits(tmp_path: Path, size: str, files: int) -> None:
+    save_checkpoint(tmp_path / "run", FakeSource(SMALL, 1))
+    output = run("export", str(tmp_path / "run"), str(tmp_path / "hf"), "--max-shard-size", size)
+    shards = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert len(shards) == files
+    index = [tmp_path / "hf" / "model.safetensors.index.json"] if files > 1 else []
+    assert output.split() == [str(path) for path in (*shards, *index)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--max-shard-size", "5 parsecs"), "--max-shard-size is '5 parsecs'"),
+        (("--max-shard-size", "0"), "max_shard_bytes is 0"),
+        (("--dtype", "float3"), "'float3' is unknown"),
+        (("--dtype", "int64"), "dtype is 'int64'"),
+        (("--step", "7"), "no checkpoint step-000007"),
+    ],
+)
+def test_export_refuses(saved: Path, tmp_path: Path, arguments: tuple[str, ...], named: str) -> None:
+    output = run("export", str(saved), str(tmp_path / "hf"), *arguments, status=1)
+    assert f"error: {named}" in output or named in output
+    assert not (tmp_path / "hf").exists()
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert "holds no checkpoint" in run("inspect", str(tmp_path / "absent"), status=1)
