@@ -24,7 +24,8 @@ def wire_elements(
     """Elements of one step by kind of collective, as `zero_ext.comm.WireLog` counts them.
 
     Each collective counts its whole (padded) buffer once, before the factor (N - 1) / N. Frozen parameters
-    are gathered in stage 3 only and never reduced. Norms and flags (`scalars`) are not included.
+    are gathered in stage 3 only and never reduced; those with nothing trainable below them are gathered in
+    forward alone, which counts as half of `frozen`. Norms and flags (`scalars`) are not included.
 
     Raises ValueError for a stage, world size or count that does not exist.
     """
@@ -47,7 +48,11 @@ def wire_elements(
 
 
 def bytes_sent(kinds: Mapping[str, int], world_size: int, bytes_per_element: int) -> dict[str, int]:
-    """Bytes that one rank sends for `wire_elements`: every collective sends all but its own N-th part."""
+    """Bytes that one rank sends for `wire_elements`: every collective sends all but its own N-th part.
+
+    Elements travel in their own precision: gradients that add up in fp32 before they are reduced (stages 0, 1
+    with several micro-batches, or `no_sync`) take 4 bytes each; ask for them and for the gathers apart then.
+    """
     check_count("world_size", world_size, 1)
     check_count("bytes_per_element", bytes_per_element, 1)
     return {
