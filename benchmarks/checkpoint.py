@@ -1,0 +1,281 @@
+"""Saving and loading against a plain sequential write and read of the same bytes, in turn, on the same disk.
+
+Run from the repository root: python -m benchmarks.checkpoint [--gigabytes 1.5] [--rounds 7] [--folder DIR]
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from torch import Tensor
+
+from benchmarks.harness.environment import available_bytes, describe
+from benchmarks.harness.report import Table, terminal, write_results
+from benchmarks.harness.statistics import ratio_of_rounds
+from zero_ext import ops
+from zero_ext.checkpoint import load_checkpoint, save_checkpoint
+from zero_ext.checkpoint.host_memory import raw_view
+
+SPEED_BAR = 0.80  # of the plain write's or read's speed
+PLAIN_BLOCK = 16 << 20
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+LAYER = (
+    1024 * 1024,
+    1024 * 1024,
+    1024 * 1024,
+    1024 * 1024,
+    1024 * 2816,
+    1024 * 2816,
+    1024 * 2816,
+    1024,
+    1024,
+)
+
+
+class Piece(NamedTuple):
+    """A whole state tensor, as one rank holds it."""
+
+    kind: str
+    name: str
+    start: int
+    tensor: Tensor
+
+
+class Parameter(NamedTuple):
+    """One parameter of the table."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] = (1,)
+    dtype: str = "bfloat16"
+    aliases: tuple[str, ...] = ()
+    trainable: bool = True
+
+
+class Limits(NamedTuple):
+    """The configuration that checkpoints read."""
+
+    timeout_seconds: float = 600.0
+
+
+class State:
+    """Masters and moments of a Llama's layers (the 239M shape) on one rank, in one host buffer."""
+
+    rank, world_size, group, config = 0, 1, None, Limits()
+
+    def __init__(self, nbytes: int) -> None:
+        layers = max(1, nbytes // (sum(LAYER) * 4 * len(KINDS)))
+        sizes = {f"layer{n}.weight{k}": size for n in range(layers) for k, size in enumerate(LAYER)}
+        self.table = {name: Parameter((size,)) for name, size in sizes.items()}
+        self.memory = ops.host_buffer(sum(sizes.values()) * 4 * len(KINDS))
+        values = self.memory.view(torch.float32)
+        values.normal_(generator=torch.Generator().manual_seed(1))
+        self.pieces, begin = [], 0
+        for kind in KINDS:
+            for name, size in sizes.items():
+                self.pieces.append(Piece(kind, name, 0, values[begin : begin + size]))
+                begin += size
+
+    def parameter_table(self) -> Mapping[str, Parameter]:
+        return self.table
+
+    def save_pieces(self) -> Iterator[Piece]:
+        return iter(self.pieces)
+
+    def load_pieces(self) -> Iterator[Piece]:
+        return iter(self.pieces)
+
+    def scalar_state(self) -> dict[str, Any]:
+        return {"steps": 1}
+
+    def load_scalar_state(self, state: dict[str, Any]) -> None:
+        pass
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        return {}
+
+    def finish_load(self) -> None:
+        pass
+
+
+@dataclass
+class Contender:
+    """Something timed; `before` puts the disk and the page cache in order, unmeasured."""
+
+    name: str
+    before: Callable[[], None]
+    run: Callable[[], None]
+    seconds: list[float] = field(default_factory=list)
+
+
+def plain_write(path: Path, memory: Tensor, flags: int) -> None:
+    """One file, block after block, then fsync."""
+    view = raw_view(memory)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o644)
+    try:
+        done = 0
+        while done < len(view):
+            done += os.write(descriptor, view[done : done + PLAIN_BLOCK])
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def plain_read(path: Path, memory: Tensor) -> None:
+    """One file, block after block, into memory that exists already."""
+    view = raw_view(memory)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        done = 0
+        while done < len(view):
+            done += os.preadv(descriptor, [view[done : done + PLAIN_BLOCK]], done)
+    finally:
+        os.close(descriptor)
+
+
+def forget(path: Path) -> None:
+    """Drops a file's, or a folder's files', pages from the page cache."""
+    for file in path.iterdir() if path.is_dir() else (path,):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def savers(folder: Path, state: State) -> list[Contender]:
+    """Ours first, then the plain writes. Each finds its target gone and the disk quiet."""
+    ours, plain = folder / "ours", folder / "plain.bin"
+
+    def clear() -> None:
+        shutil.rmtree(ours, ignore_errors=True)
+        plain.unlink(missing_ok=True)
+        os.sync()
+
+    return [
+        Contender("zero_ext save", clear, lambda: [save_checkpoint(ours, state)].clear()),
+        Contender("plain write", clear, lambda: plain_write(plain, state.memory, 0)),
+        Contender("plain write, direct", clear, lambda: plain_write(plain, state.memory, os.O_DIRECT)),
+    ]
+
+
+def loaders(folder: Path, state: State) -> list[Contender]:
+    """Ours first, then the plain read, of files that are not in the page cache."""
+    ours, plain = folder / "ours", folder / "plain.bin"
+    plain.unlink(missing_ok=True)
+    save_checkpoint(ours, state)
+    plain_write(plain, state.memory, 0)
+
+    def cool() -> None:
+        state.memory.fill_(255)  # the last contender must not have done this one's work
+        os.sync()
+        forget(ours / "step-000001")
+        forget(plain)
+
+    return [
+        Contender("zero_ext load", cool, lambda: [load_checkpoint(ours, state)].clear()),
+        Contender("plain read", cool, lambda: plain_read(plain, state.memory)),
+    ]
+
+
+def run_in_turn(contenders: list[Contender], rounds: int) -> None:
+    """One turn each a round, forwards and backwards alternately."""
+    for number in range(rounds):
+        for contender in contenders if number % 2 == 0 else contenders[::-1]:
+            contender.before()
+            begin = time.perf_counter()
+            contender.run()
+            contender.seconds.append(time.perf_counter() - begin)
+
+
+def judge(title: str, contenders: list[Contender], nbytes: int) -> tuple[Table, list[dict[str, Any]]]:
+    """The table and the figures. The bar holds against every plain contender but the direct ones."""
+    ours = contenders[0]
+    note = (
+        f"Medians of {len(ours.seconds)} rounds, all in turn in each; ratios are medians of the rounds' "
+        f"ratios (lowest to highest). Bar: {SPEED_BAR:.2f} of the plain speed."
+    )
+    table = Table(title, ["", "s", "GB/s", "zero_ext's speed against it", "bar met"], note=note)
+    figures = []
+    for contender in contenders:
+        ratio = ratio_of_rounds(contender.seconds, ours.seconds)
+        judged = contender is not ours and "direct" not in contender.name
+        met = ratio.median >= SPEED_BAR if judged else None
+        seconds = median(contender.seconds)
+        table.rows.append(
+            [
+                contender.name,
+                f"{seconds:.3f}",
+                f"{nbytes / seconds / 1e9:.2f}",
+                "" if contender is ours else f"{ratio.median:.2f} ({ratio.lowest:.2f}-{ratio.highest:.2f})",
+                "" if met is None else ("yes" if met else "no"),
+            ]
+        )
+        figures.append(
+            {
+                "name": contender.name,
+                "seconds": contender.seconds,
+                "gigabytes_per_second": nbytes / seconds / 1e9,
+                "speed_of_zero_ext_against_it": ratio.median,
+                "bar_met": met,
+            }
+        )
+    return table, figures
+
+
+def check_loaded(state: State) -> None:
+    """RuntimeError unless the state is what it was made as, after all the loads."""
+    expected = State(state.memory.numel())
+    if not torch.equal(expected.memory, state.memory):
+        raise RuntimeError("the loaded state differs from the saved one")
+
+
+def main(
+    gigabytes: Annotated[float, typer.Option(help="State, in units of 10^9 bytes.")] = 1.5,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each contender.")] = 7,
+    folder: Annotated[Path | None, typer.Option(help="Where to write; a temporary folder there.")] = None,
+    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "checkpoint",
+) -> None:
+    """Time save and load against plain writes and reads of the same bytes; write results/checkpoint.*."""
+    console = terminal()
+    if available_bytes() < 4 * gigabytes * 1e9:
+        raise typer.BadParameter("four times --gigabytes of free memory are needed")
+    with tempfile.TemporaryDirectory(dir=folder, prefix="checkpoint-benchmark-") as name:
+        place = Path(name)
+        if shutil.disk_usage(place).free < 3 * gigabytes * 1e9:
+            raise typer.BadParameter("three times --gigabytes of free disk are needed")
+        state = State(int(gigabytes * 1e9))
+        nbytes = state.memory.numel()
+        results = []
+        tables = []
+        for title, make in (("Save, to the disk", savers), ("Load, cold page cache", loaders)):
+            contenders = make(place, state)
+            run_in_turn(contenders, rounds)
+            table, figures = judge(f"{title}: {nbytes / 1e9:.2f} GB, one rank", contenders, nbytes)
+            table.show(console)
+            tables.append(table)
+            results += figures
+        check_loaded(state)
+    load = os.getloadavg()[0]
+    data = {
+        "environment": describe() | {"load average at the end": f"{load:.2f}"},
+        "bytes": nbytes,
+        "results": results,
+    }
+    for path in write_results(output, "Checkpoints", tables, data):
+        console.print(f"wrote {path}")
+    if any(row["bar_met"] is False for row in results):
+        print("a bar was missed", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    typer.run(main)
