@@ -3,6 +3,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <type_traits>
 
 #include "portability.h"
 
@@ -25,6 +26,18 @@ template <>
 inline constexpr int kSignificandBits<BFloat16> = 8;
 template <>
 inline constexpr int kSignificandBits<Float16> = 11;
+
+// Unsigned integer of an element type's size, for its bit pattern.
+template <class T>
+using UnsignedOf = std::conditional_t<sizeof(T) == 2, std::uint16_t, std::uint32_t>;
+
+// Bit pattern of infinity: larger magnitudes are NaNs, smaller ones finite.
+template <class T>
+inline constexpr std::uint32_t kInfinityBits = 0x7F800000U;
+template <>
+inline constexpr std::uint32_t kInfinityBits<BFloat16> = 0x7F80U;
+template <>
+inline constexpr std::uint32_t kInfinityBits<Float16> = 0x7C00U;
 
 constexpr std::int64_t element_size(NumericType type) {
   return type == NumericType::float32 ? 4 : 2;

@@ -7,7 +7,7 @@
 // Ogita and Oishi, "Accurate floating-point summation", SIAM J. Sci. Comput. 31, 2008).
 #pragma once
 
-#include <cmath>
+#include <bit>
 #include <cstdint>
 
 #include "kernels.h"
@@ -19,11 +19,11 @@ namespace {
 
 template <class V, class T>
 struct SquaredNorm {
-  static constexpr int kBlockBits = 10;
+  static constexpr int kBlockBits = 11;
   static constexpr std::int64_t kBlock = std::int64_t{1} << kBlockBits;
+  static constexpr std::int64_t kGroup = 2 * V::width;  // block lengths are multiples of this
   static constexpr int kMostAccumulators = 4;
   static constexpr int kStep = 51 - kBlockBits;  // bits that one more accumulator adds
-  static constexpr std::uint32_t kInfinityBits = 0x7F800000U;
 
   struct Range {
     int highest;  // every magnitude is below 2^(highest + 1)
@@ -32,25 +32,34 @@ struct SquaredNorm {
 
   // Exponents of a block: false when it holds only zeros or a non-finite element.
   static bool exponents(const T* values, std::int64_t count, Range& range, bool& finite) {
-    auto highest = V::set_bits(0);
-    auto lowest = V::set_bits(~std::uint32_t{0});
-    for (std::int64_t i = 0; i < count; i += V::width) {
-      const auto bits = V::magnitude_bits(V::load(values + i));
-      highest = V::max(highest, bits);
-      lowest = V::min(lowest, V::decrement(bits));  // a zero wraps to the largest value
+    auto highest = V::template set_bits<T>(0);
+    auto lowest = V::template set_bits<T>(~std::uint32_t{0});
+#pragma GCC unroll 4
+    for (std::int64_t i = 0; i < count; i += V::template lanes<T>) {
+      const auto bits = V::template magnitudes<T>(values + i);
+      highest = V::template max<T>(highest, bits);
+      // A zero wraps to the largest value and so never is the smallest.
+      lowest = V::template min<T>(lowest, V::template decrement<T>(bits));
     }
-    const std::uint32_t top = V::highest(highest);
-    finite = top < kInfinityBits;
+    const UnsignedOf<T> top = V::template highest<T>(highest);
+    finite = top < kInfinityBits<T>;
     if (!finite || top == 0) return false;
-    range.highest = exponent(top);
-    range.lowest = exponent(V::lowest(lowest) + 1U) - (kSignificandBits<T> - 1);
+    const auto bottom = static_cast<UnsignedOf<T>>(V::template lowest<T>(lowest) + 1U);
+    range.highest = exponent(std::bit_cast<T>(top));
+    range.lowest = exponent(std::bit_cast<T>(bottom)) - (kSignificandBits<T> - 1);
     return true;
   }
 
   // A subnormal counts as the smallest normal one: its last place is the same.
-  static int exponent(std::uint32_t magnitude) {
-    const auto biased = static_cast<int>(magnitude >> 23);
+  static int exponent(T magnitude) {
+    const auto biased = static_cast<int>(std::bit_cast<std::uint32_t>(to_float(magnitude)) >> 23);
     return (biased == 0 ? 1 : biased) - 127;
+  }
+
+  // 1.5 * 2^exponent, for exponents of normal doubles.
+  static double one_and_a_half(int exponent) {
+    return std::bit_cast<double>((static_cast<std::uint64_t>(exponent + 1023) << 52) |
+                                 (std::uint64_t{1} << 51));
   }
 
   // Sum of the block's squares in exactly `Count` accumulators.
@@ -61,9 +70,10 @@ struct SquaredNorm {
     for (int k = 0; k < Count; ++k) {
       // Extraction k rounds to multiples of 2^(exponent - 52); the 1.5 leaves room for both signs.
       const int exponent = bound + 2 - k * kStep;
-      start[k] = V::set(k + 1 < Count ? std::ldexp(1.5, exponent) : 0.0);
+      start[k] = V::set(k + 1 < Count ? one_and_a_half(exponent) : 0.0);
       for (int part = 0; part < V::parts; ++part) sums[k][part] = start[k];
     }
+#pragma GCC unroll 2
     for (std::int64_t i = 0; i < count; i += V::width) {
       const auto value = V::load(values + i);
       add_square<Count, 0>(value, sums);
@@ -80,13 +90,19 @@ struct SquaredNorm {
   static inline __attribute__((always_inline)) void add_square(
       typename V::Float value, typename V::Double (&sums)[Count][V::parts]) {
     const auto wide = V::template widen<Part>(value);
-    auto rest = V::mul(wide, wide);
-    for (int k = 0; k + 1 < Count; ++k) {
-      const auto before = sums[k][Part];
-      sums[k][Part] = V::add(before, rest);
-      rest = V::sub(rest, V::sub(sums[k][Part], before));
+    if constexpr (Count == 1) {
+      sums[0][Part] = V::multiply_add(wide, wide, sums[0][Part]);
+    } else {
+      const auto first = sums[0][Part];
+      sums[0][Part] = V::multiply_add(wide, wide, first);
+      auto rest = V::multiply_subtract(wide, wide, V::sub(sums[0][Part], first));
+      for (int k = 1; k + 1 < Count; ++k) {
+        const auto before = sums[k][Part];
+        sums[k][Part] = V::add(before, rest);
+        rest = V::sub(rest, V::sub(sums[k][Part], before));
+      }
+      sums[Count - 1][Part] = V::add(sums[Count - 1][Part], rest);
     }
-    sums[Count - 1][Part] = V::add(sums[Count - 1][Part], rest);
   }
 
   // Any mixture of magnitudes and non-finite values, one element at a time.
@@ -95,7 +111,7 @@ struct SquaredNorm {
     for (std::int64_t i = 0; i < count; ++i) {
       const float value = to_float(values[i]);
       const std::uint32_t magnitude = std::bit_cast<std::uint32_t>(value) & 0x7FFFFFFFU;
-      if (magnitude >= kInfinityBits) {
+      if (magnitude >= kInfinityBits<float>) {
         ++non_finite;
       } else {
         total.add(static_cast<double>(value) * static_cast<double>(value));
@@ -130,7 +146,7 @@ struct SquaredNorm {
     const auto* values = static_cast<const T*>(source);
     std::int64_t i = 0;
     for (; i + kBlock <= count; i += kBlock) block(values + i, kBlock, total);
-    const std::int64_t whole = (count - i) / V::width * V::width;
+    const std::int64_t whole = (count - i) / kGroup * kGroup;
     if (whole > 0) block(values + i, whole, total);
     i += whole;
     if (i < count) one_by_one(values + i, count - i, total);

@@ -27,9 +27,10 @@ void Superaccumulator::add(double value) {
   }
   const int shift = position % kLimbBits;
   const bool negative = (bits >> 63) != 0;
-  for (int limb = position / kLimbBits; significand != 0; ++limb, significand >>= kLimbBits) {
-    const std::int64_t piece = (static_cast<std::int64_t>(significand) & kLimbMask) << shift;
-    limbs_[static_cast<std::size_t>(limb)] += negative ? -piece : piece;
+  const auto limb = static_cast<std::size_t>(position / kLimbBits);
+  for (std::size_t i = 0; i < 3; ++i) {
+    const auto piece = static_cast<std::int64_t>(significand >> (kLimbBits * i)) & kLimbMask;
+    limbs_[limb + i] += (negative ? -piece : piece) * (std::int64_t{1} << shift);
   }
   if (++pending_ == kAdditionsBeforeCarry) {
     normalise(limbs_);

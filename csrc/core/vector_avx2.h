@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "numeric_types.h"
@@ -26,21 +27,35 @@ struct Avx2Vector {
   }
 
   static void store(float* target, Float value) { _mm256_storeu_ps(target, value); }
-  // Integer rounding instead of the bfloat16 instructions, which flush subnormals to zero.
   static void store(BFloat16* target, Float value) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), round(value));
+  }
+  static void store(Float16* target, Float value) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target),
+                     _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+  }
+
+  // Stores past the caches, to a target aligned to the bytes written; fence() orders them.
+  static void stream(float* target, Float value) { _mm256_stream_ps(target, value); }
+  static void stream(BFloat16* target, Float value) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(target), round(value));
+  }
+  static void stream(Float16* target, Float value) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(target),
+                     _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+  }
+  static void fence() { _mm_sfence(); }
+
+  // Float32 to bfloat16, nearest even. Integer arithmetic, because the bfloat16 instructions flush
+  // subnormals to zero.
+  static __m128i round(Float value) {
     const __m256i bits = _mm256_castps_si256(value);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
     const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
     const __m256i unordered = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
     const __m256i halves = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7FC0), unordered);
-    const __m128i packed =
-        _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), packed);
-  }
-  static void store(Float16* target, Float value) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(target),
-                     _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+    return _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
   }
 
   static Float set(float value) { return _mm256_set1_ps(value); }
@@ -58,29 +73,50 @@ struct Avx2Vector {
   static Double set(double value) { return _mm256_set1_pd(value); }
   static Double add(Double a, Double b) { return _mm256_add_pd(a, b); }
   static Double sub(Double a, Double b) { return _mm256_sub_pd(a, b); }
-  static Double mul(Double a, Double b) { return _mm256_mul_pd(a, b); }
+  static Double multiply_add(Double a, Double b, Double c) { return _mm256_fmadd_pd(a, b, c); }
+  static Double multiply_subtract(Double a, Double b, Double c) { return _mm256_fmsub_pd(a, b, c); }
   static double sum(Double value) {
     alignas(32) double lanes[4];
     _mm256_store_pd(lanes, value);
     return (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
   }
 
-  static Bits set_bits(std::uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
-  static Bits magnitude_bits(Float value) {
-    return _mm256_and_si256(_mm256_castps_si256(value), _mm256_set1_epi32(0x7FFFFFFF));
+  template <class T>
+  static constexpr int lanes = 32 / sizeof(T);
+  template <class T>
+  static Bits set_bits(std::uint32_t value) {
+    if constexpr (sizeof(T) == 2) return _mm256_set1_epi16(static_cast<short>(value));
+    return _mm256_set1_epi32(static_cast<int>(value));
   }
-  static Bits decrement(Bits value) { return _mm256_sub_epi32(value, _mm256_set1_epi32(1)); }
-  static Bits max(Bits a, Bits b) { return _mm256_max_epu32(a, b); }
-  static Bits min(Bits a, Bits b) { return _mm256_min_epu32(a, b); }
-  static std::uint32_t highest(Bits value) {
-    alignas(32) std::uint32_t lanes[8];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), value);
-    std::uint32_t result = lanes[0];
-    for (const std::uint32_t lane : lanes) result = lane > result ? lane : result;
-    return result;
+  template <class T>
+  static Bits magnitudes(const T* source) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+    return _mm256_and_si256(bits, set_bits<T>(0x7FFFFFFFU >> (32 - 8 * sizeof(T))));
   }
-  static std::uint32_t lowest(Bits value) {
-    return ~highest(_mm256_xor_si256(value, _mm256_set1_epi32(-1)));
+  template <class T>
+  static Bits decrement(Bits value) {
+    if constexpr (sizeof(T) == 2) return _mm256_sub_epi16(value, set_bits<T>(1));
+    return _mm256_sub_epi32(value, set_bits<T>(1));
+  }
+  template <class T>
+  static Bits max(Bits a, Bits b) {
+    if constexpr (sizeof(T) == 2) return _mm256_max_epu16(a, b);
+    return _mm256_max_epu32(a, b);
+  }
+  template <class T>
+  static Bits min(Bits a, Bits b) {
+    if constexpr (sizeof(T) == 2) return _mm256_min_epu16(a, b);
+    return _mm256_min_epu32(a, b);
+  }
+  template <class T>
+  static UnsignedOf<T> highest(Bits value) {
+    UnsignedOf<T> each[lanes<T>];
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(each), value);
+    return *std::max_element(each, each + lanes<T>);
+  }
+  template <class T>
+  static UnsignedOf<T> lowest(Bits value) {
+    return static_cast<UnsignedOf<T>>(~highest<T>(_mm256_xor_si256(value, _mm256_set1_epi32(-1))));
   }
 };
 

@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "numeric_types.h"
@@ -26,19 +27,35 @@ struct Avx512Vector {
   }
 
   static void store(float* target, Float value) { _mm512_storeu_ps(target, value); }
-  // Integer rounding instead of the bfloat16 instructions, which flush subnormals to zero.
   static void store(BFloat16* target, Float value) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), round(value));
+  }
+  static void store(Float16* target, Float value) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target),
+                        _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+  }
+
+  // Stores past the caches, to a target aligned to the bytes written; fence() orders them.
+  static void stream(float* target, Float value) { _mm512_stream_ps(target, value); }
+  static void stream(BFloat16* target, Float value) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(target), round(value));
+  }
+  static void stream(Float16* target, Float value) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(target),
+                        _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+  }
+  static void fence() { _mm_sfence(); }
+
+  // Float32 to bfloat16, nearest even. Integer arithmetic, because the bfloat16 instructions flush
+  // subnormals to zero.
+  static __m256i round(Float value) {
     const __m512i bits = _mm512_castps_si512(value);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
     const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16);
     const __mmask16 unordered = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
     const __m512i halves = _mm512_mask_mov_epi32(rounded, unordered, _mm512_set1_epi32(0x7FC0));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), _mm512_cvtepi32_epi16(halves));
-  }
-  static void store(Float16* target, Float value) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target),
-                        _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+    return _mm512_cvtepi32_epi16(halves);
   }
 
   static Float set(float value) { return _mm512_set1_ps(value); }
@@ -56,18 +73,47 @@ struct Avx512Vector {
   static Double set(double value) { return _mm512_set1_pd(value); }
   static Double add(Double a, Double b) { return _mm512_add_pd(a, b); }
   static Double sub(Double a, Double b) { return _mm512_sub_pd(a, b); }
-  static Double mul(Double a, Double b) { return _mm512_mul_pd(a, b); }
+  static Double multiply_add(Double a, Double b, Double c) { return _mm512_fmadd_pd(a, b, c); }
+  static Double multiply_subtract(Double a, Double b, Double c) { return _mm512_fmsub_pd(a, b, c); }
   static double sum(Double value) { return _mm512_reduce_add_pd(value); }
 
-  static Bits set_bits(std::uint32_t value) { return _mm512_set1_epi32(static_cast<int>(value)); }
-  static Bits magnitude_bits(Float value) {
-    return _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(0x7FFFFFFF));
+  template <class T>
+  static constexpr int lanes = 64 / sizeof(T);
+  template <class T>
+  static Bits set_bits(std::uint32_t value) {
+    if constexpr (sizeof(T) == 2) return _mm512_set1_epi16(static_cast<short>(value));
+    return _mm512_set1_epi32(static_cast<int>(value));
   }
-  static Bits decrement(Bits value) { return _mm512_sub_epi32(value, _mm512_set1_epi32(1)); }
-  static Bits max(Bits a, Bits b) { return _mm512_max_epu32(a, b); }
-  static Bits min(Bits a, Bits b) { return _mm512_min_epu32(a, b); }
-  static std::uint32_t highest(Bits value) { return _mm512_reduce_max_epu32(value); }
-  static std::uint32_t lowest(Bits value) { return _mm512_reduce_min_epu32(value); }
+  template <class T>
+  static Bits magnitudes(const T* source) {
+    const __m512i bits = _mm512_loadu_si512(source);
+    return _mm512_and_si512(bits, set_bits<T>(0x7FFFFFFFU >> (32 - 8 * sizeof(T))));
+  }
+  template <class T>
+  static Bits decrement(Bits value) {
+    if constexpr (sizeof(T) == 2) return _mm512_sub_epi16(value, set_bits<T>(1));
+    return _mm512_sub_epi32(value, set_bits<T>(1));
+  }
+  template <class T>
+  static Bits max(Bits a, Bits b) {
+    if constexpr (sizeof(T) == 2) return _mm512_max_epu16(a, b);
+    return _mm512_max_epu32(a, b);
+  }
+  template <class T>
+  static Bits min(Bits a, Bits b) {
+    if constexpr (sizeof(T) == 2) return _mm512_min_epu16(a, b);
+    return _mm512_min_epu32(a, b);
+  }
+  template <class T>
+  static UnsignedOf<T> highest(Bits value) {
+    UnsignedOf<T> each[lanes<T>];
+    _mm512_storeu_si512(each, value);
+    return *std::max_element(each, each + lanes<T>);
+  }
+  template <class T>
+  static UnsignedOf<T> lowest(Bits value) {
+    return static_cast<UnsignedOf<T>>(~highest<T>(_mm512_xor_si512(value, _mm512_set1_epi32(-1))));
+  }
 };
 
 }  // namespace zero_ext::core

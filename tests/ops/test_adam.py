@@ -217,6 +217,33 @@ def test_result_does_not_depend_on_threads_or_segmentation(generator: torch.Gene
     assert torch.equal(whole.param, split.param)
 
 
+@pytest.mark.parametrize("param", FLOAT_DTYPES)
+def test_long_ranges_stream_to_any_alignment(
+    isa: str, generator: torch.Generator, param: torch.dtype
+) -> None:
+    count = 2 * 2**18 + 77
+    start = make_state(generator, count, [(1, 5), (9, count)], [Hyper(), Hyper()], grad=torch.bfloat16)
+    wanted = start.clone()
+    before = ops.set_isa("scalar")
+    wanted.step()
+    ops.set_isa(before)
+    for shift in (0, 1, 13):
+        memory = torch.full((shift + count + 64,), -7.0, dtype=param)
+        state = start.clone()
+        state.param = memory[shift : shift + count]
+        threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(2)
+            state.step()
+        finally:
+            torch.set_num_threads(threads)
+        assert torch.equal(state.master, wanted.master)
+        for begin, end in [(1, 5), (9, count)]:
+            assert torch.equal(state.param[begin:end], wanted.master[begin:end].to(param))
+        assert (memory[:shift] == -7).all() and (memory[shift + count :] == -7).all()
+        assert (state.param[[0, 5, 6, 7, 8]] == -7).all()
+
+
 def test_bumps_the_version_of_what_it_writes(generator: torch.Generator) -> None:
     state = make_state(generator, 10, [(0, 10)], [Hyper()], param=torch.bfloat16)
     written = [state.master, state.exp_avg, state.exp_avg_sq, state.param]

@@ -1,0 +1,91 @@
+// Point-to-point messages between processes of one host, one copy each: the receiver reads the
+// sender's memory (process_vm_readv). A shared segment carries the descriptors, a thread a process
+// does the copies.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "host_segment.h"
+
+namespace zero_ext::core {
+
+// Which way a message goes, seen from this rank.
+enum class Direction { kSend, kReceive };
+
+// The exchange of one rank with all others of its group. Messages between two ranks arrive in the
+// order they were sent. All methods may be called from any thread; failures throw
+// std::runtime_error.
+class HostExchange {
+ public:
+  // Joins the segment `name`; the rank with `create` makes it, before the others join.
+  HostExchange(const std::string& name, int rank, int world_size, bool create);
+  ~HostExchange();
+  HostExchange(const HostExchange&) = delete;
+  HostExchange& operator=(const HostExchange&) = delete;
+
+  // Whether this process may read every other's memory. Call once all have joined. Starts the
+  // thread.
+  bool connect();
+
+  // Offers `bytes` to `peer`, and keeps `owner` alive until they were read.
+  void send(int peer, std::span<const std::byte> bytes, std::shared_ptr<void> owner);
+
+  // Fills `bytes` with the next message from `peer`, which must be as long; keeps `owner` until
+  // then.
+  void receive(int peer, std::span<std::byte> bytes, std::shared_ptr<void> owner);
+
+  // Returns when `count` messages in this direction are complete; throws after `timeout`, when a
+  // message of another size arrived, or when the peer's process ended.
+  void wait(int peer, Direction direction, std::uint64_t count,
+            std::chrono::duration<double> timeout);
+
+ private:
+  struct Outgoing {
+    MessageDescriptor descriptor;
+    std::shared_ptr<void> owner;
+  };
+  struct Incoming {
+    std::span<std::byte> bytes;
+    std::shared_ptr<void> owner;
+  };
+  struct Peer {
+    std::deque<Outgoing> unposted;
+    std::deque<std::shared_ptr<void>>
+        unread;  // owners of posted messages that the peer has not read
+    std::deque<Incoming> expected;
+    std::uint64_t sent = 0;      // complete messages to the peer
+    std::uint64_t received = 0;  // complete messages from the peer
+    bool copying = false;
+    int process_watch = -1;  // pidfd, readable once the process ended
+    std::string failure;
+  };
+
+  void run();
+  bool progress(std::unique_lock<std::mutex>& lock);
+  bool post(int rank);
+  bool collect(int rank);
+  bool copy_next(int rank, std::unique_lock<std::mutex>& lock);
+  void watch_processes();
+  void fail(int rank, const std::string& reason);
+
+  const int rank_;
+  HostSegment segment_;
+  std::vector<Peer> peers_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::atomic<bool> stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace zero_ext::core

@@ -1,0 +1,70 @@
+// The shared memory through which the processes of one host tell each other where their messages
+// are.
+#pragma once
+
+#include <sys/types.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace zero_ext::core {
+
+inline constexpr std::size_t kDescriptorsInFlight = 64;
+inline constexpr std::size_t kCacheLine = 64;
+
+// A message in its sender's memory.
+struct MessageDescriptor {
+  std::uint64_t address = 0;
+  std::uint64_t nbytes = 0;
+};
+
+// One direction between two ranks: a ring that its sender fills and its receiver empties.
+struct Channel {
+  alignas(kCacheLine) std::atomic<std::uint64_t> posted;
+  alignas(kCacheLine) std::atomic<std::uint64_t> read;
+  std::array<MessageDescriptor, kDescriptorsInFlight> ring;
+};
+
+// What a rank tells of itself. `token` is somewhere in its own memory, for others to try and read.
+struct Member {
+  alignas(kCacheLine) std::atomic<std::uint32_t> doorbell;
+  std::uint32_t process;
+  std::uint64_t token_address;
+  std::uint64_t token;
+};
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free &&
+              std::atomic<std::uint32_t>::is_always_lock_free);
+
+// A mapping of the segment; unmapped with the object. The name is removed by `unlink`, once all
+// have joined.
+class HostSegment {
+ public:
+  // Throws std::runtime_error naming the segment and the reason.
+  HostSegment(const std::string& name, int world_size, bool create);
+  ~HostSegment();
+  HostSegment(const HostSegment&) = delete;
+  HostSegment& operator=(const HostSegment&) = delete;
+
+  Member& member(int rank) const;
+  Channel& channel(int source, int destination) const;
+  int world_size() const { return world_size_; }
+
+  // Wakes the process of `rank`; sleeps until this rank's doorbell has left `seen`, at most
+  // `longest`.
+  void ring(int rank) const;
+  void sleep(int rank, std::uint32_t seen, std::chrono::milliseconds longest) const;
+
+  static void unlink(const std::string& name);
+
+ private:
+  int world_size_;
+  std::size_t nbytes_;
+  void* base_;
+};
+
+}  // namespace zero_ext::core
