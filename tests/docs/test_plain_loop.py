@@ -69,7 +69,7 @@ def test_the_script_trains_on_two_ranks_and_resumes_on_one(
     script = str(ROOT / "examples" / "plain_loop.py")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(tmp_path)
     runpy.run_path(script, run_name="__main__")
