@@ -56,7 +56,9 @@ class DelayedExchange:
         poison(tensor)
         return self._later(lambda: self._inner.all_reduce(private).wait(), [tensor], [private])
 
-    def _later(self, transfer: Callable[[], Any], targets: list[torch.Tensor], results: list[torch.Tensor]) -> Waitable:
+    def _later(
+        self, transfer: Callable[[], Any], targets: list[torch.Tensor], results: list[torch.Tensor]
+    ) -> Waitable:
         work = _Work(targets, results)
 
         def run() -> None:
@@ -95,5 +97,7 @@ class _Work:
 @contextlib.contextmanager
 def delays(seed: int) -> Iterator[None]:
     """Inside, every engine that is prepared runs over delayed exchanges."""
-    with mock.patch("zero_ext.zero.process_group.GroupExchange", lambda group: DelayedExchange(GroupExchange(group), seed)):
+    with mock.patch(
+        "zero_ext.zero.process_group.GroupExchange", lambda group: DelayedExchange(GroupExchange(group), seed)
+    ):
         yield

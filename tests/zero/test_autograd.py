@@ -13,7 +13,15 @@ from torch.nn import functional
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.zero.models import WIDTH, Block, TinyModel, feature_batch, feature_loss, language_batch, language_loss
+from tests.zero.models import (
+    WIDTH,
+    Block,
+    TinyModel,
+    feature_batch,
+    feature_loss,
+    language_batch,
+    language_loss,
+)
 from tests.zero.training import adamw, configuration
 from zero_ext.zero import engine_of
 
@@ -31,7 +39,9 @@ def prepared(world: World, model: nn.Module, stage: int, **more: Any) -> tuple[A
 def check_parameters(model: nn.Module, twin: nn.Module) -> None:
     wanted = twin.state_dict()
     for name, value in zero_ext.full_state_dict(model).items():
-        torch.testing.assert_close(value, wanted[name], rtol=2e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            value, wanted[name], rtol=2e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def average_gradients(world: World, twin: nn.Module) -> None:
@@ -48,7 +58,9 @@ def test_two_forwards_then_two_backwards(world: World, stage: int) -> None:
     model, optimizer = prepared(world, model, stage)
     plain = adamw(twin.parameters())
     for step in range(3):
-        first, second = (feature_loss(model, feature_batch(world.seed, step, i, world.rank)) for i in range(2))
+        first, second = (
+            feature_loss(model, feature_batch(world.seed, step, i, world.rank)) for i in range(2)
+        )
         second.backward()
         first.backward()
         optimizer.step()
@@ -79,7 +91,9 @@ def test_retain_graph(world: World, stage: int) -> None:
 
 
 @on_ranks(2)
-def test_backward_twice_without_retained_graph_is_torchs_error_and_the_next_step_is_right(world: World) -> None:
+def test_backward_twice_without_retained_graph_is_torchs_error_and_the_next_step_is_right(
+    world: World,
+) -> None:
     for stage in (1, 3):
         torch.manual_seed(world.seed)
         model = features_model()

@@ -104,13 +104,17 @@ IN_PLACE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("name", list(CONTAINERS))
 def test_containers(world: World, name: str) -> None:
     pack, unpack = CONTAINERS[name]
-    check_against_plain(world, Stack([Returning(pack) for _ in range(3)], unpack), feature_loss, feature_batch, 3)
+    check_against_plain(
+        world, Stack([Returning(pack) for _ in range(3)], unpack), feature_loss, feature_batch, 3
+    )
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", list(IN_PLACE))
 def test_in_place_operations_on_outputs(world: World, name: str) -> None:
-    check_against_plain(world, Stack([Block() for _ in range(3)], IN_PLACE[name]), feature_loss, feature_batch, 3)
+    check_against_plain(
+        world, Stack([Block() for _ in range(3)], IN_PLACE[name]), feature_loss, feature_batch, 3
+    )
 
 
 class KeywordBlock(nn.Module):

@@ -15,7 +15,15 @@ from torch.nn import functional
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.zero.models import WIDTH, Block, TinyModel, feature_batch, feature_loss, language_batch, language_loss
+from tests.zero.models import (
+    WIDTH,
+    Block,
+    TinyModel,
+    feature_batch,
+    feature_loss,
+    language_batch,
+    language_loss,
+)
 from tests.zero.training import (
     Plan,
     adamw,
@@ -156,12 +164,16 @@ def test_persistent_parameters(world: World) -> None:
     units = {"persistence_threshold": 30}
     for dtype in ("fp32", "bf16"):
         plan = Plan(dtype=dtype, clip=0.1)
-        whole = train_prepared(world, TinyModelOf(world), language_loss, language_batch, configuration(3, plan), plan)
+        whole = train_prepared(
+            world, TinyModelOf(world), language_loss, language_batch, configuration(3, plan), plan
+        )
         config = configuration(3, plan, units=units)
-        check_equal(train_prepared(world, TinyModelOf(world), language_loss, language_batch, config, plan), whole)
+        check_equal(
+            train_prepared(world, TinyModelOf(world), language_loss, language_batch, config, plan), whole
+        )
 
 
-def TinyModelOf(world: World) -> TinyModel:  # noqa: N802 - a constructor with a seed
+def TinyModelOf(world: World) -> TinyModel:
     torch.manual_seed(world.seed)
     return TinyModel()
 
@@ -171,7 +183,9 @@ def test_unused_parameters_neither_decay_nor_move_their_moments(world: World) ->
     for stage in (0, 1, 2, 3):
         model = Unused()
         before = {name: value.detach().clone() for name, value in model.named_parameters()}
-        model, optimizer = zero_ext.prepare(model, adamw(model.parameters()), configuration(stage), process_group=world.group)
+        model, optimizer = zero_ext.prepare(
+            model, adamw(model.parameters()), configuration(stage), process_group=world.group
+        )
         for step in range(2):
             feature_loss(model, feature_batch(world.seed, step, 0, world.rank)).backward()
             assert model.blocks[1].up.weight.grad is None
@@ -290,7 +304,9 @@ def test_unfreezing_after_prepare(world: World) -> None:
         twin = copy.deepcopy(model)
         model.blocks[1].requires_grad_(False)
         twin.blocks[1].requires_grad_(False)
-        model, optimizer = zero_ext.prepare(model, adamw(model.parameters()), configuration(stage), process_group=world.group)
+        model, optimizer = zero_ext.prepare(
+            model, adamw(model.parameters()), configuration(stage), process_group=world.group
+        )
         plain = adamw(twin.parameters())
         for step in range(4):
             if step == 2:

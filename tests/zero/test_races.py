@@ -25,7 +25,9 @@ def test_matrix_under_delays(world: World) -> None:
             config = configuration(stage, plan, units=units)
             quiet = train_prepared(world, copy.deepcopy(model), language_loss, language_batch, config, plan)
             with delays(world.seed + world.rank):
-                late = train_prepared(world, copy.deepcopy(model), language_loss, language_batch, config, plan)
+                late = train_prepared(
+                    world, copy.deepcopy(model), language_loss, language_batch, config, plan
+                )
             check_equal(late, quiet)
 
 

@@ -44,6 +44,11 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """For models with gradients that are zero but for rounding, of which Adam would make whole steps."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
 def configuration(stage: int, plan: Plan = Plan(), **more: Any) -> dict[str, Any]:
     """A configuration mapping for ``plan`` at ``stage``; ``more`` adds or replaces keys."""
     config: dict[str, Any] = {"stage": stage, "gradient_clipping": plan.clip, "timeout_seconds": 10.0}
@@ -179,7 +184,8 @@ def check_close(run: Run, reference: Run, tolerance: float = 1e-6) -> None:
     for one_norm, two_norm in zip(run.norms, reference.norms, strict=True):
         if two_norm is not None:
             assert one_norm is not None and abs(one_norm - two_norm) <= 10 * tolerance * two_norm
-    assert distance(run.parameters, reference.parameters) <= tolerance
+    apart = distance(run.parameters, reference.parameters)
+    assert apart <= tolerance, f"parameters differ by {apart:.3g} in norm"
 
 
 def check_against_plain(

@@ -27,6 +27,11 @@ def gathered(
     for a parameter of no prepared model.
     """
     units = _units_of(parameters)
+    for engine, _ in units:
+        if modifier_rank is not None and not 0 <= modifier_rank < engine.world_size:
+            raise ValueError(
+                f"modifier_rank: {modifier_rank} given, a rank from 0 to {engine.world_size - 1} wanted"
+            )
     holder = object()
     for engine, unit in units:
         engine.residency.need(unit, holder, engine.residency.forward_order)
@@ -53,10 +58,6 @@ def _units_of(parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> 
 
 
 def _take_over(engine: Engine, unit: Unit, modifier_rank: int) -> None:
-    if not 0 <= modifier_rank < engine.world_size:
-        raise ValueError(
-            f"modifier_rank: {modifier_rank} given, a rank from 0 to {engine.world_size - 1} wanted"
-        )
     engine.collectives.broadcast_(unit.flat, modifier_rank, f"edited {unit.describe()}")
     unit.store_shard()
     unit.accept_writes()

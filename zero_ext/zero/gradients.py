@@ -172,17 +172,25 @@ class UnitGradients:
     def zero_parameter(self, index: int) -> None:
         """Sets the gradient of one parameter to zero, where it is held here."""
         layout = self.unit.layout
-        for part in self._parts(index):
+        for part in self._held(index):
             part.zero_()
         if self.local is not None and index in self._filled:
             self.local[layout.offsets[index] : layout.offsets[index] + layout.specs[index].numel].zero_()
 
     def scale_parameter(self, index: int, factor: torch.Tensor | float) -> None:
         """Multiplies the reduced gradient of one parameter, where it is held here."""
-        for part in self._parts(index):
+        for part in self._held(index):
             part.mul_(factor)
 
+    def _held(self, index: int) -> list[torch.Tensor]:
+        """What this rank holds of one parameter's reduced gradient: all of it if replicated."""
+        layout, whole = self.unit.layout, self._whole()
+        if whole is None:
+            return self._parts(index)
+        return [whole[layout.offsets[index] : layout.offsets[index] + layout.specs[index].numel]]
+
     def _parts(self, index: int) -> list[torch.Tensor]:
+        """The reduced gradient of one parameter inside this rank's shard: once over all ranks."""
         begin, end = self.unit.layout.shard_range(self.unit.collectives.rank)
         return [
             self.reduced[overlap.range_start : overlap.range_start + overlap.numel]

@@ -31,6 +31,7 @@ def guard_module(model: nn.Module, units: dict[nn.Parameter, Unit]) -> None:
     for parameter in units:
         _guard_copies(parameter)
     model._apply = ApplyGuard(model)  # type: ignore[method-assign]
+    model.share_memory = _refuse_sharing  # type: ignore[method-assign]
 
 
 def _guard_state_dict(module: nn.Module, released: Callable[[nn.Module], str | None]) -> None:
@@ -64,6 +65,13 @@ def _guard_copies(parameter: nn.Parameter) -> None:
     parameter.__deepcopy__ = refuse  # type: ignore[method-assign]
     parameter.__reduce_ex__ = refuse  # type: ignore[method-assign]
     parameter.share_memory_ = refuse  # type: ignore[method-assign]
+
+
+def _refuse_sharing() -> Any:
+    raise RuntimeError(
+        "share_memory() would move parameters away from their shards. Share a plain copy of the model, filled "
+        "from zero_ext.full_state_dict(model)."
+    )
 
 
 class ApplyGuard:

@@ -34,6 +34,20 @@ class ZeroModule(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "module" or name in vars(self) or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
+    def share_memory(self) -> ZeroModule:
+        """Refused, as on the module itself."""
+        self.module.share_memory()
+        return self
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """``loss.backward()`` with the loss scale of fp16 applied."""
         self.scale_loss(loss).backward(**kwargs)

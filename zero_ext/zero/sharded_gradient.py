@@ -82,7 +82,8 @@ def _vector_norm(
 ) -> torch.Tensor:
     if dim or keepdim:
         raise RuntimeError(
-            f"the gradient of '{gradient._name}' is sharded: norms over single dims need all of it"
+            f"the gradient of '{gradient._name}' is sharded over the ranks: norms over single dims need all "
+            "of it; use zero_ext.full_gradient(param)"
         )
     return gradient._access.norm_of(gradient._key, float(ord)).to(dtype or gradient.dtype)
 

@@ -82,7 +82,9 @@ class Unit:
     def to_gathering(self) -> None:
         """Attaches a buffer and starts filling it. From RELEASED only."""
         self._require(UnitState.RELEASED)
-        self._check_unwritten()
+        misuse = self._misuse()
+        if misuse is not None:
+            raise misuse
         self._buffer = self._pool.take(self.layout.nbytes)
         attach(self.flat.untyped_storage(), self._buffer)
         self._pending = self.collectives.gather(
@@ -105,7 +107,7 @@ class Unit:
         self._require(UnitState.GATHERED)
         if not self.placement.params or self.holders:
             raise AssertionError(f"{self.describe()}: released while replicated or still held")
-        self._check_unwritten()
+        misuse = self._misuse()
         self._point_at(self._placeholders)
         if self._buffer is None:
             raise AssertionError(f"{self.describe()}: gathered without a buffer")
@@ -113,6 +115,8 @@ class Unit:
         self._pool.give(self._buffer)
         self._buffer = None
         self.state = UnitState.RELEASED
+        if misuse is not None:
+            raise misuse
 
     def ensure_gathered(self) -> None:
         """Gathers from whatever state the unit is in, and waits."""
@@ -190,17 +194,26 @@ class Unit:
 
     def check_unmoved(self) -> None:
         """Raises if a parameter does not point where the engine has put it: ``.half()``, ``p.data = ...``."""
+        moved = self._moved()
+        if moved is not None:
+            raise moved
+
+    def _moved(self) -> RuntimeError | None:
         wanted = self._placeholders if self.state is not UnitState.GATHERED else self._views
         for parameter, tensor, spec in zip(self.parameters, wanted, self.layout.specs, strict=True):
             if parameter.dtype != tensor.dtype or parameter.data_ptr() != tensor.data_ptr():
-                raise RuntimeError(
+                return RuntimeError(
                     f"rank {self.collectives.rank}: the data of parameter '{spec.name}' was replaced after "
                     "zero_ext.prepare (by .half(), .to() or param.data = ...). Convert the model before "
                     "prepare; edit values in place inside 'with zero_ext.gathered(params):'."
                 )
+        return None
 
-    def _check_unwritten(self) -> None:
-        self.check_unmoved()
+    def _misuse(self) -> RuntimeError | None:
+        """The error for what was done to the parameters behind the engine's back, if anything was."""
+        moved = self._moved()
+        if moved is not None:
+            return moved
         names = [self.layout.specs[index].name for index in self.written()]
         if self.state is UnitState.RELEASED:
             names += [
@@ -208,12 +221,13 @@ class Unit:
                 for spec, placeholder in zip(self.layout.specs, self._placeholders, strict=True)
                 if spec.numel == 1 and not _is_blank(placeholder)
             ]
-        if names:
-            raise RuntimeError(
-                f"rank {self.collectives.rank}: parameter '{names[0]}' was written to while it belongs to "
-                f"the "
-                "sharded model; the value would be lost. Write inside 'with zero_ext.gathered(params):'."
-            )
+        if not names:
+            return None
+        return RuntimeError(
+            f"rank {self.collectives.rank}: parameter '{names[0]}' was written to while it belongs to "
+            "the sharded model; the value would be lost. Write inside 'with zero_ext.gathered(params, "
+            "modifier_rank=0):'."
+        )
 
     def _require(self, *states: UnitState) -> None:
         if self.state not in states:

@@ -1,0 +1,262 @@
+"""Gradients between backward and step, as the usual lines of a loop see them: the true global ones, or an error."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.zero.models import WIDTH, TinyModel, language_batch, language_loss
+from tests.zero.training import configuration, sgd
+
+STAGES = [0, 1, 2, 3]
+
+
+def after_backward(world: World, stage: int, **more: Any) -> tuple[Any, Any, nn.Module]:
+    """A prepared model and its optimizer with gradients, and a plain twin with the true ones."""
+    torch.manual_seed(world.seed)
+    model = TinyModel(layers=2)
+    twin = copy.deepcopy(model)
+    model, optimizer = zero_ext.prepare(
+        model, sgd(model.parameters()), configuration(stage, **more), process_group=world.group
+    )
+    language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
+    for rank in range(world.size):
+        (language_loss(twin, language_batch(world.seed, 0, 0, rank)) / world.size).backward()
+    return model, optimizer, twin
+
+
+def close(one: torch.Tensor | float, two: torch.Tensor | float) -> None:
+    torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(two), rtol=1e-5, atol=1e-7)
+
+
+def check_step(model: Any, optimizer: Any, twin: nn.Module) -> None:
+    """One step on both sides gives the same parameters."""
+    optimizer.step()
+    sgd(twin.parameters()).step()
+    for name, value in zero_ext.full_state_dict(model).items():
+        torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-5, atol=1e-5)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clip_grad_norm(world: World, norm_type: float) -> None:
+    for stage in STAGES:
+        for ours in (False, True):
+            for foreach in (None,) if ours else (None, True, False):
+                model, optimizer, twin = after_backward(world, stage)
+                if ours:
+                    norm = model.clip_grad_norm_(0.05, norm_type)
+                else:
+                    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type, foreach=foreach)
+                close(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.05, norm_type))
+                check_step(model, optimizer, twin)
+
+
+@on_ranks(1, 2, 3)
+def test_norms(world: World) -> None:
+    for stage in STAGES:
+        model, _, twin = after_backward(world, stage)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        wanted = [p.grad for p in twin.parameters() if p.grad is not None]
+        assert len(gradients) == len(wanted)
+        close(nn.utils.get_total_norm(gradients), nn.utils.get_total_norm(wanted))
+        close(nn.utils.get_total_norm(gradients, float("inf")), nn.utils.get_total_norm(wanted, float("inf")))
+        for parameter, true in zip(model.parameters(), twin.parameters(), strict=True):
+            close(parameter.grad.norm(), true.grad.norm())
+            close(parameter.grad.detach().norm(2), true.grad.norm(2))
+            close(parameter.grad.data.norm(2).item(), true.grad.data.norm(2).item())
+            close(torch.linalg.vector_norm(parameter.grad, float("inf")), true.grad.abs().max())
+            close(torch.norm(parameter.grad), torch.norm(true.grad))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("norm_type", [1.0, 3.0, 0.0])
+def test_other_norms_are_right_or_refused(world: World, norm_type: float) -> None:
+    for stage in STAGES:
+        model, _, twin = after_backward(world, stage)
+        if stage == 0:
+            close(
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type),
+                nn.utils.clip_grad_norm_(twin.parameters(), 1.0, norm_type),
+            )
+        else:
+            with pytest.raises(RuntimeError, match="2-norm and the inf-norm"):
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type)
+        with pytest.raises(ValueError, match="offer 2 and inf"):
+            model.clip_grad_norm_(1.0, norm_type)
+
+
+READS = {
+    "sum": lambda g: g.sum(),
+    "abs().max()": lambda g: g.abs().max(),
+    "isnan": lambda g: torch.isnan(g).any(),
+    "isfinite": lambda g: g.isfinite().all(),
+    "item": lambda g: g[0, 0].item(),
+    "clone": lambda g: g.clone(),
+    "add": lambda g: g + 1,
+    "add_": lambda g: g.add_(torch.randn_like(torch.empty(g.shape))),
+    "clamp_": lambda g: g.clamp_(-1, 1),
+    "clip_grad_value_": lambda g: nn.utils.clip_grad_value_(_Holder(g), 1.0),
+    "all_reduce": lambda g: torch.distributed.all_reduce(g),
+    "norm over a dim": lambda g: g.norm(dim=0),
+    "copy": lambda g: copy.deepcopy(g),
+    "to": lambda g: g.to(torch.float64),
+}
+
+
+class _Holder(nn.Parameter):
+    """A parameter-like whose gradient is given."""
+
+    def __new__(cls, gradient: torch.Tensor) -> Any:
+        made = torch.nn.Parameter(torch.zeros(gradient.shape))
+        made.grad = gradient
+        return made
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("read", list(READS))
+def test_other_reads_of_sharded_gradients_raise_by_name(world: World, read: str) -> None:
+    for stage in (1, 2, 3):
+        model, _, _ = after_backward(world, stage)
+        with pytest.raises(
+            (RuntimeError, TypeError, NotImplementedError), match=r"head\.weight.*(?s:.*)full_gradient"
+        ):
+            READS[read](model.head.weight.grad)
+
+
+@on_ranks(2)
+def test_reads_that_torch_refuses_by_itself(world: World) -> None:
+    model, _, _ = after_backward(world, 3)
+    for read in (torch.Tensor.numpy, torch.Tensor.tolist):
+        with pytest.raises((RuntimeError, TypeError)):
+            read(model.head.weight.grad)
+
+
+@on_ranks(1, 2, 3)
+def test_full_gradient(world: World) -> None:
+    for stage in STAGES:
+        model, _, twin = after_backward(world, stage)
+        for parameter, true in zip(model.parameters(), twin.parameters(), strict=True):
+            gradient = zero_ext.full_gradient(parameter)
+            assert gradient is not None and gradient.shape == parameter.shape
+            close(gradient, true.grad)
+        model.zero_grad()
+        assert zero_ext.full_gradient(model.head.weight) is None
+
+
+@on_ranks(1, 2)
+def test_scaling_in_place(world: World) -> None:
+    """What GradScaler, gradient averaging and hand-written clipping do."""
+    for stage in STAGES:
+        model, optimizer, twin = after_backward(world, stage)
+        for net in (model, twin):
+            for number, parameter in enumerate(net.parameters()):
+                if number % 3 == 0:
+                    parameter.grad.mul_(0.5)
+                elif number % 3 == 1:
+                    parameter.grad.div_(torch.tensor(4.0))
+                else:
+                    parameter.grad.data.mul_(torch.tensor(2.0))
+            torch._foreach_mul_([parameter.grad for parameter in net.parameters()], 3.0)
+        close(
+            nn.utils.get_total_norm([p.grad for p in model.parameters()]),
+            nn.utils.get_total_norm([p.grad for p in twin.parameters()]),
+        )
+        check_step(model, optimizer, twin)
+
+
+@on_ranks(1, 2)
+def test_setting_gradients_to_none_or_zero(world: World) -> None:
+    for stage in STAGES:
+        model, optimizer, twin = after_backward(world, stage)
+        for net in (model, twin):
+            net.head.weight.grad = None
+            net.norm.bias.grad.zero_()
+        check_step(model, optimizer, twin)
+        model, optimizer, twin = after_backward(world, stage)
+        for net in (model, twin):
+            for parameter in net.parameters():
+                parameter.grad = None
+            language_loss(net, language_batch(world.seed, 1, 0, 0)).backward()
+        check_step(model, optimizer, twin)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("who", ["optimizer", "model", "module"])
+def test_zero_grad_without_none(world: World, who: str) -> None:
+    """Zeros count as gradients: weight decay acts and moments move, as in torch."""
+    for stage in STAGES:
+        model, optimizer, twin = after_backward(world, stage)
+        {"optimizer": optimizer, "model": model, "module": model.module}[who].zero_grad(set_to_none=False)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        twin.zero_grad(set_to_none=False)
+        check_step(model, optimizer, twin)
+        model, optimizer, twin = after_backward(world, stage)
+        {"optimizer": optimizer, "model": model, "module": model.module}[who].zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@on_ranks(1, 2)
+def test_assigning_a_gradient(world: World) -> None:
+    """Right where this rank holds all of it, else an error at the step."""
+    for stage in STAGES:
+        model, optimizer, twin = after_backward(world, stage)
+        generator = torch.Generator().manual_seed(world.seed)
+        replacement = torch.randn(23, WIDTH, generator=generator)
+        model.head.weight.grad = replacement
+        twin.head.weight.grad = replacement.clone()
+        if stage == 0 or world.size == 1:
+            check_step(model, optimizer, twin)
+        else:
+            with pytest.raises(RuntimeError, match=r"'head\.weight'\.grad was assigned"):
+                optimizer.step()
+
+
+@on_ranks(1, 2)
+def test_grad_scaler(world: World) -> None:
+    """torch's own GradScaler around an fp32 model: unscale_ acts on the true gradients, or says what to call."""
+    for stage in STAGES:
+        torch.manual_seed(world.seed)
+        model = TinyModel(layers=1)
+        twin = copy.deepcopy(model)
+        model, optimizer = zero_ext.prepare(
+            model, sgd(model.parameters()), configuration(stage), process_group=world.group
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        scaler.scale(language_loss(model, language_batch(world.seed, 0, 0, world.rank))).backward()
+        for rank in range(world.size):
+            (language_loss(twin, language_batch(world.seed, 0, 0, rank)) / world.size).backward()
+        try:
+            scaler.unscale_(optimizer)
+        except RuntimeError as error:
+            assert "sharded over the ranks" in str(error) and "model." in str(error)
+            continue
+        close(
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+            nn.utils.clip_grad_norm_(twin.parameters(), 1.0),
+        )
+        check_step(model, optimizer, twin)
+
+
+@on_ranks(2)
+def test_gradients_accumulate_over_steps_without_zero_grad(world: World) -> None:
+    """torch keeps adding to gradients until zero_grad; so do we."""
+    for stage in STAGES:
+        model, optimizer, twin = after_backward(world, stage)
+        plain = sgd(twin.parameters())
+        optimizer.step()
+        plain.step()
+        language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
+        for rank in range(world.size):
+            (language_loss(twin, language_batch(world.seed, 1, 0, rank)) / world.size).backward()
+        optimizer.step()
+        plain.step()
+        for name, value in zero_ext.full_state_dict(model).items():
+            torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,250 @@
+"""The commonest ways to read, copy or overwrite sharded parameters: right, or an error that names the call."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.zero.models import WIDTH, TinyModel, feature_batch, feature_loss, language_batch, language_loss
+from tests.zero.training import adamw, configuration
+from zero_ext.zero import engine_of
+
+
+def prepared(world: World, model: nn.Module, stage: int = 3, **more: Any) -> tuple[Any, Any]:
+    return zero_ext.prepare(
+        model, adamw(model.parameters()), configuration(stage, **more), process_group=world.group
+    )
+
+
+class Scalars(nn.Module):
+    """One-element parameters beside ordinary ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.offset = nn.Parameter(torch.zeros(()))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.layer(features) * self.gain + self.offset
+
+
+def no_grad(action: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def act(module: Any) -> None:
+        with torch.no_grad():
+            action(module)
+
+    return act
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "zero_": no_grad(lambda m: m.layer.weight.zero_()),
+    "fill_": no_grad(lambda m: m.layer.weight.fill_(1.0)),
+    "masked_fill_": no_grad(
+        lambda m: m.layer.weight.masked_fill_(torch.ones(WIDTH, WIDTH, dtype=torch.bool), 2.0)
+    ),
+    "index_fill_": no_grad(lambda m: m.layer.weight.index_fill_(0, torch.tensor([0]), 2.0)),
+    "mul_": no_grad(lambda m: m.layer.weight.mul_(2)),
+    "copy_": no_grad(lambda m: m.layer.weight.copy_(torch.ones(WIDTH, WIDTH))),
+    "setitem": no_grad(lambda m: m.layer.weight.__setitem__(0, 1.0)),
+    "init.constant_": lambda m: nn.init.constant_(m.layer.weight, 0.5),
+    "init.normal_": lambda m: nn.init.normal_(m.layer.weight),
+    "init.xavier_uniform_": lambda m: nn.init.xavier_uniform_(m.layer.weight),
+    "reset_parameters": lambda m: m.layer.reset_parameters(),
+    "one element mul_": no_grad(lambda m: m.gain.mul_(2)),
+    "one element fill_": no_grad(lambda m: m.gain.fill_(2)),
+    "one element copy_": no_grad(lambda m: m.gain.copy_(torch.tensor([3.0]))),
+    "one element setitem": no_grad(lambda m: m.gain.__setitem__(0, 3.0)),
+    "zero-dim add_": no_grad(lambda m: m.offset.add_(1)),
+    "init.ones_ of one element": lambda m: nn.init.ones_(m.gain),
+    "data.fill_": lambda m: m.gain.data.fill_(2.0),
+    "data = ": lambda m: setattr(m.layer.weight, "data", torch.ones(WIDTH, WIDTH)),
+    "new parameter": lambda m: setattr(m.layer, "weight", nn.Parameter(torch.ones(WIDTH, WIDTH))),
+    "half of a submodule": lambda m: m.layer.half(),
+    "delete": lambda m: delattr(m.layer, "bias"),
+    "add": lambda m: setattr(m, "extra", nn.Parameter(torch.ones(2))),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("write", list(WRITES))
+def test_writes_to_released_parameters_raise(world: World, write: str) -> None:
+    """At the write itself, or at the next forward: before any value is used."""
+    model, _ = prepared(world, Scalars())
+    with pytest.raises(
+        (RuntimeError, AttributeError), match=r"gathered|prepare|expanded|single memory location"
+    ):
+        WRITES[write](model)
+        feature_loss(model, feature_batch(world.seed, 0, 0, world.rank))
+
+
+@on_ranks(2)
+def test_edits_inside_gathered_hold_on_every_rank_and_survive_a_step(world: World) -> None:
+    for stage in (0, 1, 2, 3):
+        for dtype in ("fp32", "bf16"):
+            precision = {"dtype": "keep" if dtype == "fp32" else dtype}
+            model, optimizer = prepared(world, Scalars(), stage, precision=precision)
+            with zero_ext.gathered(model.parameters(), modifier_rank=1), torch.no_grad():
+                if world.rank == 1:
+                    model.layer.weight.fill_(0.25)
+                    model.gain.mul_(3)
+            state = zero_ext.full_state_dict(model)
+            assert (state["layer.weight"] == 0.25).all() and state["gain"].item() == 3.0
+            for group in optimizer.param_groups:
+                group["lr"], group["weight_decay"] = 0.0, 0.0
+            feature_loss(model, feature_batch(world.seed, 0, 0, world.rank)).backward()
+            optimizer.step()
+            state = zero_ext.full_state_dict(model)
+            assert (state["layer.weight"] == 0.25).all() and state["gain"].item() == 3.0
+
+
+@on_ranks(2)
+def test_a_write_in_gathered_for_reading_raises(world: World) -> None:
+    model, _ = prepared(world, Scalars())
+    with pytest.raises(RuntimeError, match=r"'layer.weight' was written to(?s:.*)gathered"):  # noqa: SIM117
+        with zero_ext.gathered(model.layer.weight), torch.no_grad():
+            model.layer.weight.fill_(1.0)
+    with pytest.raises(ValueError, match=r"modifier_rank: 5 given, a rank from 0 to 1 wanted"):  # noqa: SIM117
+        with zero_ext.gathered(model.parameters(), modifier_rank=5):
+            pass
+    with pytest.raises(ValueError, match="belongs to no prepared model"):  # noqa: SIM117
+        with zero_ext.gathered(nn.Parameter(torch.ones(2))):
+            pass
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy of the model": copy.deepcopy,
+    "deepcopy of the module": lambda m: copy.deepcopy(m.module),
+    "deepcopy of a parameter": lambda m: copy.deepcopy(m.layer.weight),
+    "pickle": lambda m: pickle.dumps(m.module),
+    "pickle of a parameter": lambda m: pickle.dumps(m.layer.weight),
+    "torch.save of the model": lambda m: torch.save(m.module, io.BytesIO()),
+    "torch.save of a parameter": lambda m: torch.save(m.layer.weight, io.BytesIO()),
+    "torch.save of a list": lambda m: torch.save(list(m.parameters()), io.BytesIO()),
+    "AveragedModel": torch.optim.swa_utils.AveragedModel,
+    "state_dict": lambda m: m.state_dict(),
+    "state_dict of the module": lambda m: m.module.state_dict(),
+    "state_dict of a child": lambda m: m.layer.state_dict(),
+    "torch.save of the state_dict": lambda m: torch.save(m.state_dict(), io.BytesIO()),
+    "half": lambda m: m.half(),
+    "to dtype": lambda m: m.to(torch.bfloat16),
+    "to meta": lambda m: m.to("meta"),
+    "double of the module": lambda m: m.module.double(),
+    "share_memory": lambda m: m.share_memory(),
+    "share_memory of the module": lambda m: m.module.share_memory(),
+    "load_state_dict assign": lambda m: m.load_state_dict(Scalars().state_dict(), assign=True),
+    "load_state_dict of the module": lambda m: m.module.load_state_dict(Scalars().state_dict()),
+    "load_state_dict of the module, assign": lambda m: m.module.load_state_dict(
+        Scalars().state_dict(), assign=True
+    ),
+    "load_state_dict of a child": lambda m: m.layer.load_state_dict(nn.Linear(WIDTH, WIDTH).state_dict()),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", list(COPIES))
+def test_copies_of_a_sharded_model_raise_and_name_the_call(world: World, what: str) -> None:
+    model, _ = prepared(world, Scalars())
+    with pytest.raises((RuntimeError, ValueError), match="full_state_dict|prepare|assign=False"):
+        COPIES[what](model)
+    feature_loss(model, feature_batch(world.seed, 0, 0, world.rank)).backward()
+
+
+@on_ranks(2)
+def test_moves_that_change_nothing_are_allowed(world: World) -> None:
+    model, _ = prepared(world, Scalars())
+    assert model.to("cpu") is model and model.float() is model and model.cpu() is model
+    feature_loss(model, feature_batch(world.seed, 0, 0, world.rank)).backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_replicated_stages_copy_and_save_true_values(world: World, stage: int) -> None:
+    torch.manual_seed(world.seed)
+    model = Scalars()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model, optimizer = prepared(world, model, stage)
+    for state in (model.state_dict(), model.module.state_dict(), zero_ext.full_state_dict(model)):
+        assert list(state) == list(before)
+        assert all(torch.equal(state[name], before[name]) for name in before)
+    twin = copy.deepcopy(model.module)
+    features = feature_batch(world.seed, 0, 0, world.rank)
+    assert torch.equal(twin(features), model(features))
+    feature_loss(model, features).backward()
+    optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in twin.state_dict().items())
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    assert all(torch.equal(loaded[name], value) for name, value in zero_ext.full_state_dict(model).items())
+    with pytest.raises(RuntimeError, match="prepare"):
+        model.half()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_full_state_dict_round_trip(world: World, stage: int) -> None:
+    torch.manual_seed(world.seed)
+    source = TinyModel(tied=True)
+    model, optimizer = prepared(world, TinyModel(tied=True), stage)
+    model.load_state_dict(source.state_dict())
+    state = zero_ext.full_state_dict(model)
+    assert list(state) == list(source.state_dict())
+    assert all(torch.equal(state[name], value) for name, value in source.state_dict().items())
+    assert zero_ext.full_state_dict(model, rank0_only=True).keys() == (
+        state.keys() if world.rank == 0 else set()
+    )
+    with pytest.raises(ValueError, match=r"missing \['norm.bias'\], unexpected \['other'\]"):
+        model.load_state_dict(
+            {**{k: v for k, v in state.items() if k != "norm.bias"}, "other": torch.ones(1)}
+        )
+    with pytest.raises(ValueError, match=r"'norm.bias' has shape \(3,\), \(12,\) wanted"):
+        model.load_state_dict({**state, "norm.bias": torch.ones(3)})
+    language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
+    optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_average_of_the_weights_by_hand(world: World, stage: int) -> None:
+    """The usual EMA loop: right inside ``gathered``, loud outside where parameters are sharded."""
+    model, _ = prepared(world, Scalars(), stage)
+    average = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
+
+    def update() -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                average[name].lerp_(parameter, 0.5)
+
+    with zero_ext.gathered(model):
+        update()
+    state = zero_ext.full_state_dict(model)
+    assert all(torch.equal(average[name], state[name] * 0.5) for name in average)
+    update()
+    loud = all(value.isnan().all() for value in average.values())
+    assert loud == (stage == 3)
+
+
+@on_ranks(2)
+def test_direct_edits_of_replicated_parameters_reach_the_masters(world: World) -> None:
+    for stage in (0, 1, 2):
+        model, optimizer = prepared(world, Scalars(), stage, precision={"dtype": "bf16"})
+        with torch.no_grad():
+            model.layer.weight.fill_(0.5)
+        for group in optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 0.0, 0.0
+        feature_loss(model, feature_batch(world.seed, 0, 0, world.rank)).backward()
+        optimizer.step()
+        assert (zero_ext.full_state_dict(model)["layer.weight"] == 0.5).all(), stage
+        assert engine_of(model).steps == 1
