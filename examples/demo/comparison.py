@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,9 @@ def _row(name: str, stage: int, ranks: int, records: list[dict[str, Any]], state
 
 
 def loss_difference(row: Row, reference: Row) -> float:
-    """Largest relative difference between two runs' losses of the same steps."""
-    return max(abs(one / other - 1) for one, other in zip(row.losses, reference.losses, strict=True))
+    """Largest relative difference between two runs' losses of the same steps; NaN if any is NaN."""
+    apart = [abs(one / other - 1) for one, other in zip(row.losses, reference.losses, strict=True)]
+    return max(apart, key=lambda difference: (math.isnan(difference), difference))
 
 
 def failures(rows: list[Row]) -> list[str]:

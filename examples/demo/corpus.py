@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 HELD_OUT_ONE_IN = 12
 END_OF_TEXT = b"\0"
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 _NOT_LIBRARY_TEXT = frozenset({"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"})
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -78,11 +79,11 @@ def unigram_entropy(text: Tensor) -> float:
     return float(-(present * present.log()).sum())
 
 
-def gather_corpus() -> Corpus:
-    """The documentation that this interpreter carries, split the same way on every run."""
+def gather_corpus(library: Path = STANDARD_LIBRARY) -> Corpus:
+    """Language topics and the docstrings below `library`, split the same way on every run."""
     sides: tuple[list[bytes], list[bytes]] = ([], [])
     seen: set[str] = set()
-    for name, texts in sorted([*_topics(), *_modules()]):
+    for name, texts in sorted([*_topics(), *_modules(library)]):
         held_out = zlib.crc32(name.encode()) % HELD_OUT_ONE_IN == 0
         for text in texts:
             if text not in seen:
@@ -96,8 +97,7 @@ def _topics() -> Iterator[tuple[str, list[str]]]:
         yield f"topic {name}", [text]
 
 
-def _modules() -> Iterator[tuple[str, list[str]]]:
-    root = Path(sysconfig.get_path("stdlib"))
+def _modules(root: Path) -> Iterator[tuple[str, list[str]]]:
     for path in root.rglob("*.py"):
         relative = path.relative_to(root)
         if _NOT_LIBRARY_TEXT.isdisjoint(relative.parts):

@@ -15,7 +15,8 @@ def launch(module: str, ranks: int, *arguments: object) -> None:
 
     Raises subprocess.CalledProcessError when a rank fails; its own message is on stderr then.
     """
-    threads = max(1, (os.cpu_count() or 1) // ranks)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores // ranks)
     paths = [str(EXAMPLES), str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,

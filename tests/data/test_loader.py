@@ -319,7 +319,12 @@ def test_wrong_arguments_are_refused_by_name(arguments: dict[str, Any], said: st
         ShardedLoader(**{"dataset": Squares(12), "micro_batch_size": 2, **arguments})
 
 
-@pytest.mark.parametrize("dataset", [Endless(), iter([1, 2])])
+class Streamed(Endless):
+    def __len__(self) -> int:
+        return 100
+
+
+@pytest.mark.parametrize("dataset", [Endless(), Streamed(), iter([1, 2])])
 def test_streams_are_refused(dataset: Any) -> None:
     with pytest.raises(TypeError, match="a map-style data set is wanted"):
         ShardedLoader(dataset, 2)

@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_ext.data.order import EpochOrder
@@ -17,12 +17,14 @@ FIXED_LAST = [772, 554, 830, 395, 147, 935, 411, 515, 920, 234]
 SEEDS = st.integers(-(2**70), 2**70)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3000), SEEDS, st.integers(0, 10**6))
 def test_every_epoch_is_a_permutation(samples: int, seed: int, epoch: int) -> None:
     order = EpochOrder(samples, seed, True)
     assert sorted(order.indices(epoch, 0, samples)) == list(range(samples))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 500), SEEDS, st.integers(0, 9), st.data())
 def test_a_range_is_the_slice_of_the_whole(samples: int, seed: int, epoch: int, data: st.DataObject) -> None:
     begin = data.draw(st.integers(0, samples))

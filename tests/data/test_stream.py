@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_ext.data.order import EpochOrder
@@ -21,6 +21,7 @@ segments = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(0, 99), st.booleans(), segments)
 def test_changes_of_world_size_repeat_and_skip_nothing(
     samples: int, seed: int, shuffle: bool, segments: list[tuple[int, int, int]]
@@ -39,6 +40,7 @@ def test_changes_of_world_size_repeat_and_skip_nothing(
         assert part == order.indices(epoch, 0, samples)[: len(part)]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(0, 99), segments)
 def test_drop_last_leaves_out_less_than_a_global_batch_and_repeats_nothing(
     samples: int, seed: int, segments: list[tuple[int, int, int]]
@@ -62,6 +64,7 @@ def test_drop_last_leaves_out_less_than_a_global_batch_and_repeats_nothing(
             assert samples - len(indices) < largest
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 5), st.booleans())
 def test_length_is_the_number_of_batches_from_the_first_sample(
     samples: int, world_size: int, micro_batch_size: int, drop_last: bool

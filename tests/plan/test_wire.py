@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_ext.plan import bytes_sent, wire_elements
@@ -28,6 +28,7 @@ def test_closed_formulas(stage: int, no_sync: bool, multiple, k: int) -> None:
     assert sum(kinds.values()) == multiple(k) * 1024
 
 
+@settings(deadline=None)
 @given(
     st.integers(0, 3),
     st.integers(1, 9),

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from .order import EpochOrder
 from .prefetch import Prefetcher
@@ -65,11 +65,12 @@ class ShardedLoader:
         collate_fn: Collate | None = None,
         prefetch: int = 2,
     ) -> None:
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if not sized or isinstance(dataset, IterableDataset):
             raise TypeError(
-                f"dataset: {type(dataset).__name__} given, which lacks __len__ or __getitem__; a map-style "
-                "data set is wanted, since a position by sample means nothing in a stream. Pass batches of "
-                "a stream to the engine yourself"
+                f"dataset: {type(dataset).__name__} given, without __len__ and __getitem__ by index; a "
+                "map-style data set is wanted, since a position by sample means nothing in a stream. Pass "
+                "batches of a stream to the engine yourself"
             )
         _check_number("micro_batch_size", micro_batch_size, 1)
         _check_number("world_size", world_size, 1)

@@ -98,9 +98,12 @@ class _Channel(Generic[Item]):
                 self._changed.notify_all()
                 return item
             failure, self._failure = self._failure, None
-        if failure is not None:
+        if failure is None:
+            raise StopIteration
+        try:
             raise failure
-        raise StopIteration
+        finally:
+            del failure  # its traceback holds this frame: a cycle that would keep the data set alive
 
 
 def _produce(source: Generator[Item], channel: _Channel[Item]) -> None:
