@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from zero_ext.comm import GroupExchange
+from zero_ext.comm import fastest_exchange
 from zero_ext.comm.exchange import Exchange, Message, Waitable
 
 
@@ -97,7 +97,8 @@ class _Work:
 @contextlib.contextmanager
 def delays(seed: int) -> Iterator[None]:
     """Inside, every engine that is prepared runs over delayed exchanges."""
-    with mock.patch(
-        "zero_ext.zero.process_group.GroupExchange", lambda group: DelayedExchange(GroupExchange(group), seed)
-    ):
+    def delayed(group: Any, timeout_seconds: float) -> DelayedExchange:
+        return DelayedExchange(fastest_exchange(group, timeout_seconds), seed)
+
+    with mock.patch("zero_ext.zero.process_group.fastest_exchange", delayed):
         yield

@@ -84,11 +84,28 @@ def _run(
     gradients: list[list[torch.Tensor]],
 ) -> torch.Tensor:
     trial = on_other_tensors(optimizer, [{**group, "params": values}])
+    for value in values:
+        trial.state[value] = initial_state(optimizer, value, group)
     for step in gradients:
         for value, gradient in zip(values, step, strict=True):
             value.grad = gradient
         trial.step()
     return torch.cat(values)
+
+
+def initial_state(
+    optimizer: optim.Optimizer, value: torch.Tensor, group: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """The state of ``value`` before the first step, for the classes that make it at construction."""
+    if not isinstance(optimizer, optim.Adagrad):
+        return {}
+    return {"step": torch.tensor(0.0), "sum": torch.full_like(value, group["initial_accumulator_value"])}
+
+
+def was_stepped(optimizer: optim.Optimizer) -> bool:
+    """Whether ``optimizer`` holds more than the state that its class makes at construction."""
+    filled = [state for state in optimizer.state.values() if state]
+    return any("step" not in state or float(state["step"]) != 0 for state in filled)
 
 
 def on_other_tensors(optimizer: optim.Optimizer, groups: list[dict[str, Any]]) -> optim.Optimizer:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zero_ext.optim.compatibility import on_other_tensors
+from zero_ext.optim.compatibility import initial_state, on_other_tensors
 from zero_ext.optim.stepper import OwnedRange, Segment
 
 
@@ -26,6 +26,12 @@ class ElementwiseStepper:
             [owned.master[segment.begin : segment.begin + segment.numel] for segment in owned.segments]
             for owned in ranges
         ]
+
+        for owned, values in zip(self._ranges, self._tensors, strict=True):
+            for segment, value in zip(owned.segments, values, strict=True):
+                state = initial_state(optimizer, value, self._live_groups[segment.group])
+                if state:
+                    self._inner.state[value] = state
 
     def step(self, index: int, gradient: torch.Tensor, scale: torch.Tensor, used: frozenset[str]) -> None:
         """See :class:`Stepper`; the scaled gradient of one range exists in fp32 while it runs."""

@@ -1,0 +1,102 @@
+"""A model that is dropped is gone, with its memory and transports, without a cycle collection."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.zero.models import TinyModel, language_batch, language_loss
+from tests.zero.training import adamw, configuration
+from zero_ext import ops
+from zero_ext.zero import engine_of
+
+
+def trained(world: World, stage: int, wrap: bool, steps: int) -> tuple[Any, Any]:
+    model: nn.Module = TinyModel(layers=2, tied=True)
+    model, optimizer = zero_ext.prepare(
+        model, adamw(model.parameters()), configuration(stage), process_group=world.group, wrap=wrap
+    )
+    for step in range(steps):
+        language_loss(model, language_batch(world.seed, step, 0, world.rank)).backward()
+        optimizer.step()
+        if step:
+            optimizer.zero_grad()
+    return model, optimizer
+
+
+@on_ranks(1, 2)
+def test_a_dropped_model_is_freed_at_once(world: World) -> None:
+    for stage in (0, 1, 2, 3):
+        for wrap in (True, False):
+            for steps in (0, 1, 2):
+                gc.collect()
+                before = ops.host_buffer_bytes()
+                gc.disable()
+                try:
+                    model, optimizer = trained(world, stage, wrap, steps)
+                    inner = model.module if wrap else model
+                    watched = {
+                        "model": weakref.ref(inner),
+                        "engine": weakref.ref(engine_of(model)),
+                        "unit": weakref.ref(engine_of(model).units[0]),
+                        "parameter": weakref.ref(inner.norm.weight),
+                        "gathers": weakref.ref(engine_of(model).collectives._gathers),
+                    }
+                    assert ops.host_buffer_bytes() > before
+                    del model, inner, optimizer
+                    alive = [name for name, reference in watched.items() if reference() is not None]
+                    assert not alive, (stage, wrap, steps, alive)
+                    assert ops.host_buffer_bytes() == before
+                finally:
+                    gc.enable()
+
+
+@on_ranks(2)
+def test_the_optimizer_alone_says_that_its_model_is_gone(world: World) -> None:
+    model, optimizer = trained(world, 3, True, 1)
+    del model
+    try:
+        language = optimizer.engine.model
+    except RuntimeError as error:
+        assert "was deleted" in str(error)
+    else:
+        raise AssertionError(f"the model is still there: {type(language)}")
+
+
+@on_ranks(2)
+def test_many_models_after_each_other_leave_no_threads(world: World) -> None:
+    import threading
+
+    def threads() -> int:
+        from pathlib import Path
+
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    trained(world, 3, True, 1)
+    gc.collect()
+    before, python = threads(), threading.active_count()
+    for _ in range(5):
+        trained(world, 3, True, 1)
+    gc.collect()
+    assert threads() <= before + 2, (before, threads())
+    assert threading.active_count() == python
+
+
+@on_ranks(1)
+def test_prepared_twice_is_refused(world: World) -> None:
+    model = torch.nn.Linear(2, 2)
+    wrapped, _ = zero_ext.prepare(model, None, {"stage": 3}, process_group=world.group)
+    for again in (model, wrapped):
+        try:
+            zero_ext.prepare(again, None, {"stage": 3}, process_group=world.group)
+        except ValueError as error:
+            assert "prepared already" in str(error)
+        else:
+            raise AssertionError("prepared twice")
