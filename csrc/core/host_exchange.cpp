@@ -73,6 +73,7 @@ HostExchange::~HostExchange() {
 }
 
 bool HostExchange::connect() {
+  if (thread_.joinable()) return true;
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
     const Member& member = segment_.member(rank);
     if (rank == rank_) continue;
@@ -92,6 +93,7 @@ bool HostExchange::connect() {
 }
 
 void HostExchange::send(int peer, std::span<const std::byte> bytes, std::shared_ptr<void> owner) {
+  check_peer(peer);
   const std::lock_guard lock(mutex_);
   const MessageDescriptor descriptor{reinterpret_cast<std::uint64_t>(bytes.data()), bytes.size()};
   peers_[static_cast<std::size_t>(peer)].unposted.push_back({descriptor, std::move(owner)});
@@ -99,6 +101,7 @@ void HostExchange::send(int peer, std::span<const std::byte> bytes, std::shared_
 }
 
 void HostExchange::receive(int peer, std::span<std::byte> bytes, std::shared_ptr<void> owner) {
+  check_peer(peer);
   const std::lock_guard lock(mutex_);
   peers_[static_cast<std::size_t>(peer)].expected.push_back({bytes, std::move(owner)});
   const Channel& channel = segment_.channel(peer, rank_);
@@ -110,6 +113,7 @@ void HostExchange::receive(int peer, std::span<std::byte> bytes, std::shared_ptr
 
 void HostExchange::wait(int rank, Direction direction, std::uint64_t count,
                         std::chrono::duration<double> timeout) {
+  check_peer(rank);
   const auto limit = std::chrono::steady_clock::now() +
                      std::chrono::duration_cast<std::chrono::steady_clock::duration>(timeout);
   std::unique_lock lock(mutex_);
@@ -222,6 +226,14 @@ void HostExchange::watch_processes() {
     if (peer.process_watch >= 0 && peer.failure.empty() && ::poll(&watch, 1, 0) > 0) {
       fail(rank, "the process of rank " + std::to_string(rank) + " has ended");
     }
+  }
+}
+
+void HostExchange::check_peer(int rank) const {
+  if (rank < 0 || rank >= segment_.world_size() || rank == rank_) {
+    throw std::runtime_error("peer is " + std::to_string(rank) + "; another rank than " +
+                             std::to_string(rank_) + " of " +
+                             std::to_string(segment_.world_size()) + " wanted");
   }
 }
 

@@ -77,6 +77,7 @@ class HostExchange {
   bool collect(int rank);
   bool copy_next(int rank, std::unique_lock<std::mutex>& lock);
   void watch_processes();
+  void check_peer(int rank) const;
   void fail(int rank, const std::string& reason);
 
   const int rank_;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -41,12 +43,40 @@ def flat_inputs() -> tuple[Tensor, list[Tensor], list[int]]:
     return torch.rand(16), [torch.rand(2, 3).bfloat16(), torch.rand(5)], [9, 1]
 
 
+def host_exchange() -> int:
+    """Rank 0 of two that are both in this process."""
+    name = f"/zero_ext-opcheck-{uuid.uuid4().hex}"
+    handles = [uuid.uuid4().int >> 65 for _ in range(2)]
+    for rank, handle in enumerate(handles):
+        ops.host_exchange_open(handle, name, rank, 2, rank == 0)
+    ops.host_exchange_unlink(name)
+    for handle in handles:
+        if not ops.host_exchange_connect(handle):
+            raise AssertionError("a process cannot read its own memory")
+    return handles[0]
+
+
+def join_again() -> str:
+    """A segment that exists until the tests end, so that it can be joined again and again."""
+    name = f"/zero_ext-opcheck-{uuid.uuid4().hex}"
+    ops.host_exchange_open(1, name, 0, 1, True)
+    atexit.register(ops.host_exchange_unlink, name)
+    return name
+
+
 SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "accumulate_": flat_inputs,
     "adam_step_": adam_inputs,
     "crc32c": lambda: (torch.arange(100, dtype=torch.uint8), 0),
     "host_buffer": lambda: (4096,),
     "host_buffer_bytes": lambda: (),
+    "host_exchange_close": lambda: (host_exchange(),),
+    "host_exchange_connect": lambda: (host_exchange(),),
+    "host_exchange_open": lambda: (1, join_again(), 0, 1, False),
+    "host_exchange_receive": lambda: (host_exchange(), 1, torch.rand(4)),
+    "host_exchange_send": lambda: (host_exchange(), 1, torch.rand(4)),
+    "host_exchange_unlink": lambda: (f"/zero_ext-opcheck-{uuid.uuid4().hex}",),
+    "host_exchange_wait": lambda: (host_exchange(), 1, 0, True, 1.0),
     "isa_level": lambda: (),
     "pack_": flat_inputs,
     "set_isa_level": lambda: (torch.ops.zero_ext.isa_level(),),

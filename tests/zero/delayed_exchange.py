@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from zero_ext.comm import fastest_exchange
 from zero_ext.comm.exchange import Exchange, Message, Waitable

@@ -75,7 +75,7 @@ class UnitPolicy(Policy):
         bucket_elements: size of a unit in stages 1 and 2.
         persistence_threshold: parameters with fewer elements stay gathered in stage 3.
         live_elements: cap on gathered elements at any time in stage 3.
-        prefetch_elements: elements gathered ahead of their use in stage 3.
+        prefetch_elements: elements gathered ahead of their use in stage 3; at least the next unit, unless 0.
     """
 
     block_classes: Names = ()
@@ -83,7 +83,7 @@ class UnitPolicy(Policy):
     bucket_elements: Positive = 16_777_216
     persistence_threshold: Count = 0
     live_elements: Positive = 1_000_000_000
-    prefetch_elements: Count = 50_000_000
+    prefetch_elements: Count = 8_388_608
 
 
 def _check_json(value: object, path: str, depth: int = 0) -> None:

@@ -4,6 +4,15 @@ from zero_ext.ops.adam import adam_step_
 from zero_ext.ops.checksum import crc32c
 from zero_ext.ops.flat import accumulate_, pack_, sum_shards_, unpack_
 from zero_ext.ops.host import host_buffer, host_buffer_bytes
+from zero_ext.ops.host_exchange import (
+    host_exchange_close,
+    host_exchange_connect,
+    host_exchange_open,
+    host_exchange_receive,
+    host_exchange_send,
+    host_exchange_unlink,
+    host_exchange_wait,
+)
 from zero_ext.ops.isa import get_isa, set_isa
 from zero_ext.ops.library import is_built, load
 from zero_ext.ops.norm import squared_norm_, squared_norm_value
@@ -15,6 +24,13 @@ __all__ = [
     "get_isa",
     "host_buffer",
     "host_buffer_bytes",
+    "host_exchange_close",
+    "host_exchange_connect",
+    "host_exchange_open",
+    "host_exchange_receive",
+    "host_exchange_send",
+    "host_exchange_unlink",
+    "host_exchange_wait",
     "pack_",
     "set_isa",
     "squared_norm_",

@@ -55,9 +55,7 @@ class Engine:
         self.pool = pool
         self.names = {item.parameter: item.names for item in owned}
         self._places = [
-            (item.parameter, name, weakref.ref(owner))
-            for item in owned
-            for name, owner in zip(item.names, item.owners, strict=True)
+            (item.parameter, name, weakref.ref(owner)) for item in owned for name, owner in item.places()
         ]
         self.units = tuple(unit for unit, _ in units)
         self.masters = tuple(master for _, master in units if master is not None)

@@ -26,6 +26,10 @@ class Owned:
     owners: tuple[nn.Module, ...]
     spec: ParameterSpec
 
+    def places(self) -> Iterator[tuple[str, nn.Module]]:
+        """Every full name with its owner."""
+        return zip(self.names, self.owners, strict=True)
+
 
 @dataclass(frozen=True)
 class UnitPlan:
@@ -66,18 +70,19 @@ def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
     unmatched = named | leaves
     blocks: dict[str, nn.Module] = {}
 
-    def visit(prefix: str, module: nn.Module, in_stack: bool) -> None:
+    # A loop, not a recursive closure, which would keep the modules alive until a cycle collection.
+    pending = [("", model, False)]
+    while pending:
+        prefix, module, in_stack = pending.pop()
         labels = {type(module).__name__, prefix}
         chosen = labels & (named | leaves)
         unmatched.difference_update(labels)
         stack = isinstance(module, STACKS)
         if prefix and (chosen or (in_stack and not stack and not named)):
             blocks[prefix] = module
-            return
+            continue
         for name, child in module.named_children():
-            visit(f"{prefix}.{name}" if prefix else name, child, stack)
-
-    visit("", model, False)
+            pending.append((f"{prefix}.{name}" if prefix else name, child, stack))
     if unmatched:
         classes = sorted({type(module).__name__ for module in model.modules()})
         raise ValueError(

@@ -12,14 +12,15 @@ from zero_ext import ops
 class BufferPool:
     """Huge-page buffers of exact sizes, taken and given back; idle ones are reused by size.
 
-    ``idle_bytes_limit`` bounds what is kept while unused: a buffer given back beyond it is freed, oldest
-    size first. ``live_bytes`` counts what is in use, ``total_bytes`` both. See ``docs/design.md`` for why
-    the units do not simply resize their storage.
+    The pool holds at most what was in use at its busiest moment and one buffer more: idle buffers of other
+    sizes are freed when a new one would go beyond that. ``live_bytes`` counts what is in use. See
+    ``docs/design.md`` for why the units do not simply resize their storage.
     """
 
-    def __init__(self, idle_bytes_limit: int) -> None:
+    def __init__(self) -> None:
         self._idle: dict[int, list[torch.Tensor]] = defaultdict(list)
-        self._idle_bytes_limit = idle_bytes_limit
+        self._most_live = 0
+        self._largest = 0
         self.live_bytes = 0
         self.idle_bytes = 0
 
@@ -31,10 +32,12 @@ class BufferPool:
     def take(self, nbytes: int) -> torch.Tensor:
         """A uint8 buffer of exactly ``nbytes``, its contents undefined."""
         self.live_bytes += nbytes
+        self._most_live = max(self._most_live, self.live_bytes)
+        self._largest = max(self._largest, nbytes)
         if self._idle[nbytes]:
             self.idle_bytes -= nbytes
             return self._idle[nbytes].pop()
-        self._shrink(self._idle_bytes_limit - nbytes)
+        self._shrink(self._most_live + self._largest - self.live_bytes)
         return ops.host_buffer(nbytes)
 
     def give(self, buffer: torch.Tensor) -> None:
@@ -42,16 +45,12 @@ class BufferPool:
         nbytes = buffer.nbytes
         self.live_bytes -= nbytes
         self.idle_bytes += nbytes
-        self._idle[nbytes].append(buffer)
-        self._shrink(self._idle_bytes_limit)
-
-    def clear(self) -> None:
-        """Frees everything idle."""
-        self._shrink(0)
+        # Most recently used last, so that the size used longest ago is freed first.
+        self._idle[nbytes] = [*self._idle.pop(nbytes, []), buffer]
 
     def _shrink(self, limit: int) -> None:
         for nbytes, buffers in self._idle.items():
-            while buffers and self.idle_bytes > max(limit, 0):
+            while buffers and self.idle_bytes > limit:
                 buffers.pop()
                 self.idle_bytes -= nbytes
 

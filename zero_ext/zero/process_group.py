@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from zero_ext.comm import Collectives, GroupExchange, WireLog
+from zero_ext.comm import Collectives, GroupExchange, WireLog, fastest_exchange
 from zero_ext.comm.exchange import Message, Waitable
 
 BACKENDS = ("gloo", "fake")
@@ -23,7 +23,7 @@ def join_world(timeout_seconds: float) -> None:
 
 
 def make_collectives(group: dist.ProcessGroup | None, timeout_seconds: float) -> Collectives:
-    """Collectives over ``group`` (default: the world) on two process groups of their own; a collective call.
+    """Collectives over ``group`` (default: the world) on connections of their own; a collective call.
 
     Without torch.distributed, one rank. Raises ``ValueError`` for a backend that cannot send and receive
     CPU tensors.
@@ -49,7 +49,10 @@ def make_collectives(group: dist.ProcessGroup | None, timeout_seconds: float) ->
     store = dist.PrefixStore(_shared_name(parent), parent.get_group_store())
     timeout = datetime.timedelta(seconds=timeout_seconds)
     gathers, reductions = (
-        GroupExchange(dist.ProcessGroupGloo(dist.PrefixStore(purpose, store), rank, world_size, timeout))
+        fastest_exchange(
+            dist.ProcessGroupGloo(dist.PrefixStore(purpose, store), rank, world_size, timeout),
+            timeout_seconds,
+        )
         for purpose in ("gathers", "reductions")
     )
     return Collectives(rank, world_size, gathers, reductions, wire)

@@ -14,8 +14,10 @@ from zero_ext.zero.unit import Unit, UnitState
 class Residency:
     """Gathers and releases the sharded units of one model.
 
-    ``live_limit`` and ``prefetch_limit`` are in elements. Units gathered ahead of need never push the live
-    parameters over ``live_limit``; a unit above it is gathered alone, with one warning naming it.
+    ``live_limit`` and ``prefetch_limit`` are in elements. The next unit is always gathered ahead, further
+    ones as long as all that is ahead stays within ``prefetch_limit``; 0 gathers nothing ahead. Units gathered
+    ahead of need never push the live parameters over ``live_limit``; a unit above it is gathered alone, with
+    one warning naming it.
     """
 
     def __init__(self, units: Sequence[Unit], live_limit: int, prefetch_limit: int, bus: Bus) -> None:
@@ -97,13 +99,16 @@ class Residency:
             )
 
     def _prefetch(self, order: GatherOrder) -> None:
-        ahead = 0
+        ahead, started = 0, False
+        if not self._prefetch_limit:
+            return
         for unit in order.upcoming():
             if unit.state is UnitState.GATHERED:
                 continue
             ahead += unit.layout.numel
-            if ahead > self._prefetch_limit:
+            if started and ahead > self._prefetch_limit:
                 return
+            started = True
             if unit.state is UnitState.RELEASED:
                 if self.live_elements + unit.layout.numel > self._live_limit:
                     return

@@ -1,0 +1,93 @@
+"""Exchange between the ranks of one host without a socket: one copy from process to process."""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from zero_ext import ops
+from zero_ext.comm.exchange import Exchange, GroupExchange, Message, Waitable
+
+
+class HostExchange:
+    """Sends and receives through ``ops.host_exchange_*``; small sums go through the process group."""
+
+    def __init__(self, handle: int, group: GroupExchange, timeout_seconds: float) -> None:
+        self._handle = handle
+        self._group = group
+        self._timeout_seconds = timeout_seconds
+        self._started: Counter[tuple[int, bool]] = Counter()
+        # Also at interpreter exit: the thread behind the handle must have ended by then.
+        weakref.finalize(self, ops.host_exchange_close, handle)
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Sequence[Waitable]:
+        """See :class:`Exchange`."""
+        for rank, tensor in sends:
+            ops.host_exchange_send(self._handle, rank, tensor)
+        for rank, tensor in receives:
+            ops.host_exchange_receive(self._handle, rank, tensor)
+        return [self._transfer(rank, True) for rank, _ in receives] + [
+            self._transfer(rank, False) for rank, _ in sends
+        ]
+
+    def all_reduce(self, tensor: torch.Tensor) -> Waitable:
+        """See :class:`Exchange`."""
+        return self._group.all_reduce(tensor)
+
+    def _transfer(self, rank: int, receiving: bool) -> Waitable:
+        self._started[rank, receiving] += 1
+        return _Transfer(self._handle, rank, self._started[rank, receiving], receiving, self._timeout_seconds)
+
+
+class _Transfer:
+    def __init__(self, handle: int, rank: int, count: int, receiving: bool, timeout_seconds: float) -> None:
+        self._arguments = (handle, rank, count, receiving, timeout_seconds)
+
+    def wait(self) -> None:
+        """Blocks until this message and those before it in its direction are complete."""
+        ops.host_exchange_wait(*self._arguments)
+
+
+def fastest_exchange(group: dist.ProcessGroup, timeout_seconds: float) -> Exchange:
+    """A :class:`HostExchange` if all ranks of ``group`` share a host and may read each other's memory (the
+    kernel's ptrace rules), else a :class:`GroupExchange`; a collective, all ranks choose alike."""
+    through_group = GroupExchange(group)
+    rank, world_size = group.rank(), group.size()
+    token = torch.tensor([uuid.uuid4().int >> 65 if rank == 0 else 0], dtype=torch.int64)
+    through_group.all_reduce(token).wait()
+    name = f"/zero_ext-{int(token):x}"
+    handle: int | None = None
+    if rank == 0:
+        handle = _try_open(name, rank, world_size)
+    if _all(through_group, rank != 0 or handle is not None) and rank != 0:
+        handle = _try_open(name, rank, world_size)
+    joined = _all(through_group, handle is not None)
+    if rank == 0:
+        ops.host_exchange_unlink(name)
+    if _all(through_group, joined and handle is not None and ops.host_exchange_connect(handle)):
+        if handle is None:
+            raise AssertionError("all ranks have joined, but this one has no handle")
+        return HostExchange(handle, through_group, timeout_seconds)
+    if handle is not None:
+        ops.host_exchange_close(handle)
+    return through_group
+
+
+def _try_open(name: str, rank: int, world_size: int) -> int | None:
+    handle = uuid.uuid4().int >> 65
+    try:
+        ops.host_exchange_open(handle, name, rank, world_size, rank == 0)
+    except RuntimeError:
+        return None
+    return handle
+
+
+def _all(group: GroupExchange, mine: bool) -> bool:
+    refusals = torch.tensor([int(not mine)], dtype=torch.int64)
+    group.all_reduce(refusals).wait()
+    return int(refusals) == 0
