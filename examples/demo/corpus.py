@@ -1,15 +1,15 @@
 """Real text that every Python installation carries, as bytes: language topics and docstrings.
 
 A document is one of `pydoc`'s language topics, or all docstrings of one standard-library module (found by
-`ast`: nothing is imported or run). Whole documents go to one side of the split by a checksum of their name,
+`ast`: nothing is imported or run). Whole documents go to one side of the split by a hash of their name,
 and a text that occurs twice counts once, so that held-out text is unseen text.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import sysconfig
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +84,8 @@ def gather_corpus(library: Path = STANDARD_LIBRARY) -> Corpus:
     sides: tuple[list[bytes], list[bytes]] = ([], [])
     seen: set[str] = set()
     for name, texts in sorted([*_topics(), *_modules(library)]):
-        held_out = zlib.crc32(name.encode()) % HELD_OUT_ONE_IN == 0
+        digest = hashlib.sha256(name.encode()).digest()
+        held_out = int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
         for text in texts:
             if text not in seen:
                 seen.add(text)
