@@ -66,6 +66,18 @@ def test_another_precision(tmp_path: Path, seed: int, dtype: torch.dtype | str) 
     check(load_file(tmp_path / "hf" / "model.safetensors"), expected(seed, wanted))
 
 
+def test_weights_too_large_for_float16(tmp_path: Path) -> None:
+    source = FakeSource(SMALL, 1)
+    source.held["master", "a.weight"][7] = 70_000.0
+    save_checkpoint(tmp_path / "run", source)
+    with pytest.raises(ValueError, match=r"'a.weight' holds values beyond float16"):
+        export_huggingface(tmp_path / "run", tmp_path / "hf", "float16")
+    source.held["master", "a.weight"][7] = float("inf")
+    save_checkpoint(tmp_path / "run", source)
+    export_huggingface(tmp_path / "run", tmp_path / "hf", "float16")
+    assert load_file(tmp_path / "hf" / "model.safetensors")["a.weight"][1, 0] == float("inf")
+
+
 @pytest.mark.parametrize("limit", [1, 3000, 1_420_000])
 def test_shards_and_index(tmp_path: Path, seed: int, limit: int) -> None:
     save_checkpoint(tmp_path / "run", FakeSource(MIXED, seed))

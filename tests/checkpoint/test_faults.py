@@ -8,12 +8,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.boundaries import fail_at
+from tests.checkpoint.boundaries import CountingStorage, fail_at
 from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, dense
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
@@ -121,6 +122,35 @@ def fail_on_one_rank(world: World, directory: str, victim: int, background: bool
     return "saved"
 
 
+def test_everything_is_on_the_disk_before_it_becomes_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut cannot be played here, so the order of what reaches the disk is checked instead."""
+    storage = CountingStorage(lambda number, name: None)
+    monkeypatch.setattr(save, "Storage", lambda: storage)
+    save_checkpoint(tmp_path / "new", FakeSource(MIXED, 1))
+    names = storage.names
+    commit = names.index("rename .saving-step-000001 to step-000001")
+    publish = names.index("rename .latest to latest")
+    for file, visible in (
+        ("rank-00000.safetensors", commit),
+        ("manifest.json", commit),
+        (".latest", publish),
+    ):
+        writes = [number for number, name in enumerate(names) if name == f"write {file}"]
+        assert writes[-1] < names.index(f"sync {file}") < visible, names
+    folder_syncs = [number for number, name in enumerate(names) if name == "sync .saving-step-000001"]
+    assert (
+        max(names.index("create manifest.json"), names.index("sync manifest.json"))
+        < folder_syncs[-1]
+        < commit
+    )
+    root_syncs = [number for number, name in enumerate(names) if name == "sync new"]
+    assert any(commit < number < publish for number in root_syncs)
+    assert any(publish < number for number in root_syncs)
+    assert f"sync {tmp_path.name}" in names, "the new root's own entry"
+
+
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_an_error_on_one_rank_reaches_all(
@@ -215,12 +245,25 @@ def test_a_second_saver_waits_and_then_gives_up(tmp_path: Path) -> None:
     source = FakeSource(SMALL, 2)
     source.config = type(source.config)(timeout_seconds=0.2)
     with CheckpointDirectory(tmp_path).locked(1.0):
-        with pytest.raises(CheckpointError, match="another save has held this directory"):
+        (tmp_path / ".saving-step-000002").mkdir()
+        with pytest.raises(CheckpointError, match=r"another save has held this directory for 0\.1 s"):
             save_checkpoint(tmp_path, source)
-        timer = threading.Timer(0.3, lambda: None)
-        timer.start()
+        assert (tmp_path / ".saving-step-000002").is_dir(), "the other save's work was removed"
+    begin = threading.Event()
+
+    def hold() -> None:
+        with CheckpointDirectory(tmp_path).locked(1.0):
+            begin.set()
+            time.sleep(0.3)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    begin.wait()
+    start = time.monotonic()
+    source.config = type(source.config)(timeout_seconds=20.0)
     save_checkpoint(tmp_path, source)
-    timer.join()
+    assert time.monotonic() - start > 0.2
+    holder.join()
 
 
 def test_files_of_the_user_are_left_alone(tmp_path: Path) -> None:

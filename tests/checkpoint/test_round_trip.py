@@ -190,6 +190,16 @@ def test_keep_last_removes_the_oldest_saves(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-000001"]
 
 
+def test_a_graph_that_saved_the_old_values_finds_out(tmp_path: Path) -> None:
+    source = FakeSource(SMALL, 1)
+    save_checkpoint(tmp_path, source)
+    weight = source.held["master", "a.weight"]
+    loss = (weight * torch.ones(weight.numel(), requires_grad=True)).sum()
+    load_checkpoint(tmp_path, source)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_state_without_tensors(tmp_path: Path) -> None:
     class Empty(FakeSource):
         def buffers(self) -> dict[str, torch.Tensor]:

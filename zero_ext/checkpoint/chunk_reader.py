@@ -1,11 +1,13 @@
-"""Reads chunks of shard files in file order, in large reads, and hashes each while the next ones arrive."""
+"""Reads chunks of shard files in large reads, and hashes some while others arrive."""
 
 from __future__ import annotations
 
 import os
-import stat
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,13 +19,15 @@ from zero_ext.checkpoint.errors import CheckpointError
 from zero_ext.checkpoint.host_memory import aligned_block, raw_view
 from zero_ext.checkpoint.manifest import Manifest, PieceRecord
 from zero_ext.checkpoint.manifest_check import piece_bytes
+from zero_ext.checkpoint.regular_file import open_regular
 from zero_ext.checkpoint.worker import Worker
 from zero_ext.ops.checksum import crc32c
 
-_BATCH_BYTES = 4 << 20
+_BATCH_BYTES = 2 << 20  # small enough to be hashed while still in the processor's cache
 _BATCH_CHUNKS = 512  # each is one entry of a scattered read; systems allow 1024
 _ALIGNMENT = 64
-_BATCHES_AHEAD = 2
+_WORKERS = 2  # one hashes while the other waits for the disk; both copy where the page cache has it all
+_BATCHES_AHEAD = 2 * _WORKERS
 
 
 class Chunk(NamedTuple):
@@ -74,6 +78,7 @@ class ChunkReader:
         self._directory = directory
         self._manifest = manifest
         self._descriptors: dict[int, int] = {}
+        self._opening = threading.Lock()
 
     def __enter__(self) -> ChunkReader:
         return self
@@ -86,24 +91,25 @@ class ChunkReader:
         self._descriptors.clear()
 
     def read(self, reads: Sequence[Read]) -> Iterator[Arrived]:
-        """Reads everything, in file order, and yields each chunk with the checksum of what was read.
+        """Reads everything in the order given and yields each chunk with the checksum of what was read.
 
-        CheckpointError naming file and offset when a file cannot be opened or read, or ends too early.
+        Neighbours that follow each other in a file become one read: file order is fastest. CheckpointError
+        naming file and offset when a file cannot be opened or read, or ends too early.
         """
-        order = sorted(range(len(reads)), key=lambda index: reads[index].chunk[:2])
-        batches = list(_batches(reads, order))
+        batches = list(_batches(reads))
         scratch_bytes = max((_scratch_bytes(reads, batch) for batch in batches), default=0)
-        scratch = [aligned_block(max(scratch_bytes, 1)) for _ in range(_BATCHES_AHEAD + 1)]
-        with Worker(f"read {self._directory.name}") as worker:
-            pending: list[tuple[list[int], Future[list[torch.Tensor]]]] = []
+        scratch = [aligned_block(max(scratch_bytes, 1)) for _ in batches[: _BATCHES_AHEAD + 1]]
+        with ExitStack() as running:
+            name = f"read {self._directory.name}"
+            workers = [running.enter_context(Worker(name)) for _ in range(_WORKERS)]
+            pending: deque[Future[list[Arrived]]] = deque()
             for number, batch in enumerate(batches):
-                wanted = [reads[index] for index in batch]
-                targets = _targets(wanted, scratch[number % len(scratch)])
-                pending.append((batch, worker.submit(partial(self._fetch, wanted, targets))))
+                fetch = partial(self._fetch, reads, batch, scratch[number % len(scratch)])
+                pending.append(workers[number % _WORKERS].submit(fetch))
                 if len(pending) > _BATCHES_AHEAD:
-                    yield from _arrivals(*pending.pop(0))
-            for batch, future in pending:
-                yield from _arrivals(batch, future)
+                    yield from pending.popleft().result()
+            while pending:
+                yield from pending.popleft().result()
 
     def path(self, file: int) -> Path:
         """The path of a shard file."""
@@ -122,8 +128,9 @@ class ChunkReader:
             "use another checkpoint"
         )
 
-    def _fetch(self, reads: Sequence[Read], targets: list[torch.Tensor]) -> list[torch.Tensor]:
-        first = reads[0].chunk
+    def _fetch(self, reads: Sequence[Read], batch: Sequence[int], scratch: torch.Tensor) -> list[Arrived]:
+        targets = _targets([reads[index] for index in batch], scratch)
+        first = reads[batch[0]].chunk
         views = [raw_view(target) for target in targets]
         offset = first.offset
         while views:
@@ -133,7 +140,7 @@ class ChunkReader:
                 count -= len(views.pop(0))
             if count:
                 views[0] = views[0][count:]
-        return targets
+        return [Arrived(index, data, crc32c(data)) for index, data in zip(batch, targets, strict=True)]
 
     def _read_some(self, file: int, views: list[memoryview], offset: int) -> int:
         try:
@@ -147,22 +154,19 @@ class ChunkReader:
         return count
 
     def _descriptor(self, file: int) -> int:
-        if file not in self._descriptors:
-            # Not blocking: opening a pipe put in a shard's place would wait for ever.
-            descriptor = os.open(self.path(file), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            self._descriptors[file] = descriptor
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise CheckpointError(f"{self.path(file)}: not a regular file")
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        return self._descriptors[file]
+        with self._opening:
+            if file not in self._descriptors:
+                descriptor = open_regular(self.path(file))
+                self._descriptors[file] = descriptor
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            return self._descriptors[file]
 
 
-def _batches(reads: Sequence[Read], order: Sequence[int]) -> Iterator[list[int]]:
+def _batches(reads: Sequence[Read]) -> Iterator[list[int]]:
     """Runs of chunks that follow each other in one file without a hole, each one read."""
     batch: list[int] = []
     size = 0
-    for index in order:
-        chunk = reads[index].chunk
+    for index, (chunk, _) in enumerate(reads):
         if batch:
             last = reads[batch[-1]].chunk
             joined = (last.file, last.offset + last.size) == (chunk.file, chunk.offset)
@@ -192,8 +196,3 @@ def _targets(reads: Sequence[Read], scratch: torch.Tensor) -> list[torch.Tensor]
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _arrivals(batch: list[int], future: Future[list[torch.Tensor]]) -> Iterator[Arrived]:
-    for index, data in zip(batch, future.result(), strict=True):
-        yield Arrived(index, data, crc32c(data))

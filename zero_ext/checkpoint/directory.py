@@ -18,6 +18,7 @@ from pathlib import Path
 
 from zero_ext.checkpoint.errors import CheckpointError
 from zero_ext.checkpoint.manifest import MANIFEST_NAME
+from zero_ext.checkpoint.regular_file import read_limited
 from zero_ext.checkpoint.storage import Storage
 
 LATEST_NAME = "latest"
@@ -73,8 +74,7 @@ class CheckpointDirectory:
     def _latest(self, known: list[int]) -> int:
         path = self.root / LATEST_NAME
         try:
-            with path.open("rb") as file:
-                name = file.read(64).decode("ascii", "replace").strip()
+            name = read_limited(path, 64).decode("ascii", "replace").strip()
         except FileNotFoundError:
             # A crash between a first checkpoint's commit and its 'latest' file: the checkpoint is whole.
             if known:

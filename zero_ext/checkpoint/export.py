@@ -42,8 +42,9 @@ def export_huggingface(
     tied names only the first is written. What is held in memory at a time is one tensor, or a chunk of it
     where memory order is row-major. ``directory`` and ``step`` are those of ``inspect_checkpoint``.
 
-    ValueError for another dtype or size; CheckpointError for a damaged checkpoint or an ``out`` that holds
-    exported weights already. No file appears under its final name unless all are whole.
+    ValueError for another dtype or size, or weights too large for float16; CheckpointError for a damaged
+    checkpoint or an ``out`` that holds exported weights already. No file appears under its final name unless
+    all are whole.
     """
     wanted = _checked_dtype(dtype)
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
@@ -162,17 +163,28 @@ def _write_shard(
                 whole = torch.cat([part.clone() for part in parts])
                 parts = iter([to_logical_order(whole, tensor.shape, tensor.stride)])
             for part in parts:
-                writer.append(byte_view(part.to(tensor.dtype)))
+                writer.append(byte_view(_cast(tensor.name, part, tensor.dtype)))
         writer.finish()
+
+
+def _cast(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cast = values.to(dtype)
+    if dtype == torch.float16 and bool((cast.isinf() & values.isfinite()).any()):
+        raise ValueError(f"{name!r} holds values beyond float16's range; export as bfloat16 or float32")
+    return cast
 
 
 def _values(reader: ChunkReader, manifest: Manifest, tensor: _Tensor) -> Iterator[torch.Tensor]:
     """The tensor's elements in memory order, verified, a chunk at a time, each valid until the next."""
-    for piece in tensor.pieces:
-        chunks = list(piece_chunks(piece, manifest.chunk_bytes, 0, len(piece.crc32c)))
-        for arrived in reader.read([Read(chunk, None) for chunk in chunks]):
-            reader.check(chunks[arrived.request], arrived.crc32c)
-            yield arrived.data.view(dtype_named(piece.dtype))
+    chunks = [
+        (chunk, dtype_named(piece.dtype))
+        for piece in tensor.pieces
+        for chunk in piece_chunks(piece, manifest.chunk_bytes, 0, len(piece.crc32c))
+    ]
+    for arrived in reader.read([Read(chunk, None) for chunk, _ in chunks]):
+        chunk, dtype = chunks[arrived.request]
+        reader.check(chunk, arrived.crc32c)
+        yield arrived.data.view(dtype)
 
 
 def _publish(storage: Storage, target: Path, partial: Sequence[Path]) -> list[Path]:

@@ -60,7 +60,7 @@ def check_piece(piece: Piece) -> None:
 
 
 def plan_fills(manifest: Manifest, wanted: Iterable[Wanted]) -> list[Fill]:
-    """What to read for ``wanted``; ValueError names a run that the checkpoint does not hold, or not so."""
+    """What to read for ``wanted``, in file order; ValueError names a run that is not stored, or not so."""
     stored: Mapping[tuple[str, str], list[PieceRecord]] = _by_tensor(manifest)
     fills: list[Fill] = []
     for run in wanted:
@@ -74,7 +74,7 @@ def plan_fills(manifest: Manifest, wanted: Iterable[Wanted]) -> list[Fill]:
         _check_fit(run, pieces)
         for piece in pieces:
             fills.extend(_fills_of(run, piece, manifest.chunk_bytes))
-    return fills
+    return sorted(fills, key=lambda fill: fill.chunk)
 
 
 def _by_tensor(manifest: Manifest) -> Mapping[tuple[str, str], list[PieceRecord]]:

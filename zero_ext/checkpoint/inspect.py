@@ -91,6 +91,7 @@ def _damage(path: Path, manifest: Manifest) -> list[str]:
     chunks = [header_chunk(manifest, file) for file in range(len(manifest.files))]
     for piece in manifest.pieces:
         chunks.extend(piece_chunks(piece, manifest.chunk_bytes, 0, len(piece.crc32c)))
+    chunks.sort()
     with ChunkReader(path, manifest) as reader:
         arrivals = reader.read([Read(chunk, None) for chunk in chunks])
         return [

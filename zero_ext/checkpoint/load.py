@@ -109,7 +109,7 @@ class _Load:
         chunks: dict[Chunk, None] = {fill.chunk: None for fill in plan.fills}
         for file in range(self.agreement.rank, len(plan.manifest.files), self.agreement.world_size):
             chunks[header_chunk(plan.manifest, file)] = None
-        listed = list(chunks)
+        listed = sorted(chunks)
         for arrived in reader.read([Read(chunk, None) for chunk in listed]):
             reader.check(listed[arrived.request], arrived.crc32c)
 
@@ -119,6 +119,8 @@ def _fill(reader: ChunkReader, plan: LoadPlan) -> None:
         fill = plan.fills[arrived.request]
         reader.check(fill.chunk, arrived.crc32c)
         fill.place(arrived.data)
+        # Written behind autograd's back: a graph that has saved the old values must find out.
+        torch.autograd.graph.increment_version(fill.destination)
     with torch.no_grad():
         for buffer, copy in plan.buffers:
             buffer.copy_(copy.reshape(buffer.shape))

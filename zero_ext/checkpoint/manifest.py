@@ -14,6 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zero_ext.checkpoint.errors import CheckpointError
+from zero_ext.checkpoint.regular_file import read_limited
 from zero_ext.ops.checksum import crc32c
 
 MANIFEST_NAME = "manifest.json"
@@ -21,7 +22,7 @@ FORMAT: Literal["zero_ext checkpoint"] = "zero_ext checkpoint"
 VERSION: Literal[1] = 1
 CHUNK_BYTES = 1 << 20
 LARGEST_CHUNK_BYTES = 64 << 20
-LARGEST_MANIFEST_BYTES = 2 << 30
+LARGEST_MANIFEST_BYTES = 512 << 20
 _TRAILER = re.compile(rb',\n"manifest_crc32c": "([0-9a-f]{8})"}\n')
 _TRAILER_BYTES = len(b',\n"manifest_crc32c": "00000000"}\n')
 
@@ -115,7 +116,7 @@ def read_manifest(directory: Path) -> tuple[Manifest, int]:
     that this library does not know.
     """
     path = directory / MANIFEST_NAME
-    data = _read_limited(path)
+    data = _read(path)
     trailer = _TRAILER.fullmatch(data[-_TRAILER_BYTES:])
     if trailer is None:
         raise CheckpointError(
@@ -137,10 +138,9 @@ def read_manifest(directory: Path) -> tuple[Manifest, int]:
         raise CheckpointError(f"{path}: {where}: {problem['msg']}, got {_short(problem['input'])}") from None
 
 
-def _read_limited(path: Path) -> bytes:
+def _read(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            data = file.read(LARGEST_MANIFEST_BYTES + 1)
+        data = read_limited(path, LARGEST_MANIFEST_BYTES + 1)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}; is this a checkpoint?") from error
     if len(data) > LARGEST_MANIFEST_BYTES:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from zero_ext.checkpoint.agreement import Agreement
@@ -44,21 +45,19 @@ class SaveJob:
     def run(self) -> None:
         """Writes, agrees, commits. An error on any rank is raised on all, and leaves nothing behind."""
         with ExitStack() as held:
-            try:
-                self.agreement.stage(lambda: self._open(held), UNTOUCHED)
-                written: list[str] = []
-                self.agreement.stage(lambda: written.append(self._write()), UNTOUCHED)
-                parts = self.agreement.collect(written[0].encode())
-                self.agreement.stage(lambda: self._commit(parts), _LATEST_IS_WHOLE)
-            except BaseException:
-                self._abandon()
-                raise
+            self.agreement.stage(lambda: self._open(held), UNTOUCHED)
+            written: list[str] = []
+            self.agreement.stage(lambda: written.append(self._write()), UNTOUCHED)
+            parts = self.agreement.collect(written[0].encode())
+            self.agreement.stage(lambda: self._commit(parts), _LATEST_IS_WHOLE)
 
     def _open(self, held: ExitStack) -> None:
         if self.agreement.rank != 0:
             return
         self.storage.make_directory(self.directory.root)
-        held.enter_context(self.directory.locked(self.timeout_seconds))
+        # Half the time: the other ranks are waiting for this one, and must live to hear that it gave up.
+        held.enter_context(self.directory.locked(self.timeout_seconds / 2))
+        held.push(self._discard_after_error)
         self.directory.clean(self.storage)
         self.storage.make_directory(self.directory.saving(self.manifest.step))
 
@@ -105,15 +104,17 @@ class SaveJob:
                 stacklevel=2,
             )
 
-    def _abandon(self) -> None:
-        if self.agreement.rank == 0:
+    def _discard_after_error(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
             # The first error is the one to tell; the next save removes what this cannot.
             with contextlib.suppress(OSError):
                 self.directory.discard(self.storage, self.manifest.step)
 
     def fingerprint(self) -> dict[str, Any]:
         """What all ranks must have in common: short values as they are, long ones as checksums."""
-        table = {name: entry.model_dump() for name, entry in self.manifest.parameters.items()}
+        tables = self.manifest.model_dump(include={"parameters", "buffers"})
         scalars = {
             f"checksum of scalar_state[{key!r}]": checksum(json.dumps(value).encode())
             for key, value in self.manifest.scalar_state.items()
@@ -121,6 +122,7 @@ class SaveJob:
         return {
             "step": self.manifest.step,
             "keep_last": self.keep_last,
-            "checksum of the parameter table": checksum(json.dumps(table).encode()),
+            "checksum of the parameter table": checksum(json.dumps(tables["parameters"]).encode()),
+            "checksum of the buffer table": checksum(json.dumps(tables["buffers"]).encode()),
             **scalars,
         }

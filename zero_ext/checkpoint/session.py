@@ -22,8 +22,8 @@ _STORE_PREFIX = "zero_ext.checkpoint"
 class SaveHandle:
     """A save that is done or under way. ``step`` and ``path`` say what it makes.
 
-    An error of a background save is raised once: by ``wait``, or by the next save or load of the same model.
-    If neither comes, it is printed to stderr when the handle is dropped or the process ends. The process ends
+    An error of a background save is raised by ``wait``, else by the next save or load of the same model. If
+    neither comes, it is printed to stderr when the handle is dropped or the process ends. The process ends
     only after the save has.
     """
 
@@ -43,15 +43,23 @@ class SaveHandle:
     def wait(self, timeout_seconds: float | None = None) -> Path:
         """Blocks until the checkpoint is committed and returns its directory.
 
-        TimeoutError after ``timeout_seconds``; the save's own error if it failed and was not raised before.
+        TimeoutError after ``timeout_seconds``; the save's own error if it failed.
         """
         if not self._finished.wait(timeout_seconds):
             raise TimeoutError(f"{self.path}: the save is still under way after {timeout_seconds} s")
-        error, self._error = self._error, None
         self._unseen.clear()
-        if error is not None:
-            raise error
+        if self._error is not None:
+            raise self._error
         return self.path
+
+    def raise_unseen(self) -> None:
+        """Waits for the end of the save; CheckpointError if it failed and nobody has been told."""
+        self._finished.wait()
+        if self._unseen and self._error is not None:
+            self._unseen.clear()
+            raise CheckpointError(
+                f"the previous save, {self.path.name}, failed: {self._error}"
+            ) from self._error
 
     def run(self, save: Callable[[], None]) -> SaveHandle:
         """Does the save now; an error is raised here."""
@@ -94,12 +102,8 @@ class Session:
     def finish_previous(self) -> None:
         """Waits for the save in flight. CheckpointError if it failed and nobody has been told."""
         handle, self.in_flight = self.in_flight, None
-        if handle is None:
-            return
-        try:
-            handle.wait()
-        except Exception as error:
-            raise CheckpointError(f"the previous save, {handle.path.name}, failed: {error}") from error
+        if handle is not None:
+            handle.raise_unseen()
 
     def group_of(self, source: StateSource) -> dist.ProcessGroupGloo | None:
         """The connections that the ranks of ``source`` agree over, made by all of them at the first call.
