@@ -47,10 +47,14 @@ def test_reduce_scatter_averages_in_rank_order_and_fp32(world: World, dtype: str
     received = torch.full((numel * (world.size - 1),), float("nan"), dtype=kind)
     for out_kind in {kind, torch.float32}:
         out = torch.full((numel,), float("nan"), dtype=out_kind)
-        collectives.reduce_scatter(flats[world.rank].clone(), out, received, False, "reduce_scatter", "test").wait()
+        collectives.reduce_scatter(
+            flats[world.rank].clone(), out, received, False, "reduce_scatter", "test"
+        ).wait()
         assert torch.equal(out, mean.to(out_kind))
     base = torch.ones(numel)
-    collectives.reduce_scatter(flats[world.rank].clone(), base, received, True, "reduce_scatter", "test").wait()
+    collectives.reduce_scatter(
+        flats[world.rank].clone(), base, received, True, "reduce_scatter", "test"
+    ).wait()
     torch.testing.assert_close(base, 1 + mean, rtol=1e-6, atol=1e-6)
     flat = flats[world.rank].clone()
     own = flat[world.rank * numel : (world.rank + 1) * numel]
@@ -61,7 +65,10 @@ def test_reduce_scatter_averages_in_rank_order_and_fp32(world: World, dtype: str
 @on_ranks(1, 2, 3)
 def test_sum_and_broadcast(world: World) -> None:
     collectives = make_collectives(world.group, 20.0)
-    assert collectives.sum_(torch.tensor([world.rank, 1]), "test").tolist() == [sum(range(world.size)), world.size]
+    assert collectives.sum_(torch.tensor([world.rank, 1]), "test").tolist() == [
+        sum(range(world.size)),
+        world.size,
+    ]
     for source in range(world.size):
         value = torch.tensor([float(world.rank)])
         assert collectives.broadcast_(value, source, "test").item() == source
@@ -100,7 +107,9 @@ def test_groups_may_overlap_in_any_number(world: World) -> None:
 def test_a_silent_peer_ends_the_wait_with_names(world: World) -> None:
     collectives = make_collectives(world.group, 1.0)
     if world.rank == 0:
-        with pytest.raises(RuntimeError, match=r"rank 0: gather of unit 'x' failed: .*(?s:.*)timeout_seconds"):
+        with pytest.raises(
+            RuntimeError, match=r"rank 0: gather of unit 'x' failed: .*(?s:.*)timeout_seconds"
+        ):
             collectives.gather(torch.empty(4), torch.empty(2), "gather", "gather of unit 'x'").wait()
     world.barrier()
 

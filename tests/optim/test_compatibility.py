@@ -99,7 +99,9 @@ def test_a_declared_class_trains_as_by_itself() -> None:
     torch.manual_seed(3)
     model, twin = nn.Linear(4, 3), nn.Linear(4, 3)
     twin.load_state_dict(model.state_dict())
-    prepared, optimizer = zero_ext.prepare(model, Lion(model.parameters(), 0.1), {"stage": 3}, elementwise=True)
+    prepared, optimizer = zero_ext.prepare(
+        model, Lion(model.parameters(), 0.1), {"stage": 3}, elementwise=True
+    )
     plain = Lion(twin.parameters(), 0.1)
     for _ in range(3):
         inputs = torch.randn(5, 4)

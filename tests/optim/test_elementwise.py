@@ -61,7 +61,10 @@ def test_groups_are_read_live_and_the_users_optimizer_keeps_no_state() -> None:
 def test_state_moves_to_a_fresh_stepper(kind: type[optim.Optimizer]) -> None:
     def make() -> tuple[torch.Tensor, ElementwiseStepper]:
         master = torch.linspace(-1, 1, 16)
-        given = [{"params": [nn.Parameter(torch.ones(1))]}, {"params": [nn.Parameter(torch.ones(1))], "lr": 0.02}]
+        given = [
+            {"params": [nn.Parameter(torch.ones(1))]},
+            {"params": [nn.Parameter(torch.ones(1))], "lr": 0.02},
+        ]
         extra = {"momentum": 0.9} if kind in (optim.SGD, optim.RMSprop) else {}
         return master, ElementwiseStepper(kind(given, lr=0.01, **extra), ranges(master))  # type: ignore[call-arg]
 

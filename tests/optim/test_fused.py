@@ -22,7 +22,8 @@ def two_parameters(generator: torch.Generator) -> tuple[torch.Tensor, tuple[Segm
 
 def groups() -> list[dict[str, Any]]:
     optimizer = optim.AdamW(
-        [{"params": [nn.Parameter(torch.ones(1))]}, {"params": [nn.Parameter(torch.ones(1))], "lr": 0.5}], lr=0.1
+        [{"params": [nn.Parameter(torch.ones(1))]}, {"params": [nn.Parameter(torch.ones(1))], "lr": 0.5}],
+        lr=0.1,
     )
     return optimizer.param_groups
 
@@ -34,7 +35,11 @@ def test_steps_like_torch_with_groups_and_unused_parameters(decoupled: bool, dty
     master, segments = two_parameters(generator)
     kind = optim.AdamW if decoupled else optim.Adam
     twins = [nn.Parameter(master[:10].clone()), nn.Parameter(master[16:29].clone())]
-    plain = kind([{"params": twins[:1]}, {"params": twins[1:], "lr": 0.05, "betas": (0.5, 0.6)}], lr=0.1, weight_decay=0.3)
+    plain = kind(
+        [{"params": twins[:1]}, {"params": twins[1:], "lr": 0.05, "betas": (0.5, 0.6)}],
+        lr=0.1,
+        weight_decay=0.3,
+    )
     output = torch.full((32,), float("nan"), dtype=dtype) if dtype != torch.float32 else None
     before = master.clone()
     stepper = AdamStepper(plain.param_groups, [OwnedRange(master, output, segments)], torch.float32)
@@ -85,9 +90,16 @@ def test_state_is_listed_by_parameter_and_restored() -> None:
 
 @pytest.mark.parametrize(
     ("key", "value", "name"),
-    [("lr", float("nan"), "lr"), ("eps", -1.0, "eps"), ("betas", (1.5, 0.9), "beta1"), ("weight_decay", float("inf"), "weight_decay")],
+    [
+        ("lr", float("nan"), "lr"),
+        ("eps", -1.0, "eps"),
+        ("betas", (1.5, 0.9), "beta1"),
+        ("weight_decay", float("inf"), "weight_decay"),
+    ],
 )
-def test_hyper_parameters_gone_bad_are_refused_by_name_and_nothing_moves(key: str, value: Any, name: str) -> None:
+def test_hyper_parameters_gone_bad_are_refused_by_name_and_nothing_moves(
+    key: str, value: Any, name: str
+) -> None:
     model = nn.Linear(3, 2)
     prepared, optimizer = zero_ext.prepare(model, optim.AdamW(model.parameters()), {"stage": 3})
     optimizer.param_groups[0][key] = value

@@ -98,6 +98,7 @@ class _Work:
 @contextlib.contextmanager
 def delays(seed: int) -> Iterator[None]:
     """Inside, every engine that is prepared runs over delayed exchanges."""
+
     def delayed(group: Any, timeout_seconds: float) -> DelayedExchange:
         return DelayedExchange(fastest_exchange(group, timeout_seconds), seed)
 

@@ -53,7 +53,13 @@ def test_a_dropped_model_is_freed_at_once(world: World) -> None:
                     del model, inner, optimizer
                     alive = [name for name, reference in watched.items() if reference() is not None]
                     assert not alive, (stage, wrap, steps, alive)
-                    assert ops.host_buffer_bytes() == before
+                    assert ops.host_buffer_bytes() == before, (
+                        stage,
+                        wrap,
+                        steps,
+                        before,
+                        ops.host_buffer_bytes(),
+                    )
                 finally:
                     gc.enable()
 

@@ -81,7 +81,10 @@ def test_clipping_reaches_torchs_optimizers_and_low_precision(world: World) -> N
 def two_groups(net: nn.Module) -> optim.Optimizer:
     decayed = [p for p in net.parameters() if p.dim() > 1]
     rest = [p for p in net.parameters() if p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.2, "eps": 1e-6}, {"params": rest, "lr": 3e-3, "betas": (0.5, 0.9)}]
+    groups = [
+        {"params": decayed, "weight_decay": 0.2, "eps": 1e-6},
+        {"params": rest, "lr": 3e-3, "betas": (0.5, 0.9)},
+    ]
     return optim.AdamW(groups, lr=1e-2, weight_decay=0.0)
 
 
@@ -101,7 +104,9 @@ def test_groups_and_live_schedulers(world: World, schedule: str) -> None:
         torch.manual_seed(world.seed)
         model = TinyModel(layers=1)
         twin = copy.deepcopy(model)
-        model, optimizer = zero_ext.prepare(model, two_groups(model), configuration(stage), process_group=world.group)
+        model, optimizer = zero_ext.prepare(
+            model, two_groups(model), configuration(stage), process_group=world.group
+        )
         assert isinstance(optimizer, optim.Optimizer)
         plain = two_groups(twin)
         ours, theirs = makers[schedule](optimizer), makers[schedule](plain)
@@ -160,7 +165,9 @@ def test_a_state_of_other_ranks_stage_or_parameters_is_refused(world: World) -> 
     states = {}
     for stage in (1, 3):
         model = TinyModel(layers=1)
-        _, optimizer = zero_ext.prepare(model, adamw(model.parameters()), configuration(stage), process_group=world.group)
+        _, optimizer = zero_ext.prepare(
+            model, adamw(model.parameters()), configuration(stage), process_group=world.group
+        )
         states[stage] = optimizer.state_dict()
     with pytest.raises(ValueError, match=r"'stage': 1(?s:.*)'stage': 3(?s:.*)save_checkpoint"):
         optimizer.load_state_dict(states[1])
@@ -185,7 +192,9 @@ def test_moments_in_bf16(world: World) -> None:
 @on_ranks(1, 2)
 def test_step_takes_a_closure_and_profiles_as_torchs(world: World) -> None:
     model = TinyModel(layers=1)
-    model, optimizer = zero_ext.prepare(model, adamw(model.parameters()), configuration(3), process_group=world.group)
+    model, optimizer = zero_ext.prepare(
+        model, adamw(model.parameters()), configuration(3), process_group=world.group
+    )
 
     def closure() -> torch.Tensor:
         loss = language_loss(model, language_batch(world.seed, 0, 0, world.rank))
@@ -211,7 +220,9 @@ def test_dynamic_loss_scale_skips_on_all_ranks_and_recovers(world: World) -> Non
         config = configuration(
             stage, precision={"dtype": "fp16"}, loss_scale={"initial_power": 8, "hysteresis": 1, "window": 2}
         )
-        model, optimizer = zero_ext.prepare(model, adamw(model.parameters()), config, process_group=world.group)
+        model, optimizer = zero_ext.prepare(
+            model, adamw(model.parameters()), config, process_group=world.group
+        )
         engine = engine_of(model)
         scales = []
         for step in range(5):

@@ -13,7 +13,15 @@ from torch import nn
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.zero.models import WIDTH, Block, TinyModel, feature_batch, feature_loss, language_batch, language_loss
+from tests.zero.models import (
+    WIDTH,
+    Block,
+    TinyModel,
+    feature_batch,
+    feature_loss,
+    language_batch,
+    language_loss,
+)
 from tests.zero.training import Plan, adamw, check_equal, configuration, train_prepared
 from zero_ext.zero import Engine, engine_of
 from zero_ext.zero.residency import Residency
@@ -55,7 +63,9 @@ class Peak:
     units: tuple[Unit, ...] = ()
 
 
-def peak_of(world: World, model: nn.Module, steps: int = 4, **units: Any) -> tuple[Peak, list[str], list[float]]:
+def peak_of(
+    world: World, model: nn.Module, steps: int = 4, **units: Any
+) -> tuple[Peak, list[str], list[float]]:
     """Trains a few steps under a cap; the peak, the warnings and the losses."""
     peak = Peak()
     losses = []
@@ -135,7 +145,9 @@ def test_another_order_than_the_recorded_one_is_still_right(world: World) -> Non
     runs = []
     for stage in (0, 3):
         torch.manual_seed(world.seed)
-        runs.append(train_prepared(world, Wandering(), feature_loss, batch, configuration(stage), Plan(steps=6)))
+        runs.append(
+            train_prepared(world, Wandering(), feature_loss, batch, configuration(stage), Plan(steps=6))
+        )
     check_equal(*runs)
     assert runs[1].engine is not None and runs[1].engine.residency.live_elements == 0
 

@@ -55,7 +55,9 @@ class BackwardPass:
 
     def hold(self, call: Call) -> None:
         """Notes that ``call`` holds units until :meth:`let_go` or the end."""
-        self._holding.add(call)
+        if call not in self._holding:
+            call.awaited = call.inputs
+            self._holding.add(call)
 
     def let_go(self, call: Call) -> None:
         """Every input of ``call`` has its gradient: its units are not needed any more."""

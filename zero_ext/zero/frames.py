@@ -14,14 +14,15 @@ from zero_ext.zero.unit import Unit
 class Call:
     """One call of a block: a holder of units, in forward and again in its backward.
 
-    ``awaited`` counts the block's gradient-requiring inputs whose gradient has not arrived; at zero the
-    backward of this call is over and its units may go.
+    ``inputs`` counts the block's gradient-requiring inputs, ``awaited`` those whose gradient has not arrived
+    in this backward pass; at zero the backward of this call is over and its units may go.
     """
 
     def __init__(self, home: nn.Module, name: str) -> None:
         self.home = home
         self.name = name
         self.touched: list[Unit] = []
+        self.inputs = 0
         self.awaited = 0
 
     def touch(self, unit: Unit) -> None:

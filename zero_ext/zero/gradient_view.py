@@ -90,9 +90,9 @@ class GradientViews:
     def _placeholder(self, parameter: nn.Parameter, gradients: UnitGradients, number: int) -> ShardedGradient:
         if parameter not in self._placeholders:
             name = gradients.unit.layout.specs[number].name
-            # The key is no reference to the parameter, which would keep itself alive through its gradient.
+            # Neither key nor access refers to the parameter, which would keep itself alive by its gradient.
             key = (self._engine.reducer.gradients.index(gradients), number)
-            self._placeholders[parameter] = ShardedGradient(parameter, self, key, name)
+            self._placeholders[parameter] = ShardedGradient(parameter, weakref.proxy(self), key, name)
         return self._placeholders[parameter]
 
     def _replace(self, gradients: UnitGradients, number: int, value: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from zero_ext.zero.backward import BackwardPass, in_backward
 from zero_ext.zero.frames import Call, CallStack, opaque_in, tensors_in
 from zero_ext.zero.residency import Residency
 from zero_ext.zero.unit import Unit
+
+_USES = "_zero_ext_uses"
 
 
 class ForwardHooks:
@@ -73,7 +76,7 @@ class ForwardHooks:
 
     def _watch_inputs(self, call: Call, inputs: object) -> None:
         watched = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}
-        call.awaited = len(watched)
+        call.inputs = len(watched)
 
         def arrived(_: torch.Tensor) -> None:
             call.awaited -= 1
@@ -81,7 +84,11 @@ class ForwardHooks:
                 self._backward.let_go(call)
 
         for tensor in watched.values():
-            tensor.register_hook(arrived)
+            uses = _uses_of(tensor)
+            if uses is None:
+                tensor.register_hook(arrived)
+            else:
+                uses.append(arrived)
 
     def _watch_outputs(self, call: Call, outputs: object) -> None:
         tensors = list(tensors_in(outputs))
@@ -95,7 +102,10 @@ class ForwardHooks:
                     "zero_ext.double_backward(model):'."
                 )
 
-        def needed(_: torch.Tensor) -> None:
+        def needed(gradient: torch.Tensor, uses: list[Callable[[torch.Tensor], None]]) -> None:
+            # Who used this output is done with its backward: let go there before gathering here.
+            for arrived in uses:
+                arrived(gradient)
             self._backward.enter()
             self._backward.hold(call)
             for unit in call.touched:
@@ -103,7 +113,17 @@ class ForwardHooks:
 
         for tensor in tensors:
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(needed)
+                uses: list[Callable[[torch.Tensor], None]] = []
+                if _uses_of(tensor) is None:
+                    setattr(tensor, _USES, (tensor.grad_fn, uses))
+                tensor.register_hook(partial(needed, uses=uses))
+
+
+def _uses_of(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]] | None:
+    """What to call when the gradient of a block's output is there; None if ``tensor`` is no such output, or
+    was changed in place since."""
+    node, uses = getattr(tensor, _USES, (None, None))
+    return uses if node is not None and node is tensor.grad_fn else None
 
 
 class GatheringParameters(dict[str, "nn.Parameter | None"]):
