@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
-from zero_ext.zero.born import full_value, is_born_sharded
+from zero_ext.zero.born import born_shard, forget_birth, full_value
 from zero_ext.zero.layout import FlatLayout
 from zero_ext.zero.master import MasterShard
 from zero_ext.zero.partition import Owned, UnitPlan
@@ -60,14 +61,52 @@ def check_agreement(owned: Sequence[Owned], config: ZeroConfig, collectives: Col
     )
 
 
+def in_birth_order(owned: Sequence[Owned]) -> list[Owned]:
+    """``owned`` with the memory order that parameters from :class:`zero_ext.Init` had while whole."""
+    found = []
+    for item in owned:
+        born = born_shard(item.parameter)
+        if born is not None:
+            item = replace(item, spec=replace(item.spec, stride=born.spec.stride))
+        found.append(item)
+    return found
+
+
+def check_values(owned: Sequence[Owned]) -> None:
+    """Raises before anything changes if a parameter has no value that could be sharded.
+
+    ``ValueError`` for one that is not on the CPU, ``RuntimeError`` for one from :class:`zero_ext.Init` that
+    was written to since.
+    """
+    for item in owned:
+        parameter = item.parameter
+        born = born_shard(parameter)
+        if born is not None and born.replaced_in(parameter):
+            raise RuntimeError(
+                f"parameter '{item.spec.name}' was written to between zero_ext.Init and zero_ext.prepare, "
+                "while only shards of it exist; the value would be lost. Write inside 'with "
+                "zero_ext.Init(...)', or after prepare inside 'with zero_ext.gathered(params, "
+                "modifier_rank=0)'."
+            )
+        if parameter.device.type != "cpu":
+            fix = (
+                "build the model inside 'with zero_ext.Init(config):', or pass values='empty' and load a "
+                "checkpoint"
+                if parameter.is_meta
+                else "move the model to the CPU first"
+            )
+            raise ValueError(
+                f"parameter '{item.spec.name}' is on device '{parameter.device}', 'cpu' wanted; {fix}"
+            )
+
+
 def build_unit(
     plan: UnitPlan, collectives: Collectives, pool: BufferPool, load_values: bool, trains: bool
 ) -> tuple[Unit, MasterShard | None]:
     """Makes one unit from the parameters' present values, which are freed, and its master weights.
 
     Rank 0's values count. ``load_values`` False leaves everything zero (a checkpoint follows); ``trains``
-    False makes
-    no master weights.
+    False makes no master weights.
     """
     members = plan.members
     layout = FlatLayout.build([item.spec for item in members], collectives.world_size)
@@ -88,6 +127,8 @@ def build_unit(
             unit.fill(originals)
         else:
             originals = []
+            for item in members:
+                forget_birth(item.parameter)
             unit.publish_views()
         if master is not None and originals:
             master.fill(originals)
@@ -98,18 +139,8 @@ def build_unit(
 
 def _original(item: Owned, collectives: Collectives) -> torch.Tensor:
     parameter = item.parameter
-    if is_born_sharded(parameter):
+    if born_shard(parameter) is not None:
         return full_value(parameter, collectives)
-    if parameter.device.type != "cpu":
-        fix = (
-            "build the model inside 'with zero_ext.Init(config):', or pass values='empty' and load a "
-            "checkpoint"
-            if parameter.is_meta
-            else "move the model to the CPU first"
-        )
-        raise ValueError(
-            f"parameter '{item.spec.name}' is on device '{parameter.device}', 'cpu' wanted; {fix}"
-        )
     value = parameter.data
     if value.stride() != item.spec.stride:
         value = torch.empty_strided(item.spec.shape, item.spec.stride, dtype=value.dtype).copy_(value)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,47 +13,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules import module as registration
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig, load_config
-from zero_ext.zero.born import full_value, is_born_sharded, shard_at_birth
+from zero_ext.zero.born import born_shard, full_value, refuse_copies, shard_at_birth
+from zero_ext.zero.meta import materialise
 from zero_ext.zero.process_group import join_world, make_collectives
 
 WHOLE_ELEMENTS_LIMIT = 8 * 1024 * 1024
-METADATA = {
-    "shape",
-    "dtype",
-    "device",
-    "layout",
-    "requires_grad",
-    "is_leaf",
-    "grad",
-    "grad_fn",
-    "names",
-    "ndim",
-}
-METADATA |= {"is_meta", "is_sparse", "is_quantized", "is_cuda", "is_cpu", "_version", "_backward_hooks"}
-METADATA |= {
-    "size",
-    "numel",
-    "dim",
-    "stride",
-    "is_floating_point",
-    "is_complex",
-    "requires_grad_",
-    "__hash__",
-}
-METADATA |= {
-    "nelement",
-    "__len__",
-    "ndimension",
-    "is_contiguous",
-    "element_size",
-    "nbytes",
-    "itemsize",
-    "__setattr__",
-}
+
+# Answers to these questions are true of a placeholder too, so they need no gather.
+METADATA_NAMES = """
+    shape size dim ndim ndimension numel nelement __len__ stride is_contiguous dtype device layout itemsize
+    element_size nbytes names is_floating_point is_complex is_meta is_sparse is_quantized is_cuda is_cpu
+    requires_grad requires_grad_ is_leaf grad grad_fn _version _backward_hooks __hash__ __setattr__
+"""
+METADATA = frozenset(METADATA_NAMES.split())
 
 
 class Init:
@@ -59,11 +39,18 @@ class Init:
 
     Each parameter is made whole, initialised as always and then cut into shards, one after another, so the
     same seed on every rank gives the same weights as plain construction, bit for bit, at every world size.
-    Code that initialises parameters again later (``module.apply(init)``) sees them whole. Parameters made
-    on the meta device are materialised at the end by their module's ``reset_parameters``, in order of
-    construction; a module without one raises ``ValueError`` naming it. On one rank nothing is sharded.
+    Code that initialises parameters again later (``module.apply(init)``) sees them whole. Whole at any time
+    are the parameters that one torch function reads, those of which views are alive, and the newest up to
+    8 Mi elements.
 
-    Give the same ``process_group`` as to :func:`zero_ext.prepare`.
+    Parameters made on the meta device are materialised at the end by their modules' ``reset_parameters``,
+    in the order in which construction would have called them; one without any raises ``ValueError`` naming
+    its module. The weights are those of plain construction unless that draws more than its modules'
+    ``reset_parameters`` do (a weight made and then replaced by a tied one, layers made by deepcopy). Some
+    become new parameter objects: build the optimizer after the block.
+
+    Nothing is sharded on one rank, or if the configured stage is not 3. Between the block and
+    :func:`zero_ext.prepare`, which wants the same ``process_group``, the parameters are NaN placeholders.
     """
 
     def __init__(
@@ -73,29 +60,27 @@ class Init:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         settings = load_config(config)
-        join_world(settings.timeout_seconds)
-        self._collectives = make_collectives(process_group, settings.timeout_seconds)
-        self._sharding = self._collectives.world_size > 1 and settings.stage == 3
-        self._births = _Births(self._collectives) if self._sharding else None
-        self._owners: OrderedDict[int, nn.Module] = OrderedDict()
-        self._mode: _WholeOnTouch | None = None
-        self._register: Any = None
+        with torch.device("cpu"):
+            join_world(settings.timeout_seconds)
+            collectives = make_collectives(process_group, settings.timeout_seconds)
+        sharding = collectives.world_size > 1 and settings.stage == 3
+        self._births = _Births(collectives) if sharding else None
+        self._modules: dict[nn.Module, None] = {}
+        self._entered: contextlib.ExitStack | None = None
 
     def __enter__(self) -> Init:
-        register = self._register = nn.Module.register_parameter
-        births, owners = self._births, self._owners
-
-        def register_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            register(module, name, parameter)
-            if parameter is not None:
-                owners[id(module)] = module
-                if births is not None and not parameter.is_meta:
-                    births.whole(parameter)
-
-        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign,assignment]
-        if births is not None:
-            self._mode = _WholeOnTouch(births)
-            self._mode.__enter__()
+        if self._entered is not None:
+            raise RuntimeError("this zero_ext.Init is active already; make another one to nest")
+        with contextlib.ExitStack() as stack:
+            for register, hook in (
+                (registration.register_module_parameter_registration_hook, self._on_parameter),
+                (registration.register_module_buffer_registration_hook, self._on_buffer),
+                (registration.register_module_module_registration_hook, self._on_module),
+            ):
+                stack.callback(register(hook).remove)
+            if self._births is not None:
+                stack.enter_context(_WholeOnTouch(self._births))
+            self._entered = stack.pop_all()
         return self
 
     def __exit__(
@@ -104,43 +89,48 @@ class Init:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        entered, self._entered = self._entered, None
+        if entered is None:
+            raise RuntimeError("this zero_ext.Init was not entered")
+        modules = list(self._modules)
         try:
-            if kind is None:
-                self._materialise_meta()
-        finally:
-            if self._mode is not None:
-                self._mode.__exit__(kind, error, trace)
-            nn.Module.register_parameter = self._register  # type: ignore[method-assign]
+            with entered, torch.device("cpu"):
+                if kind is None:
+                    materialise(modules)
             if self._births is not None and kind is None:
-                self._births.shard_all()
-            self._owners.clear()
+                with torch._C.DisableTorchFunction():
+                    self._births.shard_all()
+                for module in modules:
+                    for parameter in module._parameters.values():
+                        if parameter is not None and born_shard(parameter) is not None:
+                            refuse_copies(parameter)
+        finally:
+            self._modules.clear()
+            if self._births is not None:
+                self._births.forget()
 
-    def _materialise_meta(self) -> None:
-        made: dict[int, nn.Parameter] = {}
-        for module in list(self._owners.values()):
-            own = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
-            if not own:
-                continue
-            fresh = [name for name, parameter in own.items() if id(parameter) not in made]
-            for name, parameter in own.items():
-                if id(parameter) not in made:
-                    value = torch.empty_like(parameter, device="cpu")
-                    made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                setattr(module, name, made[id(parameter)])
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    module._buffers[name] = torch.empty_like(buffer, device="cpu")
-            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-            if not fresh:
-                continue
-            if reset is None:
-                raise ValueError(
-                    f"{type(module).__name__} was built on the meta device with parameters {fresh} and "
-                    f"has no "
-                    "reset_parameters to initialise them. Build it inside zero_ext.Init without "
-                    "torch.device('meta'), or pass values='empty' to zero_ext.prepare and load a checkpoint."
-                )
-            reset()
+    def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        self._modules[module] = None
+        self._born(() if parameter is None else (parameter,))
+
+    def _on_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+        self._modules[module] = None
+
+    def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        self._modules[module] = None
+        if child is not None:
+            # Copies (deepcopy, a moved submodule) come with parameters that were never registered.
+            self._modules.update(dict.fromkeys(child.modules()))
+            self._born(child.parameters())
+
+    def _born(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self._births is None:
+            return
+        # Registration runs under the mode below, which must not take sharding itself for a use.
+        with torch._C.DisableTorchFunction():
+            for parameter in parameters:
+                if not is_lazy(parameter) and parameter.device.type == "cpu":
+                    self._births.add(parameter)
 
 
 class _Births:
@@ -148,29 +138,73 @@ class _Births:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._whole: OrderedDict[int, nn.Parameter] = OrderedDict()
+        self._whole: OrderedDict[int, tuple[nn.Parameter, int]] = OrderedDict()
+        self._elements = 0  # of all that are whole, as they were when they became so
+        self._by_placeholder: dict[int, weakref.ref[nn.Parameter]] = {}
 
-    def whole(self, parameter: nn.Parameter) -> None:
-        """``parameter`` was made, or made whole again."""
-        self._whole[id(parameter)] = parameter
-        self._whole.move_to_end(id(parameter))
-        while len(self._whole) > 1 and sum(p.numel() for p in self._whole.values()) > WHOLE_ELEMENTS_LIMIT:
-            _, oldest = self._whole.popitem(last=False)
-            shard_at_birth(oldest, self._collectives)
+    def add(self, parameter: nn.Parameter) -> None:
+        """``parameter`` was made."""
+        # nn.Parameter(other_parameter) shares the other's memory and is no torch function.
+        reference = self._by_placeholder.get(parameter.data_ptr()) if parameter.numel() else None
+        origin = reference() if reference is not None else None
+        if origin is not None and origin is not parameter:
+            born = born_shard(origin)
+            if born is not None and born.placeholder.data_ptr() == parameter.data_ptr():
+                self.touch([origin])
+                parameter.data = origin.data
+        if id(parameter) not in self._whole and born_shard(parameter) is None:
+            self._keep(parameter)
+            self._shard_oldest(1)
 
-    def touch(self, parameter: nn.Parameter) -> None:
-        """``parameter`` is about to be read or written."""
-        if is_born_sharded(parameter):
-            parameter.data = full_value(parameter, self._collectives)
-            self.whole(parameter)
-        elif id(parameter) in self._whole:
-            self._whole.move_to_end(id(parameter))
+    def touch(self, parameters: Sequence[nn.Parameter]) -> None:
+        """``parameters`` are about to be read or written, together."""
+        if not parameters:
+            return
+        for parameter in parameters:
+            if born_shard(parameter) is not None:
+                parameter.data = full_value(parameter, self._collectives)
+                self._keep(parameter)
+            elif id(parameter) in self._whole:
+                self._whole.move_to_end(id(parameter))
+        self._shard_oldest(len(parameters))
 
     def shard_all(self) -> None:
         """Cuts everything that is still whole."""
-        while self._whole:
-            _, parameter = self._whole.popitem(last=False)
+        for key in list(self._whole):
+            self._shard(key)
+
+    def forget(self) -> None:
+        """Leaves what is whole as it is."""
+        self._whole.clear()
+        self._elements = 0
+
+    def _keep(self, parameter: nn.Parameter) -> None:
+        _, before = self._whole.pop(id(parameter), (parameter, 0))
+        self._whole[id(parameter)] = parameter, parameter.numel()
+        self._elements += parameter.numel() - before
+
+    def _shard_oldest(self, spared: int) -> None:
+        if self._elements <= WHOLE_ELEMENTS_LIMIT:
+            return
+        for key in list(self._whole)[: len(self._whole) - spared]:
+            # What is written through a view would be lost: weight.data[padding] = 0, in several statements.
+            if not _has_views(self._whole[key][0]):
+                self._shard(key)
+            if self._elements <= WHOLE_ELEMENTS_LIMIT:
+                return
+
+    def _shard(self, key: int) -> None:
+        parameter, elements = self._whole.pop(key)
+        self._elements -= elements
+        if born_shard(parameter) is None:
             shard_at_birth(parameter, self._collectives)
+            self._by_placeholder[parameter.data_ptr()] = weakref.ref(parameter)
+
+
+def _has_views(parameter: nn.Parameter) -> bool:
+    """Whether anything but ``parameter`` and the storage object asked uses its memory."""
+    storage = parameter.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2
 
 
 class _WholeOnTouch(TorchFunctionMode):
@@ -187,8 +221,11 @@ class _WholeOnTouch(TorchFunctionMode):
         if name == "__get__":
             name = getattr(getattr(func, "__self__", None), "__name__", "")
         if name not in METADATA:
+            found: dict[int, nn.Parameter] = {}
             for value in (*args, *(kwargs or {}).values()):
                 for item in value if isinstance(value, list | tuple) else (value,):
                     if isinstance(item, nn.Parameter):
-                        self._births.touch(item)
+                        found[id(item)] = item
+            with torch._C.DisableTorchFunction():
+                self._births.touch(list(found.values()))
         return func(*args, **(kwargs or {}))

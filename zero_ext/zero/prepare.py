@@ -11,12 +11,20 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_ext.config import ZeroConfig, load_config
-from zero_ext.zero.construction import broadcast_buffers, build_unit, check_agreement
+from zero_ext.optim.compatibility import check_elementwise, fusible
+from zero_ext.zero.construction import (
+    broadcast_buffers,
+    build_unit,
+    check_agreement,
+    check_values,
+    in_birth_order,
+)
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.guards import guard_module
 from zero_ext.zero.hooks import install
 from zero_ext.zero.input_cast import cast_inputs
 from zero_ext.zero.lookup import MODULE_ATTRIBUTE, attach_engine
+from zero_ext.zero.meta import leave_meta
 from zero_ext.zero.module import ZeroModule
 from zero_ext.zero.optimizer import ZeroOptimizer
 from zero_ext.zero.parameter_hooks import watch
@@ -70,13 +78,18 @@ def prepare(
     join_world(settings.timeout_seconds)
     collectives = make_collectives(process_group, settings.timeout_seconds)
     settings = settings.replace(batch=settings.batch.resolve(collectives.world_size))
-    owned = owned_parameters(model, settings.precision.dtype)
+    owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
     if not owned:
         raise ValueError(f"{type(model).__name__} has no parameters; there is nothing to shard")
-    _check_optimizer(optimizer, {item.parameter for item in owned})
+    _check_optimizer(optimizer, {item.parameter for item in owned}, elementwise)
+    if values == "keep":
+        check_values(owned)
     check_agreement(owned, settings, collectives)
+    if values == "empty":
+        leave_meta(model)
+        owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
     plans = plan_units(model, owned, settings, collectives.world_size)
-    pool = BufferPool(2 * max(_nbytes(plan.members) for plan in plans))
+    pool = BufferPool()
     built = [build_unit(plan, collectives, pool, values == "keep", optimizer is not None) for plan in plans]
     broadcast_buffers(model, collectives)
     engine = Engine(model, owned, built, settings, collectives, pool)
@@ -99,7 +112,9 @@ def prepare(
     return (ZeroModule(model) if wrap else model), prepared
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer | None, known: set[nn.Parameter]) -> None:
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer | None, known: set[nn.Parameter], elementwise: bool
+) -> None:
     if optimizer is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -118,7 +133,5 @@ def _check_optimizer(optimizer: torch.optim.Optimizer | None, known: set[nn.Para
             "the optimizer has state already; call zero_ext.prepare before its first step, and restore "
             "training with zero_ext.load_checkpoint"
         )
-
-
-def _nbytes(members: Any) -> int:
-    return sum(item.spec.numel * item.spec.dtype.itemsize for item in members)
+    if not fusible(optimizer):
+        check_elementwise(optimizer, elementwise)

@@ -1,0 +1,95 @@
+"""From the meta device to memory: real tensors, initialised as construction would have, or zero for now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+Make = Callable[[torch.Tensor], torch.Tensor]
+
+
+def materialise(modules: Iterable[nn.Module]) -> None:
+    """Replaces the meta tensors of ``modules``, given in order of construction, and initialises them.
+
+    Children come before their parents: a constructor makes its submodules, whose constructors initialise
+    them, and calls its own ``reset_parameters`` at its end. Tied parameters stay tied. Raises ``ValueError``
+    for meta tensors that no ``reset_parameters`` of their module initialises.
+    """
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    done: dict[nn.Module, bool] = {}  # whether the module, or one inside it, had meta tensors
+
+    def visit(module: nn.Module) -> bool:
+        if module in done:
+            return done[module]
+        done[module] = False
+        inside = [visit(child) for child in module.children()]
+        fresh = _replace(module, made, lambda old: torch.empty_like(old, device="cpu"))
+        if fresh or any(inside):
+            done[module] = True
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if callable(reset):
+                reset()
+            elif fresh:
+                raise ValueError(
+                    f"{type(module).__name__} was built on the meta device with {fresh} and has no "
+                    "reset_parameters to initialise them. Build it inside zero_ext.Init without "
+                    "torch.device('meta'), or pass values='empty' to zero_ext.prepare and load a checkpoint."
+                )
+        return done[module]
+
+    for module in modules:
+        visit(module)
+
+
+def leave_meta(model: nn.Module) -> None:
+    """Gives meta parameters zeros that take no memory, and meta buffers zeros, for values that come later.
+
+    ``ValueError``, with nothing changed, for a buffer outside the state dict: no checkpoint would fill it.
+    """
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set:
+                raise ValueError(
+                    f"buffer '{prefix}.{name}' is on the meta device and not part of the state dict, so no "
+                    "checkpoint fills it; build the model on the CPU, inside 'with zero_ext.Init(config):'"
+                )
+    made: dict[torch.Tensor, torch.Tensor] = {}
+
+    def zeros(old: torch.Tensor) -> torch.Tensor:
+        if isinstance(old, nn.Parameter):
+            return torch.zeros((), dtype=old.dtype, device="cpu").expand(old.shape)
+        return torch.zeros_like(old, device="cpu")
+
+    for module in model.modules():
+        _replace(module, made, zeros)
+
+
+def _replace(module: nn.Module, made: dict[torch.Tensor, torch.Tensor], make: Make) -> list[str]:
+    """Gives ``module`` real tensors for its meta ones; the names of those that nobody had replaced yet."""
+    fresh = []
+    for name, parameter in list(module._parameters.items()):
+        if parameter is not None and parameter.is_meta:
+            if parameter not in made:
+                fresh.append(name)
+                made[parameter] = _moved(parameter, make(parameter))
+            setattr(module, name, made[parameter])
+    for name, buffer in list(module._buffers.items()):
+        if buffer is not None and buffer.is_meta:
+            if buffer not in made:
+                fresh.append(name)
+                made[buffer] = make(buffer)
+            module._buffers[name] = made[buffer]
+    return fresh
+
+
+def _moved(parameter: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
+    """``parameter`` itself with another tensor inside, or a new one where something holds the old one weakly
+    (recurrent modules do)."""
+    new = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    try:
+        torch.utils.swap_tensors(parameter, new)
+    except RuntimeError:
+        return new
+    return parameter
