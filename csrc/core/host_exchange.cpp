@@ -198,6 +198,9 @@ bool HostExchange::copy_next(int rank, std::unique_lock<std::mutex>& lock) {
   const Incoming target = std::move(peer.expected.front());
   peer.expected.pop_front();
   if (message.nbytes != target.bytes.size()) {
+    // Refused, but read: the sender need not wait for what will never be taken.
+    channel.read.store(read + 1, std::memory_order_release);
+    segment_.ring(rank);
     fail(rank, "rank " + std::to_string(rank) + " sent " + std::to_string(message.nbytes) +
                    " bytes where " + std::to_string(target.bytes.size()) + " were expected");
     return true;
