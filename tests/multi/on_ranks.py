@@ -22,7 +22,9 @@ def on_ranks(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[...
             rank_pool.run(world_size, f"{body.__module__}:{body.__name__}", arguments, timeout)
 
         own = list(inspect.signature(body).parameters.values())[1:]
-        given = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("rank_pool", "world_size")]
+        given = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("rank_pool", "world_size")
+        ]
         rest = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
         test.__signature__ = inspect.Signature(given + rest)  # type: ignore[attr-defined]
         test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__

@@ -20,7 +20,7 @@ from tests.multi.rank import RankTask, serve
 
 POOL_SIZE = 4
 START_SECONDS = 120.0
-GRACE_SECONDS = 5.0  # for the other ranks to report as well, once one has failed
+GRACE_SECONDS = 10.0  # for the other ranks to report as well, once one has failed
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "zero_ext", "zero_ext.zero", "tests.multi.rank"]
 
 
@@ -44,7 +44,12 @@ class RankPool:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(
-        self, world_size: int, target: str, arguments: dict[str, Any], timeout: float = 60.0, seed: int | None = None
+        self,
+        world_size: int,
+        target: str,
+        arguments: dict[str, Any],
+        timeout: float = 60.0,
+        seed: int | None = None,
     ) -> list[Any]:
         """Results of ``target`` on each of ``world_size`` ranks; raises :class:`RankFailure`."""
         if not 1 <= world_size <= self.size:
@@ -61,7 +66,9 @@ class RankPool:
         if failures:
             self.close()
             listed = "\n".join(f"--- rank {rank} ---\n{failures[rank]}" for rank in sorted(failures))
-            raise RankFailure(f"{target} failed on ranks {sorted(failures)} of {world_size} (seed {seed})\n{listed}")
+            raise RankFailure(
+                f"{target} failed on ranks {sorted(failures)} of {world_size} (seed {seed})\n{listed}"
+            )
         return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
@@ -93,7 +100,9 @@ class RankPool:
                 raise RankFailure(f"rank {rank} of the pool did not start within {START_SECONDS} s")
             connection.recv_bytes()
 
-    def _collect(self, pending: dict[Connection, int], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
+    def _collect(
+        self, pending: dict[Connection, int], timeout: float
+    ) -> tuple[dict[int, Any], dict[int, str]]:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         deadline = time.monotonic() + timeout

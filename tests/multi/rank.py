@@ -69,7 +69,9 @@ def serve(rank: int, size: int, folder: str, connection: Connection) -> None:
             except EOFError:
                 return
             buffer = io.BytesIO()
-            torch.save(_answer(task, World(rank, task.world_size, groups[task.world_size], task.seed)), buffer)
+            torch.save(
+                _answer(task, World(rank, task.world_size, groups[task.world_size], task.seed)), buffer
+            )
             connection.send_bytes(buffer.getvalue())
             gc.collect()
 

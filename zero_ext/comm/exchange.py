@@ -64,11 +64,14 @@ class Pending:
         self._rank = rank
         self._finish = finish
         self._done = False
+        self._error: RuntimeError | None = None
         with self._named_errors():
             self._works = start()
 
     def wait(self) -> None:
-        """Blocks until the result is in place; later calls return at once."""
+        """Blocks until the result is in place; later calls return, or raise again, at once."""
+        if self._error is not None:
+            raise self._error
         if self._done:
             return
         with self._named_errors():
@@ -85,8 +88,9 @@ class Pending:
         try:
             yield
         except Exception as error:
-            raise RuntimeError(
+            self._error = RuntimeError(
                 f"rank {self._rank}: {self._label} failed: {error}. A peer rank has died, or it runs other "
                 "collectives than this one; look at the first error on the other ranks. The limit is "
                 "'timeout_seconds' in the configuration."
-            ) from error
+            )
+            raise self._error from error

@@ -1,0 +1,258 @@
+"""Mistakes of the user and failures of ranks: errors that name the offender, and nothing half-done."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.pool import RankFailure, RankPool
+from tests.multi.rank import World
+from tests.zero.models import (
+    WIDTH,
+    Block,
+    TinyModel,
+    feature_batch,
+    feature_loss,
+    language_batch,
+    language_loss,
+)
+from tests.zero.training import adamw, configuration
+from zero_ext.config.errors import ConfigError
+from zero_ext.zero import engine_of
+from zero_ext.zero.layout import FlatLayout, ParameterSpec
+from zero_ext.zero.placement import Placement
+
+
+def prepared(world: World, model: nn.Module, stage: int, **more: Any) -> tuple[Any, Any]:
+    return zero_ext.prepare(
+        model, adamw(model.parameters()), configuration(stage, **more), process_group=world.group
+    )
+
+
+@on_ranks(1, 2)
+def test_step_without_backward(world: World) -> None:
+    for stage in (0, 1, 2, 3):
+        model, optimizer = prepared(world, TinyModel(layers=1), stage)
+        before = zero_ext.full_state_dict(model)
+        with pytest.raises(RuntimeError, match=r"optimizer.step\(\) without gradients(?s:.*)loss.backward"):
+            optimizer.step()
+        language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="without gradients"):
+            optimizer.step()
+        after = zero_ext.full_state_dict(model)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_backward_that_only_one_rank_runs_ends_in_time_with_names(world: World) -> None:
+    config = configuration(1, timeout_seconds=1.0)
+    model = nn.Linear(WIDTH, 2)
+    model, optimizer = zero_ext.prepare(model, adamw(model.parameters()), config, process_group=world.group)
+    out = model(feature_batch(world.seed, 0, 0, world.rank)).sum()
+    if world.rank == 0:
+        with pytest.raises(
+            RuntimeError, match=r"rank 0: reduce-scatter of the gradients of unit 'bucket.0' \(2"
+        ):
+            out.backward()
+    else:
+        with pytest.raises(RuntimeError, match=r"rank 1: agreement on gradients failed"):
+            optimizer.step()
+
+
+@on_ranks(2)
+def test_step_inside_backward(world: World) -> None:
+    model, optimizer = prepared(world, nn.Sequential(Block(), Block()), 3)
+    out = model(feature_batch(world.seed, 0, 0, world.rank))
+    inner = out * 1.0
+    caught = []
+
+    def step(gradient: torch.Tensor) -> None:
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            caught.append(str(error))
+
+    handle = model.module[0].register_full_backward_hook(lambda *_: step(None))  # type: ignore[arg-type]
+    feature_loss(lambda _: model(feature_batch(world.seed, 0, 0, world.rank)), None).backward()  # type: ignore[arg-type]
+    handle.remove()
+    del inner
+    assert caught and "inside a backward pass" in caught[0]
+
+
+def test_an_optimizer_of_other_parameters() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    mixed = optim.SGD([*model.parameters(), other.weight], 0.1)
+    with pytest.raises(
+        ValueError, match=r"group 0, parameter 2 of shape \(2, 2\) is not a parameter of the model"
+    ):
+        zero_ext.prepare(model, mixed, {"stage": 3})
+    with pytest.raises(TypeError, match="a torch.optim.Optimizer wanted, str given"):
+        zero_ext.prepare(model, "adam", {"stage": 3})  # type: ignore[arg-type]
+    stepped = optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    stepped.step()
+    with pytest.raises(ValueError, match="has state already"):
+        zero_ext.prepare(model, stepped, {"stage": 3})
+    zero_ext.prepare(model, optim.AdamW(model.parameters()), {"stage": 3})
+
+
+def test_configurations_and_worlds_that_do_not_exist() -> None:
+    model = nn.Linear(2, 2)
+    for stage in (4, -1, "3", None, 1.5, True):
+        with pytest.raises(ConfigError, match="stage"):
+            zero_ext.prepare(model, None, {"stage": stage})
+    with pytest.raises(ConfigError, match="gradient_clipping"):
+        zero_ext.prepare(model, None, {"gradient_clipping": float("nan")})
+    with pytest.raises(ValueError, match="stage: 4 given"):
+        Placement.of_stage(4)
+    for world_size in (0, -1):
+        with pytest.raises(ValueError, match=f"world_size: {world_size} given, at least 1 wanted"):
+            FlatLayout.build([ParameterSpec("a", (2,), (1,), torch.float32)], world_size)
+    with pytest.raises(ValueError, match="has no parameters"):
+        zero_ext.prepare(nn.ReLU(), None, {"stage": 3})
+    with pytest.raises(ValueError, match=r"'weight' is on device 'meta', 'cpu' wanted"):
+        zero_ext.prepare(nn.Linear(2, 2, device="meta"), None, {"stage": 3})
+    zero_ext.prepare(model, None, {"stage": 3})
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("difference", ["shape", "name", "dtype", "frozen", "more", "fewer", "stage", "clip"])
+def test_mismatched_models_are_told_to_all_ranks(world: World, difference: str) -> None:
+    odd = world.rank == world.size - 1
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    config = configuration(3)
+    if odd:
+        if difference == "shape":
+            model[1] = nn.Linear(4, 5)
+        elif difference == "name":
+            model = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"other": nn.Linear(4, 4)}))
+        elif difference == "dtype":
+            model[1].bfloat16()
+        elif difference == "frozen":
+            model[1].bias.requires_grad_(False)
+        elif difference == "more":
+            model.append(nn.Linear(4, 4))
+        elif difference == "fewer":
+            model.pop(1)
+        elif difference == "stage":
+            config["stage"] = 2
+        else:
+            config["gradient_clipping"] = 0.5
+    with pytest.raises(
+        RuntimeError, match=rf"ranks \[{world.size - 1}\] wrap another model or configuration"
+    ) as caught:
+        zero_ext.prepare(model, adamw(model.parameters()), config, process_group=world.group)
+    if odd and difference in ("stage", "clip"):
+        assert "configuration differs" in str(caught.value)
+    if odd and difference in ("shape", "dtype"):
+        assert '"1.weight"' in str(caught.value)
+    good, _ = prepared(world, nn.Linear(4, 4), 3)
+    good(torch.ones(1, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_ranks_begin_with_rank_0s_values_and_buffers(world: World) -> None:
+    for stage in (0, 3):
+        torch.manual_seed(world.seed + world.rank)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        model[1].running_mean.fill_(world.rank + 5.0)
+        first = {name: value.clone() for name, value in model.state_dict().items()}
+        model, _ = prepared(world, model, stage)
+        everyone = world.everyone(zero_ext.full_state_dict(model))
+        wanted = world.everyone(first)[0]
+        for state in everyone:
+            assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+
+
+@on_ranks(1, 2)
+def test_sparse_gradients_are_refused_by_name(world: World) -> None:
+    for stage in (0, 3):
+        model, _ = prepared(world, nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Linear(3, 2)), stage)
+        with pytest.raises(
+            RuntimeError, match=r"'0.weight' got a torch.sparse_coo gradient(?s:.*)sparse=False"
+        ):
+            model(torch.tensor([[1, 2]])).sum().backward()
+
+
+@on_ranks(1, 2)
+def test_a_gradient_that_is_not_finite_is_named_and_nothing_is_updated(world: World) -> None:
+    for stage in (0, 1, 2, 3):
+        model, optimizer = prepared(world, nn.Sequential(Block(), Block()), stage, gradient_clipping=1.0)
+        before = zero_ext.full_state_dict(model)
+        features = feature_batch(world.seed, 0, 0, world.rank)
+        handle = model.module[1].up.weight.register_hook(
+            lambda g: g * float("nan") if world.rank == world.size - 1 else g
+        )
+        feature_loss(model, features).backward()
+        with pytest.raises(FloatingPointError, match=r"gradient norm is nan; first in '1\.up\.weight'"):
+            optimizer.step()
+        handle.remove()
+        after = zero_ext.full_state_dict(model)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        optimizer.zero_grad()
+        feature_loss(model, features).backward()
+        optimizer.step()
+
+
+@on_ranks(1, 2)
+def test_fp16_needs_the_scaled_loss(world: World) -> None:
+    for stage in (0, 3):
+        model, _ = prepared(world, TinyModel(layers=1), stage, precision={"dtype": "fp16"})
+        with pytest.raises(RuntimeError, match=r"call model.backward\(loss\)"):
+            language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
+
+
+@on_ranks(1, 2)
+def test_no_optimizer_no_step(world: World) -> None:
+    model, nothing = zero_ext.prepare(TinyModel(layers=1), None, configuration(3), process_group=world.group)
+    assert nothing is None
+    with torch.no_grad():
+        assert model(language_batch(world.seed, 0, 0, 0)).isfinite().all()
+    with pytest.raises(RuntimeError, match="prepared without an optimizer"):
+        engine_of(model).step()
+    with pytest.raises(ValueError, match="Linear is not a prepared model"):
+        engine_of(nn.Linear(2, 2))
+
+
+def die_in_backward(world: World) -> None:
+    model, _ = prepared(world, nn.Sequential(Block(), Block()), 3)
+    feature_loss(model, feature_batch(world.seed, 0, 0, world.rank)).backward()
+    loss = feature_loss(model, feature_batch(world.seed, 1, 0, world.rank))
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    loss.backward()
+
+
+def wander_off(world: World) -> None:
+    config = configuration(3)
+    config["timeout_seconds"] = 1.5
+    model = nn.Sequential(Block(), Block())
+    model, _ = zero_ext.prepare(model, adamw(model.parameters()), config, process_group=world.group)
+    if world.rank == 0:
+        feature_loss(model, feature_batch(world.seed, 1, 0, world.rank)).backward()
+    else:
+        raise KeyError("the real reason")
+
+
+@pytest.mark.parametrize("fault", ["die_in_backward", "wander_off"])
+def test_a_rank_that_is_gone_ends_the_others_naming_rank_unit_and_parameter(fault: str) -> None:
+    pool = RankPool(2)
+    try:
+        with pytest.raises(RankFailure) as caught:
+            pool.run(2, f"{__name__}:{fault}", {}, timeout=20.0)
+    finally:
+        pool.close()
+    text = str(caught.value)
+    assert "RuntimeError: rank 0: gather of unit '" in text, text
+    assert ".norm.weight … " in text and "A peer rank has died" in text
+    assert ("exit code -9" if fault == "die_in_backward" else "the real reason") in text
