@@ -19,6 +19,7 @@ def launch(module: str, ranks: int, *arguments: object) -> None:
     threads = max(1, cores // ranks)
     paths = [str(EXAMPLES), str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
     environment = {
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads crawl where other processes want the cores too
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
