@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import nn
 
 from zero_ext.zero.buffers import persistent_buffers
 from zero_ext.zero.engine import Engine
+from zero_ext.zero.gather_order import GatherOrder
 from zero_ext.zero.lookup import engine_of, engine_of_parameter
-from zero_ext.zero.unit import Unit
+from zero_ext.zero.unit import Unit, UnitState
 
 
 @contextlib.contextmanager
@@ -23,25 +24,37 @@ def gathered(
 
     With ``modifier_rank`` None the values are for reading and a write raises ``RuntimeError`` at the end;
     with a rank, that rank's values become everybody's, shards and fp32 master weights included (elements
-    that were not changed keep their master's full precision). Works for every stage. Raises ``ValueError``
-    for a parameter of no prepared model.
+    that were not changed keep their master's full precision). Works for every stage. If the block raises,
+    or writes what it may only read, edits of sharded parameters are dropped; those of replicated ones
+    (stages 0 to 2) stay on this rank. Raises ``ValueError`` for a parameter of no prepared model or a rank
+    that does not exist.
     """
     units = _units_of(parameters)
     for engine, _ in units:
-        if modifier_rank is not None and not 0 <= modifier_rank < engine.world_size:
+        if modifier_rank is not None and modifier_rank not in range(engine.world_size):
             raise ValueError(
-                f"modifier_rank: {modifier_rank} given, a rank from 0 to {engine.world_size - 1} wanted"
+                f"modifier_rank: {modifier_rank!r} given, a rank from 0 to {engine.world_size - 1} wanted"
             )
     holder = object()
-    for engine, unit in units:
-        engine.residency.need(unit, holder, engine.residency.forward_order)
+    # An order of its own: to look ahead from here would gather units that the block does not use.
+    order = GatherOrder()
+    complete = False
     try:
+        for engine, unit in units:
+            engine.residency.need(unit, holder, order)
+        before = {unit: [parameter._version for parameter in unit.parameters] for _, unit in units}
         yield
         for engine, unit in units:
-            if modifier_rank is not None:
+            _check_present(unit)
+            if modifier_rank is None:
+                _check_only_read(unit, before[unit])
+            else:
                 _take_over(engine, unit, modifier_rank)
+        complete = True
     finally:
         for engine, unit in units:
+            if not complete and unit.holders == {holder}:
+                unit.accept_writes()
             engine.residency.let_go(unit, holder)
 
 
@@ -57,6 +70,24 @@ def _units_of(parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> 
     return [(engine, unit) for unit, engine in found.items()]
 
 
+def _check_present(unit: Unit) -> None:
+    if unit.state is not UnitState.GATHERED:
+        raise RuntimeError(
+            f"{unit.describe()} was released inside 'with zero_ext.gathered(...)': a backward pass ended "
+            "there. Run backward outside the block."
+        )
+
+
+def _check_only_read(unit: Unit, before: list[int]) -> None:
+    for number in unit.written():
+        if unit.parameters[number]._version != before[number]:
+            raise RuntimeError(
+                f"parameter '{unit.layout.specs[number].name}' was written to inside 'with "
+                "zero_ext.gathered(params):', which is for reading; say whose values count: "
+                "'with zero_ext.gathered(params, modifier_rank=0):'"
+            )
+
+
 def _take_over(engine: Engine, unit: Unit, modifier_rank: int) -> None:
     engine.collectives.broadcast_(unit.flat, modifier_rank, f"edited {unit.describe()}")
     unit.store_shard()
@@ -66,77 +97,102 @@ def _take_over(engine: Engine, unit: Unit, modifier_rank: int) -> None:
             master.follow_output()
 
 
-def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer, whole, as independent CPU tensors under the module's own keys; a
-    collective.
+def _names_of(engine: Engine) -> dict[nn.Parameter, list[str]]:
+    """Every name of every parameter in the state dict, those of modules that occur twice included."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in engine.model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
 
-    Parameters are in compute precision. With ``rank0_only`` the other ranks get an empty dict. Units are
-    gathered one at a time.
+
+def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+    """Every parameter and persistent buffer, whole, as independent CPU tensors under the module's own keys;
+    a collective.
+
+    Parameters are in compute precision; tied ones are one tensor under each of their names. With
+    ``rank0_only`` the other ranks get an empty dict. Units are gathered one at a time.
     """
     engine = engine_of(model)
-    inner = engine.model
     keep = not rank0_only or engine.rank == 0
-    values: dict[str, torch.Tensor] = {}
+    whole: dict[nn.Parameter, torch.Tensor] = {}
     for unit in engine.units:
         with gathered(unit.parameters):
-            for number, parameter in enumerate(unit.parameters):
-                if keep:
-                    value = unit.view_of(number).detach().clone()
-                    values.update(dict.fromkeys(engine.names[parameter], value))
+            for number, parameter in enumerate(unit.parameters if keep else ()):
+                whole[parameter] = unit.view_of(number).detach().clone()
     if not keep:
         return {}
-    persistent = persistent_buffers(inner)
-    values.update({name: buffer.detach().cpu().clone() for name, buffer in persistent.items()})
-    order = [name for name, _ in inner.named_parameters(remove_duplicate=False)] + list(persistent)
-    return {name: values[name] for name in order}
+    values = {name: whole[p] for name, p in engine.model.named_parameters(remove_duplicate=False)}
+    buffers = persistent_buffers(engine.model)
+    return {**values, **{name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}}
 
 
-def load_full_state_dict(model: nn.Module, state: dict[str, torch.Tensor], *, strict: bool = True) -> None:
+def load_full_state_dict(
+    model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True
+) -> tuple[list[str], list[str]]:
     """Loads whole tensors, present on every rank, into a prepared model of any stage; a collective.
 
-    fp32 values reach the master weights without rounding. ``strict`` raises ``ValueError``, before anything
-    changes, for missing or unexpected keys; wrong shapes always do.
+    fp32 values reach the master weights without rounding. A tied parameter may come under any of its names.
+    ``strict`` raises ``ValueError``, before anything changes, for missing or unexpected keys; wrong shapes
+    always do. Returns the missing and the unexpected keys.
     """
     engine = engine_of(model)
-    buffers = persistent_buffers(engine.model)
-    known = {name for names in engine.names.values() for name in names} | set(buffers)
-    primary = {names[0] for names in engine.names.values()}
-    missing = sorted((primary | set(buffers)) - set(state))
-    unexpected = sorted(set(state) - known)
+    names, buffers = _names_of(engine), persistent_buffers(engine.model)
+    found = {parameter: [name for name in own if name in state] for parameter, own in names.items()}
+    missing = [own[0] for parameter, own in names.items() if not found[parameter]]
+    missing += [name for name in buffers if name not in state]
+    known = {name for own in names.values() for name in own} | set(buffers)
+    unexpected = [name for name in state if name not in known]
     if strict and (missing or unexpected):
         raise ValueError(
             f"state dict: missing {missing}, unexpected {unexpected}; pass strict=False to ignore them"
         )
-    for unit in engine.units:
-        for spec in unit.layout.specs:
-            if spec.name in state and tuple(state[spec.name].shape) != spec.shape:
-                raise ValueError(
-                    f"state dict: '{spec.name}' has shape {tuple(state[spec.name].shape)}, {spec.shape} "
-                    f"wanted"
-                )
+    shapes = {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+    shapes |= {name: tuple(parameter.shape) for parameter, own in names.items() for name in own}
+    _check_shapes(state, shapes)
     with torch.no_grad():
         for unit in engine.units:
-            with gathered(unit.parameters):
-                specs = unit.layout.specs
-                values = [state.get(spec.name, unit.view_of(i).clone()) for i, spec in enumerate(specs)]
-                present = [spec.name in state for spec in specs]
-                unit.fill(values)
-                for master in engine.masters:
-                    if master.unit is unit:
-                        master.fill(values, present)
+            # The last of several names counts, as it does for torch.
+            last = [found[parameter][-1:] for parameter in unit.parameters]
+            _fill(engine, unit, [state[name[0]] if name else None for name in last])
         for name, buffer in buffers.items():
             if name in state:
                 buffer.copy_(state[name])
+    return missing, unexpected
+
+
+def _check_shapes(state: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    for name, value in state.items():
+        if name not in shapes:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"state dict: '{name}' is a {type(value).__name__}, a tensor wanted")
+        if tuple(value.shape) != shapes[name]:
+            raise ValueError(
+                f"state dict: '{name}' has shape {tuple(value.shape)}, {shapes[name]} wanted; nothing was "
+                "loaded"
+            )
+
+
+def _fill(engine: Engine, unit: Unit, values: list[torch.Tensor | None]) -> None:
+    with gathered(unit.parameters):
+        whole = [unit.view_of(i).clone() if value is None else value for i, value in enumerate(values)]
+        unit.fill(whole)
+        for master in engine.masters:
+            if master.unit is unit:
+                master.fill(whole, [value is not None for value in values])
 
 
 def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The whole averaged gradient of one parameter, on every rank, before scaling and clipping; a collective.
+    """The whole averaged gradient of one parameter, on every rank, before the step clips it; a collective.
 
-    None if no rank has one. Shape and memory order of the parameter, dtype of the reduced gradient.
+    None if no rank has one. Shape and memory order of the parameter, dtype of the reduced gradient. Of fp16
+    parameters it is still multiplied by the loss scale.
     """
     engine = engine_of_parameter(parameter)
     engine.settle_gradients()
     unit, number = engine.index[parameter]
+    if unit not in {master.unit for master in engine.masters}:
+        return None
     gradients = engine.gradients_of(unit)
     if number not in gradients.contributed:
         return None

@@ -1,4 +1,4 @@
-"""Casts a model's floating-point inputs to its compute precision."""
+"""Casts what meets the parameters, inputs and running statistics, to a model's compute precision."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
@@ -15,6 +16,18 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
         return _cast(args, dtype), _cast(kwargs, dtype)
 
     model.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def cast_running_statistics(model: nn.Module, dtype: torch.dtype) -> None:
+    """Batch and instance norms get running statistics in ``dtype``: their kernels refuse a mixture.
+
+    Other buffers keep their precision, which a rotary embedding's frequencies need.
+    """
+    for module in model.modules():
+        if isinstance(module, _NormBase):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    module._buffers[name] = buffer.to(dtype)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

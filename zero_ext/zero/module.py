@@ -88,13 +88,14 @@ class ZeroModule(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads whole tensors, present on every rank, at any stage; a collective."""
+        """Loads whole tensors, present on every rank, at any stage; a collective. See
+        :func:`zero_ext.load_full_state_dict`; returns torch's missing and unexpected keys."""
         if assign:
             raise ValueError(
                 "load_state_dict(assign=True) would replace sharded parameters; use assign=False"
             )
-        load_full_state_dict(self, dict(state_dict), strict=strict)
-        return torch.nn.modules.module._IncompatibleKeys([], [])
+        missing, unexpected = load_full_state_dict(self, state_dict, strict=strict)
+        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's own ``named_parameters``, without a prefix of the wrapper."""

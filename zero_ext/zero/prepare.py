@@ -22,7 +22,7 @@ from zero_ext.zero.construction import (
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.guards import guard_module
 from zero_ext.zero.hooks import install
-from zero_ext.zero.input_cast import cast_inputs
+from zero_ext.zero.input_cast import cast_inputs, cast_running_statistics
 from zero_ext.zero.lookup import MODULE_ATTRIBUTE, attach_engine
 from zero_ext.zero.meta import leave_meta
 from zero_ext.zero.module import ZeroModule
@@ -68,7 +68,7 @@ def prepare(
         RuntimeError: the ranks hold different models (raised on all of them).
     """
     settings = load_config(config)
-    if MODULE_ATTRIBUTE in vars(model) or isinstance(model, ZeroModule):
+    if vars(model).get(MODULE_ATTRIBUTE) is not None or isinstance(model, ZeroModule):
         raise ValueError(f"{type(model).__name__} is prepared already; call zero_ext.prepare once a model")
     if isinstance(model, torch._dynamo.OptimizedModule):
         raise ValueError(
@@ -91,6 +91,8 @@ def prepare(
     plans = plan_units(model, owned, settings, collectives.world_size)
     pool = BufferPool()
     built = [build_unit(plan, collectives, pool, values == "keep", optimizer is not None) for plan in plans]
+    if settings.precision.dtype != "keep":
+        cast_running_statistics(model, DTYPES[settings.precision.dtype])
     broadcast_buffers(model, collectives)
     engine = Engine(model, owned, built, settings, collectives, pool)
     engine.group = (process_group or dist.group.WORLD) if collectives.world_size > 1 else None
