@@ -22,7 +22,7 @@ from benchmarks.harness.environment import available_bytes, describe
 from benchmarks.harness.report import Table, terminal, write_results
 from benchmarks.harness.statistics import ratio_of_rounds
 from zero_ext import ops
-from zero_ext.checkpoint import load_checkpoint, save_checkpoint
+from zero_ext.checkpoint import SaveHandle, load_checkpoint, save_checkpoint
 from zero_ext.checkpoint.host_memory import raw_view
 
 SPEED_BAR = 0.80  # of the plain write's or read's speed
@@ -113,6 +113,7 @@ class Contender:
     name: str
     before: Callable[[], None]
     run: Callable[[], None]
+    after: Callable[[], None] = lambda: None
     seconds: list[float] = field(default_factory=list)
 
 
@@ -187,6 +188,28 @@ def loaders(folder: Path, state: State) -> list[Contender]:
     ]
 
 
+def blockers(folder: Path, state: State) -> list[Contender]:
+    """How long a background save keeps the training step waiting, against one copy of the same bytes."""
+    ours = folder / "ours"
+    under_way: list[SaveHandle] = []
+
+    def settle() -> None:
+        while under_way:
+            under_way.pop().wait()
+        shutil.rmtree(ours, ignore_errors=True)
+        os.sync()
+
+    def start() -> None:
+        under_way.append(save_checkpoint(ours, state, asynchronous=True))
+
+    def copy() -> None:
+        ops.host_buffer(state.memory.numel()).copy_(state.memory)
+
+    found = [Contender("zero_ext background save", settle, start), Contender("one host copy", settle, copy)]
+    found[0].after = settle
+    return found
+
+
 def run_in_turn(contenders: list[Contender], rounds: int) -> None:
     """One turn each a round, forwards and backwards alternately."""
     for number in range(rounds):
@@ -195,6 +218,7 @@ def run_in_turn(contenders: list[Contender], rounds: int) -> None:
             begin = time.perf_counter()
             contender.run()
             contender.seconds.append(time.perf_counter() - begin)
+            contender.after()
 
 
 def judge(title: str, contenders: list[Contender], nbytes: int) -> tuple[Table, list[dict[str, Any]]]:
@@ -257,7 +281,12 @@ def main(
         nbytes = state.memory.numel()
         results = []
         tables = []
-        for title, make in (("Save, to the disk", savers), ("Load, cold page cache", loaders)):
+        matches = (
+            ("Save, to the disk", savers),
+            ("Load, cold page cache", loaders),
+            ("Background save, until training goes on", blockers),
+        )
+        for title, make in matches:
             contenders = make(place, state)
             run_in_turn(contenders, rounds)
             table, figures = judge(f"{title}: {nbytes / 1e9:.2f} GB, one rank", contenders, nbytes)

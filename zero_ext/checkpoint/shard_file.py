@@ -10,17 +10,18 @@ import torch
 
 from zero_ext.checkpoint.dtypes import dtype_name
 from zero_ext.checkpoint.fill_plan import check_piece
-from zero_ext.checkpoint.host_memory import byte_view
+from zero_ext.checkpoint.host_memory import byte_view, copy_bytes
 from zero_ext.checkpoint.manifest import CHUNK_BYTES, FileRecord, PieceRecord
 from zero_ext.checkpoint.manifest_check import shard_file_name
 from zero_ext.checkpoint.safetensors_header import TensorEntry, by_alignment, encode_header
 from zero_ext.checkpoint.source import BUFFER, Piece
 from zero_ext.checkpoint.storage import Storage
 from zero_ext.checkpoint.stream_writer import StreamWriter
-from zero_ext.ops import host_buffer
+from zero_ext.ops import host_buffer, pack_
 from zero_ext.ops.checksum import crc32c
 
 _STAGING_ALIGNMENT = 64
+_PACKED_TOGETHER = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class OwnedPiece(NamedTuple):
@@ -62,12 +63,20 @@ def stage_pieces(pieces: Sequence[OwnedPiece]) -> list[OwnedPiece]:
     for piece in pieces:
         offsets.append(size)
         size += -(-piece.tensor.nbytes // _STAGING_ALIGNMENT) * _STAGING_ALIGNMENT
-    buffer = host_buffer(size) if size else torch.empty(0, dtype=torch.uint8)
-    staged = []
-    for piece, offset in zip(pieces, offsets, strict=True):
-        copy = buffer[offset : offset + piece.tensor.nbytes].view(piece.tensor.dtype)
-        copy.copy_(piece.tensor)
-        staged.append(piece._replace(tensor=copy))
+    buffer = host_buffer(size)
+    staged = [
+        piece._replace(tensor=buffer[offset : offset + piece.tensor.nbytes].view(piece.tensor.dtype))
+        for piece, offset in zip(pieces, offsets, strict=True)
+    ]
+    for dtype in {piece.tensor.dtype for piece in pieces}:
+        of_dtype = [number for number, piece in enumerate(pieces) if piece.tensor.dtype == dtype]
+        sources = [pieces[number].tensor for number in of_dtype]
+        if dtype in _PACKED_TOGETHER:
+            # One parallel pass: a copy for each of many small tensors waits for its threads each time.
+            pack_(buffer.view(dtype), sources, [offsets[number] // dtype.itemsize for number in of_dtype])
+        else:
+            for number, source in zip(of_dtype, sources, strict=True):
+                copy_bytes(byte_view(staged[number].tensor), byte_view(source))
     return staged
 
 
