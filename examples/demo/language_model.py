@@ -60,7 +60,7 @@ def held_out_loss(model: nn.Module, windows: Tensor) -> float:
 def sample_text(
     model: LlamaForCausalLM, settings: Settings, prompt: str = "Return a new ", length: int = 240
 ) -> str:
-    """Continues `prompt` by `length` bytes drawn from the model; bytes that are no text show as `?`."""
+    """Continues `prompt` by `length` bytes drawn from the model; what does not print shows as `?`."""
     torch.manual_seed(settings.seed)
     model.eval()
     seen = torch.tensor([list(prompt.encode())])
@@ -71,4 +71,5 @@ def sample_text(
         drawn = torch.multinomial((out.logits[:, -1].float() / 0.8).softmax(-1), 1)
         seen = torch.cat([seen, drawn], dim=1)
     model.train()
-    return bytes(seen[0].tolist()).decode(errors="replace").replace("\0", "\n").replace("\ufffd", "?")
+    text = bytes(seen[0].tolist()).decode(errors="replace").replace("\0", "\n")
+    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)
