@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zero_ext.config import OptimizerPolicy, ZeroConfig
 from zero_ext.config.deepspeed import load_deepspeed_config
 from zero_ext.data import ShardedLoader
+from zero_ext.integrations.step_log import StepLog
 from zero_ext.integrations.training_module import TrainingModule
 from zero_ext.optim.build import build_optimizer, build_scheduler, check_scheduler
 from zero_ext.zero.lookup import engine_of
@@ -60,17 +61,15 @@ def initialize(
         Engine, optimizer, loader (None without ``training_data``), scheduler (None without one).
     """
     settings = _settings(config, resolve)
+    # All that may be refused comes before the model is sharded.
+    loader = None if training_data is None else _loader(training_data, settings, process_group, collate_fn)
     made = _optimizer(optimizer, settings, model, model_parameters)
     if lr_scheduler is None and settings.scheduler is not None:
         check_scheduler(settings.scheduler, made)
     inner, prepared = prepare(model, made, settings, process_group=process_group, wrap=False)
-    settings = engine_of(inner).config
     scheduler = _scheduler(lr_scheduler, settings, prepared)
-    loader = None
-    if training_data is not None:
-        loader = _loader(
-            training_data, settings, engine_of(inner).rank, engine_of(inner).world_size, collate_fn
-        )
+    if settings.steps_per_print is not None and engine_of(inner).rank == 0:
+        engine_of(inner).subscribe(StepLog(settings.steps_per_print))
     return TrainingModule(inner, prepared, scheduler, loader), prepared, loader, scheduler
 
 
@@ -120,21 +119,24 @@ def _scheduler(given: Scheduler | None, settings: ZeroConfig, optimizer: Any) ->
 def _loader(
     dataset: Any,
     settings: ZeroConfig,
-    rank: int,
-    world_size: int,
+    process_group: dist.ProcessGroup | None,
     collate_fn: Callable[[list[Any]], Any] | None,
 ) -> ShardedLoader:
-    if settings.batch.micro_batch_size is None:
+    rank, world_size = 0, 1
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    batch = settings.batch.resolve(world_size)
+    if batch.micro_batch_size is None:
         raise ValueError(
             "training_data needs a batch size: set train_batch_size or train_micro_batch_size_per_gpu in the "
             "configuration"
         )
     return ShardedLoader(
         dataset,
-        settings.batch.micro_batch_size,
+        batch.micro_batch_size,
         rank=rank,
         world_size=world_size,
         seed=settings.seed,
-        drop_last=settings.batch.drop_last,
+        drop_last=batch.drop_last,
         collate_fn=collate_fn,
     )

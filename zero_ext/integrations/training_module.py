@@ -25,6 +25,11 @@ class TrainingModule(ZeroModule):
     last micro-batch of a step, then also steps the scheduler and clears the gradients.
     """
 
+    optimizer: ZeroOptimizer
+    lr_scheduler: LRScheduler | None
+    training_dataloader: ShardedLoader | None
+    _micro_steps: int
+
     def __init__(
         self,
         module: nn.Module,
@@ -33,10 +38,10 @@ class TrainingModule(ZeroModule):
         loader: ShardedLoader | None,
     ) -> None:
         super().__init__(module)
-        self.optimizer = optimizer
-        self.lr_scheduler = scheduler
-        self.training_dataloader = loader
-        self._micro_steps = 0
+        # Its own attributes from here on; others that are set on a wrapper go to the wrapped module.
+        vars(self).update(
+            optimizer=optimizer, lr_scheduler=scheduler, training_dataloader=loader, _micro_steps=0
+        )
 
     @property
     def config(self) -> ZeroConfig:

@@ -110,7 +110,11 @@ def prepare(
     for parameter in engine.trained_parameters():
         watch(parameter, engine)
     attach_engine(model, engine)
-    prepared = ZeroOptimizer(engine, optimizer, elementwise) if optimizer is not None else None
+    prepared = None
+    if optimizer is not None:
+        prepared = ZeroOptimizer(engine, optimizer, elementwise)
+        # A scheduler over the user's own optimizer would warn that it never steps: the prepared one does.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
     return (ZeroModule(model) if wrap else model), prepared
 
 
