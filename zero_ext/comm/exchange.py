@@ -32,7 +32,7 @@ class Exchange(Protocol):
 class GroupExchange:
     """Exchange over a process group or backend that has send and receive (gloo), for its use alone."""
 
-    def __init__(self, group: dist.ProcessGroup | dist.ProcessGroupGloo) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Sequence[Waitable]:

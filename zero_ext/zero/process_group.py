@@ -6,6 +6,7 @@ import datetime
 import os
 import uuid
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,8 @@ def make_collectives(group: dist.ProcessGroup | None, timeout_seconds: float) ->
     if not (dist.is_available() and dist.is_initialized()):
         return Collectives(0, 1, _NoPeers(), _NoPeers(), wire)
     parent = group if group is not None else dist.group.WORLD
+    if parent is None:
+        raise AssertionError("torch.distributed runs without a default group")
     ranks = dist.get_process_group_ranks(parent)
     rank, world_size = dist.get_rank(group), len(ranks)
     if rank < 0:
@@ -49,8 +52,12 @@ def make_collectives(group: dist.ProcessGroup | None, timeout_seconds: float) ->
     store = dist.PrefixStore(_shared_name(parent), parent.get_group_store())
     timeout = datetime.timedelta(seconds=timeout_seconds)
     gathers, reductions = (
+        # torch's stubs do not say that gloo's class has the methods of a process group.
         fastest_exchange(
-            dist.ProcessGroupGloo(dist.PrefixStore(purpose, store), rank, world_size, timeout),
+            cast(
+                dist.ProcessGroup,
+                dist.ProcessGroupGloo(dist.PrefixStore(purpose, store), rank, world_size, timeout),
+            ),
             timeout_seconds,
         )
         for purpose in ("gathers", "reductions")
