@@ -28,7 +28,8 @@ class MasterWeights:
     def __init__(self, model: nn.Module) -> None:
         self.parameters = list(model.parameters())
         self.masters = [nn.Parameter(parameter.detach().clone()) for parameter in self.parameters]
-        model.to(torch.bfloat16)
+        for parameter in self.parameters:  # not model.to(): the rotary frequencies, a buffer, stay fp32
+            parameter.data = parameter.data.to(torch.bfloat16)
         self.optimizer = build_optimizer(self.masters, SETTINGS)
 
     @torch.no_grad()

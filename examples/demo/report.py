@@ -65,7 +65,7 @@ def _page(run: TrainingRun, rows: list[Row], failures: list[str], seconds: float
         "`state` is what a rank keeps of parameters, gradients and optimizer, by the engine's ledger, and",
         "`sent` what it sends in a step, both in MB (10⁶ bytes) beside the formulas. All stages' losses must",
         f"be equal to the last bit; the plain loop's may differ by {SETTINGS.plain_tolerance:g} (relative):",
-        "bf16 rounds differently where another number of threads adds in another order.",
+        "AdamW's last fp32 bit differs, and with it the rounding of a few weights to bf16.",
         "",
         *_markdown_table(HEADINGS, [cells(row, rows[0]) for row in rows]),
         "",

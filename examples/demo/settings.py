@@ -16,8 +16,8 @@ class Settings:
         compared_steps: steps that every stage and the plain loop repeat.
         loss_bar: the held-out loss must end below this fraction of its start.
         resume_tolerance: relative change of the held-out loss that a resume at another world size may cause.
-        plain_tolerance: relative difference allowed between the plain loop's losses and ZeRO's. It is bf16's
-            rounding: two processes on one thread each and one on two do not add in the same order.
+        plain_tolerance: relative difference allowed between the plain loop's losses and ZeRO's: torch's AdamW and
+            the one-pass step differ in the last bit of fp32, and that turns the rounding of a few weights to bf16.
         memory_tolerance: relative difference allowed between measured bytes and the formula.
     """
 
@@ -38,7 +38,7 @@ class Settings:
     ranks: int = 2
     loss_bar: float = 0.6
     resume_tolerance: float = 2e-3
-    plain_tolerance: float = 2e-3
+    plain_tolerance: float = 1e-3
     memory_tolerance: float = 0.03
 
     @property
