@@ -1,4 +1,4 @@
-"""A transport under which every race shows: late transfers, sends read late, results poisoned until waited for."""
+"""A transport under which every race shows: late transfers and reads, results poisoned until waited for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 from zero_ext.comm import fastest_exchange
 from zero_ext.comm.exchange import Exchange, Message, Waitable
@@ -35,8 +34,7 @@ class DelayedExchange:
         self._random = random.Random(seed)
         self._longest = longest
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        threading.Thread(target=_work_off, args=(self._queue,), daemon=True).start()
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Sequence[Waitable]:
         """See :class:`Exchange`."""
@@ -73,12 +71,14 @@ class DelayedExchange:
         self._queue.put(run)
         return work
 
-    def _run(self) -> None:
-        while (task := self._queue.get()) is not None:
-            task()
-
     def __del__(self) -> None:
         self._queue.put(None)
+
+
+def _work_off(tasks: queue.Queue[Callable[[], None] | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task
 
 
 class _Work:
@@ -88,7 +88,8 @@ class _Work:
         self._targets, self._results = targets, results
 
     def wait(self) -> None:
-        self.ready.wait(60)
+        if not self.ready.wait(60):
+            raise RuntimeError("the delayed transfer never ended")
         if self.error is not None:
             raise self.error
         for target, result in zip(self._targets, self._results, strict=True):

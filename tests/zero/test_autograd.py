@@ -1,4 +1,4 @@
-"""Uses of autograd beyond forward-backward-step: several passes, kept graphs, several models, second derivatives."""
+"""Autograd beyond forward, backward, step: several passes, kept graphs, several models, double backward."""
 
 from __future__ import annotations
 
@@ -263,3 +263,39 @@ def test_a_released_weight_that_is_read_outside_a_call_is_nan_never_a_number(wor
     weight = model.head.weight
     assert weight.shape == (23, WIDTH) and weight.numel() == 23 * WIDTH
     assert functional.linear(torch.ones(1, WIDTH), weight).isnan().all()
+
+
+@on_ranks(2)
+def test_autograd_grad_gives_this_ranks_own_gradient(world: World) -> None:
+    """No accumulation takes place, so nothing is reduced; the next step is as if it had never been asked."""
+    torch.manual_seed(world.seed)
+    model = features_model()
+    twin = copy.deepcopy(model)
+    model, optimizer = prepared(world, model, 3)
+    batch = feature_batch(world.seed, 0, 0, world.rank)
+    own = torch.autograd.grad(feature_loss(model, batch), list(model.parameters()))
+    wanted = torch.autograd.grad(feature_loss(twin, batch), list(twin.parameters()))
+    for one, two in zip(own, wanted, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)
+    assert engine_of(model).residency.live_elements == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+    feature_loss(model, batch).backward()
+    optimizer.step()
+    for rank in range(world.size):
+        (feature_loss(twin, feature_batch(world.seed, 0, 0, rank)) / world.size).backward()
+    adamw(twin.parameters()).step()
+    check_parameters(model, twin)
+
+
+@on_ranks(2)
+def test_hooks_of_the_user_see_whole_parameters(world: World) -> None:
+    seen: list[bool] = []
+    model = features_model()
+    for module in (model[0].up, model[1]):
+        module.register_forward_pre_hook(lambda owner, _: seen.append(bool(owner.weight.isfinite().all())))
+        module.register_forward_hook(lambda owner, *_: seen.append(bool(owner.weight.isfinite().all())))
+    model, _ = prepared(world, model, 3)
+    late = model.module[1]
+    late.register_forward_pre_hook(lambda owner, _: seen.append(bool(owner.weight.isfinite().all())))
+    feature_loss(model, feature_batch(world.seed, 0, 0, world.rank)).backward()
+    assert seen == [True] * 5

@@ -96,7 +96,7 @@ def test_an_optimizer_of_other_parameters() -> None:
         ValueError, match=r"group 0, parameter 2 of shape \(2, 2\) is not a parameter of the model"
     ):
         zero_ext.prepare(model, mixed, {"stage": 3})
-    with pytest.raises(TypeError, match="a torch.optim.Optimizer wanted, str given"):
+    with pytest.raises(TypeError, match=r"a torch\.optim\.Optimizer wanted, str given"):
         zero_ext.prepare(model, "adam", {"stage": 3})  # type: ignore[arg-type]
     stepped = optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()

@@ -1,4 +1,4 @@
-"""Every stage, world size, accumulation, clipping and precision trains like torch alone, and like each other."""
+"""Every stage, world size, accumulation, clipping and precision trains like torch, and like the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients between backward and step, as the usual lines of a loop see them: the true global ones, or an error."""
+"""Gradients between backward and step, as the usual lines of a loop see them: the true ones, or an error."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_assigning_a_gradient(world: World) -> None:
 
 @on_ranks(1, 2)
 def test_grad_scaler(world: World) -> None:
-    """torch's own GradScaler around an fp32 model: unscale_ acts on the true gradients, or says what to call."""
+    """torch's own GradScaler around an fp32 model: unscale_ acts on true gradients, or says what to call."""
     for stage in STAGES:
         torch.manual_seed(world.seed)
         model = TinyModel(layers=1)

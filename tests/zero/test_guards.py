@@ -1,4 +1,4 @@
-"""The commonest ways to read, copy or overwrite sharded parameters: right, or an error that names the call."""
+"""The commonest ways to read, copy or overwrite sharded parameters: right, or an error naming the call."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("what", list(COPIES))
 def test_copies_of_a_sharded_model_raise_and_name_the_call(world: World, what: str) -> None:
     model, _ = prepared(world, Scalars())
-    with pytest.raises((RuntimeError, ValueError), match="full_state_dict|prepare|assign=False"):
+    with pytest.raises((RuntimeError, ValueError), match=r"full_state_dict|prepare|assign=False"):
         COPIES[what](model)
     feature_loss(model, feature_batch(world.seed, 0, 0, world.rank)).backward()
 

@@ -1,4 +1,4 @@
-"""The training loops that tests compare: a prepared model on its ranks, and a plain model on the global batch."""
+"""The loops that tests compare: a prepared model on its ranks, and a plain model on the global batch."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ class Plan(NamedTuple):
     dtype: str = "fp32"
 
 
+DEFAULT = Plan()
+
+
 class Run(NamedTuple):
     """Losses of this rank [steps * micro-batches], final parameters by name (whole), gradient norms."""
 
@@ -49,7 +52,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-def configuration(stage: int, plan: Plan = Plan(), **more: Any) -> dict[str, Any]:
+def configuration(stage: int, plan: Plan = DEFAULT, **more: Any) -> dict[str, Any]:
     """A configuration mapping for ``plan`` at ``stage``; ``more`` adds or replaces keys."""
     config: dict[str, Any] = {"stage": stage, "gradient_clipping": plan.clip, "timeout_seconds": 10.0}
     if plan.accumulation == "declared":
@@ -67,7 +70,7 @@ def train_prepared(
     loss_of: Loss,
     batch_of: Batch,
     config: dict[str, Any],
-    plan: Plan = Plan(),
+    plan: Plan = DEFAULT,
     make_optimizer: MakeOptimizer = adamw,
 ) -> Run:
     """Trains ``model`` under zero_ext on this rank's part of the data."""
@@ -94,7 +97,7 @@ def train_plain(
     model: nn.Module,
     loss_of: Loss,
     batch_of: Batch,
-    plan: Plan = Plan(),
+    plan: Plan = DEFAULT,
     make_optimizer: MakeOptimizer = adamw,
 ) -> Run:
     """Trains ``model`` by torch alone, in this process, on every rank's data: what DDP would compute.
@@ -194,7 +197,7 @@ def check_against_plain(
     loss_of: Loss,
     batch_of: Batch,
     stage: int,
-    plan: Plan = Plan(),
+    plan: Plan = DEFAULT,
     make_optimizer: MakeOptimizer = adamw,
     tolerance: float = 1e-6,
     **more: Any,
