@@ -19,7 +19,7 @@ from zero_ext.checkpoint.load_plan import LoadPlan, check_requests, plan_load
 from zero_ext.checkpoint.manifest import read_manifest
 from zero_ext.checkpoint.manifest_check import check_manifest
 from zero_ext.checkpoint.session import session_of
-from zero_ext.checkpoint.source import StateSource
+from zero_ext.checkpoint.source import OptimizerlessStateSource, StateSource
 
 _UNCHANGED = "Nothing of the model was changed"
 _HALF_LOADED = (
@@ -83,7 +83,7 @@ class _Load:
         self._stage(lambda: self._check_together(plan, checksums, requests), _UNCHANGED)
         with ChunkReader(self.path, plan.manifest) as reader:
             self._stage(lambda: self._verify(reader, plan), _UNCHANGED)
-            self._stage(lambda: self.source.load_scalar_state(plan.named.scalar_state), _HALF_LOADED)
+            self._stage(lambda: self.source.load_scalar_state(plan.named.scalar_state), _UNCHANGED)
             self._stage(lambda: _fill(reader, plan), _HALF_LOADED)
         self.source.finish_load()
         return LoadedCheckpoint(plan.manifest.step, plan.named.client_state, plan.named.extra)
@@ -103,7 +103,8 @@ class _Load:
                 f"{self.path}: the ranks read different manifests; is another job saving there?"
             )
         if self.agreement.rank == 0:
-            check_requests(plan.manifest, [json.loads(request) for request in requests])
+            trains = not isinstance(self.source, OptimizerlessStateSource) or self.source.trains
+            check_requests(plan.manifest, [json.loads(request) for request in requests], trains)
 
     def _verify(self, reader: ChunkReader, plan: LoadPlan) -> None:
         chunks: dict[Chunk, None] = {fill.chunk: None for fill in plan.fills}

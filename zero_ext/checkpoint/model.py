@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -10,8 +12,11 @@ from torch import nn
 
 from zero_ext.checkpoint import load as loading
 from zero_ext.checkpoint import save as saving
+from zero_ext.checkpoint.errors import CheckpointError
+from zero_ext.checkpoint.inspect import open_checkpoint
 from zero_ext.checkpoint.load import LoadedCheckpoint
-from zero_ext.checkpoint.session import SaveHandle
+from zero_ext.checkpoint.named_state import decode
+from zero_ext.checkpoint.session import SaveHandle, session_of
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.lookup import engine_of
 
@@ -71,24 +76,47 @@ def load_checkpoint(
     """Loads a checkpoint (default: the latest) into a prepared model; all ranks call it together.
 
     The checkpoint may come from any world size and stage. Random states are restored where the world size
-    is the same. Raises ``ValueError`` if a ``scheduler`` or ``loader`` is given whose state was not saved,
-    ``CheckpointError`` for anything missing, damaged or foreign, before the model changes.
+    is the same. Raises ``ValueError`` if a ``scheduler`` or ``loader`` is given whose state was not saved or
+    does not fit, ``CheckpointError`` for anything missing, damaged or foreign; nothing has changed then.
     """
     engine = engine_of(model)
-    loaded = loading.load_checkpoint(directory, engine.state, step="latest" if step is None else step)
-    for name, part in (("scheduler", scheduler), ("loader", loader)):
-        if part is None:
-            continue
-        if name not in loaded.extra:
+    parts = {name: part for name, part in (("scheduler", scheduler), ("loader", loader)) if part is not None}
+    states = _saved_states(directory, engine, step, parts) if parts else {}
+    before = {name: copy.deepcopy(parts[name].state_dict()) for name in states}
+    try:
+        for name, state in states.items():
+            parts[name].load_state_dict(state)
+        loaded = loading.load_checkpoint(directory, engine.state, step="latest" if step is None else step)
+    except Exception:
+        engine.state.abandon_load()
+        for name, state in before.items():
+            parts[name].load_state_dict(state)
+        raise
+    random_states = loaded.extra.get("random")
+    if random_states is not None and len(random_states) == engine.world_size:
+        torch.set_rng_state(random_states[engine.rank].clone())
+    return loaded
+
+
+def _saved_states(
+    directory: str | os.PathLike[str], engine: Engine, step: int | None, names: Iterable[str]
+) -> dict[str, Any]:
+    """The saved states of ``names``; none if the manifest cannot be read, which the load itself tells."""
+    session_of(engine.state).finish_previous()
+    try:
+        _, manifest = open_checkpoint(directory, step)
+        states = {
+            name: decode(manifest.extra[name], f"extra.{name}") for name in names if name in manifest.extra
+        }
+    except (CheckpointError, ValueError, RecursionError):
+        return {}
+    for name in names:
+        if name not in states:
             raise ValueError(
-                f"{directory}: step {loaded.step} holds no {name} state; save it with "
+                f"{directory}: step {manifest.step} holds no {name} state; save it with "
                 f"save_checkpoint(..., {name}=...) or load without it"
             )
-        part.load_state_dict(loaded.extra[name])
-    states = loaded.extra.get("random")
-    if states is not None and len(states) == engine.world_size:
-        torch.set_rng_state(states[engine.rank].clone())
-    return loaded
+    return states
 
 
 def _random_states(engine: Engine) -> torch.Tensor:

@@ -64,7 +64,8 @@ class StateSource(Protocol):
 
     The pieces of all ranks' ``save_pieces`` cover each (kind, name) exactly once. ``load_pieces`` yields what
     this rank needs filled, with replication all of it. ``scalar_state`` is everything else that a resume
-    needs, the same on all ranks. ``finish_load`` runs after every piece is filled and may use collectives.
+    needs, the same on all ranks; ``load_scalar_state`` takes it, or raises with nothing changed.
+    ``finish_load`` runs after every piece is filled and may use collectives.
     """
 
     @property
@@ -103,3 +104,11 @@ class LazyStateSource(Protocol):
     """
 
     def prepare_load(self, kinds: Mapping[str, tuple[str, ...]]) -> None: ...
+
+
+@runtime_checkable
+class OptimizerlessStateSource(Protocol):
+    """A source that may have no optimizer: while ``trains`` is False a load leaves optimizer state aside."""
+
+    @property
+    def trains(self) -> bool: ...

@@ -108,6 +108,20 @@ def was_stepped(optimizer: optim.Optimizer) -> bool:
     return any("step" not in state or float(state["step"]) != 0 for state in filled)
 
 
+def elementwise_kinds(optimizer: optim.Optimizer, group: dict[str, Any]) -> frozenset[str]:
+    """Names of the state tensors, one value an element, that ``optimizer`` has after a step; by trial."""
+    value = torch.zeros(2)
+    trial = on_other_tensors(optimizer, [{**group, "params": [value]}])
+    trial.state[value] = initial_state(optimizer, value, group)
+    value.grad = torch.ones(2)
+    trial.step()
+    return frozenset(
+        name
+        for name, entry in trial.state[value].items()
+        if isinstance(entry, torch.Tensor) and entry.dim() > 0
+    )
+
+
 def on_other_tensors(optimizer: optim.Optimizer, groups: list[dict[str, Any]]) -> optim.Optimizer:
     """An optimizer of the same class and settings with fresh state over the tensors in ``groups``."""
     made = copy.copy(optimizer)

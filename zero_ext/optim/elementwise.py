@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from zero_ext.optim.compatibility import initial_state, on_other_tensors
+from zero_ext.optim.compatibility import elementwise_kinds, initial_state, on_other_tensors
 from zero_ext.optim.stepper import OwnedRange, Segment
 
 
@@ -92,14 +92,22 @@ class ElementwiseStepper:
                 for name, scalar in saved["scalars"].items():
                     entries[name] = torch.tensor(scalar) if name in saved["zero_dim"] else scalar
 
-    def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
+    def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
         """See :class:`Stepper`."""
+        possible = [elementwise_kinds(self._inner, group) for group in self._live_groups]
+        made: list[tuple[torch.Tensor, str]] = []
         for owned, values in zip(self._ranges, self._tensors, strict=True):
             for segment, value in zip(owned.segments, values, strict=True):
-                entries = self._inner.state[value]
-                for name in kinds.get(segment.name, ()):
-                    if name != "master" and name not in entries:
-                        entries[name] = torch.zeros_like(value)
+                for name in possible[segment.group].intersection(kinds.get(segment.name, ())):
+                    if name not in self._inner.state[value]:
+                        self._inner.state[value][name] = torch.zeros_like(value)
+                        made.append((value, name))
+
+        def undo() -> None:
+            for value, name in made:
+                del self._inner.state[value][name]
+
+        return undo
 
     def state_bytes(self) -> int:
         """See :class:`Stepper`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,8 +92,9 @@ class AdamStepper:
         for name in self._steps:
             self._steps[name] = int(state["step"][name])
 
-    def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
+    def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
         """See :class:`Stepper`; the moments exist from the start."""
+        return lambda: None
 
     def state_bytes(self) -> int:
         """See :class:`Stepper`."""

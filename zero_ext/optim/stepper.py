@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,8 +46,9 @@ class Stepper(Protocol):
     def load_scalars(self, state: dict[str, Any]) -> None:
         """Restores :meth:`scalars`."""
 
-    def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
-        """Makes state tensors exist that are created late, for the kinds named for each parameter."""
+    def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
+        """Makes state tensors exist that are created late, for the kinds named for each parameter, as far as
+        this optimizer has such a kind. Returns what undoes it."""
 
     def state_bytes(self) -> int:
         """Bytes of all state tensors."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_ext.config import ZeroConfig, load_config
-from zero_ext.optim.compatibility import check_elementwise, fusible
+from zero_ext.optim.compatibility import check_elementwise, fusible, was_stepped
 from zero_ext.zero.construction import (
     broadcast_buffers,
     build_unit,
@@ -113,6 +113,7 @@ def prepare(
     prepared = None
     if optimizer is not None:
         prepared = ZeroOptimizer(engine, optimizer, elementwise)
+        engine.state.optimizer_class = type(optimizer).__qualname__
         # A scheduler over the user's own optimizer would warn that it never steps: the prepared one does.
         optimizer._opt_called = True  # type: ignore[attr-defined]
     return (ZeroModule(model) if wrap else model), prepared
@@ -134,7 +135,7 @@ def _check_optimizer(
                     "not a parameter of the model given to zero_ext.prepare; build the optimizer from "
                     "model.parameters() of that same model, after any change to it"
                 )
-    if any(optimizer.state.values()):
+    if was_stepped(optimizer):
         raise ValueError(
             "the optimizer has state already; call zero_ext.prepare before its first step, and restore "
             "training with zero_ext.load_checkpoint"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,6 +45,8 @@ class EngineState:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.proxy(engine)
+        self.optimizer_class: str | None = None  # the user's, None without an optimizer
+        self._undo: Callable[[], None] | None = None  # what a load made that has not changed anything yet
 
     @property
     def rank(self) -> int:
@@ -61,6 +63,11 @@ class EngineState:
         """The engine's process group; None for a single rank."""
         group: dist.ProcessGroup | None = self._engine.group
         return group
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer, whose state a checkpoint has to give back."""
+        return self._engine.stepper is not None
 
     @property
     def config(self) -> ZeroConfig:
@@ -141,29 +148,53 @@ class EngineState:
             "skipped_steps": engine.skipped_steps,
             "loss_scaler": engine.scaler.state_dict(),
             "param_groups": groups,
+            "optimizer_class": self.optimizer_class,
             "optimizer": engine.stepper.scalars() if engine.stepper is not None else None,
         }
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
-        """Restores :meth:`scalar_state`; param groups must hold the same parameters."""
-        engine = self._engine
-        own = self.scalar_state()["param_groups"]
-        saved = state["param_groups"]
-        if engine.stepper is not None and state["optimizer"] is not None:
-            if [group["params"] for group in own] != [group["params"] for group in saved]:
-                raise ValueError("the checkpoint's param groups hold other parameters than this optimizer's")
-            engine.stepper.load_scalars(state["optimizer"])
-            for live, group in zip(engine.groups, saved, strict=True):
+        """Restores :meth:`scalar_state`. ``ValueError``, with nothing changed, if it is of another optimizer
+        or its param groups hold other parameters."""
+        engine, stepper = self._engine, self._engine.stepper
+        if stepper is not None:
+            self._check_optimizer(state)
+        engine.scaler.load_state_dict(state["loss_scaler"])
+        self._undo = None
+        if stepper is not None:
+            stepper.load_scalars(state["optimizer"])
+            for live, group in zip(engine.groups, state["param_groups"], strict=True):
                 for key, value in group["settings"].items():
                     live[key] = _as_before(live.get(key), value)
         engine.steps = int(state["steps"])
         engine.skipped_steps = int(state["skipped_steps"])
-        engine.scaler.load_state_dict(state["loss_scaler"])
+
+    def _check_optimizer(self, state: dict[str, Any]) -> None:
+        own = self.scalar_state()
+        if state["optimizer"] is None:
+            raise ValueError("the checkpoint was saved without an optimizer, and this model has one")
+        if state["optimizer_class"] != own["optimizer_class"]:
+            raise ValueError(
+                f"the checkpoint was saved with the optimizer {state['optimizer_class']}, this model has "
+                f"{own['optimizer_class']}"
+            )
+        if state["optimizer"].keys() != own["optimizer"].keys():
+            raise ValueError(
+                f"the checkpoint's state of {own['optimizer_class']} is of another form than this model's; "
+                "was it saved with other settings, as amsgrad?"
+            )
+        if [group["params"] for group in own["param_groups"]] != [g["params"] for g in state["param_groups"]]:
+            raise ValueError("the checkpoint's param groups hold other parameters than this optimizer's")
 
     def prepare_load(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
         """Makes lazily created optimizer state exist for the kinds of state a checkpoint holds."""
         if self._engine.stepper is not None:
-            self._engine.stepper.make_state(kinds)
+            self._undo = self._engine.stepper.make_state(kinds)
+
+    def abandon_load(self) -> None:
+        """After a load that was refused: takes back what :meth:`prepare_load` made."""
+        if self._undo is not None:
+            self._undo()
+        self._undo = None
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The module's persistent buffers."""

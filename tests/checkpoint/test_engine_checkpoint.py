@@ -1,0 +1,288 @@
+"""Checkpoints of engines: any ranks, stage and optimizer to any other, bit for bit, and on from there."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import secrets
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+import zero_ext
+from tests.multi.pool import RankPool
+from tests.multi.rank import World
+from tests.zero.models import TinyModel
+from zero_ext.checkpoint.export import export_huggingface
+from zero_ext.zero import engine_of
+
+HERE = "tests.checkpoint.test_engine_checkpoint"
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, betas=(0.8, 0.95)),
+    "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, dampening=0.1),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2, initial_accumulator_value=0.1),
+    "adam": lambda params: torch.optim.Adam(params, lr=1e-2, weight_decay=0.1),
+    "amsgrad": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
+}
+
+
+class Mixture(nn.Module):
+    """Tied and frozen weights, channels_last, dropout, buffers of all kinds, a weight that is never used."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.language = TinyModel(layers=2, tied=True)
+        self.conv = nn.Conv2d(3, width, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(width)
+        self.drop = nn.Dropout(0.3)
+        self.frozen = nn.Linear(width, 3)
+        self.frozen.requires_grad_(False)
+        self.unused = nn.Parameter(torch.randn(7, 2))
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("scratch", torch.randn(4), persistent=False)
+
+    def forward(self, ids: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        seen = self.frozen(self.drop(self.norm(self.conv(images)).mean((2, 3))))
+        logits = self.drop(self.language(ids)).float()
+        return logits.square().mean() + seen.float().square().mean()
+
+
+def batch_of(world: World, seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed * 1000 + step * 10 + world.rank)
+    return torch.randint(0, 23, (2, 5), generator=generator), torch.randn(2, 3, 4, 4, generator=generator)
+
+
+class Training:
+    """A prepared model with optimizer and scheduler, built from ``seed``."""
+
+    def __init__(self, world: World, stage: int, dtype: str, optimizer: str, seed: int, **more: Any) -> None:
+        torch.manual_seed(seed)
+        model = Mixture(**more)
+        trained = OPTIMIZERS[optimizer](p for p in model.parameters() if p.requires_grad)
+        config = {
+            "stage": stage,
+            "timeout_seconds": 20,
+            "gradient_clipping": 1.0,
+            "precision": {"dtype": dtype},
+            "units": {"bucket_elements": 500},
+        }
+        self.world = world
+        self.model, self.optimizer = zero_ext.prepare(model, trained, config, process_group=world.group)
+        self.scheduler = StepLR(self.optimizer, step_size=2, gamma=0.7)
+        torch.manual_seed(seed + world.rank + 1)  # dropout differs between the ranks
+
+    def run(self, seed: int, first: int, steps: int) -> list[float]:
+        losses = []
+        for step in range(first, first + steps):
+            loss = self.model(*batch_of(self.world, seed, step))
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            losses.append(loss.item())
+        return losses
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Every state tensor whole, by kind and name, put together from all ranks' pieces; and buffers."""
+        state = engine_of(self.model).state
+        mine = [(p.kind, p.name, p.start, p.tensor.tolist()) for p in state.save_pieces()]
+        parts: dict[str, list[tuple[int, list[float]]]] = {}
+        for kind, name, start, values in itertools.chain(*self.world.everyone(mine)):
+            parts.setdefault(f"{kind} {name}", []).append((start, values))
+        whole = {}
+        for key, runs in parts.items():
+            values = torch.tensor(list(itertools.chain(*(values for _, values in sorted(runs)))))
+            shape = state.parameter_table()[key.partition(" ")[2]].shape
+            assert values.numel() == torch.Size(shape).numel(), key
+            whole[key] = values
+        buffers = {f"buffer {name}": buffer.clone() for name, buffer in state.buffers().items()}
+        rates = torch.tensor([group["lr"] for group in self.optimizer.param_groups])
+        return {**whole, **buffers, "lr": rates, "steps": torch.tensor(engine_of(self.model).steps)}
+
+
+def save_on_rank(world: World, directory: str, seed: int, background: bool, **setting: Any) -> dict[str, Any]:
+    training = Training(world, seed=seed, **setting)
+    training.run(seed, 0, 3)
+    state = training.state()
+    handle = zero_ext.save_checkpoint(
+        directory, training.model, scheduler=training.scheduler, client_state="mine", asynchronous=background
+    )
+    losses = training.run(seed, 3, 3)  # while a background save may still be writing
+    handle.wait()
+    return {"state": state, "losses": world.everyone(losses), "after": training.state()}
+
+
+def load_on_rank(world: World, directory: str, seed: int, **setting: Any) -> dict[str, Any]:
+    training = Training(world, seed=seed + 1000, **setting)
+    training.run(seed + 1000, 0, 1)  # its own state, which must go
+    scratch = training.model.scratch.clone()
+    loaded = zero_ext.load_checkpoint(directory, training.model, scheduler=training.scheduler)
+    assert loaded.step == 3 and loaded.client_state == "mine"
+    assert torch.equal(training.model.scratch, scratch)
+    state = training.state()
+    return {"state": state, "losses": world.everyone(training.run(seed, 3, 3)), "after": training.state()}
+
+
+def check_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), f"{name} differs"
+
+
+SEED = secrets.randbits(20)
+WORLDS = list(itertools.product((1, 2, 3, 4), repeat=2))
+STAGES = random.Random(SEED).sample(list(itertools.product(range(4), repeat=2)), 16)
+KINDS = random.Random(SEED).sample([*itertools.product(OPTIMIZERS, ("fp32", "bf16"))] * 2, 16)
+
+
+@pytest.mark.parametrize("number", range(16))
+def test_any_engine_to_any_other(rank_pool: RankPool, tmp_path: Path, number: int) -> None:
+    (saved_at, loaded_at), (saved, wanted), (optimizer, dtype) = WORLDS[number], STAGES[number], KINDS[number]
+    print(f"seed {SEED}: {saved_at} -> {loaded_at} ranks, stage {saved} -> {wanted}, {optimizer}, {dtype}")
+    common = {"directory": str(tmp_path), "seed": SEED, "optimizer": optimizer, "dtype": dtype}
+    before = rank_pool.run(
+        saved_at, f"{HERE}:save_on_rank", {**common, "stage": saved, "background": number % 2 == 0}
+    )[0]
+    after = rank_pool.run(loaded_at, f"{HERE}:load_on_rank", {**common, "stage": wanted})[0]
+    check_same(before["state"], after["state"])
+    if saved_at == loaded_at and (dtype == "fp32" or saved == wanted or saved_at == 1):
+        assert after["losses"] == before["losses"]
+        check_same(before["after"], after["after"])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_resume_is_bit_exact(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
+    for optimizer, dtype in (("adamw", "bf16"), ("momentum", "fp32")):
+        common = {
+            "directory": str(tmp_path / dtype),
+            "seed": SEED + stage,
+            "optimizer": optimizer,
+            "dtype": dtype,
+            "stage": stage,
+        }
+        before = rank_pool.run(2, f"{HERE}:save_on_rank", {**common, "background": True})[0]
+        after = rank_pool.run(2, f"{HERE}:load_on_rank", common)[0]
+        assert len({loss for own in before["losses"] for loss in own}) == 6  # dropout and data differ
+        assert after["losses"] == before["losses"]
+        check_same(before["after"], after["after"])
+
+
+def refuse_on_rank(world: World, directory: str) -> None:
+    setting = {"stage": 3, "dtype": "fp32", "optimizer": "adamw"}
+    saved = Training(world, seed=1, **setting)
+    saved.run(1, 0, 2)
+    zero_ext.save_checkpoint(directory, saved.model)
+
+    class Stateful:
+        def __init__(self) -> None:
+            self.state = {"at": 1}
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            if "at" not in state:
+                raise ValueError("no such state")
+            self.state = state
+
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"width": 6}, {}, r"'conv.weight' has shape \[5, 3, 3, 3\], the model's \[6, 3, 3, 3\]"),
+        ({"optimizer": "momentum"}, {}, "another optimizer"),
+        ({"optimizer": "amsgrad"}, {}, "as amsgrad"),
+        ({"optimizer": "adam"}, {}, "saved with the optimizer AdamW, this model has Adam"),
+        ({}, {"loader": Stateful()}, "holds no loader state"),
+        ({}, {"step": 7}, "step-000007"),
+    ]
+    for change, arguments, pattern in cases:
+        training = Training(world, seed=2, **{**setting, **change})
+        if arguments:
+            training.run(2, 0, 1)  # else the optimizer has made no state yet
+        before, random_state = training.state(), torch.get_rng_state()
+        with pytest.raises(Exception, match=pattern) as caught:
+            zero_ext.load_checkpoint(directory, training.model, scheduler=None, **arguments)
+        assert len(set(world.everyone(type(caught.value).__name__))) == 1
+        check_same(before, training.state())
+        assert torch.equal(torch.get_rng_state(), random_state)
+        training.run(2, 1, 1)
+    keeper = Stateful()
+    zero_ext.save_checkpoint(directory, saved.model, loader=keeper, scheduler=saved.scheduler, step=9)
+    other = Training(world, seed=2, **{**setting, "width": 6})
+    keeper.state = {"at": 5}
+    rates = dict(other.scheduler.state_dict())
+    with pytest.raises(ValueError, match="does not fit this model"):
+        zero_ext.load_checkpoint(directory, other.model, loader=keeper, scheduler=other.scheduler)
+    assert keeper.state == {"at": 5} and other.scheduler.state_dict() == rates
+    with pytest.raises(ValueError, match="not a prepared model"):
+        zero_ext.load_checkpoint(directory, nn.Linear(2, 2))
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks_with_nothing_changed(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    rank_pool.run(2, f"{HERE}:refuse_on_rank", {"directory": str(tmp_path)})
+
+
+def use_on_rank(world: World, directory: str) -> None:
+    """Saved in training, loaded without an optimizer."""
+    setting = {"stage": 2, "dtype": "bf16", "optimizer": "adamw"}
+    training = Training(world, seed=3, **setting)
+    training.run(3, 0, 2)
+    zero_ext.save_checkpoint(directory, training.model, keep_last=1)
+    wanted = zero_ext.full_state_dict(training.model)
+    model = Mixture()
+    model, optimizer = zero_ext.prepare(
+        model, None, {"stage": 3, "precision": {"dtype": "bf16"}}, process_group=world.group, values="empty"
+    )
+    assert optimizer is None
+    zero_ext.load_checkpoint(directory, model)
+    found = zero_ext.full_state_dict(model)
+    for name in engine_of(model).state.buffers() if world.rank else ():
+        del wanted[name], found[name]  # the first rank's are saved
+    check_same(wanted, found)
+    with torch.no_grad():
+        assert model(*batch_of(world, 3, 0)).isfinite()
+
+
+def test_a_checkpoint_of_training_loads_for_use(rank_pool: RankPool, tmp_path: Path) -> None:
+    rank_pool.run(2, f"{HERE}:use_on_rank", {"directory": str(tmp_path)})
+
+
+def llama_on_rank(world: World, directory: str, tied: bool) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape = LlamaConfig(
+        vocab_size=37, hidden_size=16, intermediate_size=24, tie_word_embeddings=tied, **sizes
+    )
+    with zero_ext.Init(process_group=world.group):
+        model = LlamaForCausalLM(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = {"stage": 3, "precision": {"dtype": "bf16"}}
+    model, optimizer = zero_ext.prepare(model, optimizer, config, process_group=world.group)
+    ids = torch.randint(0, 37, (2, 6))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    zero_ext.save_checkpoint(directory, model)
+    whole = zero_ext.full_state_dict(model)
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    if world.rank == 0:
+        out = Path(directory) / "exported"
+        export_huggingface(directory, out)
+        shape.save_pretrained(out)
+        read = LlamaForCausalLM.from_pretrained(out, dtype=torch.bfloat16).eval()
+        check_same(whole, dict(read.state_dict()))
+        with torch.no_grad():
+            assert torch.equal(read(input_ids=ids).logits, logits)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_reads_the_export(rank_pool: RankPool, tmp_path: Path, tied: bool) -> None:
+    rank_pool.run(2, f"{HERE}:llama_on_rank", {"directory": str(tmp_path), "tied": tied})
