@@ -47,7 +47,9 @@ def draw_loss(run: TrainingRun, path: Path) -> None:
     held_out = [run.held_out_start, run.held_out_saved, run.held_out_end]
     axes.plot(steps, held_out, "o", color="#c44e52", markersize=7, label="held-out", zorder=3)
     for step, loss in zip(steps, held_out, strict=True):
-        axes.annotate(f"{loss:.2f}", (step, loss), textcoords="offset points", xytext=(7, 6), color="#c44e52")
+        axes.annotate(
+            f"{loss:.2f}", (step, loss), textcoords="offset points", xytext=(6, -15), color="#c44e52"
+        )
     bars = (
         (run.unigram_entropy, "byte-unigram entropy", "--"),
         (SETTINGS.loss_bar * run.held_out_start, f"{SETTINGS.loss_bar:g} × held-out start", ":"),

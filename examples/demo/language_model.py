@@ -71,5 +71,5 @@ def sample_text(
         drawn = torch.multinomial((out.logits[:, -1].float() / 0.8).softmax(-1), 1)
         seen = torch.cat([seen, drawn], dim=1)
     model.train()
-    text = bytes(seen[0].tolist()).decode(errors="replace").replace("\0", "\n")
+    text = bytes(seen[0].tolist()).decode(errors="replace").replace("\0", "\n").replace("\ufffd", "?")
     return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)

@@ -16,8 +16,9 @@ class Settings:
         compared_steps: steps that every stage and the plain loop repeat.
         loss_bar: the held-out loss must end below this fraction of its start.
         resume_tolerance: relative change of the held-out loss that a resume at another world size may cause.
-        plain_tolerance: relative difference allowed between the plain loop's losses and ZeRO's: torch's AdamW and
-            the one-pass step differ in the last bit of fp32, and that turns the rounding of a few weights to bf16.
+        plain_tolerance: relative difference allowed between the plain loop's losses and ZeRO's: torch's
+            AdamW and the one-pass step differ in the last bit of fp32, which turns the rounding of a few
+            weights to bf16.
         memory_tolerance: relative difference allowed between measured bytes and the formula.
     """
 
