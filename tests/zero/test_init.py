@@ -357,3 +357,18 @@ def test_values_empty_takes_meta_and_born_parameters(world: World) -> None:
                 assert torch.equal(value, plain.state_dict()[name])
             if model is born:
                 break
+
+
+@on_ranks(2)
+def test_buffers_that_no_checkpoint_fills_are_named(world: World) -> None:
+    class Position(TinyModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("angles", torch.arange(4.0), persistent=False)
+            self.register_buffer("scale", torch.arange(4.0))
+
+    with torch.device("meta"):
+        model = Position()
+    with pytest.warns(RuntimeWarning, match=r"buffers \['angles'\] stay on the meta device"):
+        model, _ = zero_ext.prepare(model, None, configuration(3), process_group=world.group, values="empty")
+    assert model.angles.is_meta and not model.scale.is_meta

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 
 import torch
@@ -46,24 +47,31 @@ def materialise(modules: Iterable[nn.Module]) -> None:
 def leave_meta(model: nn.Module) -> None:
     """Gives meta parameters zeros that take no memory, and meta buffers zeros, for values that come later.
 
-    ``ValueError``, with nothing changed, for a buffer outside the state dict: no checkpoint would fill it.
+    Buffers outside the state dict stay on the meta device, with a warning: no checkpoint would fill them.
     """
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set:
-                raise ValueError(
-                    f"buffer '{prefix}.{name}' is on the meta device and not part of the state dict, so no "
-                    "checkpoint fills it; build the model on the CPU, inside 'with zero_ext.Init(config):'"
-                )
     made: dict[torch.Tensor, torch.Tensor] = {}
-
-    def zeros(old: torch.Tensor) -> torch.Tensor:
-        if isinstance(old, nn.Parameter):
-            return torch.zeros((), dtype=old.dtype, device="cpu").expand(old.shape)
-        return torch.zeros_like(old, device="cpu")
-
+    left: list[str] = []
+    for prefix, module in model.named_modules():
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.is_meta:
+                made[buffer] = buffer
+                left.append(f"{prefix}.{name}" if prefix else name)
     for module in model.modules():
-        _replace(module, made, zeros)
+        _replace(module, made, _zeros)
+    if left:
+        warnings.warn(
+            f"buffers {sorted(left)} stay on the meta device: they are not part of the state dict, so no checkpoint "
+            "fills them. Give them values before the first forward.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _zeros(old: torch.Tensor) -> torch.Tensor:
+    if isinstance(old, nn.Parameter):
+        return torch.zeros((), dtype=old.dtype, device="cpu").expand(old.shape)
+    return torch.zeros_like(old, device="cpu")
 
 
 def _replace(module: nn.Module, made: dict[torch.Tensor, torch.Tensor], make: Make) -> list[str]:

@@ -1,0 +1,128 @@
+"""The ledger against the paper's formula, the planner's exact one, and what memory really holds."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from zero_ext import ops
+from zero_ext.plan import TrainingState, model_state_bytes
+from zero_ext.zero import engine_of
+
+KINDS = ("params", "grads", "optimizer")
+
+
+class TwoMillion(nn.Module):
+    """2.1M parameters in units of several sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1009, 256)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 1000), nn.Linear(1000, 256)) for _ in range(3)
+        )
+        self.head = nn.Linear(256, 1009, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+def paper(stage: int, psi: int, ranks: int) -> dict[str, float]:
+    """Rajbhandari et al. 2020, section 3.1 and figure 1: bytes of a rank, mixed precision Adam."""
+    return {
+        "params": 2 * psi / (ranks if stage == 3 else 1),
+        "grads": 2 * psi / (ranks if stage >= 2 else 1),
+        "optimizer": 12 * psi / (ranks if stage >= 1 else 1),
+    }
+
+
+def live_storages() -> dict[int, int]:
+    """Bytes of every storage behind a tensor that Python can reach, by address."""
+    gc.collect()
+    found: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, nn.Parameter) and thing.device.type == "cpu":
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def train(world: World, stage: int) -> tuple[Any, Any]:
+    model = TwoMillion()
+    config = {"stage": stage, "precision": {"dtype": "bf16"}, "gradient_clipping": 1.0}
+    model, optimizer = zero_ext.prepare(
+        model, torch.optim.AdamW(model.parameters()), config, process_group=world.group
+    )
+    for _ in range(2):
+        model(torch.randint(0, 1009, (2, 8))).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_of_a_rank(world: World, stage: int) -> None:
+    storages, buffers = live_storages(), ops.host_buffer_bytes()
+    model, optimizer = train(world, stage)
+    engine = engine_of(model)
+    ledger = engine.ledger()
+    assert set(ledger) == {*KINDS, "staging"}
+
+    psi = sum(parameter.numel() for parameter in model.parameters())
+    assert 2_000_000 < psi < 2_200_000
+    for kind, wanted in paper(stage, psi, world.size).items():
+        assert ledger[kind] == pytest.approx(wanted, rel=0.03), kind
+    assert sum(ledger[kind] for kind in KINDS) == pytest.approx(
+        sum(paper(stage, psi, world.size).values()), rel=0.005
+    )
+
+    padded = sum(unit.layout.numel for unit in engine.units)
+    exact = model_state_bytes(stage, world.size, TrainingState({"bf16": padded}))
+    assert [ledger[kind] for kind in KINDS] == [exact.params, exact.grads, exact.optimizer]
+
+    total = sum(ledger.values())
+    assert ops.host_buffer_bytes() - buffers == total
+    found = {address: size for address, size in live_storages().items() if address not in storages}
+    assert sum(found.values()) == pytest.approx(total, rel=0.03)
+
+    if stage == 3 and world.size > 1:  # what is whole for a moment stays below the model
+        assert 0 < ledger["staging"] < 2 * psi * 2
+    del model, optimizer, engine, found
+    gc.collect()
+    assert ops.host_buffer_bytes() == buffers
+
+
+@on_ranks(1, 2)
+def test_fp32_parameters_are_their_own_masters(world: World) -> None:
+    for stage in range(4):
+        model = nn.Linear(320, 200)
+        model, _ = zero_ext.prepare(
+            model, torch.optim.AdamW(model.parameters()), {"stage": stage}, process_group=world.group
+        )
+        ledger, engine = engine_of(model).ledger(), engine_of(model)
+        share = world.size if stage >= 1 else 1
+        padded = sum(unit.layout.numel for unit in engine.units)
+        assert ledger["params"] == 4 * padded // (world.size if stage == 3 else 1)
+        assert ledger["optimizer"] == 8 * padded // share
+
+
+@on_ranks(2)
+def test_without_an_optimizer_only_parameters_are_held(world: World) -> None:
+    for stage in range(4):
+        model, _ = zero_ext.prepare(nn.Linear(320, 200), None, {"stage": stage}, process_group=world.group)
+        ledger = engine_of(model).ledger()
+        assert ledger["grads"] == ledger["optimizer"] == 0
+        padded = sum(unit.layout.numel for unit in engine_of(model).units)
+        assert ledger["params"] == 4 * padded // (world.size if stage == 3 else 1)

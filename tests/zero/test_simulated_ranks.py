@@ -1,0 +1,138 @@
+"""One rank of 1,024, simulated: bytes and wire elements of a Llama shape that was never in memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+import zero_ext
+from zero_ext.plan import TrainingState, model_state_bytes, wire_elements
+from zero_ext.zero import engine_of
+from zero_ext.zero.layout import ALIGNMENT_BYTES
+
+RANKS = 1024
+HIDDEN, LAYERS, FEED_FORWARD, VOCABULARY = 256, 4, 688, 4000
+SETTINGS = [
+    (0, 1, False),
+    (1, 2, False),
+    (2, 2, False),
+    (3, 1, False),
+    (3, 2, True),
+]  # stage, micro-batches, no_sync
+
+
+class Layer(nn.Module):
+    """Llama's parameters, with the cheapest forward that uses them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.ModuleDict(
+            {name: nn.Linear(HIDDEN, HIDDEN, bias=False) for name in ("query", "key", "value", "out")}
+        )
+        self.gate = nn.Linear(HIDDEN, FEED_FORWARD, bias=False)
+        self.up = nn.Linear(HIDDEN, FEED_FORWARD, bias=False)
+        self.down = nn.Linear(FEED_FORWARD, HIDDEN, bias=False)
+        self.norms = nn.ParameterList([nn.Parameter(torch.ones(HIDDEN)) for _ in range(2)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        seen = hidden * self.norms[0]
+        mixed = sum(self.attention[name](seen) for name in ("query", "key", "value"))
+        hidden = hidden + self.attention["out"](mixed)
+        seen = hidden * self.norms[1]
+        return hidden + self.down(functional.silu(self.gate(seen)) * self.up(seen))
+
+
+class Llama(nn.Module):
+    """Embedding, layers, norm, head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.norm = nn.RMSNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(self.norm(hidden)).float().square().mean()
+
+
+def simulate(stage: int, micro_batches: int, no_sync: bool) -> dict[str, Any]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    with torch.device("meta"):
+        model = Llama()
+    config = {
+        "stage": stage,
+        "precision": {"dtype": "bf16"},
+        "batch": {"gradient_accumulation_steps": micro_batches},
+    }
+    model, optimizer = zero_ext.prepare(model, torch.optim.AdamW(model.parameters()), config, values="empty")
+    engine = engine_of(model)
+    assert engine.world_size == RANKS
+    for _ in range(2):  # the first step also agrees on an order of reductions
+        for micro in range(micro_batches):
+            with model.no_sync() if no_sync and micro + 1 < micro_batches else torch.enable_grad():
+                model(torch.zeros(1, 3, dtype=torch.int64)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    result = {
+        "ledger": engine.ledger(),
+        "wire": {kind: count for kind, count in engine.wire.last_elements.items() if kind != "scalars"},
+        "padded": sum(unit.layout.numel for unit in engine.units),
+        "units": len(engine.units),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+    dist.destroy_process_group()
+    return result
+
+
+def test_bytes_and_wire_elements_equal_the_formula() -> None:
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.zero.test_simulated_ranks"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    psi = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * FEED_FORWARD + 2 * HIDDEN) + 2 * VOCABULARY * HIDDEN + HIDDEN
+    for (stage, micro_batches, no_sync), result in zip(SETTINGS, results, strict=True):
+        assert result["parameters"] == psi
+        padded = result["padded"]
+        assert psi <= padded <= psi + (result["units"] * RANKS + 40) * ALIGNMENT_BYTES // 2
+        state = TrainingState({"bf16": padded}, accumulation_steps=micro_batches)
+        exact = model_state_bytes(stage, RANKS, state)
+        ledger = result["ledger"]
+        assert (ledger["params"], ledger["grads"], ledger["optimizer"]) == (
+            exact.params,
+            exact.grads,
+            exact.optimizer,
+        ), stage
+        assert result["wire"] == wire_elements(
+            stage, RANKS, padded, accumulation_steps=micro_batches, no_sync=no_sync
+        ), stage
+    # Stages 2 and 3 against the paper's 2P + 14P/N and 16P/N, with fp32 gradients where micro-batches add up.
+    assert (
+        sum(results[3]["ledger"][kind] for kind in ("params", "grads", "optimizer")) * RANKS
+        == 16 * (results[3]["padded"])
+    )
+
+
+if __name__ == "__main__":
+    for setting in SETTINGS:
+        print(json.dumps(simulate(*setting)))
