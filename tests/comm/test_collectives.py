@@ -144,4 +144,4 @@ def test_a_group_of_another_backend_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_backend", lambda group: "mpi")
     with pytest.raises(ValueError, match="backend 'mpi': CPU tensors need 'gloo'"):
-        make_collectives(None, 1.0)
+        make_collectives(object(), 1.0)  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     """The optimizer of most tests."""
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+    return torch.optim.AdamW(parameters, lr=3e-3, eps=1e-6, weight_decay=0.1)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
