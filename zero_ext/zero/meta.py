@@ -61,8 +61,8 @@ def leave_meta(model: nn.Module) -> None:
         _replace(module, made, _zeros)
     if left:
         warnings.warn(
-            f"buffers {sorted(left)} stay on the meta device: they are not part of the state dict, so no checkpoint "
-            "fills them. Give them values before the first forward.",
+            f"buffers {sorted(left)} stay on the meta device: they are not part of the state dict, so no "
+            "checkpoint fills them. Give them values before the first forward.",
             RuntimeWarning,
             stacklevel=3,
         )
