@@ -18,14 +18,14 @@ from zero_ext.config.events import Bus, StepEnd, Subscriber
 from zero_ext.optim import OwnedRange, Segment, Stepper
 from zero_ext.zero.backward import BackwardPass
 from zero_ext.zero.gradient_view import GradientViews
-from zero_ext.zero.gradients import UnitGradients
+from zero_ext.zero.gradients import UnitGradients, make_gradients
 from zero_ext.zero.hooks import ForwardHooks
 from zero_ext.zero.layout import Overlap
 from zero_ext.zero.ledger import ledger_of
 from zero_ext.zero.loss_scaler import LossScaler
 from zero_ext.zero.master import MasterShard
 from zero_ext.zero.norms import GradientNorms
-from zero_ext.zero.partition import DTYPES, Owned
+from zero_ext.zero.partition import Owned
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.reducer import GradientReducer
 from zero_ext.zero.residency import Residency
@@ -71,12 +71,7 @@ class Engine:
         self._collected = False
         self._bus = Bus()
         self._step_began = time.perf_counter()
-        accumulates = config.batch.gradient_accumulation_steps > 1
-        dtype = DTYPES[config.precision.grad_accum_dtype]
-        self._gradients = {
-            unit: UnitGradients(unit, pool, dtype, accumulates)
-            for unit in (master.unit for master in self.masters)
-        }
+        self._gradients = {master.unit: make_gradients(master.unit, pool, config) for master in self.masters}
         trained = list(self._gradients.values())
         self.reducer = GradientReducer(trained, collectives, self._bus)
         self.norms = GradientNorms(trained, collectives)
@@ -354,8 +349,7 @@ class Engine:
             raise FloatingPointError(
                 f"rank {self.rank}: the gradient norm is {self.grad_norm}; first in "
                 f"{self.norms.first_non_finite()}. Nothing was updated. Look for a division by zero or an "
-                f"overflow in the loss, "
-                "or set gradient_clipping to 0 to step without a norm."
+                "overflow in the loss, or set gradient_clipping to 0 to step without a norm."
             )
         if clipping:
             scale *= torch.clamp(clipping / (norm + 1e-6), max=1.0).float()

@@ -6,6 +6,8 @@ import torch
 
 from zero_ext import ops
 from zero_ext.comm import Pending
+from zero_ext.config import ZeroConfig
+from zero_ext.zero.partition import DTYPES
 from zero_ext.zero.pool import BufferPool, allocate
 from zero_ext.zero.unit import Unit
 
@@ -20,20 +22,24 @@ class UnitGradients:
     """
 
     def __init__(
-        self, unit: Unit, pool: BufferPool, accumulation_dtype: torch.dtype, accumulates: bool
+        self,
+        unit: Unit,
+        pool: BufferPool,
+        accumulation_dtype: torch.dtype,
+        accumulates: bool,
+        wire_dtype: torch.dtype | None,
     ) -> None:
         self.unit = unit
         self._pool = pool
         self._accumulation_dtype = accumulation_dtype
+        self._wire_dtype = wire_dtype
         self._buffer: torch.Tensor | None = None
-        self._received: torch.Tensor | None = None
+        self._scratch: list[torch.Tensor] = []  # lent by the pool until the reduction ends
         self._filled: set[int] = set()  # parameters with a value in ``local`` that was not reduced yet
         self._arrived: set[int] = set()  # parameters that brought a gradient in this backward pass
         self._gathering: Pending | None = None
         self._pending: Pending | None = None
-        self.contributed: set[int] = (
-            set()
-        )  # parameters with a local gradient since the gradients were cleared
+        self.contributed: set[int] = set()  # parameters with a gradient since the gradients were cleared
         self.reduced_valid = False
         dtype = accumulation_dtype if accumulates else unit.layout.dtype
         self.local: torch.Tensor | None = None
@@ -113,11 +119,11 @@ class UnitGradients:
             self.reduced_valid = True
             return
         peers = unit.collectives.world_size - 1
-        self._received = self._pool.take(layout.shard_numel * peers * self.local.element_size())
+        payload = self._on_the_wire(self.local)
         self._pending = unit.collectives.reduce_scatter(
-            self.local,
+            payload,
             self.reduced,
-            self._received.view(self.local.dtype),
+            self._borrow(layout.shard_numel * peers, payload.dtype),
             self.reduced_valid,
             unit.wire_kind("reduce_scatter"),
             f"reduce-scatter of the gradients of {unit.describe()}",
@@ -130,9 +136,8 @@ class UnitGradients:
         self._pending.wait()
         self._pending = None
         self.reduced_valid = True
-        if self._received is not None:
-            self._pool.give(self._received)
-            self._received = None
+        while self._scratch:
+            self._pool.give(self._scratch.pop())
         if self.unit.placement.grads:
             self._drop_local()
         elif not self.unit.placement.optimizer:
@@ -235,6 +240,17 @@ class UnitGradients:
             and self.local.untyped_storage().data_ptr() == self.reduced.untyped_storage().data_ptr()
         )
 
+    def _on_the_wire(self, local: torch.Tensor) -> torch.Tensor:
+        if self._wire_dtype in (None, local.dtype):
+            return local
+        payload = self._borrow(local.numel(), self._wire_dtype)
+        ops.pack_(payload, [local], [0])
+        return payload
+
+    def _borrow(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self._scratch.append(self._pool.take(numel * dtype.itemsize))
+        return self._scratch[-1].view(dtype)
+
     def _take_local(self, keep_local: bool) -> torch.Tensor:
         dtype = self._accumulation_dtype if keep_local else self.unit.layout.dtype
         self._buffer = self._pool.take(self.unit.layout.numel * dtype.itemsize)
@@ -276,3 +292,15 @@ class UnitGradients:
             self.unit.wire_kind("gather_gradients"),
             f"gather of the gradients of {self.unit.describe()}",
         )
+
+
+def make_gradients(unit: Unit, pool: BufferPool, config: ZeroConfig) -> UnitGradients:
+    """The gradient buffers of ``unit`` in the precisions that ``config`` asks for."""
+    wire = config.precision.communication_dtype
+    return UnitGradients(
+        unit,
+        pool,
+        DTYPES[config.precision.grad_accum_dtype],
+        config.batch.gradient_accumulation_steps > 1,
+        DTYPES[wire] if wire is not None else None,
+    )
