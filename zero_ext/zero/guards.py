@@ -69,8 +69,8 @@ def _guard_copies(parameter: nn.Parameter) -> None:
 
 def _refuse_sharing() -> Any:
     raise RuntimeError(
-        "share_memory() would move parameters away from their shards. Share a plain copy of the model, filled "
-        "from zero_ext.full_state_dict(model)."
+        "share_memory() would move parameters away from their shards. Share a plain copy of the model, "
+        "filled from zero_ext.full_state_dict(model)."
     )
 
 

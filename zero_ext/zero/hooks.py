@@ -60,7 +60,7 @@ class ForwardHooks:
                 self._watch_outputs(call, outputs)
         finally:
             if recomputing:
-                # The gradients of this call are yet to come: its inputs' hooks, or the end of backward, let go.
+                # The gradients of this call are yet to come: hooks of its inputs, or the end, let go.
                 self._backward.hold(call)
             else:
                 self._let_go(call)
