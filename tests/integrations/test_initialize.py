@@ -112,7 +112,7 @@ class PlainLoop:
 
 
 @on_ranks(1, 2, 4)
-@pytest.mark.parametrize("fp16", [{}, {"initial_scale_power": 22, "hysteresis": 1}])
+@pytest.mark.parametrize("fp16", [{}, {"initial_scale_power": 20, "hysteresis": 1}])
 def test_the_introductory_loop(world: World, fp16: dict[str, int]) -> None:
     config = json.loads(json.dumps(INTRODUCTION))
     config["fp16"].update(fp16)
