@@ -119,8 +119,7 @@ def build_unit(
         pool,
         plan.persistent,
     )
-    trainable = trains and members[0].parameter.requires_grad and layout.dtype.is_floating_point
-    master = MasterShard(unit) if trainable else None
+    master = MasterShard(unit) if trains and layout.dtype.is_floating_point else None
     with torch.no_grad():
         if load_values:
             originals = [_original(item, collectives) for item in members]

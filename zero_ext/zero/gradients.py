@@ -88,6 +88,11 @@ class UnitGradients:
         )
 
     @property
+    def frozen(self) -> bool:
+        """Whether nothing can come: no parameter is trainable now, and none brought a gradient before."""
+        return not self._filled and not any(parameter.requires_grad for parameter in self.unit.parameters)
+
+    @property
     def has_local(self) -> bool:
         """Whether there are gradients that were not reduced yet."""
         return bool(self._filled) and not (self._aliased() and self.unit.collectives.world_size == 1)

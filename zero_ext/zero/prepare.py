@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from zero_ext.zero.meta import leave_meta
 from zero_ext.zero.module import ZeroModule
 from zero_ext.zero.optimizer import ZeroOptimizer
 from zero_ext.zero.parameter_hooks import watch
-from zero_ext.zero.partition import DTYPES, owned_parameters, plan_units
+from zero_ext.zero.partition import DTYPES, UnitPlan, owned_parameters, plan_units
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.process_group import join_world, make_collectives
 
@@ -90,7 +90,8 @@ def prepare(
         owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
     plans = plan_units(model, owned, settings, collectives.world_size)
     pool = BufferPool()
-    built = [build_unit(plan, collectives, pool, values == "keep", optimizer is not None) for plan in plans]
+    trains = _trains(optimizer)
+    built = [build_unit(plan, collectives, pool, values == "keep", trains(plan)) for plan in plans]
     if settings.precision.dtype != "keep":
         cast_running_statistics(model, DTYPES[settings.precision.dtype])
     broadcast_buffers(model, collectives)
@@ -142,3 +143,15 @@ def _check_optimizer(
         )
     if not fusible(optimizer):
         check_elementwise(optimizer, elementwise)
+
+
+def _trains(optimizer: torch.optim.Optimizer | None) -> Callable[[UnitPlan], bool]:
+    """Whether a unit needs master weights: it is trainable, or frozen for now but the optimizer's."""
+    groups = optimizer.param_groups if optimizer is not None else []
+    stepped = {parameter for group in groups for parameter in group["params"]}
+
+    def trains(plan: UnitPlan) -> bool:
+        parameters = [item.parameter for item in plan.members]
+        return optimizer is not None and (parameters[0].requires_grad or not stepped.isdisjoint(parameters))
+
+    return trains

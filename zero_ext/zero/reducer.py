@@ -85,8 +85,10 @@ class GradientReducer:
         self._order = self._collectives.broadcast_(order, 0, "agreement on the reduction order").tolist()
 
     def _start_next(self) -> None:
-        self._start(self.gradients[self._order[self._next]])
+        gradients = self.gradients[self._order[self._next]]
         self._next += 1
+        if not gradients.frozen:
+            self._start(gradients)
 
     def _start(self, gradients: UnitGradients) -> None:
         while len(self._flying) >= REDUCTIONS_IN_FLIGHT:
