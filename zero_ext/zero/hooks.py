@@ -149,7 +149,6 @@ def install(
     model: nn.Module,
     hooks: ForwardHooks,
     units: dict[nn.Parameter, tuple[Unit, nn.Module]],
-    names: dict[nn.Module, str],
 ) -> None:
     """Installs owner hooks and block hooks on ``model`` for its sharded parameters.
 
@@ -170,7 +169,7 @@ def install(
         if unit is not None:
             alive.touch(unit, entry[1]())
 
-    for module in model.modules():
+    for name, module in model.named_modules():
         own = [parameter for parameter in module._parameters.values() if parameter in units]
         if module in inside_compiled:
             continue
@@ -180,7 +179,7 @@ def install(
         if module in homes:
             everything = [parameter for parameter in module.parameters() if parameter in units]
             _install_block_hooks(
-                module, names[module], weak, touch, everything if _is_compiled(module) else []
+                module, name or type(model).__name__, weak, touch, everything if _is_compiled(module) else []
             )
 
 

@@ -103,8 +103,7 @@ def prepare(
         for parameter in unit.parameters
         if unit.placement.params and plan.home is not None
     }
-    names = {module: name or type(model).__name__ for name, module in model.named_modules()}
-    install(model, engine.hooks, homes, names)
+    install(model, engine.hooks, homes)
     guard_module(model, {parameter: unit for parameter, (unit, _) in homes.items()})
     if settings.precision.dtype != "keep":
         cast_inputs(model, DTYPES[settings.precision.dtype])
