@@ -12,6 +12,8 @@ CXX ?= g++
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
+# Ranks wait for each other much of the time, so one worker more than cores; each holds a pool of ranks.
+TEST_WORKERS ?= $(shell jobs=$(JOBS); echo $$((jobs < 7 ? jobs + 1 : 8)))
 
 CORE_SOURCES := $(wildcard csrc/core/*.cpp)
 OP_SOURCES := $(wildcard csrc/ops/*.cpp)
@@ -51,7 +53,7 @@ $(BENCHMARK_PEERS): $(EXTENSION) benchmarks/requirements-bench.txt
 test: test-cpp test-python
 
 test-python: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadscope
 
 demo: setup
 	$(BIN)/python examples/demo.py
