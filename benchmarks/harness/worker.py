@@ -91,10 +91,11 @@ class Rank:
         """The contender's own ledger beside two outside views: live tensors, and resident bytes trimmed."""
         trainer = self._trainer()
         process_memory.return_free_pages()
+        resident = process_memory.resident_bytes()  # first: the walk over live tensors allocates by itself
         return {
             "ledger": trainer.ledger_bytes(),  # type: ignore[attr-defined]
             "live_tensors": process_memory.live_tensor_bytes(),
-            "resident": process_memory.resident_bytes(),
+            "resident": resident,
         }
 
     def _trainer(self) -> Trainer:
