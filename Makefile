@@ -15,10 +15,10 @@ JOBS ?= $(shell nproc)
 # Ranks wait for each other much of the time, so one worker more than cores; each holds a pool of ranks.
 TEST_WORKERS ?= $(shell jobs=$(JOBS); echo $$((jobs < 7 ? jobs + 1 : 8)))
 
-CORE_SOURCES := $(wildcard csrc/core/*.cpp)
+CORE_SOURCES := $(wildcard csrc/core/*.cpp csrc/core/*/*.cpp)
 OP_SOURCES := $(wildcard csrc/ops/*.cpp)
 TEST_SOURCES := $(wildcard csrc/tests/*.cpp)
-HEADERS := $(wildcard csrc/*/*.h)
+HEADERS := $(wildcard csrc/*/*.h csrc/*/*/*.h)
 CPP_FILES := $(CORE_SOURCES) $(OP_SOURCES) $(TEST_SOURCES) $(HEADERS)
 
 SYSTEM := $(VENV)/.stamp-system

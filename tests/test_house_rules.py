@@ -99,7 +99,7 @@ def test_a_reverse_import_would_be_seen(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_core_includes_no_torch_and_no_python_header() -> None:
-    files = [path for path in (ROOT / "csrc" / "core").iterdir() if path.suffix in {".h", ".cpp", ".cuh"}]
+    files = [path for path in (ROOT / "csrc" / "core").rglob("*") if path.suffix in {".h", ".cpp", ".cuh"}]
     assert len(files) > 10
     pattern = re.compile(r'#\s*include\s*[<"](torch|ATen|c10|caffe2|Python\.h|pybind11|.*\bops/)')
     assert [path.name for path in files if pattern.search(path.read_text())] == []

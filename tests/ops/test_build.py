@@ -64,7 +64,7 @@ def test_key_follows_sources_flags_and_torch(tmp_path: Path, monkeypatch: pytest
 
 def test_every_source_is_compiled() -> None:
     compiled = {ROOT / name for name in toolchain.sources(ROOT)}
-    assert compiled == {*(ROOT / "csrc/core").glob("*.cpp"), *(ROOT / "csrc/ops").glob("*.cpp")}
+    assert compiled == {*(ROOT / "csrc/core").rglob("*.cpp"), *(ROOT / "csrc/ops").rglob("*.cpp")}
 
 
 def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,11 +33,11 @@ COMPILE_FLAGS: tuple[str, ...] = (
 
 def sources(root: Path) -> list[str]:
     """C++ files of module ``_C``, relative to the repository root, in a fixed order."""
-    found = [*(root / "csrc" / "core").glob("*.cpp"), *(root / "csrc" / "ops").glob("*.cpp")]
+    found = [path for folder in ("core", "ops") for path in (root / "csrc" / folder).rglob("*.cpp")]
     return sorted(path.relative_to(root).as_posix() for path in found)
 
 
 def headers(root: Path) -> list[str]:
     """C++ headers that the sources may include, relative to the repository root."""
-    found = [*(root / "csrc" / "core").glob("*.h"), *(root / "csrc" / "ops").glob("*.h")]
+    found = [path for folder in ("core", "ops") for path in (root / "csrc" / folder).rglob("*.h")]
     return sorted(path.relative_to(root).as_posix() for path in found)
