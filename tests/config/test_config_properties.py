@@ -28,6 +28,22 @@ def named(names: tuple[str, ...]) -> st.SearchStrategy[dict[str, Any] | None]:
 
 
 @st.composite
+def offloads(draw: st.DrawFn, stage: int) -> dict[str, Any]:
+    """Tiers that the stage allows, with folders if one of them is nvme."""
+    found: dict[str, Any] = {
+        kind: draw(st.sampled_from(["device", "host", "nvme"]))
+        for kind, needed in (("optimizer", 1), ("grads", 2), ("params", 3))
+        if stage >= needed and draw(st.booleans())
+    }
+    if "nvme" in found.values():
+        names = st.text("abcdef", min_size=1, max_size=5)
+        found["nvme_paths"] = draw(st.lists(names, min_size=1, max_size=3, unique=True))
+    found["ring_bytes"] = 4096 * draw(st.integers(256, 2**50))
+    found["checksum"] = draw(st.booleans())
+    return found
+
+
+@st.composite
 def natives(draw: st.DrawFn) -> dict[str, Any]:
     dtype = draw(st.sampled_from(["keep", *DTYPES]))
     scale = {
@@ -38,8 +54,9 @@ def natives(draw: st.DrawFn) -> dict[str, Any]:
         "consecutive_hysteresis": draw(st.booleans()),
         "minimum": draw(st.floats(2.0**-20, 2.0)),
     }
+    stage = draw(st.integers(0, 3))
     whole = {
-        "stage": draw(st.integers(0, 3)),
+        "stage": stage,
         "precision": {
             "dtype": dtype,
             "grad_accum_dtype": draw(st.sampled_from(DTYPES)),
@@ -59,6 +76,13 @@ def natives(draw: st.DrawFn) -> dict[str, Any]:
             name: draw(COUNTS)
             for name in ("train_batch_size", "micro_batch_size", "gradient_accumulation_steps")
             if draw(st.booleans())
+        },
+        "offload": draw(offloads(stage)),
+        "aio": {
+            "backend": draw(st.sampled_from(["auto", "io_uring", "libaio", "threads"])),
+            "queue_depth": draw(st.integers(1, 1024)),
+            "block_bytes": 4096 * draw(st.integers(1, 2**50)),
+            "submitters": draw(st.integers(1, 16)),
         },
         "optimizer": draw(named(OPTIMIZERS)),
         "scheduler": draw(named(SCHEDULERS)),
@@ -144,6 +168,7 @@ def misspelt(draw: st.DrawFn, known: list[str]) -> str:
 
 
 NATIVE_PATHS = sorted(key_paths(ZeroConfig))
+LISTS = ("units.block_classes", "units.leaf_modules", "offload.nvme_paths")
 NATIVE_NAMES = sorted({path.rpartition(".")[2] for path in NATIVE_PATHS})
 DEEPSPEED_NAMES = sorted({path.rpartition(".")[2] for path in [*KEYS, *SECTIONS]})
 WRONG = st.sampled_from(["nonsense", "4", [], {"x": 1}, float("nan"), float("inf"), -3, 2**70])
@@ -158,10 +183,12 @@ FULL = {
     "zero_optimization": {
         "stage": 3,
         "stage3_max_live_parameters": 5,
-        "offload_param": {"device": "none"},
+        "offload_param": {"device": "cpu"},
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"},
         "leaf_module": {"names": ["a"]},
     },
     "checkpoint": {"tag_validation": "warn"},
+    "aio": {"queue_depth": 8},
     "tensorboard": {"enabled": False},
 }
 
@@ -180,7 +207,7 @@ def test_native_unknown_key_is_named(values: dict[str, Any], name: str, data: st
 @calm
 @given(path=st.sampled_from([p for p in NATIVE_PATHS if not p.endswith("params")]), wrong=WRONG)
 def test_native_wrong_value_is_named(path: str, wrong: object) -> None:
-    assume(not (wrong == [] and path in ("units.block_classes", "units.leaf_modules")))
+    assume(not (wrong == [] and path in LISTS))
     assume(not (wrong == 2**70 and path in ("gradient_clipping", "loss_scale.static")))
     values: Any = wrong
     for name in reversed(path.split(".")):

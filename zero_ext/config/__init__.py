@@ -4,6 +4,7 @@ from .batch import BatchPolicy
 from .deepspeed import Note, Translation, load_deepspeed_config
 from .errors import ConfigError
 from .load import load_config
+from .offload import AioPolicy, OffloadPolicy, Tier
 from .policies import (
     CheckpointPolicy,
     LossScalePolicy,
@@ -15,14 +16,17 @@ from .policies import (
 from .root import ZeroConfig
 
 __all__ = [
+    "AioPolicy",
     "BatchPolicy",
     "CheckpointPolicy",
     "ConfigError",
     "LossScalePolicy",
     "Note",
+    "OffloadPolicy",
     "OptimizerPolicy",
     "PrecisionPolicy",
     "SchedulerPolicy",
+    "Tier",
     "Translation",
     "UnitPolicy",
     "ZeroConfig",

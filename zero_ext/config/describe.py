@@ -8,7 +8,7 @@ import types
 import typing
 from typing import Any, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, MultipleOf
 from pydantic.fields import FieldInfo
 
 _MANY = 2**53
@@ -48,19 +48,20 @@ def _words(annotation: Any, metadata: tuple[Any, ...]) -> str:
 
 
 def _limits(metadata: tuple[Any, ...]) -> str:
-    low, high, above = -math.inf, math.inf, False
+    low, high, above, step = -math.inf, math.inf, False, ""
     for item in _flat(metadata):
         if isinstance(item, Ge | Gt):
-            low, above = (
-                float(typing.cast(float, item.ge if isinstance(item, Ge) else item.gt)),
-                isinstance(item, Gt),
-            )
+            bound = float(typing.cast(float, item.ge if isinstance(item, Ge) else item.gt))
+            if bound >= low:
+                low, above = bound, isinstance(item, Gt)
         elif isinstance(item, Le):
             high = min(high, float(typing.cast(float, item.le)))
+        elif isinstance(item, MultipleOf):
+            step = f", a multiple of {item.multiple_of}"
     if above:
-        start = f" above {low:g}"
-        return start if high >= _MANY else f"{start} and at most {high:g}"
-    return f" of at least {low:g}" if high >= _MANY else f" from {low:g} to {high:.10g}"
+        start = f" above {low:.10g}"
+        return (start if high >= _MANY else f"{start} and at most {high:.10g}") + step
+    return (f" of at least {low:.10g}" if high >= _MANY else f" from {low:.10g} to {high:.10g}") + step
 
 
 def _flat(metadata: tuple[Any, ...]) -> list[Any]:

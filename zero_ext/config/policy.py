@@ -137,6 +137,8 @@ def _problem(details: ErrorDetails, known: dict[str, FieldInfo]) -> Problem:
     while owner not in known and owner:
         owner = owner.rpartition(".")[0]
     if owner in known:
-        limit = f", at most {details['ctx']['le']}" if kind == "less_than_equal" else ""
-        return Problem(path, f"got {show(details['input'])}, wanted {accepted(known[owner])}{limit}")
+        wanted = accepted(known[owner])
+        if kind == "less_than_equal" and "of at least" in wanted:
+            wanted += f", at most {details['ctx']['le']}"
+        return Problem(path, f"got {show(details['input'])}, wanted {wanted}")
     return Problem(path, f"got {show(details['input'])}: {details['msg']}")

@@ -7,6 +7,8 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, model_validator
 
 from .batch import BatchPolicy
+from .errors import show
+from .offload import AioPolicy, OffloadPolicy
 from .policies import (
     CheckpointPolicy,
     LossScalePolicy,
@@ -17,6 +19,13 @@ from .policies import (
 )
 from .policy import Count, KeyProblem, Policy, Positive, whole
 
+# The state kinds in the order in which stages 1 to 3 shard them, with the words for what is sharded.
+_SHARDED_FROM = {
+    "optimizer": (1, "optimizer state"),
+    "grads": (2, "gradients"),
+    "params": (3, "parameters"),
+}
+
 
 class ZeroConfig(Policy):
     """Typed configuration. Frozen; build it from keywords, or with `load_config` from a mapping or a JSON
@@ -25,7 +34,7 @@ class ZeroConfig(Policy):
     Attributes:
         stage: ZeRO stage. 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also
             parameters (Rajbhandari et al., ZeRO, section 5).
-        precision, loss_scale, units, batch, checkpoint: groups of settings, see their classes.
+        precision, loss_scale, units, batch, offload, aio, checkpoint: groups of settings, see their classes.
         optimizer, scheduler: what `initialize` builds when the caller passes none.
         gradient_clipping: largest global gradient norm; 0 means no clipping.
         timeout_seconds: longest wait for a collective before the job is ended with the rank's name.
@@ -38,6 +47,8 @@ class ZeroConfig(Policy):
     loss_scale: LossScalePolicy = LossScalePolicy()
     units: UnitPolicy = UnitPolicy()
     batch: BatchPolicy = BatchPolicy()
+    offload: OffloadPolicy = OffloadPolicy()
+    aio: AioPolicy = AioPolicy()
     optimizer: OptimizerPolicy | None = None
     scheduler: SchedulerPolicy | None = None
     checkpoint: CheckpointPolicy = CheckpointPolicy()
@@ -54,4 +65,17 @@ class ZeroConfig(Policy):
                 f"set, but precision.dtype is {self.precision.dtype!r} and loss scaling acts on fp16 only; "
                 "remove loss_scale or set precision.dtype to 'fp16'",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _only_shards_are_moved(self) -> ZeroConfig:
+        for kind, (needed, words) in _SHARDED_FROM.items():
+            tier = getattr(self.offload, kind)
+            if tier != "device" and self.stage < needed:
+                wanted = " or ".join(str(stage) for stage in range(needed, 4))
+                raise KeyProblem(
+                    f"offload.{kind}",
+                    f"got {show(tier)}, but stage is {self.stage} and {words} can leave the device only "
+                    f"when sharded; set stage to {wanted}, or leave {words} on the device",
+                )
         return self

@@ -145,7 +145,6 @@ ABSENT_KEYS = (
         harmless=(False,),
     ),
     Key(f"{_ACTIVATION}.profile", FLAG, "no effect", "checkpointing is torch's own", harmless=(False,)),
-    Key("aio", or_null(MAPPING), "no effect", "nothing is offloaded to NVMe", harmless=(None, {})),
     Key("sequence_parallel_size", whole(1), "refused", _NOT_YET, harmless=(1,)),
     Key(
         "seq_parallel_communication_data_type",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ..describe import one_of
@@ -68,6 +68,7 @@ class Key:
         fate: what becomes of it.
         why: for "honoured" how, for "no effect" the reason, for "refused" the reason and the fix.
         native: path of the native key that takes its value, for keys that map one to one.
+        words: native values by DeepSpeed's, in lower case, where the two differ.
         harmless: values that ask for nothing, or for what happens here anyway: accepted in silence.
         auto: "auto" that nobody resolves is dropped, as DeepSpeed itself does, and the default holds.
         switch: path of the key that turns its section on. While that one is off, this key is checked and
@@ -85,7 +86,15 @@ class Key:
     switch: str = ""
     stages: tuple[int, ...] = (0, 1, 2, 3)
     aliases: tuple[str, ...] = ()
+    words: Mapping[str, str] = field(default_factory=dict)
+
+    def native_value(self, value: object) -> object:
+        """`value` as the native key wants it: words in lower case, those that differ replaced."""
+        if not isinstance(value, str):
+            return value
+        return self.words.get(value.lower(), value.lower())
 
     def asks_for_something(self, value: object) -> bool:
-        """Whether `value` differs from every harmless one (True is not 1 here)."""
+        """Whether `value` differs from every harmless one (True is not 1 here, NONE is none)."""
+        value = value.lower() if isinstance(value, str) else value
         return not any(type(value) is type(calm) and value == calm for calm in self.harmless)

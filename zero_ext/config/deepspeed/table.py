@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from .feature_keys import FEATURE_KEYS
 from .key import Key
+from .offload_keys import AIO_KEYS, OFFLOAD_KEYS
 from .training_keys import TRAINING_KEYS
 from .zero_keys import ZERO_KEYS
 
-TABLE: tuple[Key, ...] = TRAINING_KEYS + ZERO_KEYS + FEATURE_KEYS
+TABLE: tuple[Key, ...] = TRAINING_KEYS + ZERO_KEYS + OFFLOAD_KEYS + AIO_KEYS + FEATURE_KEYS
 KEYS: dict[str, Key] = {path: key for key in TABLE for path in (key.path, *key.aliases)}
 
 

@@ -12,8 +12,10 @@ from ..errors import ConfigError, Problem, show
 from ..json_file import read_json_object
 from ..root import ZeroConfig
 from .key import Key
+from .note import Note
 from .settle import Settled, settle
 from .table import KEYS, TABLE
+from .tiers import set_tiers, settle_tiers
 
 _SOURCE = "DeepSpeed configuration"
 _CLIPPING = 1.0
@@ -23,25 +25,6 @@ _TRUE_PARAMS = {
     "bias_correction": "the moments are always corrected",
     "fp32_optimizer_states": "write bf16.bf16_optimizer_states true for moments in bf16",
 }
-
-
-@dataclass(frozen=True)
-class Note:
-    """Something worth saying once about a translated configuration.
-
-    Attributes:
-        path: DeepSpeed's key path.
-        outcome: "no effect" for a key that changes nothing here, "default" for a default that DeepSpeed
-            would take.
-        why: the reason.
-    """
-
-    path: str
-    outcome: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.outcome}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -75,10 +58,13 @@ def load_deepspeed_config(
     else:
         raise TypeError(f"configuration is {show(source)}, wanted a mapping or a path")
     settled = settle(values, resolve or {})
+    tier_notes = settle_tiers(settled)
     notes, native = _judge(settled)
+    notes += tier_notes
     _set_precision(settled, native)
     _set_optimizer(settled, native, notes)
     _set_leaf_modules(settled, native)
+    set_tiers(settled, native)
     if settled.problems:
         raise ConfigError(settled.problems, name)
     if "gradient_clipping" not in settled.values:
@@ -110,7 +96,7 @@ def _judge(settled: Settled) -> tuple[list[Note], dict[str, object]]:
             notes.append(Note(written, "no effect", f"it acts in stage {acts}, and the stage is {stage}"))
         elif key.fate == "honoured":
             if key.native and value not in (None, math.inf):
-                native[key.native] = _plain(value)
+                native[key.native] = key.native_value(value)
         elif key.asks_for_something(value) and not _says_off(key, value) and not key.why.startswith("with "):
             if key.fate == "no effect":
                 notes.append(Note(written, "no effect", key.why))
@@ -120,11 +106,9 @@ def _judge(settled: Settled) -> tuple[list[Note], dict[str, object]]:
 
 
 def _is_on(switch: str, settled: Settled) -> bool:
-    key = KEYS[switch]
-    return switch in settled.values and (
-        settled.values[switch] is True
-        or (key.kind.words != "true or false" and key.asks_for_something(settled.values[switch]))
-    )
+    """Whether a section's switch is on: a flag that is true, or the name of something."""
+    value = settled.values.get(switch)
+    return value is True or (isinstance(value, str) and KEYS[switch].asks_for_something(value))
 
 
 def _says_off(key: Key, value: object) -> bool:
@@ -136,10 +120,6 @@ def _says_off(key: Key, value: object) -> bool:
         return not isinstance(size, bool) and size in (0, 1)
     said = [value[name] for name in ("deepcompile", "enabled") if name in value]
     return bool(said) and all(item is False for item in said)
-
-
-def _plain(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
 
 
 def _set_precision(settled: Settled, native: dict[str, object]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .key import ANYTHING, FLAG, TEXT, TEXTS, Fate, Key, Kind, choice, number, or_null, whole
+from .key import ANYTHING, FLAG, TEXTS, Fate, Key, Kind, or_null, whole
 
 _ROOT = "zero_optimization"
 
@@ -22,47 +22,8 @@ def _key(
     return Key(f"{_ROOT}.{name}", kind, fate, why, native, harmless, True, "", stages, aliases)
 
 
-def _offload(section: str, fields: dict[str, Kind]) -> tuple[Key, ...]:
-    """An offload section: refused when it names a device, else checked and ignored."""
-    device = f"{_ROOT}.{section}.device"
-    why = "this tier does not exist here yet; remove the section or set device to 'none'"
-    return (
-        Key(device, choice("none", "cpu", "nvme"), "refused", why, harmless=("none",)),
-        *(
-            Key(
-                f"{_ROOT}.{section}.{name}",
-                kind,
-                "refused",
-                f"with {section}.device",
-                auto=True,
-                switch=device,
-            )
-            for name, kind in fields.items()
-        ),
-    )
-
-
-_PARAM_FIELDS = {
-    "nvme_path": or_null(TEXT),
-    "buffer_count": whole(0),
-    "buffer_size": whole(0),
-    "max_in_cpu": whole(0),
-    "pin_memory": FLAG,
-}
-_OPTIMIZER_FIELDS = {
-    "nvme_path": or_null(TEXT),
-    "buffer_count": whole(0),
-    "pin_memory": FLAG,
-    "pipeline_read": FLAG,
-    "pipeline_write": FLAG,
-    "fast_init": FLAG,
-    "ratio": number(0, 1),
-    "super_offload": FLAG,
-    "cpuadam_cores_perc": number(0, 1),
-}
 _FULL_WEIGHTS = "full weights can always be had: zero_ext.full_state_dict(model)"
 _UNITS_DECIDE = "a unit's size decides how much travels at a time, see reduce_bucket_size"
-_OLD_OFFLOAD = "this tier does not exist here yet; set it to false or remove it"
 _COMPRESSED = "compressed communication does not exist here yet; set it to false or remove it"
 _HIERARCHY = "sharding within a node does not exist here yet; remove it"
 
@@ -168,21 +129,9 @@ _WITHOUT_EFFECT = (
         for name, calm, why in _SIZES_WITHOUT_EFFECT
     ),
     _key("overlap_comm", or_null(FLAG), "no effect", "communication always overlaps", harmless=(True, None)),
-    _key(
-        "cpu_offload_use_pin_memory",
-        or_null(FLAG),
-        "no effect",
-        "nothing is offloaded",
-        harmless=(False, None),
-    ),
 )
 
 _REFUSED = (
-    *_offload("offload_param", _PARAM_FIELDS),
-    *_offload("offload_optimizer", _OPTIMIZER_FIELDS),
-    _key("cpu_offload", or_null(FLAG), "refused", _OLD_OFFLOAD, harmless=(False, None)),
-    _key("cpu_offload_param", or_null(FLAG), "refused", _OLD_OFFLOAD, harmless=(False, None)),
-    _key("cpu_offload_params", or_null(FLAG), "refused", _OLD_OFFLOAD, harmless=(False, None)),
     _key("zero_quantized_weights", FLAG, "refused", _COMPRESSED, harmless=(False,)),
     _key("zero_quantized_nontrainable_weights", FLAG, "refused", _COMPRESSED, harmless=(False,)),
     _key("zero_quantized_gradients", FLAG, "refused", _COMPRESSED, harmless=(False,)),

@@ -1,0 +1,162 @@
+"""DeepSpeed keys of host and NVMe tiers: offload_param, offload_optimizer, their old forms, and aio."""
+
+from __future__ import annotations
+
+from .key import FLAG, Fate, Key, Kind, choice, number, or_null, whole
+
+PARAM = "zero_optimization.offload_param"
+OPTIMIZER = "zero_optimization.offload_optimizer"
+AIO = "aio"
+
+_PATH = Kind("a path", lambda value: isinstance(value, str) and bool(value) and "\0" not in value)
+_TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
+_PINNED = "host memory is pinned wherever a device can copy from it"
+_STAGING = "staging is sized by what a step needs"
+_OVERLAP = "reads, updates and writes of different chunks always overlap"
+
+
+def _device(section: str, native: str, why: str) -> Key:
+    return Key(f"{section}.device", choice(*_TIERS), "honoured", why, native, ("none",), words=_TIERS)
+
+
+def _field(
+    section: str, name: str, kind: Kind, fate: Fate, why: str, harmless: tuple[object, ...] = ()
+) -> Key:
+    """A key of a section that acts while the section names a device."""
+    return Key(f"{section}.{name}", kind, fate, why, harmless=harmless, auto=True, switch=f"{section}.device")
+
+
+def _aio(name: str, kind: Kind, fate: Fate, why: str, *harmless: object, native: str = "") -> Key:
+    return Key(f"{AIO}.{name}", kind, fate, why, native, harmless)
+
+
+_NVME_PATH = "joins offload.nvme_paths; required by device 'nvme'"
+
+PARAM_KEYS = (
+    _device(PARAM, "offload.params", "cpu is the tier host; stage 3 only"),
+    _field(PARAM, "nvme_path", or_null(_PATH), "honoured", _NVME_PATH),
+    _field(PARAM, "buffer_count", whole(0), "no effect", _STAGING),
+    _field(PARAM, "buffer_size", whole(0), "no effect", f"{_STAGING}, never by the largest tensor"),
+    _field(
+        PARAM,
+        "max_in_cpu",
+        whole(0),
+        "no effect",
+        "of parameters on NVMe, host memory holds only those being moved",
+    ),
+    _field(PARAM, "pin_memory", FLAG, "no effect", _PINNED, (True,)),
+)
+
+OPTIMIZER_KEYS = (
+    _device(
+        OPTIMIZER,
+        "offload.optimizer",
+        "cpu is the tier host; stages 1 to 3. In stages 2 and 3 gradients then live on the tier host, as in "
+        "DeepSpeed",
+    ),
+    _field(OPTIMIZER, "nvme_path", or_null(_PATH), "honoured", _NVME_PATH),
+    _field(
+        OPTIMIZER,
+        "buffer_count",
+        whole(0),
+        "no effect",
+        "optimizer state streams through one ring, its size is the native key offload.ring_bytes",
+    ),
+    _field(OPTIMIZER, "pin_memory", FLAG, "no effect", _PINNED, (True,)),
+    _field(OPTIMIZER, "pipeline_read", FLAG, "no effect", _OVERLAP, (True,)),
+    _field(OPTIMIZER, "pipeline_write", FLAG, "no effect", _OVERLAP, (True,)),
+    _field(
+        OPTIMIZER, "fast_init", FLAG, "no effect", "state is written to its tier once, at set-up", (False,)
+    ),
+    _field(
+        OPTIMIZER,
+        "ratio",
+        number(0, 1),
+        "refused",
+        "partial offload is not built here; write 1.0 or remove it",
+        (1, 1.0),
+    ),
+    _field(
+        OPTIMIZER,
+        "super_offload",
+        FLAG,
+        "refused",
+        "speculative steps are not built here; set it to false or remove it",
+        (False,),
+    ),
+    _field(
+        OPTIMIZER,
+        "cpuadam_cores_perc",
+        number(0, 1),
+        "no effect",
+        "it belongs to super_offload, which does not exist here",
+    ),
+)
+
+
+def _old(name: str, section: str, *aliases: str) -> Key:
+    return Key(
+        f"zero_optimization.{name}",
+        or_null(FLAG),
+        "honoured",
+        f"old form: true is {section.rpartition('.')[2]}.device 'cpu'",
+        harmless=(False, None),
+        auto=True,
+        aliases=tuple(f"zero_optimization.{alias}" for alias in aliases),
+    )
+
+
+OLD_KEYS = (
+    _old("cpu_offload", OPTIMIZER),
+    _old("cpu_offload_param", PARAM, "cpu_offload_params"),
+    Key(
+        "zero_optimization.cpu_offload_use_pin_memory",
+        or_null(FLAG),
+        "no effect",
+        _PINNED,
+        harmless=(True, None),
+        auto=True,
+    ),
+)
+
+# The section of each old flag.
+OLD_FORMS = {OLD_KEYS[0].path: OPTIMIZER, OLD_KEYS[1].path: PARAM}
+
+_BATCHED = "blocks are handed over as the queue has room"
+
+AIO_KEYS = (
+    _aio(
+        "block_size",
+        whole(1),
+        "honoured",
+        "bytes, a multiple of 4096; 1,048,576 when missing",
+        native="aio.block_bytes",
+    ),
+    _aio("queue_depth", whole(1), "honoured", "at most 1024; 32 when missing", native="aio.queue_depth"),
+    _aio(
+        "intra_op_parallelism",
+        whole(1),
+        "honoured",
+        "submitting threads, at most 16; 1 when missing",
+        native="aio.submitters",
+    ),
+    _aio(
+        "thread_count",
+        whole(1),
+        "no effect",
+        "DeepSpeed 0.19 does not read it either; write intra_op_parallelism",
+    ),
+    _aio("single_submit", FLAG, "no effect", _BATCHED, False),
+    _aio(
+        "overlap_events", FLAG, "no effect", "completions are always taken while blocks are submitted", True
+    ),
+    _aio(
+        "use_gds",
+        FLAG,
+        "refused",
+        "bytes pass through host memory here; set it to false or remove it",
+        False,
+    ),
+)
+
+OFFLOAD_KEYS = PARAM_KEYS + OPTIMIZER_KEYS + OLD_KEYS

@@ -1,0 +1,92 @@
+"""Where the shards of each state kind live, and how bytes reach the NVMe devices. Default: on the device."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from .errors import show
+from .policy import KeyProblem, Names, Policy, Positive
+
+Tier = Literal["device", "host", "nvme"]
+KINDS = ("params", "grads", "optimizer")
+_PAGE = 4096
+_MIB = 2**20
+
+
+class AioPolicy(Policy):
+    """How files on NVMe devices are read and written; acts only where a tier is "nvme".
+
+    Attributes:
+        backend: which interface of the kernel carries the transfers; "auto" takes the first that this
+            machine offers, in the order io_uring, libaio, threads.
+        queue_depth: most blocks in flight at once for one submitter.
+        block_bytes: longest single transfer in bytes; longer ones are split.
+        submitters: threads that hand blocks to the kernel, each with a queue of its own.
+    """
+
+    backend: Literal["auto", "io_uring", "libaio", "threads"] = "auto"
+    queue_depth: Annotated[Positive, Field(le=1024)] = 32
+    block_bytes: Annotated[Positive, Field(ge=_PAGE, multiple_of=_PAGE)] = _MIB
+    submitters: Annotated[Positive, Field(le=16)] = 1
+
+
+class OffloadPolicy(Policy):
+    """Tiers of the state kinds. "host" for optimizer and gradients is ZeRO-Offload (Ren et al., arXiv
+    2101.06840), "nvme" is ZeRO-Infinity (Rajbhandari et al., arXiv 2104.07857). Only a kind that is sharded
+    can leave the device, so the stage decides which may.
+
+    Attributes:
+        params: where parameter shards live; other than "device" needs stage 3.
+        grads: where gradient shards live; other than "device" needs stage 2 or 3.
+        optimizer: where master weights and the optimizer's state live, and are updated; other than "device"
+            needs stage 1, 2 or 3.
+        nvme_paths: folders on the NVMe devices, required where a tier is "nvme"; data is striped over them.
+        ring_bytes: size in bytes of the memory through which optimizer state streams from and to NVMe; it
+            does not depend on the model.
+        checksum: keep a CRC32C of everything written to NVMe and verify it at every read.
+    """
+
+    params: Tier = "device"
+    grads: Tier = "device"
+    optimizer: Tier = "device"
+    nvme_paths: Names = ()
+    ring_bytes: Annotated[Positive, Field(ge=_MIB, multiple_of=_PAGE)] = 64 * _MIB
+    checksum: bool = False
+
+    @property
+    def any_nvme(self) -> bool:
+        """Whether any state kind lives on NVMe."""
+        return bool(self._on_nvme())
+
+    @model_validator(mode="after")
+    def _paths_fit_the_tiers(self) -> OffloadPolicy:
+        on_nvme = self._on_nvme()
+        if on_nvme and not self.nvme_paths:
+            raise KeyProblem(
+                "nvme_paths",
+                f"got none, but {' and '.join(on_nvme)} {'live' if len(on_nvme) > 1 else 'lives'} on 'nvme'; "
+                "name at least one folder on an NVMe device",
+            )
+        if self.nvme_paths and not on_nvme:
+            raise KeyProblem(
+                "nvme_paths",
+                f"got {show(list(self.nvme_paths))}, which has no effect: nothing lives on 'nvme'; "
+                f"remove it or set {', '.join(KINDS[:-1])} or {KINDS[-1]} to 'nvme'",
+            )
+        seen: dict[PurePath, int] = {}
+        for index, path in enumerate(self.nvme_paths):
+            if "\0" in path:
+                raise KeyProblem(f"nvme_paths.{index}", f"got {show(path)}, wanted a path without NUL")
+            first = seen.setdefault(PurePath(path), index)
+            if first != index:
+                raise KeyProblem(
+                    f"nvme_paths.{index}",
+                    f"got {show(path)}, the same folder as nvme_paths.{first}; name each folder once",
+                )
+        return self
+
+    def _on_nvme(self) -> list[str]:
+        return [kind for kind in KINDS if getattr(self, kind) == "nvme"]
