@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn, optim
 
+from tests.optim.memory_range import device_tiers, memory_range, step_one
+from zero_ext.offload import TransferLog
 from zero_ext.optim import OwnedRange, Segment, make_stepper
 from zero_ext.optim.elementwise import ElementwiseStepper
 
@@ -15,7 +17,7 @@ ONE = torch.ones(())
 def ranges(master: torch.Tensor, output: torch.Tensor | None = None) -> list[OwnedRange]:
     """One range: a in [0, 5), nothing of b, c in [8, 12) of group 1."""
     segments = (Segment("a", 0, 0, 0, 5), Segment("b", 0, 0, 0, 0), Segment("c", 1, 2, 8, 4))
-    return [OwnedRange(master, output, segments)]
+    return [memory_range(master, output, segments)]
 
 
 def momentum() -> optim.SGD:
@@ -26,9 +28,9 @@ def momentum() -> optim.SGD:
 def test_steps_segments_only_and_scales_the_gradient() -> None:
     master = torch.randn(16)
     before, output = master.clone(), torch.full((16,), float("nan"), dtype=torch.bfloat16)
-    stepper = ElementwiseStepper(momentum(), ranges(master, output))
+    stepper = ElementwiseStepper(momentum(), ranges(master, output), TransferLog())
     gradient = torch.randn(16)
-    stepper.step(0, gradient, torch.tensor(2.0), frozenset({"a", "b", "c"}))
+    step_one(stepper, gradient, torch.tensor(2.0), frozenset({"a", "b", "c"}))
     torch.testing.assert_close(master[:5], before[:5] - 0.2 * gradient[:5])
     torch.testing.assert_close(master[8:12], before[8:12] - 1.0 * gradient[8:12])
     assert torch.equal(master[5:8], before[5:8]) and torch.equal(master[12:], before[12:])
@@ -38,20 +40,20 @@ def test_steps_segments_only_and_scales_the_gradient() -> None:
 def test_unused_parameters_keep_value_and_state() -> None:
     master = torch.randn(16)
     before = master.clone()
-    stepper = ElementwiseStepper(momentum(), ranges(master))
-    stepper.step(0, torch.ones(16), ONE, frozenset({"c"}))
+    stepper = ElementwiseStepper(momentum(), ranges(master), TransferLog())
+    step_one(stepper, torch.ones(16), ONE, frozenset({"c"}))
     assert torch.equal(master[:5], before[:5])
     assert {(kind, segment.name) for kind, segment, _ in stepper.tensors(0)} == {("momentum_buffer", "c")}
-    stepper.step(0, torch.ones(16), ONE, frozenset({"a"}))
+    step_one(stepper, torch.ones(16), ONE, frozenset({"a"}))
     torch.testing.assert_close(master[:5], before[:5] - 0.1)
 
 
 def test_groups_are_read_live_and_the_users_optimizer_keeps_no_state() -> None:
     master = torch.zeros(16)
     optimizer = momentum()
-    stepper = ElementwiseStepper(optimizer, ranges(master))
+    stepper = ElementwiseStepper(optimizer, ranges(master), TransferLog())
     optimizer.param_groups[0]["lr"] = 0.0
-    stepper.step(0, torch.ones(16), ONE, frozenset({"a", "c"}))
+    step_one(stepper, torch.ones(16), ONE, frozenset({"a", "c"}))
     assert not master[:5].any() and (master[8:12] == -0.5).all()
     assert not optimizer.state
     assert stepper.state_bytes() == 4 * (5 + 4)
@@ -66,13 +68,13 @@ def test_state_moves_to_a_fresh_stepper(kind: type[optim.Optimizer]) -> None:
             {"params": [nn.Parameter(torch.ones(1))], "lr": 0.02},
         ]
         extra = {"momentum": 0.9} if kind in (optim.SGD, optim.RMSprop) else {}
-        return master, ElementwiseStepper(kind(given, lr=0.01, **extra), ranges(master))  # type: ignore[call-arg]
+        return master, ElementwiseStepper(kind(given, lr=0.01, **extra), ranges(master), TransferLog())  # type: ignore[call-arg]
 
     used = frozenset({"a", "b", "c"})
     gradients = [torch.randn(16) for _ in range(4)]
     master, stepper = make()
     for gradient in gradients[:2]:
-        stepper.step(0, gradient, ONE, used)
+        step_one(stepper, gradient, ONE, used)
     copied, other = make()
     copied.copy_(master)
     kinds: dict[str, tuple[str, ...]] = {}
@@ -85,8 +87,8 @@ def test_state_moves_to_a_fresh_stepper(kind: type[optim.Optimizer]) -> None:
         tensor.copy_(values.pop((name, segment.name)))
     assert not values
     for gradient in gradients[2:]:
-        stepper.step(0, gradient, ONE, used)
-        other.step(0, gradient, ONE, used)
+        step_one(stepper, gradient, ONE, used)
+        step_one(other, gradient, ONE, used)
     assert torch.equal(master, copied)
 
 
@@ -94,9 +96,14 @@ def test_selection() -> None:
     from zero_ext.optim.fused import AdamStepper
 
     one = nn.Parameter(torch.ones(1))
-    segment = [OwnedRange(torch.zeros(4), None, (Segment("a", 0, 0, 0, 4),))]
-    assert isinstance(make_stepper(optim.AdamW([one]), segment, torch.float32, False), AdamStepper)
-    assert isinstance(make_stepper(optim.SGD([one], 0.1), segment, torch.float32, False), ElementwiseStepper)
+    segment = [memory_range(torch.zeros(4), None, (Segment("a", 0, 0, 0, 4),))]
     assert isinstance(
-        make_stepper(optim.AdamW([one], amsgrad=True), segment, torch.float32, False), ElementwiseStepper
+        make_stepper(optim.AdamW([one]), segment, torch.float32, False, device_tiers()), AdamStepper
+    )
+    assert isinstance(
+        make_stepper(optim.SGD([one], 0.1), segment, torch.float32, False, device_tiers()), ElementwiseStepper
+    )
+    assert isinstance(
+        make_stepper(optim.AdamW([one], amsgrad=True), segment, torch.float32, False, device_tiers()),
+        ElementwiseStepper,
     )

@@ -9,7 +9,8 @@ import torch
 from torch import nn, optim
 
 import zero_ext
-from zero_ext.optim import OwnedRange, Segment
+from tests.optim.memory_range import device_tiers, memory_range, step_one
+from zero_ext.optim import Segment
 from zero_ext.optim.fused import AdamStepper
 
 ONE = torch.ones(())
@@ -42,11 +43,13 @@ def test_steps_like_torch_with_groups_and_unused_parameters(decoupled: bool, dty
     )
     output = torch.full((32,), float("nan"), dtype=dtype) if dtype != torch.float32 else None
     before = master.clone()
-    stepper = AdamStepper(plain.param_groups, [OwnedRange(master, output, segments)], torch.float32)
+    stepper = AdamStepper(
+        plain.param_groups, [memory_range(master, output, segments)], torch.float32, device_tiers().staging
+    )
     for step in range(4):
         gradient = torch.randn(32, generator=generator).to(dtype)
         used = frozenset({"a", "b"} if step % 2 == 0 else {"b"})
-        stepper.step(0, gradient, torch.tensor(0.5), used)
+        step_one(stepper, gradient, torch.tensor(0.5), used)
         for name, twin, begin in (("a", twins[0], 0), ("b", twins[1], 16)):
             twin.grad = gradient[begin : begin + twin.numel()].float() * 0.5 if name in used else None
         plain.step()
@@ -61,29 +64,33 @@ def test_steps_like_torch_with_groups_and_unused_parameters(decoupled: bool, dty
 def test_hyper_parameters_are_read_live() -> None:
     master, segments = two_parameters(torch.Generator().manual_seed(1))
     live = groups()
-    stepper = AdamStepper(live, [OwnedRange(master, None, segments)], torch.float32)
+    stepper = AdamStepper(live, [memory_range(master, None, segments)], torch.float32, device_tiers().staging)
     before = master.clone()
     for group in live:
         group["lr"], group["weight_decay"] = 0.0, 0.0
-    stepper.step(0, torch.ones(32), ONE, frozenset({"a", "b"}))
+    step_one(stepper, torch.ones(32), ONE, frozenset({"a", "b"}))
     assert torch.equal(master, before)
     live[1]["lr"] = torch.tensor(0.25)
-    stepper.step(0, torch.ones(32), ONE, frozenset({"a", "b"}))
+    step_one(stepper, torch.ones(32), ONE, frozenset({"a", "b"}))
     assert torch.equal(master[:10], before[:10])
     torch.testing.assert_close(master[16:29], before[16:29] - 0.25)
 
 
 def test_state_is_listed_by_parameter_and_restored() -> None:
     master, segments = two_parameters(torch.Generator().manual_seed(1))
-    stepper = AdamStepper(groups(), [OwnedRange(master, None, segments)], torch.bfloat16)
-    stepper.step(0, torch.ones(32), ONE, frozenset({"a"}))
+    stepper = AdamStepper(
+        groups(), [memory_range(master, None, segments)], torch.bfloat16, device_tiers().staging
+    )
+    step_one(stepper, torch.ones(32), ONE, frozenset({"a"}))
     found = {(kind, segment.name): tensor for kind, segment, tensor in stepper.tensors(0)}
     assert {key: tensor.numel() for key, tensor in found.items()} == {
         (kind, name): numel for kind in ("exp_avg", "exp_avg_sq") for name, numel in (("a", 10), ("b", 13))
     }
     assert found["exp_avg", "a"].eq(torch.tensor(0.1).bfloat16()).all() and not found["exp_avg", "b"].any()
     assert stepper.state_bytes() == 2 * 2 * 32
-    other = AdamStepper(groups(), [OwnedRange(master.clone(), None, segments)], torch.bfloat16)
+    other = AdamStepper(
+        groups(), [memory_range(master.clone(), None, segments)], torch.bfloat16, device_tiers().staging
+    )
     other.load_scalars(stepper.scalars())
     assert other.scalars() == {"step": {"a": 1, "b": 0}}
 

@@ -55,8 +55,8 @@ def train(world: World, model: Any, optimizer: Any, steps: int = 1) -> None:
 
 def shards(model: nn.Module) -> list[torch.Tensor]:
     engine: Engine = engine_of(model)
-    return [unit.shard.clone() for unit in engine.units] + [
-        master.values.clone() for master in engine.masters
+    return [unit.home.read(0, unit.home.numel).clone() for unit in engine.units] + [
+        master.state.read("master", 0, master.state.numel).clone() for master in engine.masters
     ]
 
 
@@ -99,7 +99,9 @@ def test_edits_of_one_rank_reach_all(world: World) -> None:
             train(world, model, optimizer)
             engine = engine_of(model)
             before = zero_ext.full_state_dict(model)
-            masters = [master.values.clone() for master in engine.masters]
+            masters = [
+                master.state.read("master", 0, master.state.numel).clone() for master in engine.masters
+            ]
             assert any(not torch.equal(m, m.bfloat16().float()) for m in masters)
             with zero_ext.gathered(model, modifier_rank=modifier), torch.no_grad():
                 if world.rank == modifier:
@@ -117,8 +119,9 @@ def test_edits_of_one_rank_reach_all(world: World) -> None:
             assert all(torch.equal(after[name], before[name]) for name in before)
             changed = 0
             for master, old in zip(engine.masters, masters, strict=True):
-                assert torch.equal(master.values.bfloat16(), master.output)
-                changed += int((master.values != old).sum())
+                now = master.state.read("master", 0, master.state.numel)
+                assert torch.equal(now.bfloat16(), master.output.read(0, now.numel()))
+                changed += int((now != old).sum())
             assert sum(world.everyone(changed)) <= 25 * (1 if stage else world.size)
             train(world, model, optimizer)  # and it still trains
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from zero_ext.offload import MASTER, TransferLog
 from zero_ext.optim.compatibility import elementwise_kinds, initial_state, on_other_tensors
-from zero_ext.optim.stepper import OwnedRange, Segment
+from zero_ext.optim.stepper import OwnedRange, Segment, Update
 
 
 class ElementwiseStepper:
@@ -18,12 +19,18 @@ class ElementwiseStepper:
     (step counts, averages' coefficients) is the same everywhere.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, ranges: Sequence[OwnedRange]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, ranges: Sequence[OwnedRange], transfers: TransferLog
+    ) -> None:
         self._live_groups = optimizer.param_groups
         self._inner = on_other_tensors(optimizer, [])
         self._ranges = tuple(ranges)
+        self._transfers = transfers
         self._tensors = [
-            [owned.master[segment.begin : segment.begin + segment.numel] for segment in owned.segments]
+            [
+                owned.state.read(MASTER, segment.begin, segment.begin + segment.numel)
+                for segment in owned.segments
+            ]
             for owned in ranges
         ]
 
@@ -33,8 +40,16 @@ class ElementwiseStepper:
                 if state:
                     self._inner.state[value] = state
 
-    def step(self, index: int, gradient: torch.Tensor, scale: torch.Tensor, used: frozenset[str]) -> None:
+    def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`; the scaled gradient of one range exists in fp32 while it runs."""
+        for update in updates:
+            self._transfers.record(update.tier, self._ranges[update.index].state.tier, update.gradient.nbytes)
+            self._step_range(update.index, update.gradient, scale, used)
+            yield update.index
+
+    def _step_range(
+        self, index: int, gradient: torch.Tensor, scale: torch.Tensor, used: frozenset[str]
+    ) -> None:
         owned, values = self._ranges[index], self._tensors[index]
         scaled = gradient.float() * scale
         self._inner.param_groups = self._groups_over(index)
@@ -47,7 +62,7 @@ class ElementwiseStepper:
         if owned.output is not None:
             for segment, value in zip(owned.segments, values, strict=True):
                 if segment.name in used:
-                    owned.output[segment.begin : segment.begin + segment.numel].copy_(value)
+                    owned.output.store(segment.begin, value, owned.state.tier)
 
     def _groups_over(self, index: int) -> list[dict[str, Any]]:
         groups = [{**group, "params": []} for group in self._live_groups]

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 
 from zero_ext import ops
-from zero_ext.optim.stepper import OwnedRange, Segment
+from zero_ext.offload import MASTER, StepPart, StepStaging
+from zero_ext.optim.stepper import OwnedRange, Segment, Update
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamStepper:
@@ -19,25 +22,37 @@ class AdamStepper:
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], ranges: Sequence[OwnedRange], moments_dtype: torch.dtype
+        self,
+        groups: list[dict[str, Any]],
+        ranges: Sequence[OwnedRange],
+        moments_dtype: torch.dtype,
+        staging: StepStaging,
     ) -> None:
         self._groups = groups
         self._ranges = tuple(ranges)
+        self._staging = staging
         self._steps = {segment.name: 0 for owned in ranges for segment in owned.segments}
-        self._moments = [
-            tuple(
-                ops.host_buffer(owned.master.numel() * moments_dtype.itemsize).view(moments_dtype)
-                for _ in range(2)
-            )
-            for owned in ranges
-        ]
+        for owned in ranges:
+            for kind in MOMENTS:
+                owned.state.add(kind, moments_dtype)
 
-    def step(self, index: int, gradient: torch.Tensor, scale: torch.Tensor, used: frozenset[str]) -> None:
-        """See :class:`Stepper`. ``gradient`` may be fp32, bf16 or fp16."""
-        owned = self._ranges[index]
+    def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
+        """See :class:`Stepper`. Gradients may be fp32, bf16 or fp16."""
+        for update in updates:
+            owned = self._ranges[update.index]
+            bounds, rows = self._rows(owned, used)
+            output, tier = owned.output, owned.state.tier
+            for part in self._staging.parts(tier, update.gradient, update.tier, output):
+                self._step_part(owned, part, bounds, rows, scale)
+            yield update.index
+
+    def _rows(
+        self, owned: OwnedRange, used: frozenset[str]
+    ) -> tuple[list[tuple[int, int]], list[list[float]]]:
+        """Element ranges to step and the hyper-parameters of each; the parameters' steps are counted."""
         for name in {segment.name for segment in owned.segments if segment.name in used}:
             self._steps[name] += 1
-        bounds: list[list[int]] = []
+        bounds: list[tuple[int, int]] = []
         rows: list[list[float]] = []
         for segment in owned.segments:
             if segment.name not in used or not segment.numel:
@@ -45,20 +60,40 @@ class AdamStepper:
             row = self._hyper_parameters(segment)
             begin, end = segment.begin, segment.begin + segment.numel
             if rows and rows[-1] == row and bounds[-1][1] == begin:
-                bounds[-1][1] = end
+                bounds[-1] = (bounds[-1][0], end)
             else:
-                bounds.append([begin, end])
+                bounds.append((begin, end))
                 rows.append(row)
-        if rows:
-            exp_avg, exp_avg_sq = self._moments[index]
+        return bounds, rows
+
+    def _step_part(
+        self,
+        owned: OwnedRange,
+        part: StepPart,
+        bounds: list[tuple[int, int]],
+        rows: list[list[float]],
+        scale: torch.Tensor,
+    ) -> None:
+        inside = [
+            (max(begin, part.begin) - part.begin, min(end, part.end) - part.begin) for begin, end in bounds
+        ]
+        kept = [number for number, (begin, end) in enumerate(inside) if begin < end]
+        master, exp_avg, exp_avg_sq = (
+            owned.state.read(kind, part.begin, part.end) for kind in (MASTER, *MOMENTS)
+        )
+        covered = sum(inside[number][1] - inside[number][0] for number in kept)
+        if part.staged is not None and covered < part.end - part.begin:
+            # All of it goes back, so elements that the step leaves alone need the value they have.
+            part.staged.copy_(master)
+        if kept:
             ops.adam_step_(
-                owned.master,
+                master,
                 exp_avg,
                 exp_avg_sq,
-                gradient,
-                owned.output,
-                torch.tensor(bounds, dtype=torch.int64),
-                torch.tensor(rows, dtype=torch.float64),
+                part.gradient,
+                part.output,
+                torch.tensor([inside[number] for number in kept], dtype=torch.int64),
+                torch.tensor([rows[number] for number in kept], dtype=torch.float64),
                 scale,
             )
 
@@ -79,9 +114,10 @@ class AdamStepper:
 
     def tensors(self, index: int) -> Iterator[tuple[str, Segment, torch.Tensor]]:
         """See :class:`Stepper`: ``exp_avg`` and ``exp_avg_sq``."""
-        for name, moment in zip(("exp_avg", "exp_avg_sq"), self._moments[index], strict=True):
-            for segment in self._ranges[index].segments:
-                yield name, segment, moment[segment.begin : segment.begin + segment.numel]
+        owned = self._ranges[index]
+        for kind in MOMENTS:
+            for segment in owned.segments:
+                yield kind, segment, owned.state.read(kind, segment.begin, segment.begin + segment.numel)
 
     def scalars(self) -> dict[str, Any]:
         """See :class:`Stepper`: the number of steps of every parameter."""
@@ -97,5 +133,5 @@ class AdamStepper:
         return lambda: None
 
     def state_bytes(self) -> int:
-        """See :class:`Stepper`."""
-        return sum(moment.nbytes for moments in self._moments for moment in moments)
+        """See :class:`Stepper`: none, the moments lie beside the master weights."""
+        return 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
+from zero_ext.config import Tier
+from zero_ext.offload import ShardHome, StateHome
 
 
 @dataclass(frozen=True)
@@ -22,20 +25,32 @@ class Segment:
 
 @dataclass(frozen=True)
 class OwnedRange:
-    """What a rank's optimizer owns of a unit: fp32 master weights [n], parameter memory [n] or None,
-    segments."""
+    """What a rank's optimizer owns of a unit: state [n] that begins as fp32 master weights, the parameters
+    [n] that follow them or None where they are the masters, segments."""
 
-    master: torch.Tensor
-    output: torch.Tensor | None
+    state: StateHome
+    output: ShardHome | None
     segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class Update:
+    """A range to be stepped and its gradient [n], in memory of ``tier``."""
+
+    index: int
+    gradient: torch.Tensor
+    tier: Tier
 
 
 class Stepper(Protocol):
     """Updates owned ranges. ``index`` counts the ranges given at construction."""
 
-    def step(self, index: int, gradient: torch.Tensor, scale: torch.Tensor, used: frozenset[str]) -> None:
-        """One optimizer step on a range: ``gradient`` [n] times ``scale`` (0-d float32), for the parameters
-        named in ``used`` only; the others keep value and state, as torch's do without a gradient."""
+    def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
+        """One optimizer step on some ranges: gradients times ``scale`` (0-d float32), for the parameters
+        named in ``used`` only; the others keep value and state, as torch's do without a gradient.
+
+        Yields the index of a range as soon as its parameters are in place.
+        """
 
     def tensors(self, index: int) -> Iterator[tuple[str, Segment, torch.Tensor]]:
         """State tensors of a range, one a segment: torch's name for it, segment, 1-D live tensor."""
@@ -51,4 +66,4 @@ class Stepper(Protocol):
         this optimizer has such a kind. Returns what undoes it."""
 
     def state_bytes(self) -> int:
-        """Bytes of all state tensors."""
+        """Bytes of memory of the state that this stepper keeps beside the ranges' own."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
+from zero_ext.offload import Tiers
 from zero_ext.zero.born import born_shard, forget_birth, full_value
 from zero_ext.zero.layout import FlatLayout
 from zero_ext.zero.master import MasterShard
@@ -101,7 +102,12 @@ def check_values(owned: Sequence[Owned]) -> None:
 
 
 def build_unit(
-    plan: UnitPlan, collectives: Collectives, pool: BufferPool, load_values: bool, trains: bool
+    plan: UnitPlan,
+    collectives: Collectives,
+    pool: BufferPool,
+    tiers: Tiers,
+    load_values: bool,
+    trains: bool,
 ) -> tuple[Unit, MasterShard | None]:
     """Makes one unit from the parameters' present values, which are freed, and its master weights.
 
@@ -117,9 +123,10 @@ def build_unit(
         plan.placement,
         collectives,
         pool,
+        tiers,
         plan.persistent,
     )
-    master = MasterShard(unit) if trains and layout.dtype.is_floating_point else None
+    master = MasterShard(unit, tiers) if trains and layout.dtype.is_floating_point else None
     with torch.no_grad():
         if load_values:
             originals = [_original(item, collectives) for item in members]

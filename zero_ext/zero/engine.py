@@ -15,7 +15,8 @@ from torch import nn
 from zero_ext.comm import Collectives, Pending, WireLog
 from zero_ext.config import ZeroConfig
 from zero_ext.config.events import Bus, StepEnd, Subscriber
-from zero_ext.optim import OwnedRange, Segment, Stepper
+from zero_ext.offload import Tiers
+from zero_ext.optim import OwnedRange, Segment, Stepper, Update
 from zero_ext.zero.backward import BackwardPass
 from zero_ext.zero.gradient_view import GradientViews
 from zero_ext.zero.gradients import UnitGradients, make_gradients
@@ -47,12 +48,14 @@ class Engine:
         config: ZeroConfig,
         collectives: Collectives,
         pool: BufferPool,
+        tiers: Tiers,
     ) -> None:
         self.config = config
         self.group: dist.ProcessGroup | None = None
         self.state = EngineState(self)
         self.collectives = collectives
         self.pool = pool
+        self.tiers = tiers
         self.names = {item.parameter: item.names for item in owned}
         self._places = [
             (item.parameter, name, weakref.ref(owner)) for item in owned for name, owner in item.places()
@@ -71,7 +74,9 @@ class Engine:
         self._collected = False
         self._bus = Bus()
         self._step_began = time.perf_counter()
-        self._gradients = {master.unit: make_gradients(master.unit, pool, config) for master in self.masters}
+        self._gradients = {
+            master.unit: make_gradients(master.unit, pool, tiers, config) for master in self.masters
+        }
         trained = list(self._gradients.values())
         self.reducer = GradientReducer(trained, collectives, self._bus)
         self.norms = GradientNorms(trained, collectives)
@@ -147,7 +152,7 @@ class Engine:
                 segments.append(
                     Segment(name, group_of[parameter], part.parameter_start, part.range_start, part.numel)
                 )
-            ranges.append(OwnedRange(master.values, master.output, tuple(segments)))
+            ranges.append(OwnedRange(master.state, master.output, tuple(segments)))
         self.groups = groups
         self.stepper = make(ranges)
 
@@ -320,6 +325,7 @@ class Engine:
         self.steps += 1
         self._micro_steps = 0
         self.collectives.wire.begin_step()
+        self.tiers.transfers.begin_step()
         self._tell(overflow)
         return not overflow
 
@@ -359,13 +365,15 @@ class Engine:
         publishing: list[Pending] = []
         if self.stepper is None:
             raise AssertionError("update without a stepper")
-        for number, master in enumerate(self.masters):
-            gradients = self._gradients[master.unit]
-            if gradients.contributed:
-                self.stepper.step(number, gradients.for_optimizer(), scale, used)
-                pending = master.unit.start_publishing()
-                if pending is not None:
-                    publishing.append(pending)
+        updates = [
+            Update(number, gradients.for_optimizer(), gradients.tier)
+            for number, gradients in enumerate(self._gradients[master.unit] for master in self.masters)
+            if gradients.contributed
+        ]
+        for number in self.stepper.step(updates, scale, used):
+            pending = self.masters[number].unit.start_publishing()
+            if pending is not None:
+                publishing.append(pending)
         for pending in publishing:
             pending.wait()
 

@@ -7,8 +7,9 @@ import torch
 from zero_ext import ops
 from zero_ext.comm import Pending
 from zero_ext.config import ZeroConfig
+from zero_ext.offload import Tiers, TransferLog, allocate
 from zero_ext.zero.partition import DTYPES
-from zero_ext.zero.pool import BufferPool, allocate
+from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.unit import Unit
 
 
@@ -25,12 +26,16 @@ class UnitGradients:
         self,
         unit: Unit,
         pool: BufferPool,
+        transfers: TransferLog,
         accumulation_dtype: torch.dtype,
         accumulates: bool,
         wire_dtype: torch.dtype | None,
     ) -> None:
         self.unit = unit
+        self.tier = unit.placement.grads_tier if unit.placement.grads else "device"
         self._pool = pool
+        self._transfers = transfers
+        self._landing: torch.Tensor | None = None  # the device memory of a shard that lives in another tier
         self._accumulation_dtype = accumulation_dtype
         self._wire_dtype = wire_dtype
         self._buffer: torch.Tensor | None = None
@@ -111,25 +116,30 @@ class UnitGradients:
                 self.local[layout.offsets[index] : layout.offsets[index] + spec.numel].zero_()
         for begin, end in layout.gaps():
             self.local[begin:end].zero_()
-        if unit.collectives.world_size == 1 and self.local.dtype == self._accumulation_dtype:
+        single = unit.collectives.world_size == 1
+        if single and self._aliased() and self.local.dtype == self._accumulation_dtype:
             # One rank's sum is the average already: later gradients simply add to it.
             self.reduced_valid = True
             return
         self._filled.clear()
         if self.reduced_valid and self.reduced.dtype != self._accumulation_dtype:
             self.reduced = allocate(layout.shard_numel, self._accumulation_dtype).copy_(self.reduced)
-        if unit.collectives.world_size == 1:
+        if single:
             if not self._aliased():
                 ops.sum_shards_(self.reduced, [self.local], 1.0, self.reduced_valid)
+                self._transfers.record("device", self.tier, self.local.nbytes)
             self.reduced_valid = True
+            self._drop_local()
             return
         peers = unit.collectives.world_size - 1
         payload = self._on_the_wire(self.local)
+        if self.tier != "device":
+            self._landing = self._borrow(layout.shard_numel, self.reduced.dtype)
         self._pending = unit.collectives.reduce_scatter(
             payload,
-            self.reduced,
+            self.reduced if self._landing is None else self._landing,
             self._borrow(layout.shard_numel * peers, payload.dtype),
-            self.reduced_valid,
+            self.reduced_valid and self._landing is None,
             unit.wire_kind("reduce_scatter"),
             f"reduce-scatter of the gradients of {unit.describe()}",
         )
@@ -140,6 +150,10 @@ class UnitGradients:
             return
         self._pending.wait()
         self._pending = None
+        if self._landing is not None:
+            self._transfers.record("device", self.tier, self._landing.nbytes)
+            (ops.accumulate_ if self.reduced_valid else ops.pack_)(self.reduced, [self._landing], [0])
+            self._landing = None
         self.reduced_valid = True
         while self._scratch:
             self._pool.give(self._scratch.pop())
@@ -299,12 +313,13 @@ class UnitGradients:
         )
 
 
-def make_gradients(unit: Unit, pool: BufferPool, config: ZeroConfig) -> UnitGradients:
+def make_gradients(unit: Unit, pool: BufferPool, tiers: Tiers, config: ZeroConfig) -> UnitGradients:
     """The gradient buffers of ``unit`` in the precisions that ``config`` asks for."""
     wire = config.precision.communication_dtype
     return UnitGradients(
         unit,
         pool,
+        tiers.transfers,
         DTYPES[config.precision.grad_accum_dtype],
         config.batch.gradient_accumulation_steps > 1,
         DTYPES[wire] if wire is not None else None,

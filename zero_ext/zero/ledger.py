@@ -14,13 +14,16 @@ def ledger_of(engine: Engine) -> dict[str, int]:
 
     fp32 parameters are their own master weights and count once, as params.
     """
-    params = sum(unit.shard.nbytes if unit.placement.params else unit.flat.nbytes for unit in engine.units)
+    params = sum(
+        unit.home.numel * unit.home.dtype.itemsize if unit.placement.params else unit.flat.nbytes
+        for unit in engine.units
+    )
     grads = sum(gradients.persistent_bytes() for gradients in engine.reducer.gradients)
-    masters = sum(master.values.nbytes for master in engine.masters if master.separate)
-    moments = engine.stepper.state_bytes() if engine.stepper is not None else 0
+    states = sum(master.memory_bytes() for master in engine.masters)
+    beside = engine.stepper.state_bytes() if engine.stepper is not None else 0
     return {
         "params": params,
         "grads": grads,
-        "optimizer": masters + moments,
-        "staging": engine.pool.total_bytes,
+        "optimizer": states + beside,
+        "staging": engine.pool.total_bytes + engine.tiers.staging.nbytes,
     }

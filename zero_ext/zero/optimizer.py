@@ -24,7 +24,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.engine = engine
         moments = DTYPES[engine.config.precision.moments_dtype]
         engine.attach_optimizer(
-            self.param_groups, lambda ranges: make_stepper(optimizer, ranges, moments, elementwise)
+            self.param_groups,
+            lambda ranges: make_stepper(optimizer, ranges, moments, elementwise, engine.tiers),
         )
 
     @property

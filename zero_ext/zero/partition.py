@@ -96,7 +96,7 @@ def plan_units(
     model: nn.Module, owned: Iterable[Owned], config: ZeroConfig, world_size: int
 ) -> list[UnitPlan]:
     """Groups the parameters into units for the configured stage on ``world_size`` ranks."""
-    placement = Placement.of_stage(config.stage).over(world_size)
+    placement = Placement.of_stage(config.stage).on_tiers(config.offload).over(world_size)
     blocks = find_blocks(model, config)  # checks the names also where no unit is a block
     if not placement.params:
         return list(_buckets("bucket", owned, placement, config.units.bucket_elements, False))

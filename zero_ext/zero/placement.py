@@ -1,17 +1,24 @@
-"""Where each state kind lives: replicated or sharded. A ZeRO stage is a named preset, nothing else."""
+"""Where each state kind lives: replicated or sharded, and its tier. A ZeRO stage is a named preset."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from zero_ext.config import OffloadPolicy, Tier
+
 
 @dataclass(frozen=True)
 class Placement:
-    """Which state kinds are sharded over the ranks (ZeRO, Rajbhandari et al. 2020, section 5)."""
+    """Which state kinds are sharded over the ranks (ZeRO, Rajbhandari et al. 2020, section 5), and in which
+    tier the shards lie (ZeRO-Infinity, Rajbhandari et al. 2021, section 5.1). Replicated kinds lie on the
+    device."""
 
     params: bool
     grads: bool
     optimizer: bool
+    params_tier: Tier = "device"
+    grads_tier: Tier = "device"
+    optimizer_tier: Tier = "device"
 
     @staticmethod
     def of_stage(stage: int) -> Placement:
@@ -20,10 +27,24 @@ class Placement:
             raise ValueError(f"stage: {stage!r} given; ZeRO has the stages 0, 1, 2 and 3")
         return Placement(params=stage >= 3, grads=stage >= 2, optimizer=stage >= 1)
 
+    def on_tiers(self, policy: OffloadPolicy) -> Placement:
+        """The same with every kind in the tier that ``policy`` names."""
+        return replace(
+            self, params_tier=policy.params, grads_tier=policy.grads, optimizer_tier=policy.optimizer
+        )
+
     def persistent(self) -> Placement:
         """The same with replicated parameters: for units too small to be worth gathering."""
-        return replace(self, params=False)
+        return replace(self, params=False, params_tier="device")
 
     def over(self, world_size: int) -> Placement:
-        """What remains of it on ``world_size`` ranks: a single rank's shard is the whole."""
-        return self if world_size > 1 else Placement(params=False, grads=False, optimizer=False)
+        """What remains of it on ``world_size`` ranks: a single rank's shard is the whole, and is a shard in
+        its own right only if it lies elsewhere than on the device."""
+        if world_size > 1:
+            return self
+        return replace(
+            self,
+            params=self.params_tier != "device",
+            grads=self.grads_tier != "device",
+            optimizer=self.optimizer_tier != "device",
+        )

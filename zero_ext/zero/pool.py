@@ -55,11 +55,6 @@ class BufferPool:
                 self.idle_bytes -= nbytes
 
 
-def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A zeroed flat tensor [numel] on huge pages, for state that lives as long as its model."""
-    return ops.host_buffer(numel * dtype.itemsize).view(dtype)
-
-
 def attach(storage: torch.UntypedStorage, buffer: torch.Tensor) -> None:
     """Swaps the memory of ``buffer`` into the empty ``storage`` of equal size, keeping the storage object.
 

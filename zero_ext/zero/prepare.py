@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_ext.config import ZeroConfig, load_config
+from zero_ext.offload import Tiers
 from zero_ext.optim.compatibility import check_elementwise, fusible, was_stepped
 from zero_ext.zero.construction import (
     broadcast_buffers,
@@ -89,13 +90,13 @@ def prepare(
         leave_meta(model)
         owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
     plans = plan_units(model, owned, settings, collectives.world_size)
-    pool = BufferPool()
+    pool, tiers = BufferPool(), Tiers(settings.offload)
     trains = _trains(optimizer)
-    built = [build_unit(plan, collectives, pool, values == "keep", trains(plan)) for plan in plans]
+    built = [build_unit(plan, collectives, pool, tiers, values == "keep", trains(plan)) for plan in plans]
     if settings.precision.dtype != "keep":
         cast_running_statistics(model, DTYPES[settings.precision.dtype])
     broadcast_buffers(model, collectives)
-    engine = Engine(model, owned, built, settings, collectives, pool)
+    engine = Engine(model, owned, built, settings, collectives, pool, tiers)
     engine.group = (process_group or dist.group.WORLD) if collectives.world_size > 1 else None
     homes = {
         parameter: (unit, plan.home)

@@ -63,13 +63,12 @@ class Residency:
                 self._evict(unit)
 
     def _evict(self, unit: Unit) -> None:
-        if unit.state is UnitState.GATHERING:
-            unit.to_gathered()
-        if unit.state is UnitState.GATHERED:
+        if unit.state is not UnitState.RELEASED:
+            unit.ensure_gathered()
             self._release(unit)
 
     def _gather(self, unit: Unit) -> None:
-        began, prefetched = time.perf_counter(), unit.state is UnitState.GATHERING
+        began, prefetched = time.perf_counter(), unit.state is not UnitState.RELEASED
         if not prefetched:
             self._make_room(unit)
         unit.ensure_gathered()
@@ -99,17 +98,24 @@ class Residency:
             )
 
     def _prefetch(self, order: GatherOrder) -> None:
-        ahead, started = 0, False
+        ahead, started = 0, 0
         if not self._prefetch_limit:
             return
         for unit in order.upcoming():
             if unit.state is UnitState.GATHERED:
                 continue
             ahead += unit.layout.numel
-            if started and ahead > self._prefetch_limit:
+            # A shard in storage takes two stages, read and exchange, so two units are always under way.
+            least = 2 if unit.home.tier == "nvme" else 1
+            if started >= least and ahead > self._prefetch_limit:
                 return
-            started = True
+            started += 1
             if unit.state is UnitState.RELEASED:
                 if self.live_elements + unit.layout.numel > self._live_limit:
                     return
+                unit.to_fetching()
+                if unit.home.tier != "nvme":
+                    unit.to_gathering()
+            elif unit.state is UnitState.FETCHING and started == 1 and unit.layout.world_size > 1:
+                # Decided by place alone: exchanges must start in one order on all ranks.
                 unit.to_gathering()

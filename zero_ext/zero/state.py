@@ -112,10 +112,10 @@ class EngineState:
             begin, end = (
                 unit.layout.shard_range(self.rank) if unit.placement.params else (0, unit.layout.numel)
             )
-            memory = unit.shard if unit.placement.params else unit.flat
+            home = unit.home if unit.placement.params else engine.tiers.in_memory(unit.flat)
             for overlap in unit.layout.overlaps(begin, end):
                 name = unit.layout.specs[overlap.index].name
-                run = memory[overlap.range_start : overlap.range_start + overlap.numel]
+                run = home.read(overlap.range_start, overlap.range_start + overlap.numel)
                 yield (
                     ShardPiece("master", name, overlap.parameter_start, run),
                     unit,

@@ -9,16 +9,18 @@ import torch
 from torch import nn
 
 from zero_ext.comm import Collectives, Pending
+from zero_ext.offload import Arrival, Tiers, allocate
 from zero_ext.zero.layout import FlatLayout
 from zero_ext.zero.placement import Placement
-from zero_ext.zero.pool import BufferPool, allocate, attach, detach
+from zero_ext.zero.pool import BufferPool, attach, detach
 
 
 class UnitState(enum.Enum):
     """The life of a unit's full parameters."""
 
     RELEASED = "released"  # only the shard exists; every parameter is a NaN placeholder
-    GATHERING = "gathering"  # a pool buffer is attached and being filled
+    FETCHING = "fetching"  # a pool buffer is attached and the shard is on its way into it
+    GATHERING = "gathering"  # the other ranks' shards are on their way
     GATHERED = "gathered"  # the parameters are views of the full flat buffer
 
 
@@ -26,8 +28,9 @@ class Unit:
     """Flat parameters of one dtype, their shard, and the moves between gathered and released.
 
     ``flat`` [layout.numel] keeps one storage object for life: empty while released, a pool buffer while
-    gathered. ``shard`` [layout.shard_numel] is this rank's part, a slice of ``flat`` where parameters are
-    replicated. ``holders`` are the running calls that need the unit; it may be released when there is none.
+    gathered. ``home`` keeps this rank's part [layout.shard_numel], in some tier; where parameters are
+    replicated it is a slice of ``flat``. ``holders`` are the running calls that need the unit; it may be
+    released when there is none.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Unit:
         placement: Placement,
         collectives: Collectives,
         pool: BufferPool,
+        tiers: Tiers,
         persistent: bool = False,
     ) -> None:
         self.name = name
@@ -49,9 +53,10 @@ class Unit:
         self.holders: set[object] = set()
         self._pool = pool
         self._buffer: torch.Tensor | None = None
+        self._arrival: Arrival | None = None
         self._pending: Pending | None = None
         with torch.inference_mode(False), torch.no_grad():
-            self._make_buffers()
+            self._make_buffers(tiers)
             self._views = [
                 self.flat.as_strided(spec.shape, spec.stride, offset)
                 for spec, offset in zip(layout.specs, layout.offsets, strict=True)
@@ -63,32 +68,45 @@ class Unit:
         self._versions = [0] * len(self.parameters)
         self.state = UnitState.GATHERED
 
-    def _make_buffers(self) -> None:
+    def _make_buffers(self, tiers: Tiers) -> None:
         layout = self.layout
-        begin, end = layout.shard_range(self.collectives.rank)
         if self.placement.params:
             # The storage must be resizable, so it is torch's own; its pages are never touched.
             self.flat = torch.empty(layout.numel, dtype=layout.dtype)
             self.flat.untyped_storage().resize_(0)
             self._buffer = self._pool.take(layout.nbytes)
             attach(self.flat.untyped_storage(), self._buffer)
-            self.shard = allocate(layout.shard_numel, layout.dtype)
+            self.home = tiers.shard_home(self.placement.params_tier, layout.shard_numel, layout.dtype)
         else:
             self.flat = allocate(layout.numel, layout.dtype)
-            self.shard = self.flat[begin:end]
+            self.home = tiers.in_memory(self._own_slice())
+
+    def _own_slice(self) -> torch.Tensor:
+        begin, end = self.layout.shard_range(self.collectives.rank)
+        return self.flat[begin:end]
 
     # -- life cycle ---------------------------------------------------------------------------------------
 
-    def to_gathering(self) -> None:
-        """Attaches a buffer and starts filling it. From RELEASED only."""
+    def to_fetching(self) -> None:
+        """Attaches a buffer and starts to bring the shard into it. From RELEASED only."""
         self._require(UnitState.RELEASED)
         misuse = self._misuse()
         if misuse is not None:
             raise misuse
         self._buffer = self._pool.take(self.layout.nbytes)
         attach(self.flat.untyped_storage(), self._buffer)
+        self._arrival = self.home.fetch(self._own_slice())
+        self.state = UnitState.FETCHING
+
+    def to_gathering(self) -> None:
+        """Waits for the shard and starts to exchange it. From FETCHING only."""
+        self._require(UnitState.FETCHING)
+        if self._arrival is None:
+            raise AssertionError(f"{self.describe()}: fetching without a transfer")
+        self._arrival.wait()
+        self._arrival = None
         self._pending = self.collectives.gather(
-            self.flat, self.shard, self.wire_kind("gather"), f"gather of {self.describe()}"
+            self.flat, self._own_slice(), self.wire_kind("gather"), f"gather of {self.describe()}"
         )
         self.state = UnitState.GATHERING
 
@@ -121,6 +139,8 @@ class Unit:
     def ensure_gathered(self) -> None:
         """Gathers from whatever state the unit is in, and waits."""
         if self.state is UnitState.RELEASED:
+            self.to_fetching()
+        if self.state is UnitState.FETCHING:
             self.to_gathering()
         if self.state is UnitState.GATHERING:
             self.to_gathered()
@@ -132,7 +152,7 @@ class Unit:
             return None
         return self.collectives.gather(
             self.flat,
-            self.shard,
+            self._own_slice(),
             self.wire_kind("gather_updated"),
             f"gather of the updated {self.describe()}",
         )
@@ -156,9 +176,7 @@ class Unit:
 
     def store_shard(self) -> None:
         """Copies this rank's slice of the gathered flat buffer to the shard, where they are not one."""
-        if self.placement.params:
-            begin, end = self.layout.shard_range(self.collectives.rank)
-            self.shard.copy_(self.flat[begin:end])
+        self.home.store(0, self._own_slice(), "device")
 
     def view_of(self, index: int) -> torch.Tensor:
         """The gathered full value of parameter ``index``; valid until the unit is released."""

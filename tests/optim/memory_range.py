@@ -1,0 +1,30 @@
+"""Ranges in device memory, for tests of steppers."""
+
+from __future__ import annotations
+
+import torch
+
+from zero_ext.config import OffloadPolicy
+from zero_ext.offload import Tiers
+from zero_ext.optim import OwnedRange, Segment, Stepper, Update
+
+
+def device_tiers() -> Tiers:
+    """Tiers of an engine that offloads nothing."""
+    return Tiers(OffloadPolicy())
+
+
+def memory_range(
+    master: torch.Tensor, output: torch.Tensor | None, segments: tuple[Segment, ...]
+) -> OwnedRange:
+    """A range whose master weights and parameters are these tensors."""
+    tiers = device_tiers()
+    home = None if output is None else tiers.in_memory(output)
+    return OwnedRange(tiers.state_home("device", master.numel(), master), home, segments)
+
+
+def step_one(
+    stepper: Stepper, gradient: torch.Tensor, scale: torch.Tensor, used: frozenset[str], index: int = 0
+) -> None:
+    """One step of range ``index``."""
+    assert list(stepper.step([Update(index, gradient, "device")], scale, used)) == [index]

@@ -1,0 +1,75 @@
+"""The parts in which an optimizer step runs where its state lies: whole, or through fixed staging memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from zero_ext.config import Tier
+from zero_ext.offload.shard_home import ShardHome, allocate
+from zero_ext.offload.transfers import TransferLog
+
+
+class StepPart(NamedTuple):
+    """Elements [begin, end) of a range: their gradients, and room for their updated parameters if wanted,
+    both in memory of the tier where the state lies."""
+
+    begin: int
+    end: int
+    gradient: torch.Tensor
+    output: torch.Tensor | None
+    staged: torch.Tensor | None = None  # ``output`` if it is staging memory, all of which is sent on
+
+
+class StepStaging:
+    """Memory of fixed size through which gradients come to, and parameters leave, a step in another tier.
+
+    ``nbytes`` holds one part: fp32 gradients and fp32 parameters of ``elements`` elements at most. It is
+    allocated at its first use, since a step in the tier of its gradients and parameters needs none.
+    """
+
+    def __init__(self, nbytes: int, transfers: TransferLog) -> None:
+        self.elements = max(1, nbytes // 8)
+        self._transfers = transfers
+        self._gradients: torch.Tensor | None = None
+        self._outputs: torch.Tensor | None = None
+
+    def parts(
+        self, tier: Tier, gradient: torch.Tensor, gradient_tier: Tier, output: ShardHome | None
+    ) -> Iterator[StepPart]:
+        """The parts of a range [n] whose state lies in memory of ``tier``: one where all else does, too.
+
+        ``gradient`` [n] lies in ``gradient_tier``. What a part's ``output`` holds, all of it, replaces
+        that part of ``output`` when the next part is asked for.
+        """
+        in_place = output.memory(tier) if output is not None else None
+        direct = output is None or in_place is not None
+        if direct and gradient_tier == tier:
+            yield StepPart(0, gradient.numel(), gradient, in_place)
+            return
+        for begin in range(0, gradient.numel(), self.elements):
+            end = min(begin + self.elements, gradient.numel())
+            part = gradient[begin:end]
+            if gradient_tier != tier:
+                part = self._room("_gradients", end - begin, gradient.dtype).copy_(part)
+                self._transfers.record(gradient_tier, tier, part.nbytes)
+            if output is None or in_place is not None:
+                yield StepPart(begin, end, part, None if in_place is None else in_place[begin:end])
+                continue
+            room = self._room("_outputs", end - begin, output.dtype)
+            yield StepPart(begin, end, part, room, staged=room)
+            output.store(begin, room, tier)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated so far."""
+        return sum(room.nbytes for room in (self._gradients, self._outputs) if room is not None)
+
+    def _room(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        room: torch.Tensor | None = getattr(self, name)
+        if room is None or room.nbytes < numel * dtype.itemsize:
+            room = allocate(self.elements, dtype).view(torch.uint8)
+            setattr(self, name, room)
+        return room[: numel * dtype.itemsize].view(dtype)

@@ -1,0 +1,31 @@
+"""Counts what moves between tiers, by source and target."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from zero_ext.config import Tier
+
+Route = tuple[Tier, Tier]  # from, to
+
+
+@dataclass
+class TransferLog:
+    """Bytes this rank moved between tiers since :meth:`begin_step`, and in the last finished step.
+
+    A byte counts once for every copy that an accelerator would need; memory that is used where it lies
+    counts nothing. Storage counts what was asked of it, padding to its blocks included.
+    """
+
+    moved: Counter[Route] = field(default_factory=Counter)
+    last_moved: Counter[Route] = field(default_factory=Counter)
+
+    def record(self, source: Tier, target: Tier, nbytes: int) -> None:
+        """Adds one copy of ``nbytes`` bytes; none if both tiers are the same."""
+        if source != target and nbytes:
+            self.moved[source, target] += nbytes
+
+    def begin_step(self) -> None:
+        """Closes the current step: its counts become ``last_moved`` and the running ones start at zero."""
+        self.last_moved, self.moved = self.moved, Counter()
