@@ -11,6 +11,10 @@ from zero_ext.config import Tier
 from zero_ext.offload.transfers import TransferLog
 
 
+# Direct transfers to any device want memory, offset and length in multiples of this.
+STORAGE_ALIGNMENT = 4096
+
+
 class Arrival(Protocol):
     """Elements on their way into device memory."""
 

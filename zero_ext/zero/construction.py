@@ -12,9 +12,9 @@ from torch import nn
 
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
-from zero_ext.offload import Tiers
+from zero_ext.offload import STORAGE_ALIGNMENT, Tiers
 from zero_ext.zero.born import born_shard, forget_birth, full_value
-from zero_ext.zero.layout import FlatLayout
+from zero_ext.zero.layout import ALIGNMENT_BYTES, FlatLayout
 from zero_ext.zero.master import MasterShard
 from zero_ext.zero.partition import Owned, UnitPlan
 from zero_ext.zero.pool import BufferPool
@@ -101,6 +101,13 @@ def check_values(owned: Sequence[Owned]) -> None:
             )
 
 
+def layout_of(plan: UnitPlan, world_size: int) -> FlatLayout:
+    """How the unit of ``plan`` will lie in its flat buffer."""
+    tiers = (plan.placement.params_tier, plan.placement.grads_tier, plan.placement.optimizer_tier)
+    alignment = STORAGE_ALIGNMENT if "nvme" in tiers else ALIGNMENT_BYTES
+    return FlatLayout.build([item.spec for item in plan.members], world_size, alignment)
+
+
 def build_unit(
     plan: UnitPlan,
     collectives: Collectives,
@@ -115,7 +122,7 @@ def build_unit(
     False makes no master weights.
     """
     members = plan.members
-    layout = FlatLayout.build([item.spec for item in members], collectives.world_size)
+    layout = layout_of(plan, collectives.world_size)
     unit = Unit(
         plan.name,
         [item.parameter for item in members],

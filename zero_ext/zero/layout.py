@@ -41,7 +41,8 @@ class FlatLayout:
     """Offsets of a unit's parameters in a flat buffer of ``numel`` elements, shared by ``world_size`` ranks.
 
     Every parameter starts on a 64-byte boundary; the buffer is padded to a multiple of
-    ``world_size * 64`` bytes, so every shard is equally long and aligned as well.
+    ``world_size * 64`` bytes (more where shards lie in storage), so every shard is equally long and aligned
+    as well.
     """
 
     specs: tuple[ParameterSpec, ...]
@@ -51,8 +52,14 @@ class FlatLayout:
     dtype: torch.dtype
 
     @staticmethod
-    def build(specs: Sequence[ParameterSpec], world_size: int) -> FlatLayout:
-        """Lays out ``specs`` (all of one dtype, at least one) for ``world_size`` ranks."""
+    def build(
+        specs: Sequence[ParameterSpec], world_size: int, shard_alignment: int = ALIGNMENT_BYTES
+    ) -> FlatLayout:
+        """Lays out ``specs`` (all of one dtype, at least one) for ``world_size`` ranks.
+
+        Shards begin at multiples of ``shard_alignment`` bytes: a shard in storage is read straight into its
+        place, which needs whole blocks there.
+        """
         if world_size < 1:
             raise ValueError(f"world_size: {world_size} given, at least 1 wanted")
         dtypes = {spec.dtype for spec in specs}
@@ -66,7 +73,7 @@ class FlatLayout:
         for spec in specs:
             offsets.append(end)
             end += _round_up(spec.numel, grain)
-        numel = _round_up(max(end, 1), grain * world_size)
+        numel = _round_up(max(end, 1), max(grain, shard_alignment // dtype.itemsize) * world_size)
         return FlatLayout(tuple(specs), tuple(offsets), numel, world_size, dtype)
 
     @property
