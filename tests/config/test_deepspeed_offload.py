@@ -184,7 +184,7 @@ def test_old_flags_beside_what_replaced_them() -> None:
         assert error.paths == ("zero_optimization.cpu_offload",)
     error = refused(cpu_offload_param=True, cpu_offload_params=True)
     assert error.paths == ("zero_optimization.cpu_offload_params",)
-    found = load(cpu_offload=True, cpu_offload_use_pin_memory=False)
+    found = load(cpu_offload=True, cpu_offload_use_pin_memory=True)
     assert [note.path for note in found.notes] == ["zero_optimization.cpu_offload_use_pin_memory"]
 
 

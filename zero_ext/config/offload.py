@@ -44,8 +44,8 @@ class OffloadPolicy(Policy):
         optimizer: where master weights and the optimizer's state live, and are updated; other than "device"
             needs stage 1, 2 or 3.
         nvme_paths: folders on the NVMe devices, required where a tier is "nvme"; data is striped over them.
-        ring_bytes: size in bytes of the memory through which optimizer state streams from and to NVMe; it
-            does not depend on the model.
+        ring_bytes: size in bytes of the memory through which an optimizer step streams what lies in another
+            tier; it does not depend on the model.
         checksum: keep a CRC32C of everything written to NVMe and verify it at every read.
     """
 

@@ -10,7 +10,7 @@ AIO = "aio"
 
 _PATH = Kind("a path", lambda value: isinstance(value, str) and bool(value) and "\0" not in value)
 _TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
-_PINNED = "host memory is pinned wherever a device can copy from it"
+_PINNED = "all tensors are CPU tensors here, and copies between them gain nothing from pinned memory"
 _STAGING = "staging is sized by what a step needs"
 _OVERLAP = "reads, updates and writes of different chunks always overlap"
 
@@ -44,7 +44,7 @@ PARAM_KEYS = (
         "no effect",
         "of parameters on NVMe, host memory holds only those being moved",
     ),
-    _field(PARAM, "pin_memory", FLAG, "no effect", _PINNED, (True,)),
+    _field(PARAM, "pin_memory", FLAG, "no effect", _PINNED, (False,)),
 )
 
 OPTIMIZER_KEYS = (
@@ -62,7 +62,7 @@ OPTIMIZER_KEYS = (
         "no effect",
         "optimizer state streams through one ring, its size is the native key offload.ring_bytes",
     ),
-    _field(OPTIMIZER, "pin_memory", FLAG, "no effect", _PINNED, (True,)),
+    _field(OPTIMIZER, "pin_memory", FLAG, "no effect", _PINNED, (False,)),
     _field(OPTIMIZER, "pipeline_read", FLAG, "no effect", _OVERLAP, (True,)),
     _field(OPTIMIZER, "pipeline_write", FLAG, "no effect", _OVERLAP, (True,)),
     _field(
@@ -114,7 +114,7 @@ OLD_KEYS = (
         or_null(FLAG),
         "no effect",
         _PINNED,
-        harmless=(True, None),
+        harmless=(False, None),
         auto=True,
     ),
 )
