@@ -1,0 +1,45 @@
+// What a backend is: a queue of blocks with the kernel.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "io_direction.h"
+
+namespace zero_ext::core {
+
+struct BlockRequest {
+  std::uint32_t slot = 0;  // comes back with the completion
+  int descriptor = -1;
+  IoDirection direction = IoDirection::kRead;
+  std::int64_t offset = 0;
+  std::span<std::byte> memory;
+};
+
+struct BlockCompletion {
+  std::uint32_t slot = 0;
+  std::int64_t result = 0;  // bytes, or -errno
+};
+
+// Used by one thread, but for wake(). Throws std::runtime_error when the queue itself breaks.
+class BlockQueue {
+ public:
+  virtual ~BlockQueue() = default;
+
+  // Takes all of them; with those in flight they are no more than the depth.
+  virtual void submit(std::span<const BlockRequest> requests) = 0;
+
+  // Appends what has ended; waits until there is something, or wake() was called since the last
+  // time.
+  virtual void reap(std::vector<BlockCompletion>& into) = 0;
+
+  virtual void wake() = 0;
+};
+
+std::unique_ptr<BlockQueue> make_thread_queue(int depth);
+
+}  // namespace zero_ext::core

@@ -1,0 +1,160 @@
+#include "engine.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <stdexcept>
+#include <utility>
+
+#include "block_queue.h"
+#include "submitter.h"
+#include "transfer.h"
+
+namespace zero_ext::core {
+
+struct Engine::Parts {
+  EngineOptions options;
+  std::shared_ptr<FaultPlan> faults;
+  std::vector<std::unique_ptr<Submitter>> submitters;
+};
+
+namespace {
+
+constexpr std::int64_t kBlockMultiple = 4096;
+constexpr std::int64_t kLargestBlock = std::int64_t{1} << 30;
+
+struct BackendKind {
+  Backend backend;
+  std::string_view name;
+  std::unique_ptr<BlockQueue> (*make_queue)(int depth);
+};
+
+constexpr std::array<BackendKind, 1> kBackends = {{
+    {Backend::kThreads, "threads", &make_thread_queue},
+}};
+
+const BackendKind& kind_of(Backend backend) {
+  const auto* const found =
+      std::ranges::find_if(kBackends, [&](const auto& kind) { return kind.backend == backend; });
+  if (found == kBackends.end()) throw std::runtime_error("no such I/O backend");
+  return *found;
+}
+
+void check_range(const char* name, std::int64_t value, std::int64_t least, std::int64_t most) {
+  if (value < least || value > most) {
+    throw std::runtime_error("I/O engine: " + std::string(name) + " is " + std::to_string(value) +
+                             "; " + std::to_string(least) + " to " + std::to_string(most) +
+                             " wanted");
+  }
+}
+
+void check(const EngineOptions& options) {
+  check_range("queue_depth", options.queue_depth, 1, 1024);
+  check_range("submitters", options.submitters, 1, 16);
+  check_range("block_bytes", options.block_bytes, kBlockMultiple, kLargestBlock);
+  if (options.block_bytes % kBlockMultiple != 0) {
+    throw std::runtime_error("I/O engine: block_bytes is " + std::to_string(options.block_bytes) +
+                             "; a multiple of " + std::to_string(kBlockMultiple) + " wanted");
+  }
+}
+
+}  // namespace
+
+std::string_view backend_name(Backend backend) { return kind_of(backend).name; }
+
+std::optional<Backend> backend_by_name(std::string_view name) {
+  for (const BackendKind& kind : kBackends) {
+    if (kind.name == name) return kind.backend;
+  }
+  return std::nullopt;
+}
+
+std::vector<BackendReport> probe_backends() {
+  std::vector<BackendReport> reports;
+  for (const BackendKind& kind : kBackends) {
+    BackendReport report{kind.backend, true, ""};
+    try {
+      kind.make_queue(1);
+    } catch (const std::runtime_error& error) {
+      report.available = false;
+      report.reason = error.what();
+    }
+    reports.push_back(std::move(report));
+  }
+  return reports;
+}
+
+std::shared_ptr<Engine> Engine::make(const EngineOptions& options) {
+  check(options);
+  const BackendKind& kind = kind_of(options.backend);
+  Parts parts{options, std::make_shared<FaultPlan>(), {}};
+  for (int i = 0; i < options.submitters; ++i) {
+    parts.submitters.push_back(std::make_unique<Submitter>(kind.make_queue(options.queue_depth),
+                                                           options.queue_depth, parts.faults));
+  }
+  return std::make_shared<Engine>(std::move(parts));
+}
+
+Engine::Engine(Parts&& parts)
+    : options_(parts.options),
+      process_(::getpid()),
+      faults_(std::move(parts.faults)),
+      submitters_(std::move(parts.submitters)) {}
+
+Engine::~Engine() {
+  if (::getpid() == process_) return;
+  // A forked child has none of the threads that could be joined; its exit frees what is left.
+  for (auto& submitter : submitters_) static_cast<void>(submitter.release());
+}
+
+std::shared_ptr<Ticket> Engine::read(std::shared_ptr<File> file, std::int64_t offset,
+                                     std::span<std::byte> into, std::shared_ptr<void> owner) {
+  return start({std::move(file), IoDirection::kRead, offset, into, std::move(owner)});
+}
+
+std::shared_ptr<Ticket> Engine::write(std::shared_ptr<File> file, std::int64_t offset,
+                                      std::span<const std::byte> from,
+                                      std::shared_ptr<void> owner) {
+  if (file && !file->writable()) {
+    throw std::runtime_error("writing '" + file->path() + "': it was opened for reading only");
+  }
+  const std::span<std::byte> memory{const_cast<std::byte*>(from.data()), from.size()};
+  return start({std::move(file), IoDirection::kWrite, offset, memory, std::move(owner)});
+}
+
+std::shared_ptr<Ticket> Engine::start(TransferRequest&& request) {
+  check_process();
+  if (!request.file) throw std::runtime_error("I/O engine: a transfer needs a file");
+  const auto most = std::numeric_limits<std::int64_t>::max() - kLargestBlock;
+  if (request.offset < 0 || static_cast<std::int64_t>(request.memory.size()) > most ||
+      request.offset > most - static_cast<std::int64_t>(request.memory.size())) {
+    throw std::runtime_error("transfer of " + std::to_string(request.memory.size()) +
+                             " bytes at offset " + std::to_string(request.offset) + " of '" +
+                             request.file->path() + "': no file reaches there");
+  }
+  auto transfer = std::make_shared<Transfer>(std::move(request), options_.block_bytes);
+  const auto count = static_cast<std::uint32_t>(submitters_.size());
+  const auto shares = static_cast<std::uint32_t>(std::min<std::int64_t>(transfer->blocks(), count));
+  const std::uint32_t first = next_submitter_.fetch_add(shares, std::memory_order_relaxed);
+  for (std::uint32_t i = 0; i < shares; ++i) {
+    submitters_[(first + i) % count]->enqueue({transfer, i, shares});
+  }
+  return transfer;
+}
+
+void Engine::inject_fault(FaultRule rule) {
+  check_process();
+  faults_->add(rule);
+}
+
+void Engine::check_process() const {
+  if (::getpid() != process_) {
+    throw std::runtime_error("this I/O engine belongs to process " + std::to_string(process_) +
+                             ", and its threads did not follow into the forked child " +
+                             std::to_string(::getpid()) + "; make an engine there");
+  }
+}
+
+}  // namespace zero_ext::core

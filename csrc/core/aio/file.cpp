@@ -1,0 +1,152 @@
+#include "file.h"
+
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <linux/magic.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <stdexcept>
+#include <system_error>
+
+namespace zero_ext::core {
+
+struct File::Opened {
+  std::string path;
+  bool writable = false;
+  Descriptor buffered;
+  Descriptor direct;
+  std::string why_not_direct;
+  std::int64_t alignment = 1;
+  std::int64_t memory_alignment = 1;
+};
+
+namespace {
+
+std::runtime_error failure(const std::string& action, const std::string& path, int reason) {
+  return std::runtime_error(action + " '" + path + "': " + std::generic_category().message(reason) +
+                            " (errno " + std::to_string(reason) + ")");
+}
+
+bool holds_bytes(const struct stat& status) {
+  return S_ISREG(status.st_mode) || S_ISBLK(status.st_mode);
+}
+
+std::runtime_error wrong_kind(const std::string& path) {
+  return std::runtime_error("opening '" + path + "': a regular file or a block device is wanted");
+}
+
+// Looked at before it is opened: opening a pipe would wait for its other end.
+void check_kind(const std::string& path) {
+  struct stat status{};
+  if (::stat(path.c_str(), &status) != 0) throw failure("opening", path, errno);
+  if (!holds_bytes(status)) throw wrong_kind(path);
+}
+
+struct stat status_of(const Descriptor& descriptor, const std::string& path) {
+  struct stat status{};
+  if (::fstat(descriptor.get(), &status) != 0) throw failure("examining", path, errno);
+  return status;
+}
+
+struct Alignments {
+  std::int64_t transfer = 4096;
+  std::int64_t memory = 4096;
+  std::string refusal;
+};
+
+// What the kernel asks of direct transfers. Those that cannot say get the page, which serves every
+// device in use.
+Alignments direct_alignments(const Descriptor& direct) {
+  Alignments found;
+  found.transfer = found.memory = std::max<std::int64_t>(4096, ::sysconf(_SC_PAGESIZE));
+  struct statfs system{};
+  if (::fstatfs(direct.get(), &system) == 0 &&
+      (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC)) {
+    found.refusal = "the file system keeps its files in memory (tmpfs or ramfs)";
+    return found;
+  }
+#ifdef STATX_DIOALIGN
+  struct statx status{};
+  if (::statx(direct.get(), "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) == 0 &&
+      (status.stx_mask & STATX_DIOALIGN) != 0) {
+    if (status.stx_dio_offset_align == 0) {
+      found.refusal = "the file system has no direct transfers for this file";
+      return found;
+    }
+    found.transfer = std::max<std::int64_t>(found.transfer, status.stx_dio_offset_align);
+    found.memory = status.stx_dio_mem_align;
+  }
+#endif
+  return found;
+}
+
+}  // namespace
+
+std::shared_ptr<File> File::open(const std::string& path, Mode mode, bool prefer_direct) {
+  Opened opened;
+  opened.path = path;
+  opened.writable = mode != Mode::kRead;
+  if (mode != Mode::kCreate) check_kind(path);
+  const int access = (opened.writable ? O_RDWR : O_RDONLY) | O_CLOEXEC;
+  const int creation = mode == Mode::kCreate ? O_CREAT | O_EXCL : 0;
+  opened.buffered = Descriptor(::open(path.c_str(), access | creation, 0600));
+  if (!opened.buffered.valid()) {
+    throw failure(mode == Mode::kCreate ? "creating" : "opening", path, errno);
+  }
+  const struct stat status = status_of(opened.buffered, path);
+  if (!holds_bytes(status)) throw wrong_kind(path);
+  if (!prefer_direct) {
+    opened.why_not_direct = "direct transfers were not asked for";
+    return std::make_shared<File>(std::move(opened));
+  }
+  Descriptor direct(::open(path.c_str(), access | O_DIRECT));
+  if (!direct.valid() && errno != EINVAL) throw failure("opening", path, errno);
+  if (!direct.valid()) {
+    opened.why_not_direct = "the file system refuses O_DIRECT";
+    return std::make_shared<File>(std::move(opened));
+  }
+  const struct stat again = status_of(direct, path);
+  if (again.st_dev != status.st_dev || again.st_ino != status.st_ino) {
+    throw std::runtime_error("opening '" + path + "': it was replaced by another file meanwhile");
+  }
+  Alignments alignments = direct_alignments(direct);
+  if (!alignments.refusal.empty()) {
+    opened.why_not_direct = std::move(alignments.refusal);
+    return std::make_shared<File>(std::move(opened));
+  }
+  opened.alignment = alignments.transfer;
+  opened.memory_alignment = alignments.memory;
+  opened.direct = std::move(direct);
+  // Read-ahead would fill the cache with pages that direct transfers then have to drop.
+  ::posix_fadvise(opened.buffered.get(), 0, 0, POSIX_FADV_RANDOM);
+  return std::make_shared<File>(std::move(opened));
+}
+
+File::File(Opened&& opened)
+    : path_(std::move(opened.path)),
+      writable_(opened.writable),
+      buffered_(std::move(opened.buffered)),
+      direct_(std::move(opened.direct)),
+      why_not_direct_(std::move(opened.why_not_direct)),
+      alignment_(opened.alignment),
+      memory_alignment_(opened.memory_alignment) {}
+
+bool File::reaches(std::span<const std::byte> memory) const {
+  return reinterpret_cast<std::uintptr_t>(memory.data()) %
+             static_cast<std::uintptr_t>(memory_alignment_) ==
+         0;
+}
+
+std::int64_t File::size() const {
+  const struct stat status = status_of(buffered_, path_);
+  if (!S_ISBLK(status.st_mode)) return status.st_size;
+  std::uint64_t bytes = 0;
+  if (::ioctl(buffered_.get(), BLKGETSIZE64, &bytes) != 0) throw failure("measuring", path_, errno);
+  return static_cast<std::int64_t>(bytes);
+}
+
+}  // namespace zero_ext::core

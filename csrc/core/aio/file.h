@@ -1,0 +1,62 @@
+// An open file that transfers go to: one descriptor with O_DIRECT where the file system has it, one
+// through the page cache for what is not aligned.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "descriptor.h"
+
+namespace zero_ext::core {
+
+// A regular file or a block device, closed at destruction; all methods may be called from any
+// thread. Bytes written through one descriptor are seen through the other once the write was waited
+// for: the kernel writes cached pages back before a direct transfer of them, and drops them after a
+// direct write. That holds for pages, so alignment() is never below a page, and no page of a direct
+// transfer is shared with a buffered one that does not overlap it. What went through the page cache
+// reaches the device later; errors of that write-back are the kernel's to log.
+class File {
+  struct Opened;
+
+ public:
+  enum class Mode { kRead, kReadWrite, kCreate };
+
+  // kCreate makes a file that nobody else may read (0600) and fails if there is one. Throws
+  // std::runtime_error naming the path and the kernel's reason.
+  static std::shared_ptr<File> open(const std::string& path, Mode mode, bool prefer_direct);
+
+  explicit File(Opened&& opened);
+
+  // Whether aligned transfers go past the page cache.
+  bool direct() const { return direct_.valid(); }
+
+  // Empty if direct().
+  const std::string& why_not_direct() const { return why_not_direct_; }
+
+  // What offset and length of a direct transfer are multiples of; memory so aligned always serves.
+  // 1 when buffered.
+  std::int64_t alignment() const { return alignment_; }
+
+  // Whether the device can reach this memory by itself; it often takes less than alignment().
+  bool reaches(std::span<const std::byte> memory) const;
+
+  bool writable() const { return writable_; }
+  const std::string& path() const { return path_; }
+  std::int64_t size() const;
+
+  // The descriptor for a piece of a transfer; `direct` only where direct().
+  int descriptor(bool direct) const { return direct ? direct_.get() : buffered_.get(); }
+
+ private:
+  const std::string path_;
+  const bool writable_;
+  const Descriptor buffered_;
+  const Descriptor direct_;
+  const std::string why_not_direct_;
+  const std::int64_t alignment_;
+  const std::int64_t memory_alignment_;
+};
+
+}  // namespace zero_ext::core

@@ -1,0 +1,118 @@
+// The backend that works everywhere: threads that call pread and pwrite.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <stdexcept>
+
+#include "block_queue.h"
+#include "io_thread.h"
+
+namespace zero_ext::core {
+namespace {
+
+// Past this a device gains nothing, and the machine loses to switching.
+constexpr std::size_t kMostThreads = 64;
+
+class ThreadQueue final : public BlockQueue {
+ public:
+  explicit ThreadQueue(int depth)
+      : most_threads_(std::min(kMostThreads, static_cast<std::size_t>(depth))) {
+    start_thread();
+  }
+
+  ~ThreadQueue() override {
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    work_added_.notify_all();
+    for (const auto& thread : threads_) thread->join();
+  }
+
+  void submit(std::span<const BlockRequest> requests) override {
+    const std::lock_guard lock(mutex_);
+    work_.insert(work_.end(), requests.begin(), requests.end());
+    while (threads_.size() - busy_ < work_.size() && threads_.size() < most_threads_ &&
+           try_start_thread()) {
+    }
+    for (std::size_t i = 0; i < requests.size(); ++i) work_added_.notify_one();
+  }
+
+  void reap(std::vector<BlockCompletion>& into) override {
+    std::unique_lock lock(mutex_);
+    ended_changed_.wait(lock, [this] { return woken_ || !ended_.empty(); });
+    woken_ = false;
+    into.insert(into.end(), ended_.begin(), ended_.end());
+    ended_.clear();
+  }
+
+  void wake() override {
+    const std::lock_guard lock(mutex_);
+    woken_ = true;
+    ended_changed_.notify_one();
+  }
+
+ private:
+  void start_thread() {
+    threads_.push_back(std::make_unique<IoThread>([this] { run(); }));
+  }
+
+  // The threads there are do the work, if slower.
+  bool try_start_thread() {
+    try {
+      start_thread();
+      return true;
+    } catch (const std::runtime_error&) {
+      return false;
+    }
+  }
+
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      work_added_.wait(lock, [this] { return stopping_ || !work_.empty(); });
+      if (work_.empty()) return;
+      const BlockRequest request = work_.front();
+      work_.pop_front();
+      ++busy_;
+      lock.unlock();
+      const BlockCompletion completion{request.slot, transfer(request)};
+      lock.lock();
+      --busy_;
+      ended_.push_back(completion);
+      ended_changed_.notify_one();
+    }
+  }
+
+  static std::int64_t transfer(const BlockRequest& request) {
+    const auto& memory = request.memory;
+    const ssize_t moved =
+        request.direction == IoDirection::kRead
+            ? ::pread(request.descriptor, memory.data(), memory.size(), request.offset)
+            : ::pwrite(request.descriptor, memory.data(), memory.size(), request.offset);
+    return moved < 0 ? -errno : moved;
+  }
+
+  const std::size_t most_threads_;
+  std::mutex mutex_;
+  std::condition_variable work_added_;
+  std::condition_variable ended_changed_;
+  std::deque<BlockRequest> work_;
+  std::vector<BlockCompletion> ended_;
+  std::vector<std::unique_ptr<IoThread>> threads_;
+  std::size_t busy_ = 0;
+  bool woken_ = false;
+  bool stopping_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<BlockQueue> make_thread_queue(int depth) {
+  return std::make_unique<ThreadQueue>(depth);
+}
+
+}  // namespace zero_ext::core

@@ -1,0 +1,86 @@
+#include "transfer.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+namespace zero_ext::core {
+namespace {
+
+std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+}  // namespace
+
+Transfer::Transfer(TransferRequest request, std::int64_t block_bytes)
+    : request_(std::move(request)), process_(::getpid()) {
+  const File& file = *request_.file;
+  const auto length = static_cast<std::int64_t>(request_.memory.size());
+  block_bytes_ = round_up(block_bytes, file.alignment());
+  body_ = length;
+  if (file.direct()) {
+    const std::int64_t head =
+        std::min(length, round_up(request_.offset, file.alignment()) - request_.offset);
+    const std::int64_t body = (length - head) / file.alignment() * file.alignment();
+    if (body > 0 && file.reaches(request_.memory.subspan(static_cast<std::size_t>(head)))) {
+      head_ = head;
+      body_ = body;
+      body_direct_ = true;
+    }
+  }
+  const std::int64_t tail = length - head_ - body_;
+  blocks_ = (head_ > 0) + round_up(body_, block_bytes_) / block_bytes_ + (tail > 0);
+  left_.store(blocks_, std::memory_order_relaxed);
+  ended_.store(blocks_ == 0, std::memory_order_relaxed);
+}
+
+Block Transfer::block(std::int64_t index) const {
+  const auto piece = [this](std::int64_t begin, std::int64_t end, bool direct) {
+    const auto memory = request_.memory.subspan(static_cast<std::size_t>(begin),
+                                                static_cast<std::size_t>(end - begin));
+    return Block{request_.offset + begin, memory, direct};
+  };
+  if (head_ > 0 && index-- == 0) return piece(0, head_, false);
+  const std::int64_t begin = head_ + index * block_bytes_;
+  const std::int64_t tail = head_ + body_;
+  if (begin < tail) return piece(begin, std::min(begin + block_bytes_, tail), body_direct_);
+  return piece(tail, static_cast<std::int64_t>(request_.memory.size()), false);
+}
+
+void Transfer::end_blocks(std::int64_t count, const std::string& reason) {
+  if (!reason.empty()) {
+    const std::lock_guard lock(mutex_);
+    if (reason_.empty()) reason_ = reason;
+    failed_.store(true, std::memory_order_relaxed);
+  }
+  if (left_.fetch_sub(count, std::memory_order_acq_rel) != count) return;
+  const std::lock_guard lock(mutex_);
+  ended_.store(true, std::memory_order_release);
+  changed_.notify_all();
+}
+
+std::string Transfer::failure_text(const Block& block, const std::string& reason) const {
+  return std::string(direction() == IoDirection::kRead ? "reading " : "writing ") +
+         std::to_string(block.memory.size()) + " bytes at offset " + std::to_string(block.offset) +
+         " of '" + file().path() + "' failed: " + reason;
+}
+
+void Transfer::wait() {
+  if (::getpid() != process_) {
+    throw std::runtime_error("a transfer of '" + file().path() + "' was begun by process " +
+                             std::to_string(process_) + "; only that one can wait for it");
+  }
+  // The owner goes here, on the thread of the caller, rather than on one of the engine.
+  std::shared_ptr<void> owner;
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return done(); });
+  owner = std::move(request_.owner);
+  const std::string reason = reason_;
+  lock.unlock();
+  if (!reason.empty()) throw std::runtime_error(reason);
+}
+
+}  // namespace zero_ext::core
