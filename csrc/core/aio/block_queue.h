@@ -40,6 +40,9 @@ class BlockQueue {
   virtual void wake() = 0;
 };
 
+// Each throws with the reason where its kind is not to be had.
+std::unique_ptr<BlockQueue> make_io_uring_queue(int depth);
+std::unique_ptr<BlockQueue> make_libaio_queue(int depth);
 std::unique_ptr<BlockQueue> make_thread_queue(int depth);
 
 }  // namespace zero_ext::core

@@ -31,7 +31,9 @@ struct BackendKind {
   std::unique_ptr<BlockQueue> (*make_queue)(int depth);
 };
 
-constexpr std::array<BackendKind, 1> kBackends = {{
+constexpr std::array<BackendKind, 3> kBackends = {{
+    {Backend::kIoUring, "io_uring", &make_io_uring_queue},
+    {Backend::kLibaio, "libaio", &make_libaio_queue},
     {Backend::kThreads, "threads", &make_thread_queue},
 }};
 
