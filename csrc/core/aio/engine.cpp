@@ -92,9 +92,14 @@ std::shared_ptr<Engine> Engine::make(const EngineOptions& options) {
   check(options);
   const BackendKind& kind = kind_of(options.backend);
   Parts parts{options, std::make_shared<FaultPlan>(), {}};
-  for (int i = 0; i < options.submitters; ++i) {
-    parts.submitters.push_back(std::make_unique<Submitter>(kind.make_queue(options.queue_depth),
-                                                           options.queue_depth, parts.faults));
+  try {
+    for (int i = 0; i < options.submitters; ++i) {
+      parts.submitters.push_back(std::make_unique<Submitter>(kind.make_queue(options.queue_depth),
+                                                             options.queue_depth, parts.faults));
+    }
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error("I/O backend " + std::string(kind.name) +
+                             " is not available: " + error.what());
   }
   return std::make_shared<Engine>(std::move(parts));
 }
