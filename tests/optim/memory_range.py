@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from zero_ext.config import OffloadPolicy
+from zero_ext.config import AioPolicy, OffloadPolicy
 from zero_ext.offload import Tiers
 from zero_ext.optim import OwnedRange, Segment, Stepper, Update
 
 
 def device_tiers() -> Tiers:
     """Tiers of an engine that offloads nothing."""
-    return Tiers(OffloadPolicy())
+    return Tiers(OffloadPolicy(), AioPolicy())
 
 
 def memory_range(

@@ -43,7 +43,7 @@ def test_unused_parameters_keep_value_and_state() -> None:
     stepper = ElementwiseStepper(momentum(), ranges(master), TransferLog())
     step_one(stepper, torch.ones(16), ONE, frozenset({"c"}))
     assert torch.equal(master[:5], before[:5])
-    assert {(kind, segment.name) for kind, segment, _ in stepper.tensors(0)} == {("momentum_buffer", "c")}
+    assert {(kind, segment.name) for kind, segment, _ in stepper.values(0)} == {("momentum_buffer", "c")}
     step_one(stepper, torch.ones(16), ONE, frozenset({"a"}))
     torch.testing.assert_close(master[:5], before[:5] - 0.1)
 
@@ -78,12 +78,12 @@ def test_state_moves_to_a_fresh_stepper(kind: type[optim.Optimizer]) -> None:
     copied, other = make()
     copied.copy_(master)
     kinds: dict[str, tuple[str, ...]] = {}
-    for name, segment, _ in stepper.tensors(0):
+    for name, segment, _ in stepper.values(0):
         kinds[segment.name] = (*kinds.get(segment.name, ()), name)
     other.make_state({**kinds, "c": (*kinds.get("c", ()), "master")})
     other.load_scalars(stepper.scalars())
-    values = {(name, segment.name): tensor for name, segment, tensor in stepper.tensors(0)}
-    for name, segment, tensor in other.tensors(0):
+    values = {(name, segment.name): tensor for name, segment, tensor in stepper.values(0)}
+    for name, segment, tensor in other.values(0):
         tensor.copy_(values.pop((name, segment.name)))
     assert not values
     for gradient in gradients[2:]:

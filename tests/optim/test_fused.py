@@ -82,7 +82,7 @@ def test_state_is_listed_by_parameter_and_restored() -> None:
         groups(), [memory_range(master, None, segments)], torch.bfloat16, device_tiers().staging
     )
     step_one(stepper, torch.ones(32), ONE, frozenset({"a"}))
-    found = {(kind, segment.name): tensor for kind, segment, tensor in stepper.tensors(0)}
+    found = {(kind, segment.name): tensor for kind, segment, tensor in stepper.values(0)}
     assert {key: tensor.numel() for key, tensor in found.items()} == {
         (kind, name): numel for kind in ("exp_avg", "exp_avg_sq") for name, numel in (("a", 10), ("b", 13))
     }

@@ -191,7 +191,7 @@ def test_moments_in_bf16(world: World) -> None:
         for one, two in zip(run.losses, exact.losses, strict=True):
             assert abs(one - two) <= 2e-2 * two
         assert run.engine is not None and run.engine.stepper is not None
-        moments = [tensor for _, _, tensor in run.engine.stepper.tensors(0)]
+        moments = [tensor for _, _, tensor in run.engine.stepper.values(0)]
         assert {tensor.dtype for tensor in moments} == {torch.bfloat16}
 
 

@@ -2,19 +2,29 @@
 
 from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, Arrival, ShardHome, allocate
 from zero_ext.offload.state_home import MASTER, StateHome
+from zero_ext.offload.state_stream import AdamWork, NvmeState, stream_adam
 from zero_ext.offload.step_parts import StepPart, StepStaging
+from zero_ext.offload.stored_run import Values, copy_of, count, part_of, replace
 from zero_ext.offload.tiers import Tiers
 from zero_ext.offload.transfers import TransferLog
 
 __all__ = [
     "MASTER",
     "STORAGE_ALIGNMENT",
+    "AdamWork",
     "Arrival",
+    "NvmeState",
     "ShardHome",
     "StateHome",
     "StepPart",
     "StepStaging",
     "Tiers",
     "TransferLog",
+    "Values",
     "allocate",
+    "copy_of",
+    "count",
+    "part_of",
+    "replace",
+    "stream_adam",
 ]

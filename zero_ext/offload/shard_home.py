@@ -8,8 +8,8 @@ import torch
 
 from zero_ext import ops
 from zero_ext.config import Tier
+from zero_ext.offload.stored_run import Values
 from zero_ext.offload.transfers import TransferLog
-
 
 # Direct transfers to any device want memory, offset and length in multiples of this.
 STORAGE_ALIGNMENT = 4096
@@ -37,6 +37,9 @@ class ShardHome(Protocol):
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """The elements [begin, end): live memory where the tier is memory, else a copy. Not counted."""
+
+    def run(self, begin: int, end: int) -> Values:
+        """The elements [begin, end) where they lie."""
 
     def memory(self, tier: Tier) -> torch.Tensor | None:
         """The shard itself if it lies in memory of ``tier``, for who can work on it there."""
@@ -67,6 +70,10 @@ class MemoryHome:
             self._transfers.record(source, self.tier, target.nbytes)
 
     def read(self, begin: int, end: int) -> torch.Tensor:
+        """See :class:`ShardHome`."""
+        return self._tensor[begin:end]
+
+    def run(self, begin: int, end: int) -> Values:
         """See :class:`ShardHome`."""
         return self._tensor[begin:end]
 

@@ -10,6 +10,7 @@ import torch
 
 from zero_ext.config import Tier
 from zero_ext.offload.shard_home import allocate
+from zero_ext.offload.stored_run import Values
 
 MASTER = "master"
 
@@ -28,6 +29,9 @@ class StateHome(Protocol):
 
     def read(self, kind: str, begin: int, end: int) -> torch.Tensor:
         """The values of elements [begin, end): live memory where the tier is memory, else a copy."""
+
+    def run(self, kind: str, begin: int, end: int) -> Values:
+        """The values of elements [begin, end) where they lie."""
 
     def edit(self, kind: str, begin: int, end: int) -> contextlib.AbstractContextManager[torch.Tensor]:
         """The values of elements [begin, end), to be changed; what was changed is kept when the block ends
@@ -57,6 +61,10 @@ class MemoryState:
         yield 0, self.numel
 
     def read(self, kind: str, begin: int, end: int) -> torch.Tensor:
+        """See :class:`StateHome`."""
+        return self.values[kind][begin:end]
+
+    def run(self, kind: str, begin: int, end: int) -> Values:
         """See :class:`StateHome`."""
         return self.values[kind][begin:end]
 

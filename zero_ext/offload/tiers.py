@@ -2,22 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from zero_ext.config import OffloadPolicy, Tier
+from zero_ext.config import AioPolicy, OffloadPolicy, Tier
+from zero_ext.offload.nvme_store import NvmeStore
 from zero_ext.offload.shard_home import MemoryHome, ShardHome, allocate
 from zero_ext.offload.state_home import MemoryState, StateHome
+from zero_ext.offload.state_stream import NvmeState, StateStream
 from zero_ext.offload.step_parts import StepStaging
+from zero_ext.offload.stored_home import StoredHome
 from zero_ext.offload.transfers import TransferLog
 
 
 class Tiers:
-    """Device and host memory of one rank. ``transfers`` counts what moves between the tiers, ``staging`` is
-    what a step in another tier than its gradients or parameters goes through."""
+    """Device and host memory of one rank, and its store on NVMe if the policy names that tier.
 
-    def __init__(self, policy: OffloadPolicy) -> None:
+    ``transfers`` counts what moves between the tiers, ``staging`` is what a step in another tier than its
+    gradients or parameters goes through. ``kinds`` are the values an element that the optimizer keeps beside
+    the master weights; None where there is no optimizer.
+    """
+
+    def __init__(
+        self, policy: OffloadPolicy, aio: AioPolicy, kinds: Mapping[str, torch.dtype] | None = None
+    ) -> None:
         self.transfers = TransferLog()
         self.staging = StepStaging(policy.ring_bytes, self.transfers)
+        self._store: NvmeStore | None = None
+        self._stream: StateStream | None = None
+        if policy.any_nvme:
+            self._store = NvmeStore(
+                policy.nvme_paths,
+                backend=aio.backend,
+                queue_depth=aio.queue_depth,
+                block_bytes=aio.block_bytes,
+                submitters=aio.submitters,
+                checksum=policy.checksum,
+            )
+            if policy.optimizer == "nvme" and kinds is not None:
+                self._stream = StateStream(self._store, policy.ring_bytes, kinds, self.transfers)
+
+    def stored_bytes(self, tier: Tier, numel: int, dtype: torch.dtype) -> int:
+        """Bytes of the store that the home of a shard takes in ``tier``."""
+        return numel * dtype.itemsize if tier == "nvme" else 0
+
+    def stored_state_bytes(self, tier: Tier, numel: int) -> int:
+        """Bytes of the store that the optimizer state of ``numel`` elements takes in ``tier``."""
+        return self.stream.extent_bytes(numel) if tier == "nvme" else 0
+
+    def reserve(self, nbytes: int) -> None:
+        """Makes room for ``nbytes`` in the store, written once here; ``RuntimeError`` if there is too
+        little."""
+        if self._store is not None:
+            self._store.reserve(nbytes)
 
     def in_memory(self, tensor: torch.Tensor) -> ShardHome:
         """Device memory that exists already, as the home of a shard."""
@@ -25,9 +63,31 @@ class Tiers:
 
     def shard_home(self, tier: Tier, numel: int, dtype: torch.dtype) -> ShardHome:
         """Zeroed room for a shard [numel] in ``tier``."""
+        if tier == "nvme":
+            return StoredHome(self.store, numel, dtype, self.transfers)
         return MemoryHome(tier, allocate(numel, dtype), self.transfers)
 
     def state_home(self, tier: Tier, numel: int, master: torch.Tensor | None) -> StateHome:
         """Room for the optimizer state of ``numel`` elements in ``tier``: ``master`` if given, else zeroed
         fp32 values."""
+        if tier == "nvme":
+            return NvmeState(self.stream, numel)
         return MemoryState(tier, allocate(numel, torch.float32) if master is None else master)
+
+    @property
+    def store(self) -> NvmeStore:
+        """The store on NVMe."""
+        if self._store is None:
+            raise AssertionError("no state kind lives on NVMe")
+        return self._store
+
+    @property
+    def stream(self) -> StateStream:
+        """What optimizer state on NVMe passes through."""
+        if self._stream is None:
+            raise AssertionError("the optimizer does not live on NVMe")
+        return self._stream
+
+    def staging_bytes(self) -> int:
+        """Bytes of memory that steps in other tiers go through."""
+        return self.staging.nbytes + (self._stream.ring_bytes if self._stream is not None else 0)

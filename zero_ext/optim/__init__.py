@@ -1,6 +1,6 @@
 """Per-shard optimizers: the fused one-pass Adam and torch's elementwise optimizers on flat fp32 shards."""
 
-from zero_ext.optim.select import make_stepper
+from zero_ext.optim.select import make_stepper, state_kinds
 from zero_ext.optim.stepper import OwnedRange, Segment, Stepper, Update
 
-__all__ = ["OwnedRange", "Segment", "Stepper", "Update", "make_stepper"]
+__all__ = ["OwnedRange", "Segment", "Stepper", "Update", "make_stepper", "state_kinds"]

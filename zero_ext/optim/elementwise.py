@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zero_ext.offload import MASTER, TransferLog
+from zero_ext.offload import MASTER, TransferLog, Values
 from zero_ext.optim.compatibility import elementwise_kinds, initial_state, on_other_tensors
 from zero_ext.optim.stepper import OwnedRange, Segment, Update
 
@@ -70,7 +70,7 @@ class ElementwiseStepper:
             groups[segment.group]["params"].append(value)
         return groups
 
-    def tensors(self, index: int) -> Iterator[tuple[str, Segment, torch.Tensor]]:
+    def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Stepper`: every state entry that has one value an element."""
         for segment, value in zip(self._ranges[index].segments, self._tensors[index], strict=True):
             for name, entry in self._inner.state.get(value, {}).items():

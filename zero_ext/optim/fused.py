@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zero_ext import ops
-from zero_ext.offload import MASTER, StepPart, StepStaging
+from zero_ext.offload import MASTER, AdamWork, NvmeState, StepPart, StepStaging, Values, stream_adam
 from zero_ext.optim.stepper import OwnedRange, Segment, Update
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -38,13 +38,21 @@ class AdamStepper:
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`. Gradients may be fp32, bf16 or fp16."""
+        stored: list[AdamWork] = []
         for update in updates:
             owned = self._ranges[update.index]
             bounds, rows = self._rows(owned, used)
+            if isinstance(owned.state, NvmeState):
+                stored.append(AdamWork(owned.state, update.gradient, owned.output, bounds, rows))
+                continue
             output, tier = owned.output, owned.state.tier
             for part in self._staging.parts(tier, update.gradient, update.tier, output):
                 self._step_part(owned, part, bounds, rows, scale)
             yield update.index
+        if stored:
+            # All ranges in one pipeline: between two of them nothing has to drain.
+            stream_adam(stored, scale)
+            yield from (update.index for update in updates)
 
     def _rows(
         self, owned: OwnedRange, used: frozenset[str]
@@ -112,12 +120,12 @@ class AdamStepper:
             float(bool(group["maximize"])),
         ]
 
-    def tensors(self, index: int) -> Iterator[tuple[str, Segment, torch.Tensor]]:
+    def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Stepper`: ``exp_avg`` and ``exp_avg_sq``."""
         owned = self._ranges[index]
         for kind in MOMENTS:
             for segment in owned.segments:
-                yield kind, segment, owned.state.read(kind, segment.begin, segment.begin + segment.numel)
+                yield kind, segment, owned.state.run(kind, segment.begin, segment.begin + segment.numel)
 
     def scalars(self) -> dict[str, Any]:
         """See :class:`Stepper`: the number of steps of every parameter."""

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from zero_ext.offload import Tiers
-from zero_ext.optim.compatibility import check_elementwise, fusible
+from zero_ext.optim.compatibility import check_elementwise, elementwise_kinds, fusible
 from zero_ext.optim.elementwise import ElementwiseStepper
-from zero_ext.optim.fused import AdamStepper
+from zero_ext.optim.elementwise_stream import ElementwiseStream
+from zero_ext.optim.fused import MOMENTS, AdamStepper
 from zero_ext.optim.stepper import OwnedRange, Stepper
 
 
@@ -27,4 +28,14 @@ def make_stepper(
     if fusible(optimizer):
         return AdamStepper(optimizer.param_groups, ranges, moments_dtype, tiers.staging)
     check_elementwise(optimizer, elementwise)
+    if any(owned.state.tier == "nvme" for owned in ranges):
+        return ElementwiseStream(optimizer, ranges)
     return ElementwiseStepper(optimizer, ranges, tiers.transfers)
+
+
+def state_kinds(optimizer: torch.optim.Optimizer, moments_dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The values an element that :func:`make_stepper`'s stepper keeps beside the master weights."""
+    if fusible(optimizer):
+        return dict.fromkeys(MOMENTS, moments_dtype)
+    kinds = {kind for group in optimizer.param_groups for kind in elementwise_kinds(optimizer, group)}
+    return dict.fromkeys(sorted(kinds), torch.float32)

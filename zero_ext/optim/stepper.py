@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from zero_ext.config import Tier
-from zero_ext.offload import ShardHome, StateHome
+from zero_ext.offload import ShardHome, StateHome, Values
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,9 @@ class Stepper(Protocol):
         Yields the index of a range as soon as its parameters are in place.
         """
 
-    def tensors(self, index: int) -> Iterator[tuple[str, Segment, torch.Tensor]]:
-        """State tensors of a range, one a segment: torch's name for it, segment, 1-D live tensor."""
+    def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
+        """State of a range beside the master weights, by segment: torch's name for it, segment, its values
+        where they lie."""
 
     def scalars(self) -> dict[str, Any]:
         """JSON-able per-parameter state, equal on all ranks."""

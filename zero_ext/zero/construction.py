@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -106,6 +106,21 @@ def layout_of(plan: UnitPlan, world_size: int) -> FlatLayout:
     tiers = (plan.placement.params_tier, plan.placement.grads_tier, plan.placement.optimizer_tier)
     alignment = STORAGE_ALIGNMENT if "nvme" in tiers else ALIGNMENT_BYTES
     return FlatLayout.build([item.spec for item in plan.members], world_size, alignment)
+
+
+def reserve_storage(
+    plans: Sequence[UnitPlan], tiers: Tiers, world_size: int, trains: Callable[[UnitPlan], bool]
+) -> None:
+    """Makes room in storage for all that the units will keep there, before anything changes."""
+    total = 0
+    for plan in plans:
+        layout, placement = layout_of(plan, world_size), plan.placement
+        if placement.params:
+            total += tiers.stored_bytes(placement.params_tier, layout.shard_numel, layout.dtype)
+        if trains(plan) and layout.dtype.is_floating_point:
+            owned = layout.shard_numel if placement.optimizer else layout.numel
+            total += tiers.stored_state_bytes(placement.optimizer_tier, owned)
+    tiers.reserve(total)
 
 
 def build_unit(

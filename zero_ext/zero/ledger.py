@@ -25,5 +25,5 @@ def ledger_of(engine: Engine) -> dict[str, int]:
         "params": params,
         "grads": grads,
         "optimizer": states + beside,
-        "staging": engine.pool.total_bytes + engine.tiers.staging.nbytes,
+        "staging": engine.pool.total_bytes + engine.tiers.staging_bytes(),
     }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zero_ext.offload import MASTER, ShardHome, Tiers
+from zero_ext.offload import MASTER, ShardHome, Tiers, Values
 from zero_ext.zero.layout import Overlap
 from zero_ext.zero.unit import Unit
 
@@ -75,9 +75,9 @@ class MasterShard:
         for begin, end in self.state.spans():
             self.output.store(begin, self.state.read(MASTER, begin, end), self.state.tier)
 
-    def part(self, overlap: Overlap) -> torch.Tensor:
-        """The master weights of one parameter's owned elements."""
-        return self.state.read(MASTER, overlap.range_start, overlap.range_start + overlap.numel)
+    def part(self, overlap: Overlap) -> Values:
+        """The master weights of one parameter's owned elements, where they lie."""
+        return self.state.run(MASTER, overlap.range_start, overlap.range_start + overlap.numel)
 
     def memory_bytes(self) -> int:
         """Bytes of memory behind masters and moments, those of parameters that are their own masters left

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zero_ext.offload import copy_of, replace
 from zero_ext.optim import make_stepper
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.partition import DTYPES
@@ -72,12 +73,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise AssertionError("an optimizer without a stepper")
         shards: dict[str, torch.Tensor] = {}
         for number in range(len(self.engine.masters)):
-            for kind, segment, tensor in stepper.tensors(number):
-                shards[f"{kind}/{segment.name}/{segment.start}"] = tensor.clone()
+            for kind, segment, values in stepper.values(number):
+                shards[f"{kind}/{segment.name}/{segment.start}"] = copy_of(values)
         for master in self.engine.masters:
             for overlap in master.overlaps:
                 name = master.unit.layout.specs[overlap.index].name
-                shards[f"master/{name}/{overlap.parameter_start}"] = master.part(overlap).clone()
+                shards[f"master/{name}/{overlap.parameter_start}"] = copy_of(master.part(overlap))
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         for group, live in zip(groups, self.param_groups, strict=True):
             group["params"] = [self.engine.names[parameter][0] for parameter in live["params"]]
@@ -113,12 +114,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             group.update({key: value for key, value in saved.items() if key != "params"})
         shards = dict(state_dict["shards"])
         for number in range(len(self.engine.masters)):
-            for kind, segment, tensor in stepper.tensors(number):
-                tensor.copy_(shards.pop(f"{kind}/{segment.name}/{segment.start}"))
+            for kind, segment, values in stepper.values(number):
+                replace(values, shards.pop(f"{kind}/{segment.name}/{segment.start}"))
         for master in self.engine.masters:
             for overlap in master.overlaps:
                 name = master.unit.layout.specs[overlap.index].name
-                master.part(overlap).copy_(shards.pop(f"master/{name}/{overlap.parameter_start}"))
+                replace(master.part(overlap), shards.pop(f"master/{name}/{overlap.parameter_start}"))
         if shards:
             raise ValueError(f"optimizer state has entries that this optimizer lacks: {sorted(shards)[:3]}")
         self.engine.refresh_parameters()

@@ -12,6 +12,7 @@ from torch import nn
 
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.offload import Tiers
+from zero_ext.optim import state_kinds
 from zero_ext.optim.compatibility import check_elementwise, fusible, was_stepped
 from zero_ext.zero.construction import (
     broadcast_buffers,
@@ -19,6 +20,7 @@ from zero_ext.zero.construction import (
     check_agreement,
     check_values,
     in_birth_order,
+    reserve_storage,
 )
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.guards import guard_module
@@ -90,8 +92,11 @@ def prepare(
         leave_meta(model)
         owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
     plans = plan_units(model, owned, settings, collectives.world_size)
-    pool, tiers = BufferPool(), Tiers(settings.offload)
     trains = _trains(optimizer)
+    moments = DTYPES[settings.precision.moments_dtype]
+    kinds = state_kinds(optimizer, moments) if optimizer is not None else None
+    pool, tiers = BufferPool(), Tiers(settings.offload, settings.aio, kinds)
+    reserve_storage(plans, tiers, collectives.world_size, trains)
     built = [build_unit(plan, collectives, pool, tiers, values == "keep", trains(plan)) for plan in plans]
     if settings.precision.dtype != "keep":
         cast_running_statistics(model, DTYPES[settings.precision.dtype])

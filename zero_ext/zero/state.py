@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zero_ext.config import ZeroConfig
+from zero_ext.offload import Values, count, part_of
 from zero_ext.zero.buffers import persistent_buffers
 from zero_ext.zero.unit import Unit
 
@@ -23,7 +24,7 @@ class ShardPiece(NamedTuple):
     kind: str
     name: str
     start: int
-    tensor: torch.Tensor  # [numel], live memory of this rank
+    tensor: Values  # [numel], where it lies on this rank
 
 
 class ParameterInfo(NamedTuple):
@@ -91,15 +92,15 @@ class EngineState:
         """What this rank saves: exactly its shard range of every unit."""
         for piece, unit, begin in self._pieces():
             first, last = unit.layout.shard_range(self.rank)
-            low, high = max(begin, first), min(begin + piece.tensor.numel(), last)
+            low, high = max(begin, first), min(begin + count(piece.tensor), last)
             if low < high:
-                part = piece.tensor[low - begin : high - begin]
+                part = part_of(piece.tensor, low - begin, high - begin)
                 yield ShardPiece(piece.kind, piece.name, piece.start + low - begin, part)
 
     def load_pieces(self) -> Iterator[ShardPiece]:
         """What this rank needs filled: everything it owns."""
         for piece, _, _ in self._pieces():
-            if piece.tensor.numel():
+            if count(piece.tensor):
                 yield piece
 
     def _pieces(self) -> Iterator[tuple[ShardPiece, Unit, int]]:
@@ -115,7 +116,7 @@ class EngineState:
             home = unit.home if unit.placement.params else engine.tiers.in_memory(unit.flat)
             for overlap in unit.layout.overlaps(begin, end):
                 name = unit.layout.specs[overlap.index].name
-                run = home.read(overlap.range_start, overlap.range_start + overlap.numel)
+                run = home.run(overlap.range_start, overlap.range_start + overlap.numel)
                 yield (
                     ShardPiece("master", name, overlap.parameter_start, run),
                     unit,
@@ -129,9 +130,9 @@ class EngineState:
                 )
                 yield piece, master.unit, master.begin + overlap.range_start
             if engine.stepper is not None:
-                for kind, segment, tensor in engine.stepper.tensors(number):
+                for kind, segment, values in engine.stepper.values(number):
                     yield (
-                        ShardPiece(kind, segment.name, segment.start, tensor),
+                        ShardPiece(kind, segment.name, segment.start, values),
                         master.unit,
                         master.begin + segment.begin,
                     )

@@ -1,0 +1,194 @@
+"""Optimizer state on NVMe: it streams through one ring of memory whose size does not depend on the model."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from zero_ext import ops
+from zero_ext.config import Tier
+from zero_ext.offload.nvme_store import NvmeStore
+from zero_ext.offload.shard_home import ShardHome
+from zero_ext.offload.state_home import MASTER
+from zero_ext.offload.stored_home import StoredHome
+from zero_ext.offload.stored_run import StoredRun, Values
+from zero_ext.offload.transfers import TransferLog
+
+_HANDLES = itertools.count(1)
+_READ, _WRITTEN = (ops.STREAM_COUNTERS.index(name) for name in ("bytes_read", "bytes_written"))
+
+
+class StateStream:
+    """The ring, and the kinds of state that pass through it: ``kinds`` by name, one value an element.
+
+    ``ring_bytes`` of memory are allocated here. Raises ``RuntimeError`` naming the smallest ring if it is too
+    small.
+    """
+
+    def __init__(
+        self, store: NvmeStore, ring_bytes: int, kinds: Mapping[str, torch.dtype], transfers: TransferLog
+    ) -> None:
+        self.store = store
+        self.kinds = {MASTER: torch.float32, **kinds}
+        self.handle = next(_HANDLES)
+        self.ring_bytes = ring_bytes
+        self._transfers = transfers
+        sizes = [dtype.itemsize for dtype in self.kinds.values()]
+        ops.state_stream_open(self.handle, store.handle, ring_bytes, sizes, [1] * len(sizes))
+        self._close = weakref.finalize(self, ops.state_stream_close, self.handle)
+        self.chunk_elements = ops.state_stream_chunk_elements(self.handle)
+
+    def close(self) -> None:
+        """Gives the ring's memory back."""
+        self._close()
+
+    def extent_bytes(self, numel: int) -> int:
+        """Bytes in the store of the state of ``numel`` elements."""
+        return ops.state_stream_extent_bytes(self.handle, numel)
+
+    @contextlib.contextmanager
+    def counters(self) -> Iterator[torch.Tensor]:
+        """Room for an op's counters; the bytes it moved are recorded."""
+        counters = torch.zeros(len(ops.STREAM_COUNTERS), dtype=torch.int64)
+        yield counters
+        self._transfers.record("nvme", "host", int(counters[_READ]))
+        self._transfers.record("host", "nvme", int(counters[_WRITTEN]))
+
+
+class NvmeState:
+    """State of ``numel`` elements in one extent of the store: a :class:`StateHome`."""
+
+    tier: Tier = "nvme"
+
+    def __init__(self, stream: StateStream, numel: int) -> None:
+        self.stream = stream
+        self.numel = numel
+        self.offset = stream.store.allocate(stream.extent_bytes(numel))
+
+    def add(self, kind: str, dtype: torch.dtype) -> None:
+        """See :class:`StateHome`: the kinds are those of the stream, zero from the start."""
+        if self.stream.kinds.get(kind) != dtype:
+            raise AssertionError(f"state '{kind}' in {dtype} is not among {self.stream.kinds}")
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """See :class:`StateHome`: chunks that move in one transfer."""
+        for begin in range(0, self.numel, self.stream.chunk_elements):
+            yield begin, min(begin + self.stream.chunk_elements, self.numel)
+
+    def read(self, kind: str, begin: int, end: int) -> torch.Tensor:
+        """See :class:`StateHome`: a copy."""
+        return self.read_kinds([kind], begin, end)[0]
+
+    def read_kinds(self, kinds: Sequence[str], begin: int, end: int) -> list[torch.Tensor]:
+        """Copies of several kinds of values of elements [begin, end)."""
+        values = [torch.empty(end - begin, dtype=self.stream.kinds[kind]) for kind in kinds]
+        with self.stream.counters() as counters:
+            ops.state_stream_read_(
+                self.stream.handle, self.offset, self.numel, begin, end, self._fields(kinds), values, counters
+            )
+        return values
+
+    def write_kinds(self, kinds: Sequence[str], begin: int, values: Sequence[torch.Tensor]) -> None:
+        """Replaces several kinds of values of the elements from ``begin`` on."""
+        end = begin + values[0].numel()
+        with self.stream.counters() as counters:
+            ops.state_stream_write_(
+                self.stream.handle, self.offset, self.numel, begin, end, self._fields(kinds), values, counters
+            )
+
+    def run(self, kind: str, begin: int, end: int) -> Values:
+        """See :class:`StateHome`."""
+        return _StateRun(self, kind, begin, end - begin)
+
+    @contextlib.contextmanager
+    def edit(self, kind: str, begin: int, end: int) -> Iterator[torch.Tensor]:
+        """See :class:`StateHome`."""
+        values = self.read(kind, begin, end)
+        yield values
+        self.write_kinds([kind], begin, [values])
+
+    def dtype_of(self, kind: str) -> torch.dtype:
+        """See :class:`StateHome`."""
+        return self.stream.kinds[kind]
+
+    def memory_bytes(self) -> int:
+        """See :class:`StateHome`: none, the ring is staging."""
+        return 0
+
+    def _fields(self, kinds: Sequence[str]) -> list[int]:
+        order = list(self.stream.kinds)
+        return [order.index(kind) for kind in kinds]
+
+
+class _StateRun:
+    """A :class:`StoredRun` of one kind of state."""
+
+    def __init__(self, state: NvmeState, kind: str, begin: int, numel: int) -> None:
+        self.numel = numel
+        self.dtype = state.dtype_of(kind)
+        self._state = state
+        self._kind = kind
+        self._begin = begin
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        return self._state.read(self._kind, self._begin + begin, self._begin + end)
+
+    def write(self, begin: int, values: torch.Tensor) -> None:
+        self._state.write_kinds([self._kind], self._begin + begin, [values])
+
+    def part(self, begin: int, end: int) -> StoredRun:
+        return _StateRun(self._state, self._kind, self._begin + begin, end - begin)
+
+
+class AdamWork(NamedTuple):
+    """What one step does to one range: gradient [n] in memory, element ranges and the hyper-parameters of
+    each, as of :func:`zero_ext.ops.adam_step_`."""
+
+    state: NvmeState
+    gradient: torch.Tensor
+    output: ShardHome | None
+    bounds: Sequence[tuple[int, int]]
+    rows: Sequence[Sequence[float]]
+
+
+def stream_adam(works: Sequence[AdamWork], scale: torch.Tensor) -> None:
+    """One Adam step over all ``works``, which share one stream, as one pipeline: reads, updates and writes of
+    different chunks are in flight at once."""
+    ranges, outputs, bounds, rows = [], [], [], []
+    for work in works:
+        place, output = _output_of(work.output)
+        ranges.append([work.state.numel, work.state.offset, -1, place, len(work.bounds)])
+        outputs.append(output)
+        bounds += work.bounds
+        rows += work.rows
+    if not bounds:
+        return
+    stream = works[0].state.stream
+    with stream.counters() as counters:
+        ops.state_stream_adam_(
+            stream.handle,
+            torch.tensor(ranges, dtype=torch.int64),
+            outputs,
+            [work.gradient for work in works],
+            torch.tensor(bounds, dtype=torch.int64),
+            torch.tensor(rows, dtype=torch.float64),
+            scale,
+            counters,
+        )
+
+
+def _output_of(output: ShardHome | None) -> tuple[int, torch.Tensor]:
+    """Offset in the store, or -1, and the memory or an empty tensor of the stored dtype."""
+    if output is None:
+        return -1, torch.empty(0)
+    if isinstance(output, StoredHome):
+        return output.offset, torch.empty(0, dtype=output.dtype)
+    memory = output.memory(output.tier)
+    if memory is None:
+        raise AssertionError(f"parameters in tier '{output.tier}' are neither in memory nor in a store")
+    return -1, memory

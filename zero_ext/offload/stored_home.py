@@ -1,0 +1,86 @@
+"""A shard of parameters that lives on NVMe."""
+
+from __future__ import annotations
+
+import torch
+
+from zero_ext import ops
+from zero_ext.config import Tier
+from zero_ext.offload.nvme_store import NvmeStore
+from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, Arrival
+from zero_ext.offload.stored_run import StoredRun, Values
+from zero_ext.offload.transfers import TransferLog
+
+
+class StoredHome:
+    """A shard [numel] in one extent of the store: a :class:`ShardHome`.
+
+    It is read straight into device memory where that is host memory; nothing of it stays in memory.
+    """
+
+    tier: Tier = "nvme"
+
+    def __init__(self, store: NvmeStore, numel: int, dtype: torch.dtype, transfers: TransferLog) -> None:
+        self.numel = numel
+        self.dtype = dtype
+        self.offset = store.allocate(numel * dtype.itemsize)
+        self._store = store
+        self._transfers = transfers
+
+    def fetch(self, into: torch.Tensor) -> Arrival:
+        """See :class:`ShardHome`."""
+        self._transfers.record("nvme", "device", into.nbytes)
+        return self._store.read(self.offset, into)
+
+    def store(self, begin: int, values: torch.Tensor, source: Tier) -> None:
+        """See :class:`ShardHome`. What shares a block with the values is read and written back."""
+        first, last, blocks = self._blocks(begin, begin + values.numel())
+        whole = values.to(self.dtype).contiguous()
+        if (first, last) != (begin, begin + values.numel()):
+            whole = self._read(first, last)
+            whole[begin - first : begin - first + values.numel()] = values
+        self._store.write(self.offset + blocks, whole).wait()
+        self._transfers.record(source, "nvme", whole.nbytes)
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """See :class:`ShardHome`: a copy."""
+        first, last, _ = self._blocks(begin, end)
+        return self._read(first, last)[begin - first : end - first]
+
+    def run(self, begin: int, end: int) -> Values:
+        """See :class:`ShardHome`."""
+        return _ShardRun(self, begin, end - begin)
+
+    def memory(self, tier: Tier) -> torch.Tensor | None:
+        """See :class:`ShardHome`: never."""
+        return None
+
+    def _blocks(self, begin: int, end: int) -> tuple[int, int, int]:
+        """The elements of the whole blocks around [begin, end), and the bytes before them."""
+        grain = STORAGE_ALIGNMENT // self.dtype.itemsize
+        first = begin // grain * grain
+        return first, -(-end // grain) * grain, first * self.dtype.itemsize
+
+    def _read(self, first: int, last: int) -> torch.Tensor:
+        values = ops.host_buffer((last - first) * self.dtype.itemsize).view(self.dtype)
+        self._store.read(self.offset + first * self.dtype.itemsize, values).wait()
+        return values
+
+
+class _ShardRun:
+    """A :class:`StoredRun` of a shard."""
+
+    def __init__(self, home: StoredHome, begin: int, numel: int) -> None:
+        self.numel = numel
+        self.dtype = home.dtype
+        self._home = home
+        self._begin = begin
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        return self._home.read(self._begin + begin, self._begin + end)
+
+    def write(self, begin: int, values: torch.Tensor) -> None:
+        self._home.store(self._begin + begin, values, "host")
+
+    def part(self, begin: int, end: int) -> StoredRun:
+        return _ShardRun(self._home, self._begin + begin, end - begin)

@@ -1,0 +1,170 @@
+"""torch's own element-wise optimizers on state that lies on NVMe, one chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zero_ext.offload import MASTER, NvmeState, Values
+from zero_ext.optim.compatibility import elementwise_kinds, initial_state, on_other_tensors
+from zero_ext.optim.stepper import OwnedRange, Segment, Update
+
+
+class ElementwiseStream:
+    """Runs a copy of the user's optimizer over chunks of fp32 master segments, read for the step and written
+    back after it. Scalar state (step counts, averages' coefficients) stays in memory, one set a parameter.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, ranges: Sequence[OwnedRange]) -> None:
+        self._groups = optimizer.param_groups
+        self._inner = on_other_tensors(optimizer, [])
+        self._ranges = tuple(ranges)
+        self._kinds = [elementwise_kinds(optimizer, group) for group in self._groups]
+        self._scalars: dict[str, dict[str, Any]] = {}
+        self._made: dict[str, bool] = {}  # whether a parameter's state exists: from its first step on
+        for owned in ranges:
+            for segment in owned.segments:
+                state = initial_state(optimizer, torch.zeros(1), self._groups[segment.group])
+                self._scalars[segment.name] = {
+                    name: entry for name, entry in state.items() if not _per_element(entry)
+                }
+                self._made[segment.name] = bool(state)
+                for name, entry in state.items():
+                    if _per_element(entry):
+                        _fill(_stored(owned), name, segment, float(entry[0]))
+
+    def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
+        """See :class:`Stepper`; the gradient of one chunk exists in fp32 while it runs."""
+        for update in updates:
+            owned = self._ranges[update.index]
+            after: dict[str, dict[str, Any]] = {}
+            for begin, end in _stored(owned).spans():
+                gradient = update.gradient[begin:end].float() * scale
+                after.update(self._step_chunk(owned, begin, end, gradient, used))
+            for name, scalars in after.items():
+                self._scalars[name], self._made[name] = scalars, True
+            yield update.index
+
+    def _step_chunk(
+        self, owned: OwnedRange, begin: int, end: int, gradient: torch.Tensor, used: frozenset[str]
+    ) -> dict[str, dict[str, Any]]:
+        """Steps elements [begin, end); returns the scalars that the parameters in it have then."""
+        state = _stored(owned)
+        kinds = list(state.stream.kinds)
+        values = dict(zip(kinds, state.read_kinds(kinds, begin, end), strict=True))
+        groups: list[dict[str, Any]] = [{**group, "params": []} for group in self._groups]
+        stepped: list[tuple[Segment, torch.Tensor]] = []
+        for segment in owned.segments:
+            first, last = max(segment.begin, begin), min(segment.begin + segment.numel, end)
+            # A rank without elements of a parameter steps an empty one, to have its scalars.
+            empty = segment.numel == 0 and begin == 0
+            if segment.name not in used or (first >= last and not empty):
+                continue
+            part = slice(first - begin, last - begin) if first < last else slice(0, 0)
+            value = values[MASTER][part]
+            value.grad = gradient[part]
+            self._inner.state[value] = self._state_of(segment, values, part)
+            groups[segment.group]["params"].append(value)
+            stepped.append((segment, value))
+        if not stepped:
+            return {}
+        self._inner.param_groups = groups
+        self._inner.step()
+        for segment, value in stepped:
+            self._keep(segment, value, values, begin)
+        state.write_kinds(kinds, begin, list(values.values()))
+        if owned.output is not None:
+            for segment, value in stepped:
+                owned.output.store(max(segment.begin, begin), value, "host")
+        found = {segment.name: self._scalars_of(value) for segment, value in stepped}
+        self._inner.state.clear()
+        return found
+
+    def _state_of(self, segment: Segment, values: Mapping[str, torch.Tensor], part: slice) -> dict[str, Any]:
+        if not self._made[segment.name]:
+            return {}
+        scalars = {
+            name: entry.clone() if isinstance(entry, torch.Tensor) else entry
+            for name, entry in self._scalars[segment.name].items()
+        }
+        return {**scalars, **{kind: values[kind][part] for kind in self._kinds[segment.group]}}
+
+    def _keep(
+        self, segment: Segment, value: torch.Tensor, values: Mapping[str, torch.Tensor], begin: int
+    ) -> None:
+        """Copies state that the optimizer made anew, or replaced, into the chunk."""
+        first = max(segment.begin, begin) - begin
+        for name, entry in self._inner.state[value].items():
+            if _per_element(entry):
+                values[name][first : first + entry.numel()].copy_(entry)
+
+    def _scalars_of(self, value: torch.Tensor) -> dict[str, Any]:
+        return {name: entry for name, entry in self._inner.state[value].items() if not _per_element(entry)}
+
+    def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
+        """See :class:`Stepper`: what a parameter has since its first step."""
+        owned = self._ranges[index]
+        for segment in owned.segments:
+            if self._made[segment.name]:
+                for kind in sorted(self._kinds[segment.group]):
+                    end = segment.begin + segment.numel
+                    yield kind, segment, owned.state.run(kind, segment.begin, end)
+
+    def scalars(self) -> dict[str, Any]:
+        """See :class:`Stepper`: the same form as :class:`ElementwiseStepper`'s."""
+        return {
+            name: {
+                "scalars": {
+                    key: entry.item() if isinstance(entry, torch.Tensor) else entry
+                    for key, entry in scalars.items()
+                },
+                "zero_dim": [key for key, entry in scalars.items() if isinstance(entry, torch.Tensor)],
+            }
+            for name, scalars in self._scalars.items()
+        }
+
+    def load_scalars(self, state: dict[str, Any]) -> None:
+        """See :class:`Stepper`."""
+        for name in self._scalars:
+            saved = state[name]
+            self._scalars[name] = {
+                key: torch.tensor(entry) if key in saved["zero_dim"] else entry
+                for key, entry in saved["scalars"].items()
+            }
+            self._made[name] = self._made[name] or bool(saved["scalars"])
+
+    def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
+        """See :class:`Stepper`: room for all kinds is there from the start."""
+        before = dict(self._made)
+        for name, named in kinds.items():
+            if name in self._made and any(kind in owned for owned in self._kinds for kind in named):
+                self._made[name] = True
+
+        def undo() -> None:
+            self._made = before
+
+        return undo
+
+    def state_bytes(self) -> int:
+        """See :class:`Stepper`: none."""
+        return 0
+
+
+def _stored(owned: OwnedRange) -> NvmeState:
+    if not isinstance(owned.state, NvmeState):
+        raise AssertionError(f"state in tier '{owned.state.tier}' does not stream")
+    return owned.state
+
+
+def _fill(state: NvmeState, kind: str, segment: Segment, value: float) -> None:
+    for begin, end in state.spans():
+        first, last = max(segment.begin, begin), min(segment.begin + segment.numel, end)
+        if first < last:
+            with state.edit(kind, first, last) as values:
+                values.fill_(value)
+
+
+def _per_element(entry: object) -> bool:
+    return isinstance(entry, torch.Tensor) and entry.dim() > 0
