@@ -2,44 +2,16 @@
 // handles.
 #include "../core/host_exchange.h"
 
-#include <map>
 #include <memory>
-#include <mutex>
-#include <stdexcept>
 
 #include "checks.h"
+#include "registry.h"
 
 namespace zero_ext::ops {
 namespace {
 
-// All open exchanges of this process. An op holds a reference while it runs, so closing is safe.
-class Registry {
- public:
-  void put(std::int64_t handle, std::shared_ptr<core::HostExchange> exchange) {
-    const std::lock_guard lock(mutex_);
-    exchanges_.insert_or_assign(handle, std::move(exchange));
-  }
-  std::shared_ptr<core::HostExchange> get(std::int64_t handle) {
-    const std::lock_guard lock(mutex_);
-    const auto found = exchanges_.find(handle);
-    STD_TORCH_CHECK(found != exchanges_.end(), "host_exchange: handle ", handle, " is not open");
-    return found->second;
-  }
-  std::shared_ptr<core::HostExchange> remove(std::int64_t handle) {
-    const std::lock_guard lock(mutex_);
-    const auto node = exchanges_.extract(handle);
-    return node.empty() ? nullptr : node.mapped();
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<std::int64_t, std::shared_ptr<core::HostExchange>> exchanges_;
-};
-
-Registry& registry() {
-  // Never destroyed: a thread of an exchange that nobody closed may outlive static destruction.
-  static Registry& instance = *std::make_unique<Registry>().release();
-  return instance;
+Registry<core::HostExchange>& registry() {
+  return Registry<core::HostExchange>::of_process("host_exchange");
 }
 
 std::shared_ptr<void> keep(const Tensor& tensor) { return std::make_shared<Tensor>(tensor); }

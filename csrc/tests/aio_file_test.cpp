@@ -57,6 +57,17 @@ TEST(AioFile, KnowsItsSizeAndMode) {
   EXPECT_EQ(content(folder.file("a")).size(), 12345U);
 }
 
+TEST(AioFile, NoticesWhenItsPathLeadsElsewhere) {
+  const ScratchFolder folder;
+  const std::string path = folder.file("a");
+  const auto file = File::open(path, File::Mode::kCreate, true);
+  EXPECT_FALSE(file->replaced());
+  std::filesystem::remove(path);
+  EXPECT_TRUE(file->replaced());
+  fill_file(path, testing::Bytes(1));
+  EXPECT_TRUE(file->replaced());
+}
+
 TEST(AioFile, RefusesWhatHoldsNoBytes) {
   const ScratchFolder folder;
   const std::string pipe = folder.file("pipe");

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import os
+import tempfile
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -56,6 +58,21 @@ def host_exchange() -> int:
     return handles[0]
 
 
+def aio_engine() -> int:
+    handle = uuid.uuid4().int >> 65
+    ops.aio_open(handle, "threads")
+    return handle
+
+
+def aio_file() -> str:
+    """A file of 64 bytes that exists until the tests end."""
+    descriptor, path = tempfile.mkstemp(prefix="zero_ext-opcheck-")
+    os.write(descriptor, bytes(64))
+    os.close(descriptor)
+    atexit.register(os.unlink, path)
+    return path
+
+
 def join_again() -> str:
     """A segment that exists until the tests end, so that it can be joined again and again."""
     name = f"/zero_ext-opcheck-{uuid.uuid4().hex}"
@@ -67,6 +84,12 @@ def join_again() -> str:
 SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "accumulate_": flat_inputs,
     "adam_step_": adam_inputs,
+    "aio_close": lambda: (aio_engine(),),
+    "aio_close_all": lambda: (),
+    "aio_inject_fault": lambda: (aio_engine(), False, 0, -5, 1),
+    "aio_read_": lambda: (aio_engine(), 1, aio_file(), 0, torch.rand(16)),
+    "aio_wait": lambda: (aio_engine(), 1),
+    "aio_write_": lambda: (aio_engine(), 1, aio_file(), 0, torch.rand(16)),
     "crc32c": lambda: (torch.arange(100, dtype=torch.uint8), 0),
     "host_buffer": lambda: (4096,),
     "host_buffer_bytes": lambda: (),
@@ -90,6 +113,14 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", sorted(SAMPLES))
 def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.zero_ext, name).default, SAMPLES[name]())
+
+
+def test_ops_that_return_text() -> None:
+    # The fourth check, of compiled graphs, cannot compare strings.
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.zero_ext.aio_backends.default, (), test_utils=checks)
+    options = (2, "threads", 4, 4096, 1)
+    torch.library.opcheck(torch.ops.zero_ext.aio_open.default, options, test_utils=checks)
 
 
 def test_adam_without_param() -> None:

@@ -1,6 +1,16 @@
 """Python face of the C++ ops ``torch.ops.zero_ext.*``; importing it loads a built extension."""
 
 from zero_ext.ops.adam import adam_step_
+from zero_ext.ops.aio import (
+    aio_backends,
+    aio_close,
+    aio_close_all,
+    aio_inject_fault,
+    aio_open,
+    aio_read_,
+    aio_wait,
+    aio_write_,
+)
 from zero_ext.ops.checksum import crc32c
 from zero_ext.ops.flat import accumulate_, pack_, sum_shards_, unpack_
 from zero_ext.ops.host import host_buffer, host_buffer_bytes
@@ -20,6 +30,14 @@ from zero_ext.ops.norm import squared_norm_, squared_norm_value
 __all__ = [
     "accumulate_",
     "adam_step_",
+    "aio_backends",
+    "aio_close",
+    "aio_close_all",
+    "aio_inject_fault",
+    "aio_open",
+    "aio_read_",
+    "aio_wait",
+    "aio_write_",
     "crc32c",
     "get_isa",
     "host_buffer",

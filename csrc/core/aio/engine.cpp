@@ -52,16 +52,6 @@ void check_range(const char* name, std::int64_t value, std::int64_t least, std::
   }
 }
 
-void check(const EngineOptions& options) {
-  check_range("queue_depth", options.queue_depth, 1, 1024);
-  check_range("submitters", options.submitters, 1, 16);
-  check_range("block_bytes", options.block_bytes, kBlockMultiple, kLargestBlock);
-  if (options.block_bytes % kBlockMultiple != 0) {
-    throw std::runtime_error("I/O engine: block_bytes is " + std::to_string(options.block_bytes) +
-                             "; a multiple of " + std::to_string(kBlockMultiple) + " wanted");
-  }
-}
-
 }  // namespace
 
 std::string_view backend_name(Backend backend) { return kind_of(backend).name; }
@@ -88,8 +78,18 @@ std::vector<BackendReport> probe_backends() {
   return reports;
 }
 
+void check_options(const EngineOptions& options) {
+  check_range("queue_depth", options.queue_depth, 1, 1024);
+  check_range("submitters", options.submitters, 1, 16);
+  check_range("block_bytes", options.block_bytes, kBlockMultiple, kLargestBlock);
+  if (options.block_bytes % kBlockMultiple != 0) {
+    throw std::runtime_error("I/O engine: block_bytes is " + std::to_string(options.block_bytes) +
+                             "; a multiple of " + std::to_string(kBlockMultiple) + " wanted");
+  }
+}
+
 std::shared_ptr<Engine> Engine::make(const EngineOptions& options) {
-  check(options);
+  check_options(options);
   const BackendKind& kind = kind_of(options.backend);
   Parts parts{options, std::make_shared<FaultPlan>(), {}};
   try {

@@ -42,6 +42,9 @@ struct EngineOptions {
   int submitters = 1;                  // queues, each with a thread, 1 to 16
 };
 
+// Throws std::runtime_error that names the option out of range, the value seen and those wanted.
+void check_options(const EngineOptions& options);
+
 // Transfers are cut into blocks, which are spread over the submitters and end in any order:
 // transfers that overlap must be waited for in between. All methods may be called from any thread;
 // failures throw std::runtime_error. A forked child must make an engine of its own: there these

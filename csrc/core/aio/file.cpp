@@ -52,6 +52,10 @@ struct stat status_of(const Descriptor& descriptor, const std::string& path) {
   return status;
 }
 
+bool same_file(const struct stat& one, const struct stat& other) {
+  return one.st_dev == other.st_dev && one.st_ino == other.st_ino;
+}
+
 struct Alignments {
   std::int64_t transfer = 4096;
   std::int64_t memory = 4096;
@@ -109,8 +113,7 @@ std::shared_ptr<File> File::open(const std::string& path, Mode mode, bool prefer
     opened.why_not_direct = "the file system refuses O_DIRECT";
     return std::make_shared<File>(std::move(opened));
   }
-  const struct stat again = status_of(direct, path);
-  if (again.st_dev != status.st_dev || again.st_ino != status.st_ino) {
+  if (!same_file(status_of(direct, path), status)) {
     throw std::runtime_error("opening '" + path + "': it was replaced by another file meanwhile");
   }
   Alignments alignments = direct_alignments(direct);
@@ -139,6 +142,11 @@ bool File::reaches(std::span<const std::byte> memory) const {
   return reinterpret_cast<std::uintptr_t>(memory.data()) %
              static_cast<std::uintptr_t>(memory_alignment_) ==
          0;
+}
+
+bool File::replaced() const {
+  struct stat there{};
+  return ::stat(path_.c_str(), &there) != 0 || !same_file(there, status_of(buffered_, path_));
 }
 
 std::int64_t File::size() const {

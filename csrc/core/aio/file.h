@@ -42,6 +42,9 @@ class File {
   // Whether the device can reach this memory by itself; it often takes less than alignment().
   bool reaches(std::span<const std::byte> memory) const;
 
+  // Whether its path leads to another file by now, or to none.
+  bool replaced() const;
+
   bool writable() const { return writable_; }
   const std::string& path() const { return path_; }
   std::int64_t size() const;

@@ -132,9 +132,10 @@ void Submitter::judge(const BlockCompletion& completion) {
     advance(slot, static_cast<std::size_t>(result));
     again_.push_back(completion.slot);
   } else if (result == 0) {
-    end(completion.slot, direction == IoDirection::kRead
-                             ? "the file ends at byte " + std::to_string(slot.block.offset)
-                             : "the kernel accepts no more bytes there");
+    end(completion.slot,
+        direction == IoDirection::kRead
+            ? "the file ends (it has " + std::to_string(slot.transfer->file().size()) + " bytes)"
+            : "the kernel takes no more bytes there");
   } else if (!passes_by_itself(-result)) {
     end(completion.slot, errno_text(-result));
   } else if (++slot.attempts == kMostAttempts) {
