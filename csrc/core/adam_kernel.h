@@ -73,6 +73,14 @@ struct AdamLoop {
     }
   }
 
+  static void range(const Pointers& at, const AdamFactors& factors, std::int64_t begin,
+                    std::int64_t end) {
+    const AdamFactors local = factors;
+    std::int64_t i = begin;
+    for (; i + V::width <= end; i += V::width) vector<false>(at, i, local);
+    if (i < end) partial(at, i, end, local);
+  }
+
   static void run(const AdamBuffers& buffers, const AdamFactors& factors, std::int64_t begin,
                   std::int64_t end) {
     const Pointers at{buffers.master, static_cast<Moment*>(buffers.exp_avg),
@@ -92,8 +100,7 @@ struct AdamLoop {
         V::fence();
       }
     }
-    for (; i + V::width <= end; i += V::width) vector<false>(at, i, local);
-    if (i < end) partial(at, i, end, local);
+    range(at, local, i, end);
   }
 };
 

@@ -2,6 +2,8 @@
 #pragma once
 
 #include "adam_kernel.h"
+#include "blockwise/adam_8bit_kernel.h"
+#include "blockwise/blockwise_kernel.h"
 #include "flat_kernel.h"
 #include "kernels.h"
 #include "squared_norm_kernel.h"
@@ -15,6 +17,25 @@ constexpr void fill_adam(AdamKernel (&row)[kNumericTypes + 1]) {
   row[1] = &AdamLoop<V, Moment, Grad, BFloat16>::run;
   row[2] = &AdamLoop<V, Moment, Grad, Float16>::run;
   row[3] = &AdamLoop<V, Moment, Grad, NoParam>::run;
+}
+
+template <class V, class Grad>
+constexpr void fill_adam_8bit(Adam8BitKernel (&row)[kNumericTypes + 1]) {
+  row[0] = &Adam8BitBlock<V, Grad, float>::run;
+  row[1] = &Adam8BitBlock<V, Grad, BFloat16>::run;
+  row[2] = &Adam8BitBlock<V, Grad, Float16>::run;
+  row[3] = &Adam8BitBlock<V, Grad, NoParam>::run;
+}
+
+template <class V>
+constexpr void fill_blockwise(Kernels& table) {
+  fill_adam_8bit<V, float>(table.adam_8bit[0]);
+  fill_adam_8bit<V, BFloat16>(table.adam_8bit[1]);
+  fill_adam_8bit<V, Float16>(table.adam_8bit[2]);
+  table.quantize_blockwise[0] = &BlockCodec<V, SignedDynamicCode>::quantize;
+  table.quantize_blockwise[1] = &BlockCodec<V, UnsignedDynamicCode>::quantize;
+  table.dequantize_blockwise[0] = &BlockCodec<V, SignedDynamicCode>::dequantize;
+  table.dequantize_blockwise[1] = &BlockCodec<V, UnsignedDynamicCode>::dequantize;
 }
 
 template <class V, class Target>
@@ -39,6 +60,7 @@ constexpr Kernels make_kernels() {
   fill_adam<V, BFloat16, float>(table.adam[1][0]);
   fill_adam<V, BFloat16, BFloat16>(table.adam[1][1]);
   fill_adam<V, BFloat16, Float16>(table.adam[1][2]);
+  fill_blockwise<V>(table);
   fill_flat<V, float>(table, 0);
   fill_flat<V, BFloat16>(table, 1);
   fill_flat<V, Float16>(table, 2);

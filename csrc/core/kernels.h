@@ -5,12 +5,19 @@
 #include <span>
 
 #include "adam.h"
+#include "blockwise/adam_8bit.h"
+#include "blockwise/blockwise.h"
+#include "blockwise/dynamic_code.h"
 #include "numeric_types.h"
 #include "superaccumulator.h"
 
 namespace zero_ext::core {
 
 using AdamKernel = void (*)(const AdamBuffers&, const AdamFactors&, std::int64_t, std::int64_t);
+using Adam8BitKernel = void (*)(const Adam8BitBuffers&, std::span<const AdamSegment>, std::int64_t,
+                                std::int64_t);
+using QuantizeKernel = void (*)(const float*, std::int64_t, std::uint8_t*, float*);
+using DequantizeKernel = void (*)(const std::uint8_t*, const float*, std::int64_t, float*);
 using ConvertKernel = void (*)(void*, const void*, std::int64_t);
 using SquaredNormKernel = void (*)(const void*, std::int64_t, Superaccumulator&);
 using SumKernel = void (*)(void*, std::span<const void* const>, std::int64_t, std::int64_t, float,
@@ -18,7 +25,10 @@ using SumKernel = void (*)(void*, std::span<const void* const>, std::int64_t, st
 
 // Indices are NumericType values in the order named; param's last index means "no param".
 struct Kernels {
-  AdamKernel adam[2][kNumericTypes][kNumericTypes + 1];    // [moments][grad][param]
+  AdamKernel adam[2][kNumericTypes][kNumericTypes + 1];        // [moments][grad][param]
+  Adam8BitKernel adam_8bit[kNumericTypes][kNumericTypes + 1];  // [grad][param]
+  QuantizeKernel quantize_blockwise[kDynamicCodes];
+  DequantizeKernel dequantize_blockwise[kDynamicCodes];
   ConvertKernel copy[kNumericTypes][kNumericTypes];        // [target][source]
   ConvertKernel accumulate[kNumericTypes][kNumericTypes];  // [target][source]
   SumKernel sum_shards[kNumericTypes][kNumericTypes];      // [target][source]

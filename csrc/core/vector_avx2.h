@@ -65,6 +65,41 @@ struct Avx2Vector {
   static Float div(Float a, Float b) { return _mm256_div_ps(a, b); }
   static Float fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
   static Float sqrt(Float a) { return _mm256_sqrt_ps(a); }
+  static Float abs(Float a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0F), a); }
+  static Float floor(Float a) { return _mm256_floor_ps(a); }
+  static Float min(Float a, Float b) { return _mm256_min_ps(a, b); }
+  static Float copy_sign(Float magnitude, Float sign) {
+    return _mm256_or_ps(magnitude, _mm256_and_ps(sign, _mm256_set1_ps(-0.0F)));
+  }
+  static Float if_at_least(Float a, Float b, Float then, Float otherwise) {
+    return _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps(a, b, _CMP_GE_OQ));
+  }
+  static Bits add_if_at_least(Bits sum, std::uint32_t term, Float a, Float b) {
+    const __m256i reached = _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_GE_OQ));
+    return _mm256_add_epi32(sum, _mm256_and_si256(reached, set_bits<float>(term)));
+  }
+  static Float lookup(const float (&table)[8], Bits index) {
+    return _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);
+  }
+  static Float by_exponent(const float (&table)[8], Float a) {
+    return lookup(table, _mm256_srli_epi32(_mm256_castps_si256(a), 23));
+  }
+  static Float fraction(Float a) {
+    const __m256i bits = _mm256_and_si256(_mm256_castps_si256(a), set_bits<float>(0x7FFFFFU));
+    const __m256i significand = _mm256_or_si256(bits, set_bits<float>(0x3F800000U));
+    return _mm256_sub_ps(_mm256_castsi256_ps(significand), _mm256_set1_ps(1.0F));
+  }
+
+  static Float load_bytes(const std::uint8_t* source) {
+    const __m128i packed = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(source));
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(packed));
+  }
+  static void store_bytes(std::uint8_t* target, Float value) {
+    const __m256i wide = _mm256_cvttps_epi32(value);
+    const __m128i halves =
+        _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(target), _mm_packus_epi16(halves, halves));
+  }
 
   template <int Part>
   static Double widen(Float value) {

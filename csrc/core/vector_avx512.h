@@ -65,6 +65,39 @@ struct Avx512Vector {
   static Float div(Float a, Float b) { return _mm512_div_ps(a, b); }
   static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
   static Float sqrt(Float a) { return _mm512_sqrt_ps(a); }
+  static Float abs(Float a) { return _mm512_abs_ps(a); }
+  static Float floor(Float a) { return _mm512_floor_ps(a); }
+  static Float min(Float a, Float b) { return _mm512_min_ps(a, b); }
+  static Float copy_sign(Float magnitude, Float sign) {
+    return _mm512_or_ps(magnitude, _mm512_and_ps(sign, _mm512_set1_ps(-0.0F)));
+  }
+  static Float if_at_least(Float a, Float b, Float then, Float otherwise) {
+    return _mm512_mask_mov_ps(otherwise, _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), then);
+  }
+  static Bits add_if_at_least(Bits sum, std::uint32_t term, Float a, Float b) {
+    return _mm512_mask_add_epi32(sum, _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), sum,
+                                 set_bits<float>(term));
+  }
+  static Float lookup(const float (&table)[8], Bits index) {
+    return _mm512_permutexvar_ps(index, _mm512_broadcast_f32x8(_mm256_loadu_ps(table)));
+  }
+  static Float by_exponent(const float (&table)[8], Float a) {
+    return lookup(table, _mm512_srli_epi32(_mm512_castps_si512(a), 23));
+  }
+  static Float fraction(Float a) {
+    const __m512i bits = _mm512_and_si512(_mm512_castps_si512(a), set_bits<float>(0x7FFFFFU));
+    const __m512i significand = _mm512_or_si512(bits, set_bits<float>(0x3F800000U));
+    return _mm512_sub_ps(_mm512_castsi512_ps(significand), _mm512_set1_ps(1.0F));
+  }
+
+  static Float load_bytes(const std::uint8_t* source) {
+    const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(packed));
+  }
+  static void store_bytes(std::uint8_t* target, Float value) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target),
+                     _mm512_cvtepi32_epi8(_mm512_cvttps_epi32(value)));
+  }
 
   template <int Part>
   static Double widen(Float value) {

@@ -2,8 +2,9 @@
 //
 // Every vector type offers the same static members: `width` floats in a Float, split into `parts`
 // Doubles; loads and stores that convert from and to the element types; float arithmetic for the
-// optimizers; for the exact norm, double arithmetic and extrema of the magnitudes' bit patterns, in
-// the elements' own format (`lanes<T>` of them in a Bits).
+// optimizers; comparisons, tables and bytes for the 8-bit codes; for the exact norm, double
+// arithmetic and extrema of the magnitudes' bit patterns, in the elements' own format (`lanes<T>`
+// of them in a Bits).
 #pragma once
 
 #include <algorithm>
@@ -45,6 +46,37 @@ struct ScalarVector {
   static ZERO_EXT_HOST_DEVICE Float div(Float a, Float b) { return a / b; }
   static ZERO_EXT_HOST_DEVICE Float fma(Float a, Float b, Float c) { return ::fmaf(a, b, c); }
   static ZERO_EXT_HOST_DEVICE Float sqrt(Float a) { return ::sqrtf(a); }
+  static ZERO_EXT_HOST_DEVICE Float abs(Float a) { return ::fabsf(a); }
+  static ZERO_EXT_HOST_DEVICE Float floor(Float a) { return ::floorf(a); }
+  static ZERO_EXT_HOST_DEVICE Float min(Float a, Float b) { return a < b ? a : b; }
+  // Of a magnitude, which has no sign of its own.
+  static ZERO_EXT_HOST_DEVICE Float copy_sign(Float magnitude, Float sign) {
+    return ::copysignf(magnitude, sign);
+  }
+  static ZERO_EXT_HOST_DEVICE Float if_at_least(Float a, Float b, Float then, Float otherwise) {
+    return a >= b ? then : otherwise;
+  }
+  static ZERO_EXT_HOST_DEVICE Bits add_if_at_least(Bits sum, std::uint32_t term, Float a, Float b) {
+    return a >= b ? sum + term : sum;
+  }
+  // Entry of a table by the index modulo 8.
+  static ZERO_EXT_HOST_DEVICE Float lookup(const float (&table)[8], Bits index) {
+    return table[index % 8];
+  }
+  // Entry of a table by the biased exponent, modulo 8, of a positive number.
+  static ZERO_EXT_HOST_DEVICE Float by_exponent(const float (&table)[8], Float a) {
+    return lookup(table, std::bit_cast<std::uint32_t>(a) >> 23);
+  }
+  // What a number's significand, in [1, 2), is above one.
+  static ZERO_EXT_HOST_DEVICE Float fraction(Float a) {
+    return std::bit_cast<float>((std::bit_cast<std::uint32_t>(a) & 0x7FFFFFU) | 0x3F800000U) - 1;
+  }
+
+  static ZERO_EXT_HOST_DEVICE Float load_bytes(const std::uint8_t* source) { return *source; }
+  // Of whole numbers 0..255.
+  static ZERO_EXT_HOST_DEVICE void store_bytes(std::uint8_t* target, Float value) {
+    *target = static_cast<std::uint8_t>(value);
+  }
 
   template <int Part>
   static ZERO_EXT_HOST_DEVICE Double widen(Float value) {
