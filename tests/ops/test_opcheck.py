@@ -35,6 +35,19 @@ def adam_inputs() -> tuple[Any, ...]:
     )
 
 
+def quantized(signed: bool) -> tuple[Tensor, Tensor]:
+    return ops.quantize_blockwise(torch.rand(300), signed)
+
+
+def adam_8bit_inputs() -> tuple[Any, ...]:
+    exp_avg, exp_avg_sq = quantized(True), quantized(False)
+    segments = torch.tensor([[0, 5], [6, 300]])
+    hyper = torch.tensor([[1e-3, 0.9, 0.999, 1e-8, 0.1, 1, 1, 0]] * 2, dtype=torch.float64)
+    moments = (exp_avg[0], exp_avg_sq[0], exp_avg[1], exp_avg_sq[1])
+    grad, param = torch.rand(300).bfloat16(), torch.rand(300).half()
+    return (torch.rand(300), *moments, grad, param, segments, hyper, torch.tensor(1.0))
+
+
 def accumulator() -> Tensor:
     result = torch.zeros(33, dtype=torch.int64)
     ops.squared_norm_(torch.rand(7), result)
@@ -90,7 +103,9 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "aio_read_": lambda: (aio_engine(), 1, aio_file(), 0, torch.rand(16)),
     "aio_wait": lambda: (aio_engine(), 1),
     "aio_write_": lambda: (aio_engine(), 1, aio_file(), 0, torch.rand(16)),
+    "adam_step_8bit_": adam_8bit_inputs,
     "crc32c": lambda: (torch.arange(100, dtype=torch.uint8), 0),
+    "dequantize_blockwise": lambda: (*quantized(True), True),
     "host_buffer": lambda: (4096,),
     "host_buffer_bytes": lambda: (),
     "host_exchange_close": lambda: (host_exchange(),),
@@ -102,6 +117,7 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "host_exchange_wait": lambda: (host_exchange(), 1, 0, True, 1.0),
     "isa_level": lambda: (),
     "pack_": flat_inputs,
+    "quantize_blockwise": lambda: (torch.rand(300), False),
     "set_isa_level": lambda: (torch.ops.zero_ext.isa_level(),),
     "squared_norm_": lambda: (torch.rand(100), accumulator()),
     "squared_norm_value": lambda: (accumulator(),),
@@ -127,6 +143,12 @@ def test_adam_without_param() -> None:
     arguments = list(adam_inputs())
     arguments[4] = None
     torch.library.opcheck(torch.ops.zero_ext.adam_step_.default, tuple(arguments))
+
+
+def test_adam_8bit_without_param() -> None:
+    arguments = list(adam_8bit_inputs())
+    arguments[6] = None
+    torch.library.opcheck(torch.ops.zero_ext.adam_step_8bit_.default, tuple(arguments))
 
 
 def test_fake_kernels_give_shapes_without_touching_memory() -> None:

@@ -1,6 +1,7 @@
 """Python face of the C++ ops ``torch.ops.zero_ext.*``; importing it loads a built extension."""
 
 from zero_ext.ops.adam import adam_step_
+from zero_ext.ops.adam_8bit import adam_step_8bit_
 from zero_ext.ops.aio import (
     aio_backends,
     aio_close,
@@ -10,6 +11,13 @@ from zero_ext.ops.aio import (
     aio_read_,
     aio_wait,
     aio_write_,
+)
+from zero_ext.ops.blockwise import (
+    BLOCK_ELEMENTS,
+    Quantized,
+    block_count,
+    dequantize_blockwise,
+    quantize_blockwise,
 )
 from zero_ext.ops.checksum import crc32c
 from zero_ext.ops.flat import accumulate_, pack_, sum_shards_, unpack_
@@ -28,8 +36,11 @@ from zero_ext.ops.library import is_built, load
 from zero_ext.ops.norm import squared_norm_, squared_norm_value
 
 __all__ = [
+    "BLOCK_ELEMENTS",
+    "Quantized",
     "accumulate_",
     "adam_step_",
+    "adam_step_8bit_",
     "aio_backends",
     "aio_close",
     "aio_close_all",
@@ -38,7 +49,9 @@ __all__ = [
     "aio_read_",
     "aio_wait",
     "aio_write_",
+    "block_count",
     "crc32c",
+    "dequantize_blockwise",
     "get_isa",
     "host_buffer",
     "host_buffer_bytes",
@@ -50,6 +63,7 @@ __all__ = [
     "host_exchange_unlink",
     "host_exchange_wait",
     "pack_",
+    "quantize_blockwise",
     "set_isa",
     "squared_norm_",
     "squared_norm_value",
