@@ -6,7 +6,7 @@ from zero_ext.checkpoint.inspect import CheckpointReport, inspect_checkpoint
 from zero_ext.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from zero_ext.checkpoint.save import save_checkpoint
 from zero_ext.checkpoint.session import SaveHandle
-from zero_ext.checkpoint.source import LazyStateSource, StateSource
+from zero_ext.checkpoint.source import LazyStateSource, StateSource, StoredValues
 
 __all__ = [
     "CheckpointError",
@@ -15,6 +15,7 @@ __all__ = [
     "LoadedCheckpoint",
     "SaveHandle",
     "StateSource",
+    "StoredValues",
     "export_huggingface",
     "inspect_checkpoint",
     "load_checkpoint",

@@ -1,4 +1,4 @@
-"""The plan of a load: which bytes of which files fill which memory. Made and checked before reading."""
+"""The plan of a load: which bytes of which files fill which state. Made and checked before reading."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from zero_ext.checkpoint.chunk_reader import Chunk, Read, piece_chunks
 from zero_ext.checkpoint.dtypes import dtype_named
 from zero_ext.checkpoint.host_memory import byte_view
 from zero_ext.checkpoint.manifest import Manifest, PieceRecord
-from zero_ext.checkpoint.source import Piece
+from zero_ext.checkpoint.source import Piece, StoredValues
+from zero_ext.checkpoint.values import check_values, element_count, write_stored
 
 
 class Wanted(NamedTuple):
@@ -21,40 +22,55 @@ class Wanted(NamedTuple):
     kind: str
     name: str
     start: int
-    tensor: torch.Tensor
+    values: torch.Tensor | StoredValues
+
+    @property
+    def numel(self) -> int:
+        """Elements to be filled."""
+        return element_count(self.values)
 
 
 class Fill(NamedTuple):
-    """Elements of one chunk, from ``skip`` on, that belong in ``destination`` (1-D; floats convert)."""
+    """Elements of one chunk, from ``skip`` on, that belong in elements [begin, end) of ``run`` (floats
+    convert)."""
 
     chunk: Chunk
     dtype: torch.dtype
     skip: int
-    destination: torch.Tensor
+    run: Wanted
+    begin: int
+    end: int
 
     def read(self) -> Read:
-        """Straight into the destination where it takes the whole chunk as it is, else by way of scratch."""
-        whole = self.destination.nbytes == self.chunk.size and self.destination.dtype == self.dtype
-        return Read(self.chunk, byte_view(self.destination) if whole else None)
+        """Straight into memory that takes the whole chunk as it is, else by way of scratch."""
+        values = self.run.values
+        if isinstance(values, torch.Tensor) and values.dtype == self.dtype:
+            target = byte_view(values[self.begin : self.end])
+            if target.numel() == self.chunk.size:
+                return Read(self.chunk, target)
+        return Read(self.chunk, None)
 
     def place(self, data: torch.Tensor) -> None:
-        """Moves a chunk's bytes from scratch to the destination, converting between float precisions."""
-        if data.data_ptr() != self.destination.data_ptr():
-            values = data.view(self.dtype)[self.skip : self.skip + self.destination.numel()]
-            self.destination.copy_(values)
+        """Moves a chunk's bytes from scratch to where they belong, converting between float precisions.
+
+        CheckpointError naming the run if its store cannot take them.
+        """
+        values = self.run.values
+        found = data.view(self.dtype)[self.skip : self.skip + self.end - self.begin]
+        if isinstance(values, torch.Tensor):
+            destination = values[self.begin : self.end]
+            if found.data_ptr() != destination.data_ptr():
+                destination.copy_(found)
+            # Written behind autograd's back: a graph that has saved the old values must find out.
+            torch.autograd.graph.increment_version(destination)
+        else:
+            write_stored(values, self.begin, found, f"{self.run.kind} of {self.run.name!r}")
 
 
 def check_piece(piece: Piece) -> None:
-    """TypeError or ValueError naming the piece unless it is a 1-D contiguous CPU tensor."""
+    """TypeError or ValueError naming the piece unless it is a 1-D contiguous CPU tensor or stored values."""
     where = f"{piece.kind} of {piece.name!r}"
-    tensor = piece.tensor
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{where}: got a {type(tensor).__name__}, wanted a tensor")
-    if tensor.device.type != "cpu" or tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(
-            f"{where}: got a tensor of shape {tuple(tensor.shape)}, stride {tensor.stride()} "
-            f"on {tensor.device}, wanted one dimension, contiguous, on the CPU"
-        )
+    check_values(piece.tensor, where)
     if type(piece.start) is not int or piece.start < 0:
         raise ValueError(f"{where}: starts at {piece.start!r}, wanted an element offset of 0 or more")
 
@@ -64,7 +80,7 @@ def plan_fills(manifest: Manifest, wanted: Iterable[Wanted]) -> list[Fill]:
     stored: Mapping[tuple[str, str], list[PieceRecord]] = _by_tensor(manifest)
     fills: list[Fill] = []
     for run in wanted:
-        if run.tensor.numel() == 0:
+        if run.numel == 0:
             continue
         pieces = stored.get((run.kind, run.name))
         if pieces is None:
@@ -88,20 +104,20 @@ def _by_tensor(manifest: Manifest) -> Mapping[tuple[str, str], list[PieceRecord]
 
 def _check_fit(run: Wanted, pieces: list[PieceRecord]) -> None:
     elements = pieces[-1].start + pieces[-1].numel
-    if run.start + run.tensor.numel() > elements:
+    if run.start + run.numel > elements:
         raise ValueError(
-            f"{run.kind} of {run.name!r}: elements {run.start} to {run.start + run.tensor.numel()} "
+            f"{run.kind} of {run.name!r}: elements {run.start} to {run.start + run.numel} "
             f"are needed, the checkpoint holds {elements}"
         )
     dtype = dtype_named(pieces[0].dtype)
-    both_float = dtype.is_floating_point and run.tensor.dtype.is_floating_point
-    if dtype != run.tensor.dtype and not both_float:
-        raise ValueError(f"{run.kind} of {run.name!r} is stored as {dtype} and needed as {run.tensor.dtype}")
+    both_float = dtype.is_floating_point and run.values.dtype.is_floating_point
+    if dtype != run.values.dtype and not both_float:
+        raise ValueError(f"{run.kind} of {run.name!r} is stored as {dtype} and needed as {run.values.dtype}")
 
 
 def _fills_of(run: Wanted, piece: PieceRecord, chunk_bytes: int) -> Iterator[Fill]:
     begin = max(run.start, piece.start)
-    end = min(run.start + run.tensor.numel(), piece.start + piece.numel)
+    end = min(run.start + run.numel, piece.start + piece.numel)
     if begin >= end:
         return
     dtype = dtype_named(piece.dtype)
@@ -112,4 +128,4 @@ def _fills_of(run: Wanted, piece: PieceRecord, chunk_bytes: int) -> Iterator[Fil
         chunk_start = piece.start + index * chunk_elements
         low = max(begin, chunk_start)
         high = min(end, chunk_start + chunk.size // dtype.itemsize)
-        yield Fill(chunk, dtype, low - chunk_start, run.tensor[low - run.start : high - run.start])
+        yield Fill(chunk, dtype, low - chunk_start, run, low - run.start, high - run.start)

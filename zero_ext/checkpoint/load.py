@@ -43,13 +43,14 @@ def load_checkpoint(
     """Fills ``source`` from ``directory/step-000123``, saved at any world size and ZeRO stage.
 
     All ranks call it together. ``step``: a number, or "latest" (None means the same). Float state converts
-    between float32, bfloat16 and float16 where the source keeps another precision than the checkpoint.
+    between float32, bfloat16 and float16 where the source keeps another precision than the checkpoint. State
+    that the source keeps in a store (``StoredValues``) is written there a chunk at a time.
 
     First the manifest is checked, the model compared with it, and every byte that this rank needs read and
     verified; only then, from the page cache, is it read again into place. So a damaged, foreign or unfitting
     checkpoint leaves the source as it was. Errors reach every rank: CheckpointError naming file and offset,
-    ValueError naming the parameters that do not fit. Should the second read fail, the error says that the
-    model is half-loaded.
+    ValueError naming the parameters that do not fit. Should the second read fail, or a store
+    refuse what is written, the error says that the model is half-loaded.
     """
     session = session_of(source)
     agreement = Agreement(
@@ -120,8 +121,6 @@ def _fill(reader: ChunkReader, plan: LoadPlan) -> None:
         fill = plan.fills[arrived.request]
         reader.check(fill.chunk, arrived.crc32c)
         fill.place(arrived.data)
-        # Written behind autograd's back: a graph that has saved the old values must find out.
-        torch.autograd.graph.increment_version(fill.destination)
     with torch.no_grad():
         for buffer, copy in plan.buffers:
             buffer.copy_(copy.reshape(buffer.shape))

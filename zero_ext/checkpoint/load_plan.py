@@ -55,13 +55,13 @@ def plan_load(source: StateSource, manifest: Manifest, path: Path) -> LoadPlan:
         copy = torch.empty(buffer.numel(), dtype=buffer.dtype)
         buffers.append((buffer, copy))
         wanted.append(Wanted(BUFFER, name, 0, copy))
-    wanted = [run for run in wanted if run.tensor.numel()]
+    wanted = [run for run in wanted if run.numel]
     try:
         fills = plan_fills(manifest, wanted)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     numbers = {key: number for number, key in enumerate(_stored_tensors(manifest))}
-    requested = [(numbers[run.kind, run.name], run.start, run.tensor.numel()) for run in wanted]
+    requested = [(numbers[run.kind, run.name], run.start, run.numel) for run in wanted]
     return LoadPlan(manifest, named, fills, requested, buffers)
 
 
@@ -105,7 +105,8 @@ def _wanted_piece(piece: Any, stored_names: Mapping[str, str]) -> Wanted:
     check_piece(piece)
     if piece.name not in stored_names:
         raise ValueError(f"{piece.kind} of {piece.name!r} is asked for, but no such parameter is listed")
-    return Wanted(piece.kind, stored_names[piece.name], piece.start, piece.tensor.detach())
+    values = piece.tensor.detach() if isinstance(piece.tensor, torch.Tensor) else piece.tensor
+    return Wanted(piece.kind, stored_names[piece.name], piece.start, values)
 
 
 def _stored_tensors(manifest: Manifest) -> list[tuple[str, str]]:

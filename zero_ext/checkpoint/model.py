@@ -45,8 +45,9 @@ def save_checkpoint(
     """Saves a prepared model with its optimizer as ``directory/step-000123``; all ranks call it together.
 
     ``scheduler``, ``loader`` (anything with ``state_dict``) and each rank's random state go along.
-    ``asynchronous`` and ``keep_last`` default to the configuration's ``checkpoint`` section. Further
-    arguments, guarantees and errors are those of :func:`zero_ext.checkpoint.save_checkpoint`.
+    ``asynchronous`` and ``keep_last`` default to the configuration's ``checkpoint`` section; a save of
+    state on NVMe is written before this returns. Further arguments, guarantees and errors are those of
+    :func:`zero_ext.checkpoint.save_checkpoint`.
     """
     engine = engine_of(model)
     extra: dict[str, Any] = {"random": _random_states(engine)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +25,14 @@ from zero_ext.checkpoint.memory_order import memory_order
 from zero_ext.checkpoint.named_state import encode
 from zero_ext.checkpoint.save_job import UNTOUCHED, SaveJob
 from zero_ext.checkpoint.session import SaveHandle, session_of
-from zero_ext.checkpoint.shard_file import owned_pieces, stage_pieces
+from zero_ext.checkpoint.shard_file import owned_pieces
 from zero_ext.checkpoint.source import ParameterDescription, StateSource
 from zero_ext.checkpoint.storage import Storage
+
+_NOT_IN_BACKGROUND = (
+    "state in a store (NVMe) cannot be copied in memory for a save in the background: this one was written "
+    "before the call returned; asynchronous=False saves the same way without this warning"
+)
 
 
 def save_checkpoint(
@@ -47,12 +53,16 @@ def save_checkpoint(
     ``keep_last`` removes older checkpoints once this one is whole. ``asynchronous`` copies the state in host
     memory and returns; writing goes on in the background, the next save or load of the source waits for it.
 
+    State that a rank keeps in a store (``StoredValues``) is streamed from there, without a copy in memory.
+    Nothing holds its values while training changes them, so if any rank has such state, an asynchronous save
+    copies nothing, says so in a RuntimeWarning of rank 0, and has written everything when it returns.
+
     Every rank must have written its part within ``config.timeout_seconds``. Errors reach every rank:
     ValueError or TypeError for arguments, CheckpointError for everything else (disk full, a rank that died).
     The last checkpoint stays whole whatever happens, a killed process included.
     """
     session = session_of(source)
-    request = _Request(directory, step, client_state, keep_last, asynchronous, extra)
+    request = _Request(directory, step, client_state, keep_last, extra)
     group = session.group_of(source)
     agreement = Agreement(source.rank, source.world_size, group, f"saving to {directory}")
     jobs: list[SaveJob] = []
@@ -60,16 +70,27 @@ def save_checkpoint(
     def prepare() -> dict[str, Any]:
         session.finish_previous()
         jobs.append(_prepare(request, source, agreement))
-        return jobs[0].fingerprint()
+        return {"fingerprint": jobs[0].fingerprint(), "reads_stores": jobs[0].reads_stores}
 
     answers = agreement.stage(prepare, UNTOUCHED)
-    agreement.stage(lambda: _check_same(answers), UNTOUCHED)
+    in_background = asynchronous and not any(answer["reads_stores"] for answer in answers)
+
+    def settle() -> None:
+        _check_same([answer["fingerprint"] for answer in answers])
+        if in_background:
+            jobs[0] = jobs[0].staged()
+
+    agreement.stage(settle, UNTOUCHED)
     job = jobs[0]
     handle = SaveHandle(job.manifest.step, job.directory.committed(job.manifest.step))
-    if not asynchronous:
-        return handle.run(job.run)
-    session.in_flight = handle
-    return handle.run_in_background(job.run)
+    if in_background:
+        session.in_flight = handle
+        return handle.run_in_background(job.run)
+    handle.run(job.run)
+    # Not sooner: where warnings are errors the other ranks would wait for this one.
+    if asynchronous and source.rank == 0:
+        warnings.warn(_NOT_IN_BACKGROUND, RuntimeWarning, stacklevel=2)
+    return handle
 
 
 class _Request(NamedTuple):
@@ -79,7 +100,6 @@ class _Request(NamedTuple):
     step: int | None
     client_state: Any
     keep_last: int | None
-    asynchronous: bool
     extra: dict[str, Any] | None
 
 
@@ -100,7 +120,7 @@ def _prepare(request: _Request, source: StateSource, agreement: Agreement) -> Sa
     return SaveJob(
         directory=CheckpointDirectory(Path(request.directory).absolute()),
         manifest=manifest,
-        pieces=stage_pieces(pieces) if request.asynchronous else pieces,
+        pieces=pieces,
         agreement=agreement,
         keep_last=request.keep_last,
         timeout_seconds=source.config.timeout_seconds,

@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -23,7 +23,7 @@ from zero_ext.checkpoint.manifest import (
     encode_manifest,
 )
 from zero_ext.checkpoint.manifest_check import check_cover, check_disjoint_bytes
-from zero_ext.checkpoint.shard_file import OwnedPiece, write_shard
+from zero_ext.checkpoint.shard_file import OwnedPiece, stage_pieces, write_shard
 from zero_ext.checkpoint.storage import Storage
 
 UNTOUCHED = "No checkpoint was changed"
@@ -41,6 +41,15 @@ class SaveJob:
     keep_last: int | None
     timeout_seconds: float
     storage: Storage
+
+    @property
+    def reads_stores(self) -> bool:
+        """Whether this rank's part lies outside memory, if only a piece of it."""
+        return any(piece.is_stored for piece in self.pieces)
+
+    def staged(self) -> SaveJob:
+        """The same save of a copy in host memory, so that the state may change meanwhile."""
+        return replace(self, pieces=stage_pieces(self.pieces))
 
     def run(self) -> None:
         """Writes, agrees, commits. An error on any rank is raised on all, and leaves nothing behind."""

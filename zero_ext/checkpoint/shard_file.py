@@ -1,8 +1,8 @@
-"""A rank's shard file: its pieces as 1-D tensors in one safetensors file, streamed from memory."""
+"""A rank's shard file: its pieces as 1-D tensors in one safetensors file, streamed from where they live."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +14,10 @@ from zero_ext.checkpoint.host_memory import byte_view, copy_bytes
 from zero_ext.checkpoint.manifest import CHUNK_BYTES, FileRecord, PieceRecord
 from zero_ext.checkpoint.manifest_check import shard_file_name
 from zero_ext.checkpoint.safetensors_header import TensorEntry, by_alignment, encode_header
-from zero_ext.checkpoint.source import BUFFER, Piece
+from zero_ext.checkpoint.source import BUFFER, Piece, StoredValues
 from zero_ext.checkpoint.storage import Storage
 from zero_ext.checkpoint.stream_writer import StreamWriter
+from zero_ext.checkpoint.values import byte_count, element_count, read_stored
 from zero_ext.ops import host_buffer, pack_
 from zero_ext.ops.checksum import crc32c
 
@@ -25,17 +26,43 @@ _PACKED_TOGETHER = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class OwnedPiece(NamedTuple):
-    """A piece to be written: live memory, or a staged copy of it."""
+    """A piece to be written: live memory, a staged copy of it, or values in a store."""
 
     kind: str
     name: str
     start: int
-    tensor: torch.Tensor
+    values: torch.Tensor | StoredValues
 
     @property
     def key(self) -> str:
         """Its name in the safetensors file, for readers other than this library."""
         return f"{self.name}:{self.kind}:{self.start}"
+
+    @property
+    def numel(self) -> int:
+        """Elements of it."""
+        return element_count(self.values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        return byte_count(self.values)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it has to be read from a store."""
+        return not isinstance(self.values, torch.Tensor)
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        """Its bytes, as uint8 runs of CHUNK_BYTES at most; stored values are in memory two runs at a time."""
+        values = self.values
+        if isinstance(values, torch.Tensor):
+            yield from byte_view(values).split(CHUNK_BYTES)
+            return
+        elements = CHUNK_BYTES // values.dtype.itemsize
+        for begin in range(0, self.numel, elements):
+            end = min(begin + elements, self.numel)
+            yield byte_view(read_stored(values, begin, end, f"{self.kind} of {self.name!r}"))
 
 
 def owned_pieces(pieces: Iterable[Piece], buffers: Mapping[str, torch.Tensor]) -> list[OwnedPiece]:
@@ -48,42 +75,48 @@ def owned_pieces(pieces: Iterable[Piece], buffers: Mapping[str, torch.Tensor]) -
         check_piece(piece)
         if not piece.kind or piece.kind == BUFFER:
             raise ValueError(f"{piece.name!r}: kind {piece.kind!r} is not a kind of parameter state")
-        owned.append(OwnedPiece(piece.kind, piece.name, piece.start, piece.tensor.detach()))
+        values = piece.tensor.detach() if isinstance(piece.tensor, torch.Tensor) else piece.tensor
+        owned.append(OwnedPiece(piece.kind, piece.name, piece.start, values))
     for name, buffer in buffers.items():
         owned.append(OwnedPiece(BUFFER, name, 0, buffer.detach().cpu().contiguous().reshape(-1)))
-    for piece in owned:
-        dtype_name(piece.tensor.dtype)
-    owned = [piece for piece in owned if piece.tensor.numel()]
+    for run in owned:
+        _check_dtype(run)
+    owned = [run for run in owned if run.numel]
     return [owned[index] for index in by_alignment(_entries(owned))]
 
 
 def stage_pieces(pieces: Sequence[OwnedPiece]) -> list[OwnedPiece]:
-    """Copies of the pieces in one host buffer, which goes when they do."""
+    """Copies of the pieces in one host buffer, which goes when they do. ValueError if one is in a store."""
+    tensors = [_in_memory(piece) for piece in pieces]
     offsets, size = [], 0
-    for piece in pieces:
+    for tensor in tensors:
         offsets.append(size)
-        size += -(-piece.tensor.nbytes // _STAGING_ALIGNMENT) * _STAGING_ALIGNMENT
+        size += -(-tensor.nbytes // _STAGING_ALIGNMENT) * _STAGING_ALIGNMENT
     buffer = host_buffer(size)
     staged = [
-        piece._replace(tensor=buffer[offset : offset + piece.tensor.nbytes].view(piece.tensor.dtype))
-        for piece, offset in zip(pieces, offsets, strict=True)
+        buffer[offset : offset + tensor.nbytes].view(tensor.dtype)
+        for tensor, offset in zip(tensors, offsets, strict=True)
     ]
-    for dtype in {piece.tensor.dtype for piece in pieces}:
-        of_dtype = [number for number, piece in enumerate(pieces) if piece.tensor.dtype == dtype]
-        sources = [pieces[number].tensor for number in of_dtype]
+    for dtype in {tensor.dtype for tensor in tensors}:
+        of_dtype = [number for number, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        sources = [tensors[number] for number in of_dtype]
         if dtype in _PACKED_TOGETHER:
             # One parallel pass: a copy for each of many small tensors waits for its threads each time.
             pack_(buffer.view(dtype), sources, [offsets[number] // dtype.itemsize for number in of_dtype])
         else:
             for number, source in zip(of_dtype, sources, strict=True):
-                copy_bytes(byte_view(staged[number].tensor), byte_view(source))
-    return staged
+                copy_bytes(byte_view(staged[number]), byte_view(source))
+    return [piece._replace(values=copy) for piece, copy in zip(pieces, staged, strict=True)]
 
 
 def write_shard(
     storage: Storage, directory: Path, rank: int, pieces: Sequence[OwnedPiece]
 ) -> tuple[FileRecord, list[PieceRecord]]:
-    """Writes the rank's file and returns what the manifest says of it; every byte is on the disk then."""
+    """Writes the rank's file and returns what the manifest says of it; every byte is on the disk then.
+
+    While a chunk is read from a store and hashed, those before it are being written. CheckpointError names a
+    piece whose store cannot be read.
+    """
     path = directory / shard_file_name(rank)
     header = encode_header(_entries(pieces), {"format": "pt", "content": "zero_ext shard; see manifest.json"})
     header_bytes = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -92,11 +125,11 @@ def write_shard(
         writer.append(header_bytes)
         for piece in pieces:
             checksums = []
-            for chunk in byte_view(piece.tensor).split(CHUNK_BYTES):
+            for chunk in piece.chunks():
                 writer.append(chunk)
                 checksums.append(crc32c(chunk))
             records.append(_record(rank, piece, offset, checksums))
-            offset += piece.tensor.nbytes
+            offset += piece.nbytes
         writer.finish()
     storage.sync_directory(directory)
     file = FileRecord(
@@ -111,12 +144,25 @@ def _record(rank: int, piece: OwnedPiece, offset: int, checksums: list[int]) -> 
         kind=piece.kind,
         name=piece.name,
         start=piece.start,
-        numel=piece.tensor.numel(),
-        dtype=dtype_name(piece.tensor.dtype),
+        numel=piece.numel,
+        dtype=dtype_name(piece.values.dtype),
         offset=offset,
         crc32c=checksums,
     )
 
 
 def _entries(pieces: Iterable[OwnedPiece]) -> list[TensorEntry]:
-    return [TensorEntry(piece.key, piece.tensor.dtype, (piece.tensor.numel(),)) for piece in pieces]
+    return [TensorEntry(piece.key, piece.values.dtype, (piece.numel,)) for piece in pieces]
+
+
+def _check_dtype(piece: OwnedPiece) -> None:
+    try:
+        dtype_name(piece.values.dtype)
+    except ValueError as error:
+        raise ValueError(f"{piece.kind} of {piece.name!r}: {error}") from None
+
+
+def _in_memory(piece: OwnedPiece) -> torch.Tensor:
+    if not isinstance(piece.values, torch.Tensor):
+        raise ValueError(f"{piece.kind} of {piece.name!r} is in a store; only pieces in memory can be staged")
+    return piece.values

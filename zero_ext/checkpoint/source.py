@@ -12,12 +12,36 @@ MASTER = "master"
 BUFFER = "buffer"
 
 
+@runtime_checkable
+class StoredValues(Protocol):
+    """``numel`` elements of one dtype that live outside memory, on NVMe for example.
+
+    A save reads and a load writes ranges of about a MiB, one after another and in any order. A range begins
+    and ends at any element; a write leaves every element outside its range as it was.
+    """
+
+    @property
+    def numel(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """A copy of elements [begin, end): 1-D, contiguous, CPU. Any exception if they cannot be read."""
+
+    def write(self, begin: int, values: torch.Tensor) -> None:
+        """Replaces the elements from ``begin`` on by ``values`` (1-D, contiguous, CPU, same dtype).
+
+        The memory of ``values`` is used again once this returns. Any exception if they cannot be written.
+        """
+
+
 class Piece(Protocol):
-    """A run of one state tensor that this rank owns or needs: live memory, not a copy.
+    """A run of one state tensor that this rank owns or needs: the live state, not a copy.
 
     ``kind``: "master" (the parameter's value, in float32 where master weights exist), "exp_avg" and so on;
     ``name``: the parameter's full name; ``start``: the run's first element in the parameter's memory order;
-    ``tensor``: 1-D contiguous CPU tensor over the run.
+    ``tensor``: 1-D contiguous CPU tensor over the run, or the run's values in a store.
     """
 
     @property
@@ -30,7 +54,7 @@ class Piece(Protocol):
     def start(self) -> int: ...
 
     @property
-    def tensor(self) -> torch.Tensor: ...
+    def tensor(self) -> torch.Tensor | StoredValues: ...
 
 
 class ParameterDescription(Protocol):
