@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from zero_ext.checkpoint import StoredValues
+
 
 class Piece(NamedTuple):
     kind: str
     name: str
     start: int
-    tensor: torch.Tensor
+    tensor: torch.Tensor | StoredValues
 
 
 @dataclass(frozen=True)
