@@ -12,7 +12,7 @@ from torch import nn
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.zero.models import WIDTH, TinyModel, language_batch, language_loss
+from tests.zero.models import WIDTH, TinyModel, feature_batch, language_batch, language_loss
 from tests.zero.training import configuration, sgd
 
 STAGES = [0, 1, 2, 3]
@@ -57,6 +57,78 @@ def test_clip_grad_norm(world: World, norm_type: float) -> None:
                     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type, foreach=foreach)
                 close(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.05, norm_type))
                 check_step(model, optimizer, twin)
+
+
+class Pair(nn.Module):
+    """Two layers side by side in one block, so that stage 3 gathers both or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(features), self.second(features)
+
+
+def pair_loss(world: World, model: nn.Module, rank: int) -> torch.Tensor:
+    """Of both layers on rank 0, of the first one on the others."""
+    one, two = model(feature_batch(world.seed, 0, 0, rank))
+    return one.square().mean() + two.square().mean() if rank == 0 else one.square().mean()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_torch_clips_alike_on_ranks_that_used_other_parameters(world: World, norm_type: float) -> None:
+    for stage in STAGES:
+        model: Any = nn.Sequential(Pair())
+        twin = copy.deepcopy(model)
+        model, optimizer = zero_ext.prepare(
+            model, sgd(model.parameters()), configuration(stage), process_group=world.group
+        )
+        pair_loss(world, model, world.rank).backward()
+        for rank in range(world.size):
+            (pair_loss(world, twin, rank) / world.size).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)
+        close(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.01, norm_type))
+        check_step(model, optimizer, twin)
+
+
+@on_ranks(2)
+def test_norms_of_unreduced_gradients_that_differ_between_ranks_are_refused(world: World) -> None:
+    for stage in STAGES:
+        model: Any = nn.Sequential(Pair())
+        model, _ = zero_ext.prepare(
+            model, sgd(model.parameters()), configuration(stage), process_group=world.group
+        )
+        with model.no_sync():
+            pair_loss(world, model, world.rank).backward()
+        with pytest.raises(RuntimeError, match=r"model\.clip_grad_norm_"):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+@on_ranks(1, 2)
+def test_norms_follow_gradients_that_were_written_to(world: World) -> None:
+    """Where a rank holds whole gradients they are plain tensors, and nothing tells of a write."""
+    for stage in STAGES:
+        model, optimizer, twin = after_backward(world, stage, gradient_clipping=0.01)
+        for norm_type in (2.0, float("inf")):
+            before = model.clip_grad_norm_(1e9, norm_type)
+            for parameter in model.parameters():
+                parameter.grad.mul_(0.5)
+            close(model.clip_grad_norm_(1e9, norm_type), 0.5 * before)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.005)
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.005)
+        check_step(model, optimizer, twin)
+
+
+@on_ranks(1, 2)
+def test_a_gradient_that_is_not_finite_shows_in_every_norm(world: World) -> None:
+    for stage in STAGES:
+        model, _, _ = after_backward(world, stage)
+        model.norm.bias.grad.mul_(float("nan"))
+        for norm_type in (2.0, float("inf")):
+            assert model.clip_grad_norm_(1.0, norm_type).isnan()
+            assert nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type).isnan()
 
 
 @on_ranks(1, 2, 3)
@@ -108,6 +180,7 @@ READS = {
     "norm over a dim": lambda g: g.norm(dim=0),
     "copy": lambda g: copy.deepcopy(g),
     "to": lambda g: g.to(torch.float64),
+    "mul_ by a mask": lambda g: g.mul_(torch.ones(g.shape)),
 }
 
 

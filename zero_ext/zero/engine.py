@@ -215,6 +215,7 @@ class Engine:
                 "model.scale_loss(loss).backward(), instead of loss.backward()"
             )
         self._collected = True
+        self.reducer.settled = False
         self.norms.forget()
         if not self._reduces_now():
             gradients.add(number, gradient, keep_local=True)
@@ -236,7 +237,11 @@ class Engine:
 
     def _end_backward(self) -> None:
         if self._collected:
-            self.reducer.end_backward(self._reduces_now())
+            reduces = self._reduces_now()
+            self.reducer.end_backward(reduces)
+            if reduces:
+                # Ranks may have used other parameters; torch.nn.utils takes the norm over those it sees.
+                self.reducer.settle()
             self._micro_steps += 1
         self._loss_scaled = False
         self.views.publish()
@@ -258,7 +263,7 @@ class Engine:
                 for gradients in self.reducer.gradients
                 for number in gradients.contributed
             ]
-            norm = torch.tensor(max(values, default=0.0), dtype=torch.float64) * unscale
+            norm = torch.tensor([0.0, *values], dtype=torch.float64).amax() * unscale
         else:
             raise ValueError(f"norm_type: {norm_type!r} given; sharded gradients offer 2 and inf")
         factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
@@ -285,6 +290,7 @@ class Engine:
         ``GradientReducer.settle``."""
         self.views.note_cleared()
         self.reducer.settle()
+        self.norms.forget()  # where a rank holds whole gradients they may have been written to directly
         self.views.publish()
 
     def clear_gradients(self) -> None:

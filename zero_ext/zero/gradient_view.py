@@ -59,7 +59,7 @@ class GradientViews:
     def norm_of(self, key: object, norm_type: float) -> torch.Tensor:
         """See :class:`GradientAccess`."""
         gradients, number = self._find(key)
-        self._engine.reducer.settle()
+        self._settle()
         if norm_type == 2:
             value = self._engine.norms.of(gradients, number)
         elif norm_type == float("inf"):
@@ -73,7 +73,7 @@ class GradientViews:
     def scale(self, key: object, factor: torch.Tensor | float) -> None:
         """See :class:`GradientAccess`."""
         gradients, number = self._find(key)
-        self._engine.reducer.settle()
+        self._settle()
         gradients.scale_parameter(number, factor)
         self._engine.norms.forget()
 
@@ -82,6 +82,15 @@ class GradientViews:
         gradients, number = self._find(key)
         gradients.zero_parameter(number)
         self._engine.norms.forget()
+
+    def _settle(self) -> None:
+        reducer = self._engine.reducer
+        if not reducer.settled and not reducer.settle():
+            raise RuntimeError(
+                "after no_sync() or inside an accumulation the ranks hold gradients of different parameters, "
+                "so a norm taken over param.grad would differ between them. Use "
+                "model.clip_grad_norm_(max_norm), or take the norm after the pass that reduces."
+            )
 
     def _find(self, key: Any) -> tuple[UnitGradients, int]:
         unit, number = key

@@ -33,6 +33,7 @@ class GradientReducer:
         self._arrivals: list[int] | None = []
         self._next = 0
         self._flying: deque[UnitGradients] = deque()
+        self.settled = False  # since the last gradient: every rank holds all and knows whose there are
 
     def arrived(self, gradients: UnitGradients) -> None:
         """Tells that ``gradients`` is complete; starts every reduction whose turn has come."""
@@ -49,16 +50,18 @@ class GradientReducer:
         self._drain()
         self._next = 0
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """Before gradients are read, on all ranks: reduces whatever any rank still holds locally.
 
-        Afterwards ``contributed`` names the parameters that got a gradient on any rank.
+        Afterwards ``contributed`` names the parameters that got a gradient on any rank. Returns whether these
+        were the same on every rank before.
         """
+        self.settled = True
         if self._collectives.world_size == 1:
             for gradients in self.gradients:
                 if gradients.has_local:
                     gradients.start_reduction()
-            return
+            return True
         flags = [int(gradients.has_local) for gradients in self.gradients]
         for gradients in self.gradients:
             flags += [int(i in gradients.contributed) for i in range(len(gradients.unit.parameters))]
@@ -66,6 +69,7 @@ class GradientReducer:
             torch.tensor(flags, dtype=torch.int64), "agreement on gradients"
         ).tolist()
         position = len(self.gradients)
+        alike = all(ranks in (0, self._collectives.world_size) for ranks in agreed[position:])
         for leftover, gradients in zip(agreed, self.gradients, strict=False):
             count = len(gradients.unit.parameters)
             used = agreed[position : position + count]
@@ -78,6 +82,7 @@ class GradientReducer:
             # Also with no arrival of its own a rank takes part: rank 0's order counts.
             self._adopt_order(self._arrivals)
             self._arrivals = None
+        return alike
 
     def _adopt_order(self, arrivals: list[int]) -> None:
         rest = [index for index in self._order if index not in arrivals]
