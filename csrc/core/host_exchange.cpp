@@ -92,18 +92,21 @@ bool HostExchange::connect() {
   return true;
 }
 
-void HostExchange::send(int peer, std::span<const std::byte> bytes, std::shared_ptr<void> owner) {
+void HostExchange::send(int peer, std::span<const std::byte> bytes, std::int64_t tag,
+                        std::shared_ptr<void> owner) {
   check_peer(peer);
   const std::lock_guard lock(mutex_);
-  const MessageDescriptor descriptor{reinterpret_cast<std::uint64_t>(bytes.data()), bytes.size()};
+  const MessageDescriptor descriptor{reinterpret_cast<std::uint64_t>(bytes.data()), bytes.size(),
+                                     tag};
   peers_[static_cast<std::size_t>(peer)].unposted.push_back({descriptor, std::move(owner)});
   post(peer);
 }
 
-void HostExchange::receive(int peer, std::span<std::byte> bytes, std::shared_ptr<void> owner) {
+void HostExchange::receive(int peer, std::span<std::byte> bytes, std::int64_t tag,
+                           std::shared_ptr<void> owner) {
   check_peer(peer);
   const std::lock_guard lock(mutex_);
-  peers_[static_cast<std::size_t>(peer)].expected.push_back({bytes, std::move(owner)});
+  peers_[static_cast<std::size_t>(peer)].expected.push_back({bytes, tag, std::move(owner)});
   const Channel& channel = segment_.channel(peer, rank_);
   if (channel.posted.load(std::memory_order_acquire) !=
       channel.read.load(std::memory_order_relaxed)) {
@@ -197,12 +200,15 @@ bool HostExchange::copy_next(int rank, std::unique_lock<std::mutex>& lock) {
   const MessageDescriptor message = channel.ring[read % kDescriptorsInFlight];
   const Incoming target = std::move(peer.expected.front());
   peer.expected.pop_front();
-  if (message.nbytes != target.bytes.size()) {
+  const bool other_size = message.nbytes != target.bytes.size();
+  if (other_size || message.tag != target.tag) {
     // Refused, but read: the sender need not wait for what will never be taken.
     channel.read.store(read + 1, std::memory_order_release);
     segment_.ring(rank);
-    fail(rank, "rank " + std::to_string(rank) + " sent " + std::to_string(message.nbytes) +
-                   " bytes where " + std::to_string(target.bytes.size()) + " were expected");
+    const std::string sender = "rank " + std::to_string(rank) + " sent ";
+    fail(rank, other_size ? sender + std::to_string(message.nbytes) + " bytes where " +
+                                std::to_string(target.bytes.size()) + " were expected"
+                          : sender + "something else in its place");
     return true;
   }
   peer.copying = true;

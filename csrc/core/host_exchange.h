@@ -39,14 +39,15 @@ class HostExchange {
   bool connect();
 
   // Offers `bytes` to `peer`, and keeps `owner` alive until they were read.
-  void send(int peer, std::span<const std::byte> bytes, std::shared_ptr<void> owner);
+  void send(int peer, std::span<const std::byte> bytes, std::int64_t tag,
+            std::shared_ptr<void> owner);
 
-  // Fills `bytes` with the next message from `peer`, which must be as long; keeps `owner` until
-  // then.
-  void receive(int peer, std::span<std::byte> bytes, std::shared_ptr<void> owner);
+  // Fills `bytes` with the next message from `peer`, which must be as long and have the same tag;
+  // keeps `owner` until then.
+  void receive(int peer, std::span<std::byte> bytes, std::int64_t tag, std::shared_ptr<void> owner);
 
   // Returns when `count` messages in this direction are complete; throws after `timeout`, when a
-  // message of another size arrived, or when the peer's process ended.
+  // message of another size or tag arrived, or when the peer's process ended.
   void wait(int peer, Direction direction, std::uint64_t count,
             std::chrono::duration<double> timeout);
 
@@ -57,6 +58,7 @@ class HostExchange {
   };
   struct Incoming {
     std::span<std::byte> bytes;
+    std::int64_t tag;
     std::shared_ptr<void> owner;
   };
   struct Peer {

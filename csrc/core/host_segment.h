@@ -16,10 +16,11 @@ namespace zero_ext::core {
 inline constexpr std::size_t kDescriptorsInFlight = 64;
 inline constexpr std::size_t kCacheLine = 64;
 
-// A message in its sender's memory.
+// A message in its sender's memory. `tag` says what it is.
 struct MessageDescriptor {
   std::uint64_t address = 0;
   std::uint64_t nbytes = 0;
+  std::int64_t tag = 0;
 };
 
 // One direction between two ranks: a ring that its sender fills and its receiver empties.

@@ -34,16 +34,19 @@ bool host_exchange_connect(std::int64_t handle) { return registry().get(handle)-
 
 void host_exchange_unlink(const std::string& name) { core::HostSegment::unlink(name); }
 
-void host_exchange_send(std::int64_t handle, std::int64_t peer, const Tensor& tensor) {
+void host_exchange_send(std::int64_t handle, std::int64_t peer, const Tensor& tensor,
+                        std::int64_t tag) {
   check_layout(tensor, {"host_exchange_send", "tensor"});
   const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
-  registry().get(handle)->send(static_cast<int>(peer), {data, nbytes(tensor)}, keep(tensor));
+  registry().get(handle)->send(static_cast<int>(peer), {data, nbytes(tensor)}, tag, keep(tensor));
 }
 
-void host_exchange_receive(std::int64_t handle, std::int64_t peer, const Tensor& tensor) {
+void host_exchange_receive(std::int64_t handle, std::int64_t peer, const Tensor& tensor,
+                           std::int64_t tag) {
   check_layout(tensor, {"host_exchange_receive", "tensor"});
   auto* const data = static_cast<std::byte*>(tensor.mutable_data_ptr());
-  registry().get(handle)->receive(static_cast<int>(peer), {data, nbytes(tensor)}, keep(tensor));
+  registry().get(handle)->receive(static_cast<int>(peer), {data, nbytes(tensor)}, tag,
+                                  keep(tensor));
 }
 
 void host_exchange_wait(std::int64_t handle, std::int64_t peer, std::int64_t count, bool receiving,
@@ -62,8 +65,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
       "host_exchange_open(int handle, str name, int rank, int world_size, bool create) -> ()");
   library.def("host_exchange_connect(int handle) -> bool");
   library.def("host_exchange_unlink(str name) -> ()");
-  library.def("host_exchange_send(int handle, int peer, Tensor tensor) -> ()");
-  library.def("host_exchange_receive(int handle, int peer, Tensor(a!) tensor) -> ()");
+  library.def("host_exchange_send(int handle, int peer, Tensor tensor, int tag) -> ()");
+  library.def("host_exchange_receive(int handle, int peer, Tensor(a!) tensor, int tag) -> ()");
   library.def(
       "host_exchange_wait(int handle, int peer, int count, bool receiving, float timeout_seconds) "
       "-> "

@@ -18,6 +18,7 @@ namespace {
 
 using namespace std::chrono_literals;
 using Bytes = std::vector<std::byte>;
+constexpr std::int64_t kTag = 7;
 
 std::string unique_name() {
   std::random_device random;
@@ -59,8 +60,8 @@ TEST(HostExchange, DeliversInOrderBothWays) {
   }
   for (std::size_t message = 0; message < sent.size(); ++message) {
     const int from = static_cast<int>(message % 2);
-    pair[1 - from].receive(from, got[message], nullptr);
-    pair[from].send(1 - from, sent[message], nullptr);
+    pair[1 - from].receive(from, got[message], kTag, nullptr);
+    pair[from].send(1 - from, sent[message], kTag, nullptr);
   }
   for (int rank = 0; rank < 2; ++rank) {
     pair[rank].wait(1 - rank, Direction::kReceive, 20, 10s);
@@ -74,8 +75,10 @@ TEST(HostExchange, HoldsMoreMessagesThanItsRing) {
   constexpr std::size_t kMessages = 5 * kDescriptorsInFlight + 3;
   std::vector<std::uint32_t> sent(kMessages), got(kMessages, 0);
   std::iota(sent.begin(), sent.end(), 1U);
-  for (const auto& value : sent) pair[0].send(1, std::as_bytes(std::span(&value, 1)), nullptr);
-  for (auto& value : got) pair[1].receive(0, std::as_writable_bytes(std::span(&value, 1)), nullptr);
+  for (const auto& value : sent)
+    pair[0].send(1, std::as_bytes(std::span(&value, 1)), kTag, nullptr);
+  for (auto& value : got)
+    pair[1].receive(0, std::as_writable_bytes(std::span(&value, 1)), kTag, nullptr);
   pair[1].wait(0, Direction::kReceive, kMessages, 10s);
   pair[0].wait(1, Direction::kSend, kMessages, 10s);
   EXPECT_EQ(sent, got);
@@ -85,11 +88,11 @@ TEST(HostExchange, KeepsOwnersUntilTheMessageIsThrough) {
   Pair pair;
   auto owner = std::make_shared<Bytes>(1000, std::byte{7});
   const std::weak_ptr<Bytes> alive = owner;
-  pair[0].send(1, *owner, owner);
+  pair[0].send(1, *owner, kTag, owner);
   owner.reset();
   EXPECT_FALSE(alive.expired());
   Bytes got(1000);
-  pair[1].receive(0, got, nullptr);
+  pair[1].receive(0, got, kTag, nullptr);
   pair[1].wait(0, Direction::kReceive, 1, 10s);
   pair[0].wait(1, Direction::kSend, 1, 10s);
   EXPECT_TRUE(alive.expired());
@@ -100,16 +103,26 @@ TEST(HostExchange, RefusesAMessageOfAnotherSize) {
   Pair pair;
   const Bytes sent(8);
   Bytes got(9, std::byte{1});
-  pair[0].send(1, sent, nullptr);
-  pair[1].receive(0, got, nullptr);
+  pair[0].send(1, sent, kTag, nullptr);
+  pair[1].receive(0, got, kTag, nullptr);
   EXPECT_THROW(pair[1].wait(0, Direction::kReceive, 1, 10s), std::runtime_error);
   EXPECT_EQ(got, Bytes(9, std::byte{1}));
+}
+
+TEST(HostExchange, RefusesAMessageOfAnotherTag) {
+  Pair pair;
+  const Bytes sent(8);
+  Bytes got(8, std::byte{1});
+  pair[0].send(1, sent, kTag + 1, nullptr);
+  pair[1].receive(0, got, kTag, nullptr);
+  EXPECT_THROW(pair[1].wait(0, Direction::kReceive, 1, 10s), std::runtime_error);
+  EXPECT_EQ(got, Bytes(8, std::byte{1}));
 }
 
 TEST(HostExchange, GivesUpAfterTheTimeout) {
   Pair pair;
   Bytes got(8);
-  pair[1].receive(0, got, nullptr);
+  pair[1].receive(0, got, kTag, nullptr);
   EXPECT_THROW(pair[1].wait(0, Direction::kReceive, 1, 50ms), std::runtime_error);
 }
 
@@ -117,8 +130,8 @@ TEST(HostExchange, RefusesPeersThatDoNotExist) {
   Pair pair;
   Bytes bytes(1);
   for (const int peer : {-1, 0, 2}) {
-    EXPECT_THROW(pair[0].send(peer, bytes, nullptr), std::runtime_error);
-    EXPECT_THROW(pair[0].receive(peer, bytes, nullptr), std::runtime_error);
+    EXPECT_THROW(pair[0].send(peer, bytes, kTag, nullptr), std::runtime_error);
+    EXPECT_THROW(pair[0].receive(peer, bytes, kTag, nullptr), std::runtime_error);
     EXPECT_THROW(pair[0].wait(peer, Direction::kSend, 0, 1s), std::runtime_error);
   }
 }
@@ -142,7 +155,7 @@ TEST(HostExchange, TellsThatAPeersProcessEnded) {
   HostSegment::unlink(name);
   ASSERT_TRUE(self.connect());
   Bytes got(8);
-  self.receive(1, got, nullptr);
+  self.receive(1, got, kTag, nullptr);
   ASSERT_EQ(::write(leave[1], &answer, 1), 1);
   try {
     self.wait(1, Direction::kReceive, 1, 30s);

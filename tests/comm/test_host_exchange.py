@@ -22,11 +22,11 @@ def values(world: World, source: int, destination: int, number: int) -> torch.Te
 
 @on_ranks(2, 3, 4)
 def test_messages_arrive_whole_and_in_order(world: World) -> None:
-    exchange = fastest_exchange(world.group, 20.0)
+    with mock.patch.object(ops, "host_exchange_open", wraps=ops.host_exchange_open) as opened:
+        exchange = fastest_exchange(world.group, 20.0)
     assert isinstance(exchange, HostExchange)
-    assert not list(Path("/dev/shm").glob("zero_ext-[0-9a-f]*")), (
-        "the segment's name must be gone once all have joined"
-    )
+    segment = Path("/dev/shm" + opened.call_args.args[1])
+    assert not segment.exists(), "the segment's name must be gone once all have joined"
     peers = [rank for rank in range(world.size) if rank != world.rank]
     sends, receives, works = [], [], []
     for number in range(7):
@@ -66,12 +66,26 @@ def test_a_message_of_another_size_is_an_error_at_the_receiver(world: World) -> 
     assert target.tolist() == [3.0] * 5
 
 
+@on_ranks(2)
+def test_a_message_of_another_tag_is_an_error_at_the_receiver(world: World) -> None:
+    exchange = fastest_exchange(world.group, 20.0)
+    if world.rank == 0:
+        for work in exchange.start([(1, torch.zeros(5))], [], 3):
+            work.wait()
+        return
+    target = torch.full((5,), 3.0)
+    (work,) = exchange.start([], [(0, target)], 4)
+    with pytest.raises(RuntimeError, match="rank 0 sent something else in its place"):
+        work.wait()
+    assert target.tolist() == [3.0] * 5
+
+
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(RuntimeError, match="handle -1 is not open"):
-        ops.host_exchange_send(-1, 0, torch.zeros(1))
+        ops.host_exchange_send(-1, 0, torch.zeros(1), 0)
     with pytest.raises(RuntimeError, match="rank is 2 of 2"):
         ops.host_exchange_open(-2, "/zero_ext-never", 2, 2, False)
     with pytest.raises(RuntimeError, match=r"zero_ext-never.*No such file"):
         ops.host_exchange_open(-2, "/zero_ext-never", 1, 2, False)
     with pytest.raises(RuntimeError, match="contiguous"):
-        ops.host_exchange_receive(-1, 0, torch.zeros(4, 4).t())
+        ops.host_exchange_receive(-1, 0, torch.zeros(4, 4).t(), 0)

@@ -36,14 +36,16 @@ class DelayedExchange:
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
         threading.Thread(target=_work_off, args=(self._queue,), daemon=True).start()
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Sequence[Waitable]:
+    def start(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0
+    ) -> Sequence[Waitable]:
         """See :class:`Exchange`."""
         private = [(rank, torch.empty_like(tensor)) for rank, tensor in receives]
         for _, tensor in receives:
             poison(tensor)
 
         def transfer() -> None:
-            for work in self._inner.start(sends, private):
+            for work in self._inner.start(sends, private, tag):
                 work.wait()
 
         targets = [tensor for _, tensor in receives]

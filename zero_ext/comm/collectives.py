@@ -7,6 +7,8 @@ from one exchange of shards; the local half of the reduction is one C++ pass
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 
 from zero_ext import ops
@@ -44,7 +46,7 @@ class Collectives:
         sends: list[Message] = [(peer, own) for peer in self._peers()]
         receives: list[Message] = [(peer, slices[peer]) for peer in self._peers()]
         self.wire.record(kind, flat.numel(), shard.nbytes * len(sends))
-        return Pending(label, self.rank, lambda: self._gathers.start(sends, receives))
+        return Pending(label, self.rank, lambda: self._gathers.start(sends, receives, _tag(label)))
 
     def reduce_scatter(
         self,
@@ -72,7 +74,7 @@ class Collectives:
             shards = [slices[rank] if rank == self.rank else landing[rank] for rank in range(self.world_size)]
             ops.sum_shards_(out, shards, 1.0 / self.world_size, accumulate)
 
-        return Pending(label, self.rank, lambda: self._reductions.start(sends, receives), finish)
+        return Pending(label, self.rank, lambda: self._reductions.start(sends, receives, _tag(label)), finish)
 
     def sum_(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """Sums a small tensor over the ranks in place, and returns it."""
@@ -90,5 +92,10 @@ class Collectives:
         else:
             sends, receives = [], [(source, tensor)]
         self.wire.record("broadcast", tensor.numel(), tensor.nbytes * len(sends))
-        Pending(label, self.rank, lambda: self._gathers.start(sends, receives)).wait()
+        Pending(label, self.rank, lambda: self._gathers.start(sends, receives, _tag(label))).wait()
         return tensor
+
+
+def _tag(label: str) -> int:
+    """What ranks at the same place agree on, so that units of equal size are not taken for each other."""
+    return zlib.crc32(label.encode()) & 0x7FFFFFFF

@@ -22,8 +22,14 @@ class Waitable(Protocol):
 class Exchange(Protocol):
     """Sends and receives whole tensors between ranks; received data is valid only after ``wait``."""
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Sequence[Waitable]:
-        """Begins all transfers. Tensors stay untouched by the caller until every result was waited for."""
+    def start(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0
+    ) -> Sequence[Waitable]:
+        """Begins all transfers. Tensors stay untouched by the caller until every result was waited for.
+
+        ``tag`` (31 bits) names what is moved: ranks that are not at the same place get an error, not each
+        other's data.
+        """
 
     def all_reduce(self, tensor: torch.Tensor) -> Waitable:
         """Begins an in-place sum of a small tensor over the group."""
@@ -35,10 +41,12 @@ class GroupExchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Sequence[Waitable]:
+    def start(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0
+    ) -> Sequence[Waitable]:
         """Posts receives before sends, so that arriving data finds its destination."""
-        works = [self._group.recv([tensor], rank, 0) for rank, tensor in receives]
-        works += [self._group.send([tensor], rank, 0) for rank, tensor in sends]
+        works = [self._group.recv([tensor], rank, tag) for rank, tensor in receives]
+        works += [self._group.send([tensor], rank, tag) for rank, tensor in sends]
         return works
 
     def all_reduce(self, tensor: torch.Tensor) -> Waitable:

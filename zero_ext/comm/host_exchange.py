@@ -25,12 +25,14 @@ class HostExchange:
         # Also at interpreter exit: the thread behind the handle must have ended by then.
         weakref.finalize(self, ops.host_exchange_close, handle)
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Sequence[Waitable]:
+    def start(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0
+    ) -> Sequence[Waitable]:
         """See :class:`Exchange`."""
         for rank, tensor in sends:
-            ops.host_exchange_send(self._handle, rank, tensor)
+            ops.host_exchange_send(self._handle, rank, tensor, tag)
         for rank, tensor in receives:
-            ops.host_exchange_receive(self._handle, rank, tensor)
+            ops.host_exchange_receive(self._handle, rank, tensor, tag)
         return [self._transfer(rank, True) for rank, _ in receives] + [
             self._transfer(rank, False) for rank, _ in sends
         ]

@@ -26,21 +26,22 @@ def host_exchange_unlink(name: str) -> None:
     op("host_exchange_unlink")(name)
 
 
-def host_exchange_send(handle: int, peer: int, tensor: Tensor) -> None:
+def host_exchange_send(handle: int, peer: int, tensor: Tensor, tag: int) -> None:
     """Offers a contiguous CPU tensor to rank `peer`; it must not change until the send was waited for."""
-    op("host_exchange_send")(handle, peer, tensor)
+    op("host_exchange_send")(handle, peer, tensor, tag)
 
 
-def host_exchange_receive(handle: int, peer: int, tensor: Tensor) -> None:
-    """Will fill a contiguous CPU tensor with the next message of rank `peer`, which must be as long."""
-    op("host_exchange_receive")(handle, peer, tensor)
+def host_exchange_receive(handle: int, peer: int, tensor: Tensor, tag: int) -> None:
+    """Will fill a contiguous CPU tensor with the next message of rank `peer`, which must be as long and have
+    the same tag."""
+    op("host_exchange_receive")(handle, peer, tensor, tag)
 
 
 def host_exchange_wait(handle: int, peer: int, count: int, receiving: bool, timeout_seconds: float) -> None:
     """Returns when the first `count` messages from (`receiving`) or to rank `peer` are complete.
 
     Raises RuntimeError after `timeout_seconds`, when the peer's process has ended, or when it sent a message
-    of another size.
+    of another size or tag.
     """
     op("host_exchange_wait")(handle, peer, count, receiving, timeout_seconds)
 
@@ -66,12 +67,12 @@ def _host_exchange_unlink(name: str) -> None:
 
 
 @fake_kernel("host_exchange_send")
-def _host_exchange_send(handle: int, peer: int, tensor: Tensor) -> None:
+def _host_exchange_send(handle: int, peer: int, tensor: Tensor, tag: int) -> None:
     return None
 
 
 @fake_kernel("host_exchange_receive")
-def _host_exchange_receive(handle: int, peer: int, tensor: Tensor) -> None:
+def _host_exchange_receive(handle: int, peer: int, tensor: Tensor, tag: int) -> None:
     return None
 
 

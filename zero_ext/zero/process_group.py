@@ -75,7 +75,9 @@ def _shared_name(parent: dist.ProcessGroup) -> str:
 class _NoPeers:
     """The exchange of a single rank: nothing is ever sent."""
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Sequence[Waitable]:
+    def start(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0
+    ) -> Sequence[Waitable]:
         return []
 
     def all_reduce(self, tensor: torch.Tensor) -> Waitable:
