@@ -252,6 +252,38 @@ def test_a_checkpoint_of_training_loads_for_use(rank_pool: RankPool, tmp_path: P
     rank_pool.run(2, f"{HERE}:use_on_rank", {"directory": str(tmp_path)})
 
 
+def write_on_rank(world: World, directory: str) -> None:
+    """Replicated parameters may be written to in place; a save right after holds what was written."""
+    for stage in (0, 1, 2):
+        made = []
+        for _ in range(2):
+            model: Any = TinyModel(layers=1)
+            config = {"stage": stage, "precision": {"dtype": "bf16"}}
+            made.append(
+                zero_ext.prepare(
+                    model, torch.optim.AdamW(model.parameters()), config, process_group=world.group
+                )
+            )
+        (written, optimizer), (loaded, _) = made
+        with torch.no_grad():
+            for parameter in written.parameters():
+                parameter.add_(1.0)
+        masters = [value for name, value in optimizer.state_dict()["shards"].items() if "master/head" in name]
+        assert all(value.mean() > 0.5 for value in masters)
+        with torch.no_grad():
+            for parameter in written.parameters():
+                parameter.add_(1.0)
+        wanted = zero_ext.full_state_dict(written)
+        zero_ext.save_checkpoint(directory, written)
+        zero_ext.load_checkpoint(directory, loaded)
+        check_same(wanted, zero_ext.full_state_dict(loaded))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_was_written_in_place_is_saved(rank_pool: RankPool, tmp_path: Path, world_size: int) -> None:
+    rank_pool.run(world_size, f"{HERE}:write_on_rank", {"directory": str(tmp_path)})
+
+
 def llama_on_rank(world: World, directory: str, tied: bool) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

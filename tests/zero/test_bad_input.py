@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from tests.zero.models import (
     language_loss,
 )
 from tests.zero.training import adamw, configuration
+from zero_ext import ops
 from zero_ext.config.errors import ConfigError
 from zero_ext.zero import engine_of
 from zero_ext.zero.layout import FlatLayout, ParameterSpec
@@ -256,3 +259,79 @@ def test_a_rank_that_is_gone_ends_the_others_naming_rank_unit_and_parameter(faul
     assert "RuntimeError: rank 0: gather of unit '" in text, text
     assert ".norm.weight … " in text and "A peer rank has died" in text
     assert ("exit code -9" if fault == "die_in_backward" else "the real reason") in text
+
+
+class Layers(nn.Module):
+    """Equal blocks, of which one may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.without: int | None = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            hidden = hidden if number == self.without else block(hidden)
+        return hidden
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("one_host", [True, False])
+def test_ranks_that_leave_out_other_blocks_never_get_each_others_weights(
+    world: World, one_host: bool
+) -> None:
+    units = {"persistence_threshold": 0, "prefetch_elements": 0}
+    connected = ops.host_exchange_connect if one_host else (lambda handle: False)
+    with mock.patch.object(ops, "host_exchange_connect", connected):
+        model, _ = zero_ext.prepare(
+            Layers(), None, configuration(3, units=units, timeout_seconds=1.0), process_group=world.group
+        )
+    model.without = 1 + world.rank
+    with pytest.raises(RuntimeError, match=rf"gather of unit 'blocks\.{2 - world.rank}'"), torch.no_grad():
+        model(feature_batch(world.seed, 0, 0, 0))
+
+
+@on_ranks(1, 2)
+def test_a_model_inside_a_prepared_one_or_around_it_is_refused(world: World) -> None:
+    for stage in (0, 3):
+        outer = TinyModel(layers=1)
+        prepared(world, outer.blocks, stage)
+        with pytest.raises(
+            ValueError, match=r"'blocks\.0\.norm\.weight' belongs to a prepared model already"
+        ):
+            prepared(world, outer, stage)
+
+
+@on_ranks(1, 2)
+def test_trainable_parameters_of_a_dtype_without_kernels_are_refused_by_name(world: World) -> None:
+    for dtype in (torch.float64, torch.complex64):
+        model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).to(dtype)})
+        with pytest.raises(ValueError, match=rf"'b\.weight' is trainable and {dtype}"):
+            prepared(world, model, 3)
+        assert model["b"].weight.isfinite().all()
+        model["b"].requires_grad_(False)
+        prepared(world, model, 3)
+
+
+@on_ranks(1, 2)
+def test_unfreezing_what_the_optimizer_lacks_is_refused_by_name(world: World) -> None:
+    for stage in (0, 1, 2, 3):
+        model = TinyModel(layers=2)
+        model.blocks[0].requires_grad_(False)
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        wrapped, _ = zero_ext.prepare(
+            model, adamw(trainable), configuration(stage), process_group=world.group
+        )
+        model.blocks[0].up.bias.requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"'blocks\.0\.up\.bias' got a gradient, but it was frozen"):
+            language_loss(wrapped, language_batch(world.seed, 0, 0, world.rank)).backward()
+
+
+@on_ranks(1)
+def test_a_refused_forward_warns_of_nothing_else(world: World) -> None:
+    model, _ = prepared(world, TinyModel(layers=1), 3)
+    model.module.head.weight = nn.Parameter(torch.zeros(23, WIDTH))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match=r"'head\.weight' was replaced"):
+            model(language_batch(world.seed, 0, 0, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,16 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
-from tests.zero.training import Plan, adamw, check_against_plain, check_equal, configuration, train_prepared
+from tests.zero.training import (
+    Plan,
+    adamw,
+    check_against_plain,
+    check_equal,
+    configuration,
+    distance,
+    sgd,
+    train_prepared,
+)
 from zero_ext.zero import engine_of
 from zero_ext.zero.loss_scaler import LossScaler
 
@@ -248,3 +258,59 @@ def test_dynamic_loss_scale_skips_on_all_ranks_and_recovers(world: World) -> Non
             assert scale == alone.scale
         assert scales[:2] == [256.0, 128.0] and scales[-1] == 256.0
         assert optimizer.skipped_steps == engine.skipped_steps == 1
+
+
+@on_ranks(1, 2)
+def test_optimizer_state_that_does_not_fit_changes_nothing(world: World) -> None:
+    for make in (adamw, sgd):
+        model = TinyModel(layers=1)
+        model, optimizer = zero_ext.prepare(
+            model, make(model.parameters()), configuration(1), process_group=world.group
+        )
+        language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
+        optimizer.step()
+        before = optimizer.state_dict()["shards"]
+        first = next(iter(before))
+        for change, message in (
+            ({first: None}, f"missing .*{re.escape(first)}"),
+            ({"exp_avg/nowhere/0": torch.ones(1)}, "lacks .*nowhere"),
+            ({first: torch.ones(1)}, f"{re.escape(first)}' has shape"),
+        ):
+            state = optimizer.state_dict()
+            shards = {key: value.fill_(7.0) for key, value in state["shards"].items()} | change
+            state["shards"] = {key: value for key, value in shards.items() if value is not None}
+            with pytest.raises(ValueError, match=message):
+                optimizer.load_state_dict(state)
+            after = optimizer.state_dict()["shards"]
+            assert after.keys() == before.keys()
+            assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+@on_ranks(1, 2)
+def test_step_after_a_backward_that_raised(world: World) -> None:
+    """The message says so, and zero_grad is enough to go on."""
+    for stage in range(4):
+        model = TinyModel(layers=2)
+        twin = copy.deepcopy(model)
+        model, optimizer = zero_ext.prepare(
+            model, sgd(model.parameters()), configuration(stage), process_group=world.group
+        )
+
+        def fail(*_: object) -> None:
+            raise ValueError("on purpose")
+
+        hook = model.blocks[0].register_full_backward_hook(fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
+        hook.remove()
+        with pytest.raises(RuntimeError, match="after a backward pass that raised"):
+            optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="without gradients"):
+            optimizer.step()
+        language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
+        optimizer.step()
+        for rank in range(world.size):
+            (language_loss(twin, language_batch(world.seed, 1, 0, rank)) / world.size).backward()
+        sgd(twin.parameters()).step()
+        assert distance(zero_ext.full_state_dict(model), twin.state_dict()) < 1e-6

@@ -20,7 +20,7 @@ class BackwardPass:
     """Knows whether a backward pass of the model is under way and which calls hold units in it.
 
     ``on_begin`` runs when the first hook of a pass fires, ``on_end`` after the last gradient, ``on_abandon``
-    when a new forward finds a pass that an exception has cut off.
+    when a new forward or ``zero_grad`` finds a pass that an exception has cut off.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class BackwardPass:
         self._on_end()
 
     def abandon(self) -> None:
-        """At a new forward: forgets a pass that never ended, because an exception left it."""
+        """At a new forward or ``zero_grad``: forgets a pass that an exception has cut off."""
         if self.running:
             self.running = False
             self._holding.clear()

@@ -17,7 +17,7 @@ from zero_ext.config import ZeroConfig
 from zero_ext.config.events import Bus, StepEnd, Subscriber
 from zero_ext.offload import Tiers
 from zero_ext.optim import OwnedRange, Segment, Stepper, Update
-from zero_ext.zero.backward import BackwardPass
+from zero_ext.zero.backward import BackwardPass, in_backward
 from zero_ext.zero.gradient_view import GradientViews
 from zero_ext.zero.gradients import UnitGradients, make_gradients
 from zero_ext.zero.hooks import ForwardHooks
@@ -156,10 +156,6 @@ class Engine:
         self.groups = groups
         self.stepper = make(ranges)
 
-    def trained_parameters(self) -> list[nn.Parameter]:
-        """The parameters of all units with master weights, also those frozen for now."""
-        return [parameter for master in self.masters for parameter in master.unit.parameters]
-
     def subscribe(self, subscriber: Subscriber) -> None:
         """Sends the engine's events to ``subscriber`` from now on."""
         self._bus.subscribe(subscriber)
@@ -205,8 +201,14 @@ class Engine:
     def gradient_came(self, parameter: nn.Parameter) -> None:
         """See :class:`GradientSink`."""
         unit, number = self.index[parameter]
-        gradients = self._gradients[unit]
         gradient, parameter.grad = parameter.grad, None
+        if unit not in self._gradients:
+            raise RuntimeError(
+                f"parameter '{unit.layout.specs[number].name}' got a gradient, but it was frozen at "
+                "zero_ext.prepare and the optimizer does not have it, so nobody would reduce or apply it. Give "
+                "it to the optimizer before prepare, frozen or not, or keep requires_grad False."
+            )
+        gradients = self._gradients[unit]
         if gradient is None:
             raise AssertionError(f"no gradient arrived for '{unit.layout.specs[number].name}'")
         if self.scales_loss and not self._loss_scaled:
@@ -295,6 +297,8 @@ class Engine:
 
     def clear_gradients(self) -> None:
         """Forgets all gradients, as ``optimizer.zero_grad()`` does."""
+        if not in_backward():
+            self.backward_pass.abandon()
         for gradients in self._gradients.values():
             gradients.clear()
             for parameter in gradients.unit.parameters:
@@ -339,7 +343,14 @@ class Engine:
         if self.backward_pass.running:
             raise RuntimeError(
                 "optimizer.step() inside a backward pass; call it after loss.backward() returned"
+                if in_backward()
+                else "optimizer.step() after a backward pass that raised: its gradients are incomplete. Call "
+                "optimizer.zero_grad() and go on with a new forward"
             )
+        self.follow_writes()
+
+    def follow_writes(self) -> None:
+        """Master weights take over what the user wrote in place to replicated parameters."""
         for master in self.masters:
             if not master.unit.placement.params and master.unit.written():
                 master.follow_output()

@@ -43,11 +43,12 @@ class ForwardHooks:
     def enter(self, home: nn.Module, name: str, inputs: object) -> None:
         """Before a block's forward."""
         call = Call(home, name)
-        if not self.calls and not in_backward():
+        outermost = not self.calls and not in_backward()
+        self.calls.push(call)  # first, for torch calls `leave` also when a check here raises
+        if outermost:
             self._backward.abandon()
             self._check()
             self._residency.forward_order.begin()
-        self.calls.push(call)
         if torch.is_grad_enabled():
             self._watch_inputs(call, inputs)
 
@@ -161,6 +162,8 @@ def install(
     homes = {home for _, home in units.values()} | {model}
     inside_compiled = _modules_inside_compiled(model)
 
+    # Whoever compiles after prepare has these hooks traced, and a gather cannot run inside a graph.
+    @torch._dynamo.disable
     def touch(parameter: nn.Parameter) -> None:
         entry, alive = weak_units.get(id(parameter)), weak()
         if entry is None or alive is None or not alive.calls:
@@ -224,7 +227,7 @@ def _install_block_hooks(
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return isinstance(module, torch._dynamo.OptimizedModule)
+    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 
 def _modules_inside_compiled(model: nn.Module) -> set[nn.Module]:

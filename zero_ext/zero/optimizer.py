@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from zero_ext.offload import copy_of, replace
-from zero_ext.optim import make_stepper
+from zero_ext.offload import Values, copy_of, count, replace
+from zero_ext.optim import Stepper, make_stepper
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.partition import DTYPES
 
@@ -68,17 +68,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's optimizer state: ``shards`` by kind and parameter, ``scalars``, ``param_groups``."""
-        stepper = self.engine.stepper
-        if stepper is None:
-            raise AssertionError("an optimizer without a stepper")
-        shards: dict[str, torch.Tensor] = {}
-        for number in range(len(self.engine.masters)):
-            for kind, segment, values in stepper.values(number):
-                shards[f"{kind}/{segment.name}/{segment.start}"] = copy_of(values)
-        for master in self.engine.masters:
-            for overlap in master.overlaps:
-                name = master.unit.layout.specs[overlap.index].name
-                shards[f"master/{name}/{overlap.parameter_start}"] = copy_of(master.part(overlap))
+        stepper = self._stepper()
+        self.engine.follow_writes()
+        shards = {key: copy_of(values) for key, values in self._live_shards().items()}
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         for group, live in zip(groups, self.param_groups, strict=True):
             group["params"] = [self.engine.names[parameter][0] for parameter in live["params"]]
@@ -90,7 +82,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return {"shards": shards, "scalars": stepper.scalars(), "param_groups": groups, "layout": world}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores :meth:`state_dict` of the same rank, world size, stage and model; else ``ValueError``."""
+        """Restores :meth:`state_dict` of the same rank, world size, stage and model; a collective.
+
+        Else ``ValueError``, with nothing changed.
+        """
         own = self.state_dict()
         if state_dict.get("layout") != own["layout"]:
             raise ValueError(
@@ -100,26 +95,49 @@ class ZeroOptimizer(torch.optim.Optimizer):
         names = [group["params"] for group in own["param_groups"]]
         if [group["params"] for group in state_dict["param_groups"]] != names:
             raise ValueError("optimizer state has other param groups or parameters than this optimizer")
-        stepper = self.engine.stepper
-        if stepper is None:
-            raise AssertionError("an optimizer without a stepper")
+        stepper = self._stepper()
         kinds: dict[str, tuple[str, ...]] = {}
         for key in state_dict["shards"]:
             kind, _, rest = key.partition("/")
             name = rest.rpartition("/")[0]
             kinds[name] = (*kinds.get(name, ()), kind)
-        stepper.make_state(kinds)
+        undo = stepper.make_state(kinds)
+        live = self._live_shards()
+        problem = _mismatch(live, state_dict["shards"])
+        if problem is not None:
+            undo()
+            raise ValueError(f"optimizer state: {problem}")
         stepper.load_scalars(state_dict["scalars"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-        shards = dict(state_dict["shards"])
+        for key, values in live.items():
+            replace(values, state_dict["shards"][key])
+        self.engine.refresh_parameters()
+
+    def _stepper(self) -> Stepper:
+        if self.engine.stepper is None:
+            raise AssertionError("an optimizer without a stepper")
+        return self.engine.stepper
+
+    def _live_shards(self) -> dict[str, Values]:
+        """All state and master weights of this rank where they lie, by kind, parameter and first element."""
+        shards: dict[str, Values] = {}
         for number in range(len(self.engine.masters)):
-            for kind, segment, values in stepper.values(number):
-                replace(values, shards.pop(f"{kind}/{segment.name}/{segment.start}"))
+            for kind, segment, values in self._stepper().values(number):
+                shards[f"{kind}/{segment.name}/{segment.start}"] = values
         for master in self.engine.masters:
             for overlap in master.overlaps:
                 name = master.unit.layout.specs[overlap.index].name
-                replace(master.part(overlap), shards.pop(f"master/{name}/{overlap.parameter_start}"))
-        if shards:
-            raise ValueError(f"optimizer state has entries that this optimizer lacks: {sorted(shards)[:3]}")
-        self.engine.refresh_parameters()
+                shards[f"master/{name}/{overlap.parameter_start}"] = master.part(overlap)
+        return shards
+
+
+def _mismatch(live: Mapping[str, Values], given: Mapping[str, torch.Tensor]) -> str | None:
+    """What keeps the tensors ``given`` from being loaded into ``live``; None if nothing does."""
+    if live.keys() != given.keys():
+        missing, surplus = sorted(live.keys() - given.keys()), sorted(given.keys() - live.keys())
+        return f"entries missing {missing[:3]}, entries that this optimizer lacks {surplus[:3]}"
+    for key, values in live.items():
+        if tuple(given[key].shape) != (count(values),):
+            return f"'{key}' has shape {tuple(given[key].shape)}, {(count(values),)} wanted"
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -19,11 +20,16 @@ class GradientSink(Protocol):
         """Right after; ``parameter.grad`` is this backward's gradient."""
 
 
-def watch(parameter: nn.Parameter, sink: GradientSink) -> None:
+def watch_all(parameters: Iterable[nn.Parameter], sink: GradientSink) -> None:
     """Registers both hooks, on frozen parameters too, so that unfreezing one later works.
 
-    The hooks hold ``sink`` and ``parameter`` weakly.
+    The hooks hold ``sink`` and the parameters weakly.
     """
+    for parameter in parameters:
+        _watch(parameter, sink)
+
+
+def _watch(parameter: nn.Parameter, sink: GradientSink) -> None:
     weak_sink, weak_parameter = weakref.ref(sink), weakref.ref(parameter)
 
     def before(_: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,12 +26,12 @@ from zero_ext.zero.engine import Engine
 from zero_ext.zero.guards import guard_module
 from zero_ext.zero.hooks import install
 from zero_ext.zero.input_cast import cast_inputs, cast_running_statistics
-from zero_ext.zero.lookup import MODULE_ATTRIBUTE, attach_engine
+from zero_ext.zero.lookup import MODULE_ATTRIBUTE, PARAMETER_ATTRIBUTE, attach_engine
 from zero_ext.zero.meta import leave_meta
 from zero_ext.zero.module import ZeroModule
 from zero_ext.zero.optimizer import ZeroOptimizer
-from zero_ext.zero.parameter_hooks import watch
-from zero_ext.zero.partition import DTYPES, UnitPlan, owned_parameters, plan_units
+from zero_ext.zero.parameter_hooks import watch_all
+from zero_ext.zero.partition import DTYPES, Owned, UnitPlan, owned_parameters, plan_units
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.process_group import join_world, make_collectives
 
@@ -84,6 +84,7 @@ def prepare(
     owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
     if not owned:
         raise ValueError(f"{type(model).__name__} has no parameters; there is nothing to shard")
+    _check_parameters(owned, optimizer)
     _check_optimizer(optimizer, {item.parameter for item in owned}, elementwise)
     if values == "keep":
         check_values(owned)
@@ -113,16 +114,29 @@ def prepare(
     guard_module(model, {parameter: unit for parameter, (unit, _) in homes.items()})
     if settings.precision.dtype != "keep":
         cast_inputs(model, DTYPES[settings.precision.dtype])
-    for parameter in engine.trained_parameters():
-        watch(parameter, engine)
     attach_engine(model, engine)
     prepared = None
     if optimizer is not None:
+        watch_all(engine.index, engine)
         prepared = ZeroOptimizer(engine, optimizer, elementwise)
         engine.state.optimizer_class = type(optimizer).__qualname__
         # A scheduler over the user's own optimizer would warn that it never steps: the prepared one does.
         optimizer._opt_called = True  # type: ignore[attr-defined]
     return (ZeroModule(model) if wrap else model), prepared
+
+
+def _check_parameters(owned: Sequence[Owned], optimizer: torch.optim.Optimizer | None) -> None:
+    for item in owned:
+        name, parameter, dtype = item.spec.name, item.parameter, item.spec.dtype
+        if getattr(parameter, PARAMETER_ATTRIBUTE, None) is not None:
+            raise ValueError(
+                f"parameter '{name}' belongs to a prepared model already; prepare the outermost model, once"
+            )
+        if optimizer is not None and parameter.requires_grad and dtype not in DTYPES.values():
+            raise ValueError(
+                f"parameter '{name}' is trainable and {dtype}; sharded training is in float32, bfloat16 or "
+                "float16. Convert the model, set 'precision.dtype', or freeze the parameter."
+            )
 
 
 def _check_optimizer(

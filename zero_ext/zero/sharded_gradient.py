@@ -99,8 +99,8 @@ def _foreach_norm(gradients: list[ShardedGradient], ord: float = 2, dtype: Any =
 def _scale(gradient: ShardedGradient, factor: torch.Tensor | float) -> ShardedGradient:
     if isinstance(factor, torch.Tensor) and factor.numel() != 1:
         raise RuntimeError(
-            f"the gradient of '{gradient._name}' is sharded over the ranks: it can be scaled by one number, not "
-            f"by a tensor of shape {tuple(factor.shape)}. zero_ext.full_gradient(param) gives the whole gradient"
+            f"the gradient of '{gradient._name}' is sharded over the ranks: one number can scale it, not a "
+            f"tensor of shape {tuple(factor.shape)}; zero_ext.full_gradient(param) gives the whole gradient"
         )
     gradient._access.scale(gradient._key, factor)
     return gradient

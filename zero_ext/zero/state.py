@@ -90,6 +90,7 @@ class EngineState:
 
     def save_pieces(self) -> Iterator[ShardPiece]:
         """What this rank saves: exactly its shard range of every unit."""
+        self._engine.follow_writes()
         for piece, unit, begin in self._pieces():
             first, last = unit.layout.shard_range(self.rank)
             low, high = max(begin, first), min(begin + count(piece.tensor), last)
