@@ -205,8 +205,8 @@ class Engine:
         if unit not in self._gradients:
             raise RuntimeError(
                 f"parameter '{unit.layout.specs[number].name}' got a gradient, but it was frozen at "
-                "zero_ext.prepare and the optimizer does not have it, so nobody would reduce or apply it. Give "
-                "it to the optimizer before prepare, frozen or not, or keep requires_grad False."
+                "zero_ext.prepare and the optimizer does not have it, so nobody would reduce or apply it. "
+                "Give it to the optimizer before prepare, frozen or not, or keep requires_grad False."
             )
         gradients = self._gradients[unit]
         if gradient is None:
