@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from typing import Any
 
 import pytest
@@ -13,7 +14,12 @@ from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.training import Plan, Run, adamw, check_equal, configuration, sgd, train_prepared
 
-TIERS = ("device", "host")
+TIERS = {
+    "optimizer": ("device", "host", "nvme"),
+    "grads": ("device", "host"),
+    "params": ("device", "host", "nvme"),
+}
+RING = {"ring_bytes": 1 << 20}
 PLANS = [
     Plan(),
     Plan(clip=0.1, dtype="bf16"),
@@ -26,16 +32,19 @@ PLANS = [
 def combinations(stage: int) -> list[dict[str, str]]:
     """Every choice of tiers that ``stage`` allows."""
     kinds = ("optimizer", "grads", "params")[: stage if stage else 0]
-    return [dict(zip(kinds, tiers, strict=True)) for tiers in itertools.product(TIERS, repeat=len(kinds))]
+    choices = itertools.product(*(TIERS[kind] for kind in kinds))
+    return [dict(zip(kinds, tiers, strict=True)) for tiers in choices]
 
 
 def train(world: World, stage: int, plan: Plan, offload: dict[str, Any], make: Any = adamw) -> Run:
     torch.manual_seed(world.seed)
-    # A ring this small cuts every range into several parts.
-    config = configuration(
-        stage, plan, offload={"ring_bytes": 1 << 20, **offload}, units={"bucket_elements": 700}
-    )
-    return train_prepared(world, TinyModel(), language_loss, language_batch, config, plan, make)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
+        config = configuration(
+            stage, plan, offload={**RING, **paths, **offload}, units={"bucket_elements": 700}
+        )
+        run = train_prepared(world, TinyModel(), language_loss, language_batch, config, plan, make)
+    return run
 
 
 @on_ranks(1, 2, 3, timeout=120)

@@ -103,8 +103,8 @@ def check_values(owned: Sequence[Owned]) -> None:
 
 def layout_of(plan: UnitPlan, world_size: int) -> FlatLayout:
     """How the unit of ``plan`` will lie in its flat buffer."""
-    tiers = (plan.placement.params_tier, plan.placement.grads_tier, plan.placement.optimizer_tier)
-    alignment = STORAGE_ALIGNMENT if "nvme" in tiers else ALIGNMENT_BYTES
+    stored = plan.placement.params and plan.placement.params_tier == "nvme"
+    alignment = STORAGE_ALIGNMENT if stored else ALIGNMENT_BYTES
     return FlatLayout.build([item.spec for item in plan.members], world_size, alignment)
 
 

@@ -39,12 +39,13 @@ class Placement:
 
     def over(self, world_size: int) -> Placement:
         """What remains of it on ``world_size`` ranks: a single rank's shard is the whole, and is a shard in
-        its own right only if it lies elsewhere than on the device."""
+        its own right only if it lies elsewhere than on the device. The optimizer works on the parameters'
+        shards where there are any."""
         if world_size > 1:
             return self
         return replace(
             self,
             params=self.params_tier != "device",
             grads=self.grads_tier != "device",
-            optimizer=self.optimizer_tier != "device",
+            optimizer={self.optimizer_tier, self.params_tier} != {"device"},
         )

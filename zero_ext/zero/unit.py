@@ -148,7 +148,8 @@ class Unit:
     def start_publishing(self) -> Pending | None:
         """After a step: sends the updated shard to all ranks where parameters are replicated but updated
         in shards. Returns what to wait for, or None if there is nothing to do."""
-        if self.placement.params or not self.placement.optimizer:
+        single = self.collectives.world_size == 1
+        if single or self.placement.params or not self.placement.optimizer:
             return None
         return self.collectives.gather(
             self.flat,
