@@ -43,8 +43,7 @@ def train(world: World, stage: int, plan: Plan, offload: dict[str, Any], make: A
         config = configuration(
             stage, plan, offload={**RING, **paths, **offload}, units={"bucket_elements": 700}
         )
-        run = train_prepared(world, TinyModel(), language_loss, language_batch, config, plan, make)
-    return run
+        return train_prepared(world, TinyModel(), language_loss, language_batch, config, plan, make)
 
 
 @on_ranks(1, 2, 3, timeout=120)
