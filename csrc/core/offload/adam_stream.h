@@ -1,0 +1,54 @@
+// One Adam step over optimizer state that lies in a store, through a ring of fixed size.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+
+#include "../adam.h"
+#include "chunk_layout.h"
+#include "chunk_pipeline.h"
+
+namespace zero_ext::core {
+
+// The elements of a range as one type: in memory, or (if data is null) in the store at `offset`,
+// in an extent of whole aligned blocks.
+struct ElementSource {
+  NumericType type;
+  const std::byte* data;
+  std::int64_t offset;
+};
+struct ElementTarget {
+  NumericType type;
+  std::byte* data;
+  std::int64_t offset;
+};
+
+// What one step does to one range.
+struct AdamRange {
+  ChunkLayout layout;   // of adam_fields(moments)
+  std::int64_t offset;  // of the state's extent
+  ElementSource gradient;
+  std::optional<ElementTarget> param;
+  // Sorted, disjoint, inside the range. Other elements keep their state, and their parameters in
+  // memory; chunks without any element of a segment are not transferred. Parameters in the store
+  // are rounded from the master weights for all elements of a chunk.
+  std::span<const AdamSegment> segments;
+};
+
+// Runs function(begin, end) over parts of [begin, end), in parallel where that pays: parts of
+// `grain` elements are worth a thread.
+using ParallelFor =
+    std::function<void(std::int64_t begin, std::int64_t end, std::int64_t grain,
+                       const std::function<void(std::int64_t, std::int64_t)>& function)>;
+
+// Equals adam_step on each whole range, bit for bit. Computes on the calling thread and those of
+// `parallel` while reads and writes of other chunks are in flight. Throws std::runtime_error before
+// anything changes when extents overlap or are not aligned. When a transfer fails its error is
+// thrown, with none left in flight; some chunks then hold the state after the step.
+PipelineCounters adam_stream(ByteStore& store, Ring& ring, std::span<const AdamRange> ranges,
+                             NumericType moments, const ParallelFor& parallel);
+
+}  // namespace zero_ext::core

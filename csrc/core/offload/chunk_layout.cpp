@@ -1,0 +1,101 @@
+#include "chunk_layout.h"
+
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+
+#include "ring.h"
+#include "round_up.h"
+
+namespace zero_ext::core {
+namespace {
+
+constexpr std::int64_t kChunksInRing = 8;
+constexpr std::int64_t kSmallestElement = 2;   // bytes of a bfloat16 or float16 parameter
+constexpr std::int64_t kGradientAndParam = 8;  // bytes an element, both in float32
+
+std::int64_t field_bytes(const StateField& field, std::int64_t count) {
+  return (count + field.elements - 1) / field.elements * field.bytes;
+}
+
+std::int64_t bytes_of(std::span<const StateField> fields, std::int64_t count) {
+  return std::accumulate(
+      fields.begin(), fields.end(), std::int64_t{0},
+      [count](std::int64_t sum, const StateField& each) { return sum + field_bytes(each, count); });
+}
+
+void check_fields(std::span<const StateField> fields, std::int64_t chunk_elements) {
+  if (fields.empty()) throw std::runtime_error("chunk layout: a state of no fields");
+  for (const StateField& field : fields) {
+    if (field.bytes < 1 || field.elements < 1 || chunk_elements % field.elements != 0) {
+      throw std::runtime_error(
+          "chunk layout: a field of " + std::to_string(field.bytes) + " bytes for every " +
+          std::to_string(field.elements) +
+          " elements; both must be positive and the elements divide the chunk's " +
+          std::to_string(chunk_elements));
+    }
+  }
+}
+
+}  // namespace
+
+std::vector<StateField> adam_fields(NumericType moments) {
+  return {{4, 1}, {element_size(moments), 1}, {element_size(moments), 1}};
+}
+
+std::int64_t chunk_elements_for(std::int64_t ring_bytes, std::span<const StateField> fields) {
+  std::int64_t unit = Ring::kAlignment / kSmallestElement;
+  for (const StateField& field : fields) unit = std::lcm(unit, field.elements);
+  check_fields(fields, unit);
+  const std::int64_t unit_bytes = bytes_of(fields, unit) + kGradientAndParam * unit;
+  const std::int64_t units = ring_bytes / kChunksInRing / unit_bytes;
+  if (units < 1) {
+    throw std::runtime_error("ring_bytes is " + std::to_string(ring_bytes) +
+                             "; chunks would be smaller than one aligned block: the smallest "
+                             "ring for this state has " +
+                             std::to_string(kChunksInRing * unit_bytes) + " bytes");
+  }
+  return units * unit;
+}
+
+ChunkLayout::ChunkLayout(std::int64_t elements, std::vector<StateField> fields,
+                         std::int64_t chunk_elements, std::int64_t alignment)
+    : elements_(elements),
+      fields_(std::move(fields)),
+      chunk_elements_(chunk_elements),
+      alignment_(alignment) {
+  if (elements < 0) {
+    throw std::runtime_error("chunk layout: a range of " + std::to_string(elements) +
+                             " elements; it must not be negative");
+  }
+  if (alignment < 1 || chunk_elements < 1 || chunk_elements * kSmallestElement % alignment != 0) {
+    throw std::runtime_error(
+        "chunk layout: chunks of " + std::to_string(chunk_elements) +
+        " elements with an alignment of " + std::to_string(alignment) +
+        " bytes; the smallest chunk has " +
+        std::to_string(std::max<std::int64_t>(alignment / kSmallestElement, 1)) +
+        " elements, larger ones a multiple of that");
+  }
+  check_fields(fields_, chunk_elements);
+  full_chunk_bytes_ = round_up(bytes_of(fields_, chunk_elements), alignment);
+}
+
+std::int64_t ChunkLayout::count(std::int64_t chunk) const {
+  return std::min(chunk_elements_, elements_ - begin(chunk));
+}
+
+std::int64_t ChunkLayout::padded_bytes(std::int64_t chunk) const {
+  return round_up(state_bytes(chunk), alignment_);
+}
+
+std::int64_t ChunkLayout::field_offset(std::int64_t chunk, std::size_t field) const {
+  return bytes_of(std::span(fields_).first(field), count(chunk));
+}
+
+std::int64_t ChunkLayout::extent_bytes() const {
+  const std::int64_t last = chunks() - 1;
+  return last < 0 ? 0 : offset(last) + padded_bytes(last);
+}
+
+}  // namespace zero_ext::core

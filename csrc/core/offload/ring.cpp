@@ -1,0 +1,46 @@
+#include "ring.h"
+
+#include <cerrno>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+
+#include "round_up.h"
+
+namespace zero_ext::core {
+
+Ring::Ring(std::int64_t bytes) : bytes_(bytes / kAlignment * kAlignment) {
+  if (bytes < kAlignment) {
+    throw std::runtime_error("ring: ring_bytes is " + std::to_string(bytes) +
+                             "; the smallest ring has " + std::to_string(kAlignment) + " bytes");
+  }
+  memory_.reset(static_cast<std::byte*>(allocate_host(bytes_)));
+  if (memory_ == nullptr) {
+    throw std::runtime_error("ring: the kernel refused " + std::to_string(bytes) +
+                             " bytes: " + std::generic_category().message(errno) +
+                             "; ask for a smaller ring or free memory");
+  }
+}
+
+std::optional<std::int64_t> Ring::place(std::int64_t bytes) const {
+  if (taken_.empty()) return bytes <= bytes_ ? std::optional<std::int64_t>(0) : std::nullopt;
+  const std::int64_t front = taken_.front().begin;
+  const std::int64_t back = taken_.back().end;
+  const bool wrapped = back <= front;
+  const std::int64_t limit = wrapped ? front : bytes_;
+  if (bytes <= limit - back) return back;
+  if (!wrapped && bytes <= front) return 0;
+  return std::nullopt;
+}
+
+std::optional<std::span<std::byte>> Ring::take(std::int64_t bytes) {
+  const std::int64_t length = round_up(bytes, kAlignment);
+  const std::optional<std::int64_t> begin = place(length);
+  if (!begin) return std::nullopt;
+  taken_.push_back({*begin, *begin + length});
+  return std::span(memory_.get() + *begin, static_cast<std::size_t>(bytes));
+}
+
+void Ring::release() { taken_.pop_front(); }
+
+}  // namespace zero_ext::core
