@@ -1,10 +1,12 @@
 #include "../core/offload/adam_stream.h"
 
+#include <cmath>
 #include <cstring>
 #include <numeric>
 #include <stdexcept>
 #include <string>
 
+#include "../core/blockwise/adam_8bit.h"
 #include "../core/flat.h"
 #include "../core/offload/round_up.h"
 #include "memory_store.h"
@@ -27,24 +29,46 @@ std::int64_t pick(std::mt19937_64& generator, std::int64_t low, std::int64_t hig
 using Bytes = std::vector<std::byte>;
 
 Bytes random_values(std::mt19937_64& generator, std::int64_t count, NumericType type,
-                    bool squared = false) {
+                    bool positive = false) {
   std::vector<float> values = normal_values<float>(generator, static_cast<std::size_t>(count));
-  if (squared) {
-    for (float& value : values) value *= value;
+  if (positive) {
+    for (float& value : values) value = std::abs(value);
   }
   Bytes result(static_cast<std::size_t>(count * element_size(type)));
   copy_cast(result.data(), type, values.data(), NumericType::float32, count);
   return result;
 }
 
+// Master weights and moments of so many elements, field by field.
+std::vector<Bytes> random_state(std::mt19937_64& generator, std::int64_t elements,
+                                AdamMoments moments) {
+  std::vector<Bytes> fields{random_values(generator, elements, NumericType::float32)};
+  if (moments == AdamMoments::blockwise8) {
+    for (int i = 0; i < 2; ++i) {
+      fields.push_back(random_values(generator, block_count(elements), NumericType::float32, true));
+    }
+    for (int i = 0; i < 2; ++i) {
+      Bytes& codes = fields.emplace_back(static_cast<std::size_t>(elements));
+      for (std::byte& code : codes) code = static_cast<std::byte>(generator());
+    }
+    return fields;
+  }
+  const bool wide = moments == AdamMoments::float32;
+  const NumericType type = wide ? NumericType::float32 : NumericType::bfloat16;
+  fields.push_back(random_values(generator, elements, type));
+  fields.push_back(random_values(generator, elements, type, true));
+  return fields;
+}
+
 // One range: its state, gradient and parameters in memory as adam_step has them, and where they
 // lie in the store.
 struct Range {
   ChunkLayout layout;
-  NumericType moments;
+  AdamMoments moments;
   NumericType grad_type;
   std::optional<NumericType> param_type;
-  Bytes master, exp_avg, exp_avg_sq, grad, param;
+  std::vector<Bytes> fields;
+  Bytes grad, param;
   std::vector<AdamSegment> segments;
   bool grad_stored = false;
   bool param_stored = false;
@@ -54,15 +78,27 @@ struct Range {
     return round_up(layout.elements() * element_size(type), layout.alignment());
   }
 
-  AdamBuffers buffers() {
-    return {reinterpret_cast<float*>(master.data()),
-            exp_avg.data(),
-            exp_avg_sq.data(),
-            moments,
-            grad.data(),
-            grad_type,
-            param_type ? param.data() : nullptr,
-            param_type};
+  template <class T>
+  T* field(std::size_t index) {
+    return reinterpret_cast<T*>(fields[index].data());
+  }
+
+  void step_in_memory() {
+    void* const output = param_type ? param.data() : nullptr;
+    if (moments == AdamMoments::blockwise8) {
+      adam_step_8bit(
+          {layout.elements(), field<float>(0), field<std::uint8_t>(3), field<std::uint8_t>(4),
+           field<float>(1), field<float>(2), grad.data(), grad_type, output, param_type},
+          segments, 0, block_count(layout.elements()));
+      return;
+    }
+    const bool wide = moments == AdamMoments::float32;
+    std::int64_t total = 0;
+    for (const AdamSegment& segment : segments) total += segment.end - segment.begin;
+    adam_step({field<float>(0), fields[1].data(), fields[2].data(),
+               wide ? NumericType::float32 : NumericType::bfloat16, grad.data(), grad_type, output,
+               param_type},
+              segments, 0, total);
   }
 
   AdamRange request() {
@@ -82,13 +118,12 @@ struct Range {
   // Copies between the state in memory and its chunks in the store.
   template <class Move>
   void each_field(MemoryStore& store, const Move& move) {
-    const std::int64_t size = element_size(moments);
     for (std::int64_t chunk = 0; chunk < layout.chunks(); ++chunk) {
       std::byte* stored = store.data.data() + offset + layout.offset(chunk);
-      for (auto [field, bytes] : {std::pair{&master, std::int64_t{4}}, std::pair{&exp_avg, size},
-                                  std::pair{&exp_avg_sq, size}}) {
-        const std::int64_t length = layout.count(chunk) * bytes;
-        move(field->data() + layout.begin(chunk) * bytes, stored, length);
+      for (std::size_t i = 0; i < fields.size(); ++i) {
+        const auto [bytes, elements] = layout.fields()[i];
+        const std::int64_t length = (layout.count(chunk) + elements - 1) / elements * bytes;
+        move(fields[i].data() + layout.begin(chunk) / elements * bytes, stored, length);
         stored += length;
       }
     }
@@ -130,7 +165,7 @@ std::vector<AdamSegment> random_segments(std::mt19937_64& generator, std::int64_
 
 struct Problem {
   std::vector<Range> ranges;
-  NumericType moments = NumericType::float32;
+  AdamMoments moments = AdamMoments::float32;
   std::int64_t alignment = 1;
   std::int64_t largest_chunk = 0;  // bytes of ring
   std::int64_t store_bytes = 0;
@@ -164,8 +199,10 @@ void place_extents(std::mt19937_64& generator, Problem& problem) {
 Problem random_problem(std::mt19937_64& generator, int ranges, std::int64_t alignment) {
   Problem problem;
   problem.alignment = alignment;
-  problem.moments = kTypes[pick(generator, 0, 1)];
-  const std::int64_t chunk = std::max<std::int64_t>(alignment / 2, 1) * pick(generator, 1, 300);
+  problem.moments = static_cast<AdamMoments>(pick(generator, 0, 2));
+  const bool blocks = problem.moments == AdamMoments::blockwise8;
+  const std::int64_t unit = std::max<std::int64_t>(alignment / 2, blocks ? kQuantizationBlock : 1);
+  const std::int64_t chunk = unit * pick(generator, 1, blocks ? 4 : 300);
   for (int i = 0; i < ranges; ++i) {
     const std::int64_t elements =
         i == 0 ? 4 * chunk + 1 : pick(generator, i == 1 ? 0 : 1, 5 * chunk);
@@ -173,9 +210,7 @@ Problem random_problem(std::mt19937_64& generator, int ranges, std::int64_t alig
                 problem.moments,
                 kTypes[pick(generator, 0, 2)],
                 std::nullopt,
-                random_values(generator, elements, NumericType::float32),
-                random_values(generator, elements, problem.moments),
-                random_values(generator, elements, problem.moments, true),
+                random_state(generator, elements, problem.moments),
                 {},
                 {},
                 random_segments(generator, elements)};
@@ -185,7 +220,7 @@ Problem random_problem(std::mt19937_64& generator, int ranges, std::int64_t alig
       range.param_type = kTypes[type];
       range.param_stored = pick(generator, 0, 1) == 0;
       range.param.resize(static_cast<std::size_t>(elements * element_size(kTypes[type])));
-      copy_cast(range.param.data(), kTypes[type], range.master.data(), NumericType::float32,
+      copy_cast(range.param.data(), kTypes[type], range.fields[0].data(), NumericType::float32,
                 elements);
     }
     problem.ranges.push_back(std::move(range));
@@ -220,11 +255,7 @@ TEST(AdamStream, EqualsTheStepInMemoryBitForBit) {
     MemoryStore store(problem.store_bytes, generator(), {alignment});
     for (Range& range : problem.ranges) range.save(store);
     std::vector<Range> wanted = problem.ranges;
-    for (Range& range : wanted) {
-      std::int64_t total = 0;
-      for (const AdamSegment& segment : range.segments) total += segment.end - segment.begin;
-      adam_step(range.buffers(), range.segments, 0, total);
-    }
+    for (Range& range : wanted) range.step_in_memory();
     const Bytes before = store.data;
     Ring ring(problem.largest_chunk * pick(generator, 1, 6));
     const PipelineCounters counters =
@@ -248,7 +279,7 @@ TEST(AdamStream, EqualsTheStepInMemoryBitForBit) {
 // Adam with one segment over each range, of which everything moves exactly once.
 TEST(AdamStream, MovesStateOnceAndListsPadding) {
   auto generator = fresh_generator();
-  const NumericType moments = NumericType::bfloat16;
+  const AdamMoments moments = AdamMoments::bfloat16;
   const ChunkLayout layout(5 * 512 + 7, adam_fields(moments), 512, 512);
   const std::vector<AdamSegment> all{{0, layout.elements(), adam_factors({}, 1.0F)}};
   MemoryStore store(layout.extent_bytes(), generator(), {512});
@@ -266,7 +297,7 @@ TEST(AdamStream, MovesStateOnceAndListsPadding) {
 
 TEST(AdamStream, SkipsChunksThatNoSegmentTouches) {
   auto generator = fresh_generator();
-  const NumericType moments = NumericType::float32;
+  const AdamMoments moments = AdamMoments::float32;
   const ChunkLayout layout(1000, adam_fields(moments), 100, 1);
   const AdamFactors factors = adam_factors({1e-2, 0.9, 0.99, 1e-8, 0, 1, true, false}, 1.0F);
   const std::vector<AdamSegment> segments{

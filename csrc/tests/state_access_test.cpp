@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "../core/flat.h"
+#include "../core/offload/adam_state.h"
 #include "memory_store.h"
 #include "test_support.h"
 
@@ -124,7 +125,7 @@ TEST(StateAccess, WholeRangesAreWrittenWithoutReading) {
 
 TEST(StateAccess, ReadsOfOneFieldMoveThatFieldOnly) {
   auto generator = fresh_generator();
-  const ChunkLayout layout(4 * 2048, adam_fields(NumericType::float32), 2048, 4096);
+  const ChunkLayout layout(4 * 2048, adam_fields(AdamMoments::float32), 2048, 4096);
   MemoryStore store(layout.extent_bytes(), generator(), {4096});
   Ring ring(1 << 20);
   Bytes master(4 * 4 * 2048);
@@ -138,7 +139,7 @@ TEST(StateAccess, FillConvertsTheMasterAndZeroesTheRest) {
   auto generator = fresh_generator();
   for (const NumericType type :
        {NumericType::float32, NumericType::bfloat16, NumericType::float16}) {
-    const ChunkLayout layout(1001, adam_fields(NumericType::bfloat16), 256, 512);
+    const ChunkLayout layout(1001, adam_fields(AdamMoments::bfloat16), 256, 512);
     MemoryStore store(layout.extent_bytes(), generator(), {512});
     Ring ring(8192);
     std::ranges::fill(*ring.take(8192), std::byte{0xA5});
@@ -183,7 +184,7 @@ TEST(StateAccess, BadPartsAreRefused) {
 
 TEST(StateAccess, FailuresAreReportedWithNoneInFlight) {
   auto generator = fresh_generator();
-  const ChunkLayout layout(1000, adam_fields(NumericType::float32), 64, 1);
+  const ChunkLayout layout(1000, adam_fields(AdamMoments::float32), 64, 1);
   Ring ring(8192);
   Bytes memory(4000);
   for (int n = 0; n < 16; ++n) {

@@ -34,8 +34,22 @@ from zero_ext.ops.host_exchange import (
 from zero_ext.ops.isa import get_isa, set_isa
 from zero_ext.ops.library import is_built, load
 from zero_ext.ops.norm import squared_norm_, squared_norm_value
+from zero_ext.ops.state_stream import (
+    ADAM_FIELDS,
+    STREAM_COUNTERS,
+    state_stream_adam_,
+    state_stream_chunk_elements,
+    state_stream_close,
+    state_stream_extent_bytes,
+    state_stream_fill_,
+    state_stream_open,
+    state_stream_read_,
+    state_stream_write_,
+)
 
 __all__ = [
+    "ADAM_FIELDS",
+    "STREAM_COUNTERS",
     "BLOCK_ELEMENTS",
     "Quantized",
     "accumulate_",
@@ -67,6 +81,14 @@ __all__ = [
     "set_isa",
     "squared_norm_",
     "squared_norm_value",
+    "state_stream_adam_",
+    "state_stream_chunk_elements",
+    "state_stream_close",
+    "state_stream_extent_bytes",
+    "state_stream_fill_",
+    "state_stream_open",
+    "state_stream_read_",
+    "state_stream_write_",
     "sum_shards_",
     "unpack_",
 ]

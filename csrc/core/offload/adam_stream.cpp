@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../blockwise/adam_8bit.h"
 #include "../flat.h"
 #include "extents.h"
 #include "round_up.h"
@@ -10,10 +11,11 @@
 namespace zero_ext::core {
 namespace {
 
-constexpr std::int64_t kGrain = 16384;
+constexpr std::int64_t kGrain = 16384;  // elements worth a thread
+constexpr std::int64_t kGrainBlocks = 64;
 
-bool in_store(const ElementSource& gradient) { return gradient.data == nullptr; }
-bool in_store(const std::optional<ElementTarget>& param) { return param && param->data == nullptr; }
+bool in_store(const ElementSource& gradient) { return gradient.offset >= 0; }
+bool in_store(const std::optional<ElementTarget>& param) { return param && param->offset >= 0; }
 
 void add_extent(std::vector<StoreExtent>& extents, const ChunkLayout& layout, NumericType type,
                 std::int64_t offset) {
@@ -103,18 +105,17 @@ class TouchedChunks {
 // The step on one chunk in memory.
 class ChunkStep {
  public:
-  ChunkStep(NumericType moments, const ParallelFor& parallel)
+  ChunkStep(AdamMoments moments, const ParallelFor& parallel)
       : moments_(moments), parallel_(parallel) {}
 
   void operator()(const AdamRange& range, const ChunkPipeline::Slot& slot) {
     select(range, slot.job.chunk);
-    const AdamBuffers buffers = buffers_of(range, slot);
-    std::int64_t total = 0;
-    for (const AdamSegment& segment : segments_) total += segment.end - segment.begin;
-    parallel_(0, total, kGrain, [&](std::int64_t begin, std::int64_t end) {
-      adam_step(buffers, segments_, begin, end);
-    });
-    if (in_store(range.param)) complete(buffers, range.layout.count(slot.job.chunk), slot);
+    if (moments_ == AdamMoments::blockwise8) {
+      step_8bit(range, slot);
+    } else {
+      step(range, slot);
+    }
+    if (in_store(range.param)) complete(range, slot);
   }
 
  private:
@@ -131,48 +132,86 @@ class ChunkStep {
     }
   }
 
-  AdamBuffers buffers_of(const AdamRange& range, const ChunkPipeline::Slot& slot) const {
+  void step(const AdamRange& range, const ChunkPipeline::Slot& slot) const {
+    const bool wide = moments_ == AdamMoments::float32;
+    const AdamBuffers buffers{master(slot),
+                              field<void>(range, slot, 1),
+                              field<void>(range, slot, 2),
+                              wide ? NumericType::float32 : NumericType::bfloat16,
+                              gradient(range, slot),
+                              range.gradient.type,
+                              param(range, slot),
+                              param_type(range)};
+    std::int64_t total = 0;
+    for (const AdamSegment& segment : segments_) total += segment.end - segment.begin;
+    parallel_(0, total, kGrain, [&](std::int64_t begin, std::int64_t end) {
+      adam_step(buffers, segments_, begin, end);
+    });
+  }
+
+  void step_8bit(const AdamRange& range, const ChunkPipeline::Slot& slot) const {
+    const std::int64_t count = range.layout.count(slot.job.chunk);
+    const Adam8BitBuffers buffers{count,
+                                  master(slot),
+                                  field<std::uint8_t>(range, slot, 3),
+                                  field<std::uint8_t>(range, slot, 4),
+                                  field<float>(range, slot, 1),
+                                  field<float>(range, slot, 2),
+                                  gradient(range, slot),
+                                  range.gradient.type,
+                                  param(range, slot),
+                                  param_type(range)};
+    parallel_(0, block_count(count), kGrainBlocks, [&](std::int64_t begin, std::int64_t end) {
+      adam_step_8bit(buffers, segments_, begin, end);
+    });
+  }
+
+  template <class T>
+  static T* field(const AdamRange& range, const ChunkPipeline::Slot& slot, std::size_t index) {
+    void* const at = slot.memory.data() + range.layout.field_offset(slot.job.chunk, index);
+    return static_cast<T*>(at);
+  }
+
+  static float* master(const ChunkPipeline::Slot& slot) {
+    return reinterpret_cast<float*>(slot.memory.data());
+  }
+
+  static const void* gradient(const AdamRange& range, const ChunkPipeline::Slot& slot) {
     const Job& job = slot.job;
-    const ChunkLayout& layout = range.layout;
-    std::byte* const memory = slot.memory.data();
-    const std::int64_t begin = layout.begin(job.chunk);
-    AdamBuffers buffers{reinterpret_cast<float*>(memory),
-                        memory + layout.field_offset(job.chunk, 1),
-                        memory + layout.field_offset(job.chunk, 2),
-                        moments_,
-                        in_store(range.gradient)
-                            ? memory + job.reads[1].place
-                            : range.gradient.data + begin * element_size(range.gradient.type),
-                        range.gradient.type,
-                        nullptr,
-                        std::nullopt};
-    if (range.param) {
-      buffers.param_type = range.param->type;
-      buffers.param = in_store(range.param)
-                          ? memory + job.writes[1].place
-                          : range.param->data + begin * element_size(range.param->type);
-    }
-    return buffers;
+    if (in_store(range.gradient)) return slot.memory.data() + job.reads[1].place;
+    return range.gradient.data + range.layout.begin(job.chunk) * element_size(range.gradient.type);
+  }
+
+  static void* param(const AdamRange& range, const ChunkPipeline::Slot& slot) {
+    const Job& job = slot.job;
+    if (!range.param) return nullptr;
+    if (in_store(range.param)) return slot.memory.data() + job.writes[1].place;
+    return range.param->data + range.layout.begin(job.chunk) * element_size(range.param->type);
+  }
+
+  static std::optional<NumericType> param_type(const AdamRange& range) {
+    return range.param ? std::optional(range.param->type) : std::nullopt;
   }
 
   // Parameters of elements outside every segment, and the padding behind the last.
-  void complete(const AdamBuffers& buffers, std::int64_t count, const ChunkPipeline::Slot& slot) {
-    const std::int64_t size = element_size(*buffers.param_type);
-    auto* const param = static_cast<std::byte*>(buffers.param);
+  void complete(const AdamRange& range, const ChunkPipeline::Slot& slot) const {
+    const NumericType type = range.param->type;
+    const std::int64_t size = element_size(type);
+    auto* const to = static_cast<std::byte*>(param(range, slot));
     std::int64_t done = 0;
     const auto round_until = [&](std::int64_t end) {
-      copy_cast(param + done * size, *buffers.param_type, buffers.master + done,
-                NumericType::float32, end - done);
+      copy_cast(to + done * size, type, master(slot) + done, NumericType::float32, end - done);
     };
     for (const AdamSegment& segment : segments_) {
       round_until(segment.begin);
       done = segment.end;
     }
+    const std::int64_t count = range.layout.count(slot.job.chunk);
     round_until(count);
-    std::memset(param + count * size, 0, static_cast<std::size_t>(slot.job.writes[1].padding));
+    std::memset(to + count * size, 0, static_cast<std::size_t>(slot.job.writes[1].padding));
   }
 
-  NumericType moments_;
+  AdamMoments moments_;
   const ParallelFor& parallel_;
   std::vector<AdamSegment> segments_;
 };
@@ -180,7 +219,7 @@ class ChunkStep {
 }  // namespace
 
 PipelineCounters adam_stream(ByteStore& store, Ring& ring, std::span<const AdamRange> ranges,
-                             NumericType moments, const ParallelFor& parallel) {
+                             AdamMoments moments, const ParallelFor& parallel) {
   check_ranges(store, ranges);
   ChunkPipeline pipeline(store, ring, TouchedChunks(ranges));
   ChunkStep step(moments, parallel);

@@ -8,13 +8,14 @@
 #include <span>
 
 #include "../adam.h"
+#include "adam_state.h"
 #include "chunk_layout.h"
 #include "chunk_pipeline.h"
 
 namespace zero_ext::core {
 
-// The elements of a range as one type: in memory, or (if data is null) in the store at `offset`,
-// in an extent of whole aligned blocks.
+// The elements of a range as one type: in the store at `offset`, in an extent of whole aligned
+// blocks, or (if offset is negative) in memory.
 struct ElementSource {
   NumericType type;
   const std::byte* data;
@@ -44,11 +45,12 @@ using ParallelFor =
     std::function<void(std::int64_t begin, std::int64_t end, std::int64_t grain,
                        const std::function<void(std::int64_t, std::int64_t)>& function)>;
 
-// Equals adam_step on each whole range, bit for bit. Computes on the calling thread and those of
-// `parallel` while reads and writes of other chunks are in flight. Throws std::runtime_error before
-// anything changes when extents overlap or are not aligned. When a transfer fails its error is
-// thrown, with none left in flight; some chunks then hold the state after the step.
+// Equals adam_step (adam_step_8bit) on each whole range, bit for bit. Computes on the calling
+// thread and those of `parallel` while reads and writes of other chunks are in flight. Throws
+// std::runtime_error before anything changes when extents overlap or are not aligned. When a
+// transfer fails its error is thrown, with none left in flight; some chunks then hold the state
+// after the step.
 PipelineCounters adam_stream(ByteStore& store, Ring& ring, std::span<const AdamRange> ranges,
-                             NumericType moments, const ParallelFor& parallel);
+                             AdamMoments moments, const ParallelFor& parallel);
 
 }  // namespace zero_ext::core

@@ -40,10 +40,6 @@ void check_fields(std::span<const StateField> fields, std::int64_t chunk_element
 
 }  // namespace
 
-std::vector<StateField> adam_fields(NumericType moments) {
-  return {{4, 1}, {element_size(moments), 1}, {element_size(moments), 1}};
-}
-
 std::int64_t chunk_elements_for(std::int64_t ring_bytes, std::span<const StateField> fields) {
   std::int64_t unit = Ring::kAlignment / kSmallestElement;
   for (const StateField& field : fields) unit = std::lcm(unit, field.elements);

@@ -5,18 +5,15 @@
 #include <span>
 #include <vector>
 
-#include "../numeric_types.h"
-
 namespace zero_ext::core {
 
 // One kind of state: `bytes` for every `elements` elements, the last few of a chunk rounded up.
 struct StateField {
   std::int64_t bytes;
   std::int64_t elements;
-};
 
-// The fields of Adam: master, exp_avg, exp_avg_sq.
-std::vector<StateField> adam_fields(NumericType moments);
+  bool operator==(const StateField&) const = default;
+};
 
 // Elements of a chunk for a ring of this size: eight chunks fit with every field, gradient and
 // parameter in float32, so that several are read and several written while one is computed.

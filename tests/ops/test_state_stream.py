@@ -1,0 +1,297 @@
+"""state_stream ops against adam_step_ on the same state in memory, and on bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.helpers import FLOAT_DTYPES
+from tests.ops.stores import ALIGNMENT, STORE_BYTES, open_store
+from zero_ext import ops
+
+SMALLEST_RING = 327680  # of Adam with float32 moments
+HANDLE = 7
+
+
+def counters() -> Tensor:
+    return torch.zeros(len(ops.STREAM_COUNTERS), dtype=torch.int64)
+
+
+@pytest.fixture
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with open_store(tmp_path_factory.mktemp("store")) as handle:
+        yield handle
+
+
+def open_stream(store: int, ring_bytes: int, moments: torch.dtype = torch.float32) -> int:
+    ops.state_stream_open(HANDLE, store, ring_bytes, (4, moments.itemsize, moments.itemsize), (1, 1, 1))
+    return HANDLE
+
+
+@dataclass
+class Range:
+    """One range in memory, as adam_step_ takes it, and where it lies in the store (-1: it does not)."""
+
+    state: list[Tensor]
+    grad: Tensor
+    param: Tensor | None
+    bounds: list[tuple[int, int]]
+    rows: list[list[float]]
+    offsets: list[int] = field(default_factory=lambda: [-1, -1, -1])
+
+    @property
+    def elements(self) -> int:
+        return self.grad.numel()
+
+    def step_in_memory(self, scale: Tensor) -> None:
+        bounds = torch.tensor(self.bounds, dtype=torch.int64).reshape(-1, 2)
+        hyper = torch.tensor(self.rows, dtype=torch.float64).reshape(-1, 8)
+        ops.adam_step_(*self.state, self.grad, self.param, bounds, hyper, scale)
+
+
+def random_range(random: Random, elements: int, moments: torch.dtype, types: list[torch.dtype]) -> Range:
+    generator = torch.Generator().manual_seed(random.randrange(2**32))
+
+    def normal() -> Tensor:
+        return torch.randn(elements, generator=generator)
+
+    cuts = sorted(random.choices(range(elements + 1), k=6))
+    bounds = [(cuts[i], cuts[i + 1]) for i in range(5) if random.random() < 0.7]
+    rows = [
+        [1e-2, random.choice([0.9, 0.3]), 0.99, 1e-8, 0.1, random.randint(1, 9), i % 2, 0]
+        for i in range(len(bounds))
+    ]
+    master = normal()
+    param = None if len(types) < 2 else master.to(types[1])
+    state = [master, normal().to(moments), normal().square().to(moments)]
+    return Range(state, normal().to(types[0]), param, bounds, rows)
+
+
+def place(random: Random, stream: int, ranges: list[Range]) -> None:
+    """Gives every range extents in the store; gradients and parameters stay in memory at random."""
+    end = 0
+    for each in ranges:
+        sizes = [ops.state_stream_extent_bytes(stream, each.elements), 0, 0]
+        if random.random() < 0.5:
+            sizes[1] = each.grad.nbytes
+        if each.param is not None and random.random() < 0.5:
+            sizes[2] = each.param.nbytes
+        for i, size in enumerate(sizes):
+            if i == 0 or size:
+                each.offsets[i] = end
+                end += -(-size // ALIGNMENT) * ALIGNMENT + ALIGNMENT
+    assert end <= STORE_BYTES
+
+
+def raw_write(stream: int, offset: int, tensor: Tensor) -> None:
+    """Bytes of a tensor as they are, through a stream of one float32 field and chunks of one transfer."""
+    padded = torch.zeros(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8)
+    padded[: tensor.nbytes] = tensor.view(torch.uint8)
+    words = padded.view(torch.float32)
+    ops.state_stream_write_(stream, offset, words.numel(), 0, words.numel(), [0], [words], counters())
+
+
+def raw_read(stream: int, offset: int, like: Tensor) -> Tensor:
+    words = torch.empty(-(-like.nbytes // ALIGNMENT) * ALIGNMENT // 4)
+    ops.state_stream_read_(stream, offset, words.numel(), 0, words.numel(), [0], [words], counters())
+    return words.view(torch.uint8)[: like.nbytes].view(like.dtype)
+
+
+def save(stream: int, raw: int, each: Range) -> None:
+    state = each.state
+    ops.state_stream_write_(
+        stream, each.offsets[0], each.elements, 0, each.elements, [0, 1, 2], state, counters()
+    )
+    if each.offsets[1] >= 0:
+        raw_write(raw, each.offsets[1], each.grad)
+    if each.offsets[2] >= 0 and each.param is not None:
+        raw_write(raw, each.offsets[2], each.param)
+
+
+def step(stream: int, ranges: list[Range], params: list[Tensor], scale: Tensor, count: Tensor) -> None:
+    rows = [[each.elements, *each.offsets, len(each.bounds)] for each in ranges]
+    grads = [each.grad if each.offsets[1] < 0 else each.grad[:0] for each in ranges]
+    bounds = [pair for each in ranges for pair in each.bounds]
+    hyper = [row for each in ranges for row in each.rows]
+    ops.state_stream_adam_(
+        stream,
+        torch.tensor(rows),
+        params,
+        grads,
+        torch.tensor(bounds, dtype=torch.int64).reshape(-1, 2),
+        torch.tensor(hyper, dtype=torch.float64).reshape(-1, 8),
+        scale,
+        count,
+    )
+
+
+@pytest.mark.parametrize("param", [None, *FLOAT_DTYPES])
+@pytest.mark.parametrize("grad", FLOAT_DTYPES)
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_equals_the_step_in_memory_bit_for_bit(
+    store: int,
+    generator: torch.Generator,
+    moments: torch.dtype,
+    grad: torch.dtype,
+    param: torch.dtype | None,
+) -> None:
+    random = Random(generator.initial_seed())
+    ops.state_stream_open(8, store, 1 << 20, (4,), (1,))
+    stream = open_stream(store, random.randint(SMALLEST_RING, 4 * SMALLEST_RING), moments)
+    types = [grad] if param is None else [grad, param]
+    sizes = [0, 1, *(random.randrange(2, 60_000) for _ in range(4))]
+    random.shuffle(sizes)
+    ranges = [random_range(random, size, moments, types) for size in sizes]
+    place(random, stream, ranges)
+    for each in ranges:
+        save(stream, 8, each)
+    params = [
+        torch.empty(0) if each.param is None else each.param.clone() if each.offsets[2] < 0 else each.param[:0]
+        for each in ranges
+    ]
+    scale = torch.tensor(0.25)
+    step(stream, ranges, params, scale, counters())
+    for each, output in zip(ranges, params, strict=True):
+        each.step_in_memory(scale)
+        found = [torch.full_like(value, float("nan")) for value in each.state]
+        ops.state_stream_read_(
+            stream, each.offsets[0], each.elements, 0, each.elements, [0, 1, 2], found, counters()
+        )
+        for value, wanted in zip(found, each.state, strict=True):
+            assert torch.equal(value, wanted)
+        if each.param is not None:
+            stored = each.offsets[2] >= 0
+            assert torch.equal(raw_read(8, each.offsets[2], each.param) if stored else output, each.param)
+    ops.state_stream_close(8)
+    ops.state_stream_close(stream)
+
+
+def test_counts_what_it_moves_and_allocates_once(store: int, generator: torch.Generator) -> None:
+    before = ops.host_buffer_bytes()
+    stream = open_stream(store, 2 * SMALLEST_RING)
+    assert ops.host_buffer_bytes() == before + 2 * SMALLEST_RING
+    elements = 30_001
+    each = random_range(Random(generator.initial_seed()), elements, torch.float32, [torch.bfloat16])
+    each.bounds, each.rows = [(0, elements)], [[1e-2, 0.9, 0.99, 1e-8, 0.1, 1, 1, 0]]
+    each.offsets[0] = ALIGNMENT
+    filled = counters()
+    ops.state_stream_fill_(stream, ALIGNMENT, each.state[0], filled)
+    extent = ops.state_stream_extent_bytes(stream, elements)
+    assert filled[:4].tolist() == [0, extent, 0, extent - 12 * elements]
+    count = counters()
+    for _ in range(3):
+        step(stream, [each], [torch.empty(0)], torch.tensor(1.0), count)
+    padding = extent - 12 * elements
+    assert 0 <= padding < ALIGNMENT
+    assert count[:4].tolist() == [3 * extent, 3 * extent, 3 * padding, 3 * padding]
+    assert (count[4:] >= 0).all() and count[6] > 0
+    assert ops.host_buffer_bytes() == before + 2 * SMALLEST_RING
+    ops.state_stream_close(stream)
+    assert ops.host_buffer_bytes() == before
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_fill_and_parts(store: int, generator: torch.Generator, dtype: torch.dtype) -> None:
+    stream = open_stream(store, SMALLEST_RING, torch.bfloat16)
+    elements = 3 * ops.state_stream_chunk_elements(stream) + 77
+    source = torch.randn(elements, generator=generator).to(dtype)
+    ops.state_stream_fill_(stream, 0, source, counters())
+    model = [source.float(), torch.zeros(elements).bfloat16(), torch.zeros(elements).bfloat16()]
+    random = Random(generator.initial_seed())
+    for _ in range(20):
+        begin, end = sorted(random.choices(range(elements + 1), k=2))
+        fields = random.sample(range(3), random.randint(0, 3))
+        values = [torch.randn(end - begin, generator=generator).to(model[i].dtype) for i in fields]
+        ops.state_stream_write_(stream, 0, elements, begin, end, fields, values, counters())
+        for i, value in zip(fields, values, strict=True):
+            model[i][begin:end] = value
+        begin, end = sorted(random.choices(range(elements + 1), k=2))
+        found = [torch.full_like(model[i][begin:end], float("nan")) for i in fields]
+        ops.state_stream_read_(stream, 0, elements, begin, end, fields, found, counters())
+        for i, value in zip(fields, found, strict=True):
+            assert torch.equal(value, model[i][begin:end])
+    ops.state_stream_close(stream)
+
+
+def test_small_rings_and_impossible_fields_are_refused(store: int) -> None:
+    before = ops.host_buffer_bytes()
+    with pytest.raises(RuntimeError, match=rf"ring_bytes is {SMALLEST_RING - 1}.*has {SMALLEST_RING} bytes"):
+        open_stream(store, SMALLEST_RING - 1)
+    with pytest.raises(RuntimeError, match="field of 0 bytes"):
+        ops.state_stream_open(HANDLE, store, 1 << 20, (4, 0), (1, 1))
+    with pytest.raises(RuntimeError, match="no fields"):
+        ops.state_stream_open(HANDLE, store, 1 << 20, (), ())
+    with pytest.raises(RuntimeError, match="one a field"):
+        ops.state_stream_open(HANDLE, store, 1 << 20, (4, 4), (1,))
+    with pytest.raises(RuntimeError, match=f"handle {HANDLE} is not open"):
+        ops.state_stream_chunk_elements(HANDLE)
+    assert ops.host_buffer_bytes() == before
+
+
+def test_bad_parts_are_refused(store: int) -> None:
+    stream = open_stream(store, SMALLEST_RING)
+    read, write = ops.state_stream_read_, ops.state_stream_write_
+    values = torch.zeros(10)
+    for access in (read, write):
+        with pytest.raises(RuntimeError, match=r"elements \[5, 15\) of a range of 10"):
+            access(stream, 0, 10, 5, 15, [0], [values], counters())
+        with pytest.raises(RuntimeError, match="has 40 bytes; field 1 of 9 elements has 36"):
+            access(stream, 0, 10, 0, 9, [1], [values], counters())
+        with pytest.raises(RuntimeError, match=r"fields\[1\] is 1; each must be one of 0 to 2, once"):
+            access(stream, 0, 10, 0, 10, [1, 1], [values, values], counters())
+        with pytest.raises(RuntimeError, match=r"fields\[0\] is 3"):
+            access(stream, 0, 10, 0, 10, [3], [values], counters())
+        with pytest.raises(RuntimeError, match="1 fields and 0 tensors"):
+            access(stream, 0, 10, 0, 10, [0], [], counters())
+        with pytest.raises(RuntimeError, match="not contiguous"):
+            access(stream, 0, 10, 0, 10, [0], [torch.zeros(20)[::2]], counters())
+        with pytest.raises(RuntimeError, match="multiple of"):
+            access(stream, 1, 10, 0, 10, [0], [values], counters())
+        with pytest.raises(RuntimeError, match="'counters'"):
+            access(stream, 0, 10, 0, 10, [0], [values], torch.zeros(3, dtype=torch.int64))
+    ops.state_stream_close(stream)
+
+
+def test_bad_steps_are_refused(store: int) -> None:
+    stream = open_stream(store, SMALLEST_RING)
+    hyper = torch.tensor([[1e-3, 0.9, 0.999, 1e-8, 0.1, 1, 1, 0]], dtype=torch.float64)
+    count = counters()
+
+    def refused(match: str, ranges: list[list[int]], bounds: list[list[int]], **given: object) -> None:
+        grads = [torch.zeros(each[0]) for each in ranges]
+        arguments: dict[str, object] = {
+            "ranges": torch.tensor(ranges),
+            "params": [torch.empty(0)] * len(ranges),
+            "grads": grads,
+            "segments": torch.tensor(bounds, dtype=torch.int64).reshape(-1, 2),
+            "hyper": hyper.repeat(len(bounds), 1),
+            "grad_scale": torch.tensor(1.0),
+            "counters": count,
+        } | given
+        with pytest.raises(RuntimeError, match=match):
+            ops.state_stream_adam_(stream, **arguments)  # type: ignore[arg-type]
+
+    good = [10, 0, -1, -1, 1]
+    refused(r"range 0: segments\[0\] is \[0, 11\)", [good], [[0, 11]])
+    refused(r"must be \[R, 5\]", [[10, 0, -1, -1]], [[0, 10]])
+    refused("ranges have 1 segments", [good], [[0, 5], [5, 10]])
+    refused("has -1 segments", [[10, 0, -1, -1, -1]], [])
+    refused("overlap; give each range its own", [good, good], [[0, 10], [0, 10]])
+    refused("multiple of", [[10, 100, -1, -1, 1]], [[0, 10]])
+    refused("range of -10 elements", [[-10, 0, -1, -1, 0]], [], grads=[torch.empty(0)])
+    refused("1 ranges, 2 params", [good], [[0, 10]], params=[torch.empty(0)] * 2)
+    refused(r"grads\[0\]' has shape \[9\]", [good], [[0, 10]], grads=[torch.zeros(9)])
+    refused(r"params\[0\]' has shape \[9\]", [good], [[0, 10]], params=[torch.zeros(9)])
+    refused(r"grads\[0\]' has shape \[10\]", [[10, 0, 8192, -1, 1]], [[0, 10]])
+    refused("grad_scale is inf", [good], [[0, 10]], grad_scale=torch.tensor(float("inf")))
+    shared = torch.zeros(10)
+    refused("overlaps the memory", [good], [[0, 10]], params=[shared], grads=[shared])
+    assert not count.any()
+    ops.state_stream_open(HANDLE, store, 1 << 20, (4, 4), (1, 1))
+    refused("not those of Adam", [good], [[0, 10]])
+    ops.state_stream_close(stream)
