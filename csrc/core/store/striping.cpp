@@ -1,0 +1,40 @@
+#include "striping.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace zero_ext::core {
+
+Striping::Striping(std::size_t devices, std::int64_t stripe_bytes)
+    : devices_(static_cast<std::int64_t>(devices)), stripe_bytes_(stripe_bytes) {
+  if (devices == 0) throw std::runtime_error("store: no path is given; 1 or more wanted");
+  if (stripe_bytes < 1) {
+    throw std::runtime_error("store: stripe_bytes is " + std::to_string(stripe_bytes) +
+                             "; 1 or more wanted");
+  }
+}
+
+std::vector<StripePiece> Striping::pieces(std::int64_t offset, std::int64_t bytes) const {
+  std::vector<StripePiece> found;
+  for (std::int64_t done = 0; done < bytes;) {
+    const std::int64_t stripe = (offset + done) / stripe_bytes_;
+    const std::int64_t within = (offset + done) % stripe_bytes_;
+    // On one device the next stripe follows in the file as it does in memory.
+    const std::int64_t length =
+        devices_ == 1 ? bytes - done : std::min(bytes - done, stripe_bytes_ - within);
+    found.push_back({static_cast<std::size_t>(stripe % devices_),
+                     stripe / devices_ * stripe_bytes_ + within, done, length});
+    done += length;
+  }
+  return found;
+}
+
+std::int64_t Striping::device_bytes(std::size_t device, std::int64_t total) const {
+  const std::int64_t row = devices_ * stripe_bytes_;
+  const std::int64_t begin_in_row = static_cast<std::int64_t>(device) * stripe_bytes_;
+  return total / row * stripe_bytes_ +
+         std::clamp<std::int64_t>(total % row - begin_in_row, 0, stripe_bytes_);
+}
+
+}  // namespace zero_ext::core
