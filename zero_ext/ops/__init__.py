@@ -50,6 +50,24 @@ from zero_ext.ops.state_stream import (
 __all__ = [
     "ADAM_FIELDS",
     "STREAM_COUNTERS",
+from zero_ext.ops.store import (
+    StoreDevice,
+    StoreFacts,
+    store_allocate,
+    store_close,
+    store_facts,
+    store_inject_fault,
+    store_open,
+    store_read_,
+    store_release,
+    store_reserve,
+    store_wait,
+    store_write,
+)
+
+__all__ = [
+    "StoreDevice",
+    "StoreFacts",
     "BLOCK_ELEMENTS",
     "Quantized",
     "accumulate_",
@@ -89,6 +107,16 @@ __all__ = [
     "state_stream_open",
     "state_stream_read_",
     "state_stream_write_",
+    "store_allocate",
+    "store_close",
+    "store_facts",
+    "store_inject_fault",
+    "store_open",
+    "store_read_",
+    "store_release",
+    "store_reserve",
+    "store_wait",
+    "store_write",
     "sum_shards_",
     "unpack_",
 ]
