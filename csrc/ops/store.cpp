@@ -154,13 +154,15 @@ void store_write(std::int64_t handle, const Tensor& tensor, std::int64_t offset,
 
 void store_wait(std::int64_t handle, std::int64_t ticket) { registry().get(handle)->wait(ticket); }
 
-std::vector<std::string> store_devices(std::int64_t handle) {
+// The backend's name, then path and "why not direct" of each device, each followed by a NUL, which
+// no path holds.
+std::string store_devices(std::int64_t handle) {
   const auto open = registry().get(handle);
-  std::vector<std::string> texts{std::string(core::backend_name(open->backend()))};
+  std::string text = std::string(core::backend_name(open->backend())) + '\0';
   for (const auto& device : open->store()->facts().devices) {
-    texts.insert(texts.end(), {device.path, device.why_not_direct});
+    text += device.path + '\0' + device.why_not_direct + '\0';
   }
-  return texts;
+  return text;
 }
 
 void store_counts_(std::int64_t handle, const Tensor& counts) {
@@ -201,7 +203,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
   library.def("store_read_(int handle, Tensor(a!) tensor, int offset, int ticket) -> ()");
   library.def("store_write(int handle, Tensor tensor, int offset, int ticket) -> ()");
   library.def("store_wait(int handle, int ticket) -> ()");
-  library.def("store_devices(int handle) -> str[]");
+  library.def("store_devices(int handle) -> str");
   library.def("store_counts_(int handle, Tensor(a!) counts) -> ()");
   library.def(
       "store_inject_fault(int handle, bool writing, int after, int result, int times) -> ()");

@@ -7,6 +7,7 @@ import os
 import tempfile
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +116,21 @@ def state_stream_step() -> tuple[Any, ...]:
 
 def state_part() -> tuple[Any, ...]:
     return state_stream(), 0, 16, 2, 7, [0, 2], [torch.rand(5), torch.rand(5)], stream_counters()
+def store_arguments() -> tuple[int, list[str], str, list[int], int, bool, bool]:
+    """Those of store_open: two files that do not exist, which each call makes anew."""
+    handle = uuid.uuid4().int >> 65
+    paths = [str(Path(tempfile.gettempdir()) / f"zero_ext-opcheck-{handle}-{i}") for i in range(2)]
+    atexit.register(ops.store_close, handle)
+    return handle, paths, "threads", [2, 4096, 1], 4096, True, False
+
+
+def store() -> int:
+    """An open store with an extent of two pages at its start."""
+    handle, paths, backend, (depth, block, submitters), *rest = store_arguments()
+    ops.store_open(handle, paths, backend, (depth, block, submitters), *rest)
+    ops.store_reserve(handle, 1 << 20)
+    ops.store_allocate(handle, 8192)
+    return handle
 
 
 SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
@@ -152,6 +168,15 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "state_stream_open": lambda: (state_stream() + 1, STORE, 1 << 19, (4, 2, 2), (1, 1, 1)),
     "state_stream_read_": state_part,
     "state_stream_write_": state_part,
+    "store_close": lambda: (store(),),
+    "store_counts_": lambda: (store(), torch.zeros(5, dtype=torch.int64)),
+    "store_devices": lambda: (store(),),
+    "store_inject_fault": lambda: (store(), True, 0, -5, 1),
+    "store_open": store_arguments,
+    "store_read_": lambda: (store(), torch.rand(2048), 0, 1),
+    "store_reserve": lambda: (store(), 1 << 21),
+    "store_wait": lambda: (store(), 1),
+    "store_write": lambda: (store(), torch.rand(2048), 0, 1),
     "sum_shards_": lambda: (torch.rand(8).half(), [torch.rand(8), torch.rand(8)], 0.5, True),
     "unpack_": flat_inputs,
 }
@@ -168,6 +193,15 @@ def test_ops_that_return_text() -> None:
     torch.library.opcheck(torch.ops.zero_ext.aio_backends.default, (), test_utils=checks)
     options = (2, "threads", 4, 4096, 1)
     torch.library.opcheck(torch.ops.zero_ext.aio_open.default, options, test_utils=checks)
+
+
+# Each call changes what the next one may do, so that every part of opcheck gets a store of its own, and none
+# can compare two calls of store_allocate.
+@pytest.mark.parametrize("part", ["test_schema", "test_autograd_registration", "test_faketensor"])
+def test_store_extents(part: str) -> None:
+    handle = store()
+    torch.library.opcheck(torch.ops.zero_ext.store_allocate.default, (handle, 4096), test_utils=part)
+    torch.library.opcheck(torch.ops.zero_ext.store_release.default, (handle, 0), test_utils=part)
 
 
 def test_adam_without_param() -> None:

@@ -1,5 +1,6 @@
 """Tiers: where shards and optimizer state live when not on the device, and how they get there and back."""
 
+from zero_ext.offload.nvme_store import NvmeStore, Transfer
 from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, Arrival, ShardHome, allocate
 from zero_ext.offload.state_home import MASTER, StateHome
 from zero_ext.offload.state_stream import AdamWork, NvmeState, stream_adam
@@ -14,11 +15,13 @@ __all__ = [
     "AdamWork",
     "Arrival",
     "NvmeState",
+    "NvmeStore",
     "ShardHome",
     "StateHome",
     "StepPart",
     "StepStaging",
     "Tiers",
+    "Transfer",
     "TransferLog",
     "Values",
     "allocate",

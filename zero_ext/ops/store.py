@@ -105,7 +105,7 @@ def store_wait(handle: int, ticket: int) -> None:
 
 def store_facts(handle: int) -> StoreFacts:
     """What the store is made of and what it has done so far."""
-    backend, *texts = op("store_devices")(handle)
+    backend, *texts = op("store_devices")(handle).split("\0")[:-1]
     counts = torch.empty(5, dtype=torch.int64)
     op("store_counts_")(handle, counts)
     alignment, capacity, live_bytes, bytes_read, bytes_written = counts.tolist()
@@ -177,8 +177,8 @@ def _store_wait(handle: int, ticket: int) -> None:
 
 
 @fake_kernel("store_devices")
-def _store_devices(handle: int) -> list[str]:
-    return []
+def _store_devices(handle: int) -> str:
+    return ""
 
 
 @fake_kernel("store_counts_")

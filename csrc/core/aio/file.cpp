@@ -67,8 +67,11 @@ struct Alignments {
 Alignments direct_alignments(const Descriptor& direct) {
   Alignments found;
   found.transfer = found.memory = std::max<std::int64_t>(4096, ::sysconf(_SC_PAGESIZE));
+  struct stat node{};
   struct statfs system{};
-  if (::fstatfs(direct.get(), &system) == 0 &&
+  // The node of a block device lies on a tmpfs, its bytes do not.
+  if (::fstat(direct.get(), &node) == 0 && S_ISREG(node.st_mode) &&
+      ::fstatfs(direct.get(), &system) == 0 &&
       (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC)) {
     found.refusal = "the file system keeps its files in memory (tmpfs or ramfs)";
     return found;
