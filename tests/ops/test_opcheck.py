@@ -116,6 +116,8 @@ def state_stream_step() -> tuple[Any, ...]:
 
 def state_part() -> tuple[Any, ...]:
     return state_stream(), 0, 16, 2, 7, [0, 2], [torch.rand(5), torch.rand(5)], stream_counters()
+
+
 def store_arguments() -> tuple[int, list[str], str, list[int], int, bool, bool]:
     """Those of store_open: two files that do not exist, which each call makes anew."""
     handle = uuid.uuid4().int >> 65

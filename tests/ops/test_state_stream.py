@@ -151,7 +151,11 @@ def test_equals_the_step_in_memory_bit_for_bit(
     for each in ranges:
         save(stream, 8, each)
     params = [
-        torch.empty(0) if each.param is None else each.param.clone() if each.offsets[2] < 0 else each.param[:0]
+        torch.empty(0)
+        if each.param is None
+        else each.param.clone()
+        if each.offsets[2] < 0
+        else each.param[:0]
         for each in ranges
     ]
     scale = torch.tensor(0.25)

@@ -46,10 +46,6 @@ from zero_ext.ops.state_stream import (
     state_stream_read_,
     state_stream_write_,
 )
-
-__all__ = [
-    "ADAM_FIELDS",
-    "STREAM_COUNTERS",
 from zero_ext.ops.store import (
     StoreDevice,
     StoreFacts,
@@ -66,10 +62,12 @@ from zero_ext.ops.store import (
 )
 
 __all__ = [
+    "ADAM_FIELDS",
+    "BLOCK_ELEMENTS",
+    "STREAM_COUNTERS",
+    "Quantized",
     "StoreDevice",
     "StoreFacts",
-    "BLOCK_ELEMENTS",
-    "Quantized",
     "accumulate_",
     "adam_step_",
     "adam_step_8bit_",
