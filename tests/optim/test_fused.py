@@ -78,16 +78,15 @@ def test_hyper_parameters_are_read_live() -> None:
 
 def test_state_is_listed_by_parameter_and_restored() -> None:
     master, segments = two_parameters(torch.Generator().manual_seed(1))
-    stepper = AdamStepper(
-        groups(), [memory_range(master, None, segments)], torch.bfloat16, device_tiers().staging
-    )
+    owned = memory_range(master, None, segments)
+    stepper = AdamStepper(groups(), [owned], torch.bfloat16, device_tiers().staging)
     step_one(stepper, torch.ones(32), ONE, frozenset({"a"}))
     found = {(kind, segment.name): tensor for kind, segment, tensor in stepper.values(0)}
     assert {key: tensor.numel() for key, tensor in found.items()} == {
         (kind, name): numel for kind in ("exp_avg", "exp_avg_sq") for name, numel in (("a", 10), ("b", 13))
     }
     assert found["exp_avg", "a"].eq(torch.tensor(0.1).bfloat16()).all() and not found["exp_avg", "b"].any()
-    assert stepper.state_bytes() == 2 * 2 * 32
+    assert owned.state.memory_bytes() == 4 * 32 + 2 * 2 * 32
     other = AdamStepper(
         groups(), [memory_range(master.clone(), None, segments)], torch.bfloat16, device_tiers().staging
     )

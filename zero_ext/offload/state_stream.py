@@ -159,7 +159,10 @@ class AdamWork(NamedTuple):
 def stream_adam(works: Sequence[AdamWork], scale: torch.Tensor) -> None:
     """One Adam step over all ``works``, which share one stream, as one pipeline: reads, updates and writes of
     different chunks are in flight at once."""
-    ranges, outputs, bounds, rows = [], [], [], []
+    ranges: list[list[int]] = []
+    outputs: list[torch.Tensor] = []
+    bounds: list[tuple[int, int]] = []
+    rows: list[Sequence[float]] = []
     for work in works:
         place, output = _output_of(work.output)
         ranges.append([work.state.numel, work.state.offset, -1, place, len(work.bounds)])

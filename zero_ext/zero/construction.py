@@ -26,7 +26,8 @@ def check_agreement(owned: Sequence[Owned], config: ZeroConfig, collectives: Col
 
     The message names the ranks that differ from rank 0 and, on those, the first parameter that does.
     """
-    lines = [config.model_dump_json()]
+    # Each rank may have devices of its own.
+    lines = [config.model_dump_json(exclude={"aio": True, "offload": {"nvme_paths"}})]
     lines += [
         json.dumps([item.spec.name, item.spec.shape, str(item.parameter.dtype), item.parameter.requires_grad])
         for item in owned
