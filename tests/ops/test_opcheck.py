@@ -7,6 +7,7 @@ import os
 import tempfile
 import uuid
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.ops.stores import STORE, open_store
 from zero_ext import ops
+
+STREAM = 0x57  # the handle
+STACK = ExitStack()
+atexit.register(STACK.close)
 
 
 def adam_inputs() -> tuple[Any, ...]:
@@ -172,7 +178,6 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "state_stream_write_": state_part,
     "store_close": lambda: (store(),),
     "store_counts_": lambda: (store(), torch.zeros(5, dtype=torch.int64)),
-    "store_devices": lambda: (store(),),
     "store_inject_fault": lambda: (store(), True, 0, -5, 1),
     "store_open": store_arguments,
     "store_read_": lambda: (store(), torch.rand(2048), 0, 1),
@@ -195,6 +200,7 @@ def test_ops_that_return_text() -> None:
     torch.library.opcheck(torch.ops.zero_ext.aio_backends.default, (), test_utils=checks)
     options = (2, "threads", 4, 4096, 1)
     torch.library.opcheck(torch.ops.zero_ext.aio_open.default, options, test_utils=checks)
+    torch.library.opcheck(torch.ops.zero_ext.store_devices.default, (store(),), test_utils=checks)
 
 
 # Each call changes what the next one may do, so that every part of opcheck gets a store of its own, and none
