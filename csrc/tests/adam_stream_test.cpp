@@ -318,7 +318,7 @@ TEST(AdamStream, SkipsChunksThatNoSegmentTouches) {
 TEST(AdamStream, TransfersOfSeveralChunksOverlapWithTheStep) {
   auto generator = fresh_generator();
   Problem problem = random_problem(generator, 4, 1);
-  MemoryStore store(problem.store_bytes, generator(), {1, std::chrono::microseconds(300)});
+  MemoryStore store(problem.store_bytes, generator(), {1, std::chrono::microseconds(1000)});
   for (Range& range : problem.ranges) {
     range.save(store);
     range.segments = {{0, range.layout.elements(), adam_factors({}, 1.0F)}};

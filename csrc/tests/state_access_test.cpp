@@ -113,7 +113,9 @@ TEST(StateAccess, WholeRangesAreWrittenWithoutReading) {
   auto generator = fresh_generator();
   Model model(generator, 64);
   MemoryStore store(model.offset + model.layout.extent_bytes(), generator(), {64});
-  Ring ring(1 << 20);
+  Ring ring(1 << 16);
+  std::ranges::fill(*ring.take(1 << 16), std::byte{0xA5});
+  ring.release();
   const PipelineCounters counters =
       write_state(store, ring, model.part(0, model.layout.elements(), model.fields));
   EXPECT_EQ(counters.bytes_read, 0);
@@ -121,6 +123,15 @@ TEST(StateAccess, WholeRangesAreWrittenWithoutReading) {
   std::int64_t useful = 0;
   for (const Bytes& field : model.fields) useful += static_cast<std::int64_t>(field.size());
   EXPECT_EQ(counters.bytes_written - counters.padding_written, useful);
+  for (std::int64_t chunk = 0; chunk < model.layout.chunks(); ++chunk) {
+    const std::int64_t begin = model.layout.state_bytes(chunk);
+    const std::span padding =
+        std::span(store.data)
+            .subspan(static_cast<std::size_t>(model.offset + model.layout.offset(chunk) + begin),
+                     static_cast<std::size_t>(model.layout.padded_bytes(chunk) - begin));
+    EXPECT_TRUE(std::ranges::all_of(padding, [](std::byte each) { return each == std::byte{0}; }))
+        << "padding holds what passed through the ring before";
+  }
 }
 
 TEST(StateAccess, ReadsOfOneFieldMoveThatFieldOnly) {

@@ -101,29 +101,6 @@ def join_again() -> str:
     return name
 
 
-def state_stream() -> int:
-    """A stream for the state of Adam over a store that lives until the tests end."""
-    folder = STACK.enter_context(tempfile.TemporaryDirectory())
-    store = STACK.enter_context(open_store(Path(folder)))
-    ops.state_stream_open(STREAM, store, 1 << 19, (4, 4, 4), (1, 1, 1))
-    ops.state_stream_fill_(STREAM, 0, torch.rand(16), stream_counters())
-    return STREAM
-
-
-def stream_counters() -> Tensor:
-    return torch.zeros(len(ops.STREAM_COUNTERS), dtype=torch.int64)
-
-
-def state_stream_step() -> tuple[Any, ...]:
-    _, _, _, grad, param, segments, hyper, scale = adam_inputs()
-    ranges = torch.tensor([[16, 0, -1, -1, 2]])
-    return state_stream(), ranges, [param], [grad], segments, hyper, scale, stream_counters()
-
-
-def state_part() -> tuple[Any, ...]:
-    return state_stream(), 0, 16, 2, 7, [0, 2], [torch.rand(5), torch.rand(5)], stream_counters()
-
-
 def store_arguments() -> tuple[int, list[str], str, list[int], int, bool, bool]:
     """Those of store_open: two files that do not exist, which each call makes anew."""
     handle = uuid.uuid4().int >> 65
@@ -168,14 +145,6 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "set_isa_level": lambda: (torch.ops.zero_ext.isa_level(),),
     "squared_norm_": lambda: (torch.rand(100), accumulator()),
     "squared_norm_value": lambda: (accumulator(),),
-    "state_stream_adam_": state_stream_step,
-    "state_stream_chunk_elements": lambda: (state_stream(),),
-    "state_stream_close": lambda: (state_stream(),),
-    "state_stream_extent_bytes": lambda: (state_stream(), 1000),
-    "state_stream_fill_": lambda: (state_stream(), 4096, torch.rand(100), stream_counters()),
-    "state_stream_open": lambda: (state_stream() + 1, STORE, 1 << 19, (4, 2, 2), (1, 1, 1)),
-    "state_stream_read_": state_part,
-    "state_stream_write_": state_part,
     "store_close": lambda: (store(),),
     "store_counts_": lambda: (store(), torch.zeros(5, dtype=torch.int64)),
     "store_inject_fault": lambda: (store(), True, 0, -5, 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
@@ -9,6 +10,7 @@ from random import Random
 import pytest
 import torch
 from torch import Tensor
+from torch.library import opcheck
 
 from tests.ops.helpers import FLOAT_DTYPES
 from tests.ops.stores import ALIGNMENT, STORE_BYTES, open_store
@@ -29,8 +31,26 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 def open_stream(store: int, ring_bytes: int, moments: torch.dtype = torch.float32) -> int:
-    ops.state_stream_open(HANDLE, store, ring_bytes, (4, moments.itemsize, moments.itemsize), (1, 1, 1))
+    ops.state_stream_open(HANDLE, store, ring_bytes, *ops.ADAM_FIELDS[moments])
     return HANDLE
+
+
+def test_opcheck(store: int) -> None:
+    stream = open_stream(store, SMALLEST_RING)
+    hyper = torch.tensor([[1e-3, 0.9, 0.999, 1e-8, 0.1, 1, 1, 0]], dtype=torch.float64)
+    bounds = torch.tensor([[0, 9]])
+    ranges = torch.tensor([[9, 0, -1, -1, 1]])
+    step = ([torch.rand(9).half()], [torch.rand(9)], bounds, hyper, torch.tensor(1.0), counters())
+    part = (0, 16, 2, 7, [0, 2], [torch.rand(5), torch.rand(5)], counters())
+    fields = ops.ADAM_FIELDS[torch.bfloat16]
+    opcheck(torch.ops.zero_ext.state_stream_fill_.default, (stream, 0, torch.rand(16), counters()))
+    opcheck(torch.ops.zero_ext.state_stream_adam_.default, (stream, ranges, *step))
+    opcheck(torch.ops.zero_ext.state_stream_read_.default, (stream, *part))
+    opcheck(torch.ops.zero_ext.state_stream_write_.default, (stream, *part))
+    opcheck(torch.ops.zero_ext.state_stream_chunk_elements.default, (stream,))
+    opcheck(torch.ops.zero_ext.state_stream_extent_bytes.default, (stream, 1000))
+    opcheck(torch.ops.zero_ext.state_stream_open.default, (stream, store, 1 << 20, *fields))
+    opcheck(torch.ops.zero_ext.state_stream_close.default, (stream,))
 
 
 @dataclass
@@ -51,7 +71,11 @@ class Range:
     def step_in_memory(self, scale: Tensor) -> None:
         bounds = torch.tensor(self.bounds, dtype=torch.int64).reshape(-1, 2)
         hyper = torch.tensor(self.rows, dtype=torch.float64).reshape(-1, 8)
-        ops.adam_step_(*self.state, self.grad, self.param, bounds, hyper, scale)
+        if len(self.state) == 3:
+            ops.adam_step_(*self.state, self.grad, self.param, bounds, hyper, scale)
+            return
+        moments = [ops.Quantized(self.state[i + 2], self.state[i]) for i in (1, 2)]
+        ops.adam_step_8bit_(self.state[0], *moments, self.grad, self.param, bounds, hyper, scale)
 
 
 def random_range(random: Random, elements: int, moments: torch.dtype, types: list[torch.dtype]) -> Range:
@@ -67,8 +91,12 @@ def random_range(random: Random, elements: int, moments: torch.dtype, types: lis
         for i in range(len(bounds))
     ]
     master = normal()
-    param = None if len(types) < 2 else master.to(types[1])
+    param = None if len(types) < 2 else master.to(types[1], copy=True)
     state = [master, normal().to(moments), normal().square().to(moments)]
+    if moments is torch.uint8:
+        scales = [normal().abs()[: ops.block_count(elements)] for _ in range(2)]
+        codes = [torch.randint(256, (elements,), generator=generator).to(moments) for _ in range(2)]
+        state = [master, *scales, *codes]
     return Range(state, normal().to(types[0]), param, bounds, rows)
 
 
@@ -103,10 +131,8 @@ def raw_read(stream: int, offset: int, like: Tensor) -> Tensor:
 
 
 def save(stream: int, raw: int, each: Range) -> None:
-    state = each.state
-    ops.state_stream_write_(
-        stream, each.offsets[0], each.elements, 0, each.elements, [0, 1, 2], state, counters()
-    )
+    part = (each.offsets[0], each.elements, 0, each.elements, [*range(len(each.state))])
+    ops.state_stream_write_(stream, *part, each.state, counters())
     if each.offsets[1] >= 0:
         raw_write(raw, each.offsets[1], each.grad)
     if each.offsets[2] >= 0 and each.param is not None:
@@ -132,7 +158,7 @@ def step(stream: int, ranges: list[Range], params: list[Tensor], scale: Tensor, 
 
 @pytest.mark.parametrize("param", [None, *FLOAT_DTYPES])
 @pytest.mark.parametrize("grad", FLOAT_DTYPES)
-@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moments", list(ops.ADAM_FIELDS))
 def test_equals_the_step_in_memory_bit_for_bit(
     store: int,
     generator: torch.Generator,
@@ -162,10 +188,9 @@ def test_equals_the_step_in_memory_bit_for_bit(
     step(stream, ranges, params, scale, counters())
     for each, output in zip(ranges, params, strict=True):
         each.step_in_memory(scale)
-        found = [torch.full_like(value, float("nan")) for value in each.state]
-        ops.state_stream_read_(
-            stream, each.offsets[0], each.elements, 0, each.elements, [0, 1, 2], found, counters()
-        )
+        found = [torch.full_like(value, 77) for value in each.state]
+        part = (each.offsets[0], each.elements, 0, each.elements, [*range(len(found))])
+        ops.state_stream_read_(stream, *part, found, counters())
         for value, wanted in zip(found, each.state, strict=True):
             assert torch.equal(value, wanted)
         if each.param is not None:
@@ -222,6 +247,28 @@ def test_fill_and_parts(store: int, generator: torch.Generator, dtype: torch.dty
     ops.state_stream_close(stream)
 
 
+@pytest.mark.parametrize("writing", [False, True])
+def test_a_failed_transfer_is_named_and_the_stream_lives_on(
+    store: int, generator: torch.Generator, writing: bool
+) -> None:
+    stream = open_stream(store, SMALLEST_RING)
+    each = random_range(Random(generator.initial_seed()), 50_000, torch.float32, [torch.float32])
+    each.bounds, each.rows = [(0, 50_000)], [[1e-2, 0.9, 0.99, 1e-8, 0.1, 1, 1, 0]]
+    each.offsets[0] = 0
+    save(stream, stream, each)
+    ops.store_inject_fault(store, writing, 5, -errno.EIO, 1)
+    with pytest.raises(RuntimeError, match=r"(first|second).*Input/output error"):
+        step(stream, [each], [torch.empty(0)], torch.tensor(1.0), counters())
+    save(stream, stream, each)
+    step(stream, [each], [torch.empty(0)], torch.tensor(1.0), counters())
+    each.step_in_memory(torch.tensor(1.0))
+    found = [torch.full_like(value, 77) for value in each.state]
+    ops.state_stream_read_(stream, 0, 50_000, 0, 50_000, [0, 1, 2], found, counters())
+    for value, wanted in zip(found, each.state, strict=True):
+        assert torch.equal(value, wanted)
+    ops.state_stream_close(stream)
+
+
 def test_small_rings_and_impossible_fields_are_refused(store: int) -> None:
     before = ops.host_buffer_bytes()
     with pytest.raises(RuntimeError, match=rf"ring_bytes is {SMALLEST_RING - 1}.*has {SMALLEST_RING} bytes"):
@@ -267,7 +314,7 @@ def test_bad_steps_are_refused(store: int) -> None:
     count = counters()
 
     def refused(match: str, ranges: list[list[int]], bounds: list[list[int]], **given: object) -> None:
-        grads = [torch.zeros(each[0]) for each in ranges]
+        grads = [torch.zeros(max(each[0], 0)) for each in ranges]
         arguments: dict[str, object] = {
             "ranges": torch.tensor(ranges),
             "params": [torch.empty(0)] * len(ranges),

@@ -26,8 +26,8 @@ STREAM_COUNTERS = (
     "nanoseconds_computing",
 )
 
-# Bytes, and elements that have them, of each field by type of the moments. uint8: master, scales of exp_avg
-# and of exp_avg_sq, codes of exp_avg and of exp_avg_sq as of adam_step_8bit_; else master, exp_avg, exp_avg_sq.
+# Bytes of each field, and the elements that have them, by type of the moments. Fields are master, exp_avg,
+# exp_avg_sq; for uint8 master, both scales, both codes, as adam_step_8bit_ has them.
 ADAM_FIELDS: Mapping[torch.dtype, tuple[tuple[int, ...], tuple[int, ...]]] = MappingProxyType(
     {
         torch.float32: ((4, 4, 4), (1, 1, 1)),
