@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.ops.stores import STORE, open_store
 from zero_ext import ops
 
 STREAM = 0x57  # the handle
