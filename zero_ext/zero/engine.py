@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_ext.comm import Collectives, Pending, WireLog
+from zero_ext.comm import Collectives, WireLog
 from zero_ext.config import ZeroConfig
 from zero_ext.config.events import Bus, StepEnd, Subscriber
 from zero_ext.offload import Tiers
@@ -31,7 +31,9 @@ from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.reducer import GradientReducer
 from zero_ext.zero.residency import Residency
 from zero_ext.zero.state import EngineState
+from zero_ext.zero.together import FailedTogether
 from zero_ext.zero.unit import Unit
+from zero_ext.zero.update import update_parameters
 
 
 class Engine:
@@ -64,6 +66,7 @@ class Engine:
         self.masters = tuple(master for _, master in units if master is not None)
         self.steps = 0
         self.skipped_steps = 0
+        self.damage: str | None = None  # why the state is a mixture, until a checkpoint is loaded
         self.scaler = LossScaler(config.loss_scale)
         self.scales_loss = any(unit.layout.dtype is torch.float16 for unit in self.units)
         self.grad_norm: float | None = None
@@ -161,6 +164,7 @@ class Engine:
         self._bus.subscribe(subscriber)
 
     def _check_parameters(self) -> None:
+        self._refuse_damage()
         for parameter, name, place in self._places:
             owner = place()
             if owner is None or dict.get(owner._parameters, name.rpartition(".")[2]) is not parameter:
@@ -339,7 +343,12 @@ class Engine:
         self._tell(overflow)
         return not overflow
 
+    def _refuse_damage(self) -> None:
+        if self.damage is not None:
+            raise RuntimeError(f"this model is not usable since an earlier step failed: {self.damage}")
+
     def _refuse_early_step(self) -> None:
+        self._refuse_damage()
         if self.backward_pass.running:
             raise RuntimeError(
                 "optimizer.step() inside a backward pass; call it after loss.backward() returned"
@@ -379,7 +388,6 @@ class Engine:
         return scale, False
 
     def _update(self, scale: torch.Tensor, used: frozenset[str]) -> None:
-        publishing: list[Pending] = []
         if self.stepper is None:
             raise AssertionError("update without a stepper")
         updates = [
@@ -387,12 +395,11 @@ class Engine:
             for number, gradients in enumerate(self._gradients[master.unit] for master in self.masters)
             if gradients.contributed
         ]
-        for number in self.stepper.step(updates, scale, used):
-            pending = self.masters[number].unit.start_publishing()
-            if pending is not None:
-                publishing.append(pending)
-        for pending in publishing:
-            pending.wait()
+        try:
+            update_parameters(self.stepper, self.masters, updates, scale, used, self.collectives)
+        except FailedTogether as error:
+            self.damage = str(error)
+            raise
 
     def _tell(self, skipped: bool) -> None:
         now = time.perf_counter()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.offload import Tiers
 from zero_ext.optim import state_kinds
@@ -34,6 +35,7 @@ from zero_ext.zero.parameter_hooks import watch_all
 from zero_ext.zero.partition import DTYPES, Owned, UnitPlan, owned_parameters, plan_units
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.process_group import join_world, make_collectives
+from zero_ext.zero.together import together
 
 
 def prepare(
@@ -96,8 +98,8 @@ def prepare(
     trains = _trains(optimizer)
     moments = DTYPES[settings.precision.moments_dtype]
     kinds = state_kinds(optimizer, moments) if optimizer is not None else None
-    pool, tiers = BufferPool(), Tiers(settings.offload, settings.aio, kinds)
-    reserve_storage(plans, tiers, collectives.world_size, trains)
+    pool = BufferPool()
+    tiers = _make_tiers(settings, kinds, plans, trains, collectives)
     built = [build_unit(plan, collectives, pool, tiers, values == "keep", trains(plan)) for plan in plans]
     if settings.precision.dtype != "keep":
         cast_running_statistics(model, DTYPES[settings.precision.dtype])
@@ -137,6 +139,25 @@ def _check_parameters(owned: Sequence[Owned], optimizer: torch.optim.Optimizer |
                 f"parameter '{name}' is trainable and {dtype}; sharded training is in float32, bfloat16 or "
                 "float16. Convert the model, set 'precision.dtype', or freeze the parameter."
             )
+
+
+def _make_tiers(
+    settings: ZeroConfig,
+    kinds: dict[str, torch.dtype] | None,
+    plans: Sequence[UnitPlan],
+    trains: Callable[[UnitPlan], bool],
+    collectives: Collectives,
+) -> Tiers:
+    """The tiers with room for everything, or an error on all ranks with nothing changed."""
+
+    def make() -> Tiers:
+        tiers = Tiers(settings.offload, settings.aio, kinds)
+        reserve_storage(plans, tiers, collectives.world_size, trains)
+        return tiers
+
+    if not settings.offload.any_nvme:
+        return make()
+    return together(collectives, make, "setting up storage on NVMe", "Nothing was changed.")
 
 
 def _check_optimizer(

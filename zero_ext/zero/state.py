@@ -206,6 +206,7 @@ class EngineState:
         """Parameters follow the loaded master weights, on all ranks."""
         self._engine.clear_gradients()
         self._engine.refresh_parameters()
+        self._engine.damage = None
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,139 @@
+"""Storage that fails: an error on every rank, nothing silently wrong, no file left, the checkpoint good."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.zero.models import TinyModel, language_batch, language_loss
+from zero_ext import ops
+from zero_ext.zero import engine_of
+
+
+def prepared(world: World, folder: str, **more: Any) -> tuple[Any, Any]:
+    torch.manual_seed(world.seed)
+    model = TinyModel()
+    config = {
+        "stage": 3,
+        "timeout_seconds": 30.0,
+        "offload": {
+            "params": "nvme",
+            "grads": "host",
+            "optimizer": "nvme",
+            "nvme_paths": [folder],
+            "ring_bytes": 1 << 20,
+            **more,
+        },
+    }
+    return zero_ext.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), config, process_group=world.group
+    )
+
+
+def step(world: World, model: Any, optimizer: Any, number: int) -> float:
+    loss = language_loss(model, language_batch(world.seed, number, 0, world.rank))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("writing", [False, True])
+def test_a_failed_transfer_ends_the_step_on_all_ranks(world: World, writing: bool) -> None:
+    with tempfile.TemporaryDirectory() as nvme, tempfile.TemporaryDirectory() as saves:
+        saves = world.everyone(saves)[0]
+        model, optimizer = prepared(world, nvme)
+        step(world, model, optimizer, 0)
+        zero_ext.save_checkpoint(saves, model)
+        wanted = [step(world, model, optimizer, number) for number in (1, 2)]
+        loss = language_loss(model, language_batch(world.seed, 3, 0, world.rank))
+        loss.backward()
+        if world.rank == 0:
+            store = engine_of(model).tiers.store
+            ops.store_inject_fault(store.handle, writing, 0, -errno.EIO, 1)
+        pattern = r"optimizer step failed on ranks \[0\]"
+        with pytest.raises(RuntimeError, match=pattern) as caught:
+            optimizer.step()
+        if world.rank == 0:
+            assert "Input/output error" in str(caught.value) and "extents.bin" in str(caught.value)
+        with pytest.raises(RuntimeError, match="not usable since an earlier step failed"):
+            step(world, model, optimizer, 4)
+        optimizer.zero_grad()
+        zero_ext.load_checkpoint(saves, model)
+        assert [step(world, model, optimizer, number) for number in (1, 2)] == wanted
+        world.barrier()
+
+
+@on_ranks(1)
+def test_an_interrupted_or_short_transfer_is_no_error(world: World) -> None:
+    with tempfile.TemporaryDirectory() as nvme:
+        losses = []
+        for faulty in (False, True):
+            model, optimizer = prepared(world, nvme)
+            store = engine_of(model).tiers.store
+            for number in range(3):
+                if faulty:
+                    for writing in (False, True):
+                        ops.store_inject_fault(store.handle, writing, number, -errno.EINTR, 2)
+                        ops.store_inject_fault(store.handle, writing, number + 2, 512, 1)
+                losses.append(step(world, model, optimizer, number))
+        assert losses[:3] == losses[3:]
+
+
+@on_ranks(1, 2)
+def test_files_go_with_the_model(world: World) -> None:
+    with tempfile.TemporaryDirectory() as nvme:
+        model, optimizer = prepared(world, nvme)
+        step(world, model, optimizer, 0)
+        assert len(list(Path(nvme).iterdir())) == 1
+        del model, optimizer
+        gc.collect()
+        assert list(Path(nvme).iterdir()) == []
+
+
+@on_ranks(1, 2)
+def test_bad_paths_are_refused_on_all_ranks_before_anything_changes(world: World) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "file"
+        file.write_text("")
+        for path in (Path(folder) / "missing", file):
+            model = TinyModel()
+            before = [parameter.data_ptr() for parameter in model.parameters()]
+            good = world.rank != 0
+            paths = [folder if good else str(path)]
+            config = {"offload": {"optimizer": "nvme", "nvme_paths": paths, "ring_bytes": 1 << 20}}
+            optimizer = torch.optim.AdamW(model.parameters())
+            with pytest.raises(RuntimeError, match=r"on ranks \[0\]") as caught:
+                zero_ext.prepare(model, optimizer, config, process_group=world.group)
+            assert good or str(path) in str(caught.value)
+            assert [parameter.data_ptr() for parameter in model.parameters()] == before
+        del caught
+        gc.collect()
+        assert [entry.name for entry in Path(folder).iterdir()] == ["file"]
+
+
+@on_ranks(1)
+def test_a_damaged_extent_is_found(world: World) -> None:
+    with tempfile.TemporaryDirectory() as nvme:
+        model, optimizer = prepared(world, nvme, checksum=True)
+        step(world, model, optimizer, 0)
+        language_loss(model, language_batch(world.seed, 1, 0, 0)).backward()
+        file = next(Path(nvme).rglob("extents.bin"))
+        offset = engine_of(model).masters[0].state.offset + 100
+        with file.open("r+b") as data:
+            data.seek(offset)
+            byte = data.read(1)
+            data.seek(offset)
+            data.write(bytes([byte[0] ^ 1]))
+        with pytest.raises(RuntimeError, match=r"CRC32C(?s:.*)load the last checkpoint"):
+            optimizer.step()
