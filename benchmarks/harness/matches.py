@@ -31,6 +31,12 @@ STEP_MATCHES = (
     Match("stage1@1", (("plain@1", 1.02),)),
 )
 
+OFFLOAD_MATCHES = (
+    Match("stage3-host", (("deepspeed3-host", None),)),
+    Match("stage3-nvme", (("deepspeed3-nvme", 0.70),)),
+    Match("stage3-stored", (("deepspeed3-nvme", None),)),
+)
+
 MEMORY_MATCHES = (
     Match("stage3", (("fsdp2", None), ("deepspeed3", None))),
     Match("stage2", (("fsdp2-keep", None), ("deepspeed2", None))),

@@ -1,5 +1,7 @@
 """What the harness asks of a contender, and the hyper-parameters all of them share."""
 
+import os
+import tempfile
 from typing import Protocol
 
 import torch
@@ -9,6 +11,11 @@ BETAS = (0.9, 0.999)
 EPSILON = 1e-8
 WEIGHT_DECAY = 0.01
 CLIP_NORM = 1.0
+
+
+def nvme_folder() -> str:
+    """Where contenders keep what they offload: $ZERO_EXT_BENCH_NVME, else the folder of temporary files."""
+    return os.environ.get("ZERO_EXT_BENCH_NVME") or tempfile.gettempdir()
 
 
 class Trainer(Protocol):

@@ -15,18 +15,31 @@ class Contender:
     key: str
     title: str
     family: str
-    options: dict[str, int | bool]
+    options: dict[str, int | bool | str]
     ranks: int
     threads: int
     bytes_per_parameter: float
 
 
 def _pair(stage: int) -> tuple[Contender, Contender]:
-    options: dict[str, int | bool] = {"stage": stage}
+    options: dict[str, int | bool | str] = {"stage": stage}
     sharded = {0: 24.0, 1: 17.0, 2: 17.0, 3: 17.0}[stage]
     return (
         Contender(f"stage{stage}", f"zero_ext stage {stage}", "zero_ext", options, 2, 1, sharded),
         Contender(f"stage{stage}@1", f"zero_ext stage {stage}, 1 rank", "zero_ext", options, 1, 2, 24.0),
+    )
+
+
+def _offloaded(tier: str) -> tuple[Contender, Contender]:
+    """Optimizer state in ``tier``, gradients in host memory, parameters on the device."""
+    ours: dict[str, int | bool | str] = {"stage": 3, "optimizer": tier, "grads": "host"}
+    theirs: dict[str, int | bool | str] = {"stage": 3, "optimizer": tier}
+    label = {"host": "host", "nvme": "NVMe"}[tier]
+    return (
+        Contender(f"stage3-{tier}", f"zero_ext 3, optimizer on {label}", "zero_ext", ours, 2, 1, 17.0),
+        Contender(
+            f"deepspeed3-{tier}", f"DeepSpeed 3, optimizer on {label}", "deepspeed", theirs, 2, 1, 19.0
+        ),
     )
 
 
@@ -42,6 +55,16 @@ CONTENDERS = {
             for stage in (1, 2, 3)
         ),
         *(contender for stage in (0, 1, 2, 3) for contender in _pair(stage)),
+        *(contender for tiers in ("host", "nvme") for contender in _offloaded(tiers)),
+        Contender(
+            "stage3-stored",
+            "zero_ext 3, params and optimizer on NVMe",
+            "zero_ext",
+            {"stage": 3, "optimizer": "nvme", "grads": "host", "params": "nvme"},
+            2,
+            1,
+            8.0,
+        ),
     )
 }
 

@@ -11,8 +11,11 @@ def compile_operators() -> None:
     RuntimeError with the compiler's words when a build fails.
     """
     script = (
-        "from deepspeed.ops.op_builder.cpu import FusedAdamBuilder, ShareMemCommBuilder\n"
+        "from deepspeed.ops.op_builder import AsyncIOBuilder\n"
+        "from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, FusedAdamBuilder, ShareMemCommBuilder\n"
         "FusedAdamBuilder().load(verbose=False); ShareMemCommBuilder().load(verbose=False)\n"
+        "CPUAdamBuilder().load(verbose=False)\n"
+        "if AsyncIOBuilder().is_compatible(verbose=False): AsyncIOBuilder().load(verbose=False)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -4,19 +4,26 @@ import torch
 
 import zero_ext
 from benchmarks.harness.shapes import LlamaShape, build_model
-from benchmarks.peers.base import CLIP_NORM, adamw, loss_of
+from benchmarks.peers.base import CLIP_NORM, adamw, loss_of, nvme_folder
 from zero_ext.zero import engine_of
 
 
 class ZeroExtTrainer:
-    """The loop of the README: the optimizer is the user's AdamW, clipping is configured."""
+    """The loop of the README: the optimizer is the user's AdamW, clipping is configured; ``tiers`` by state
+    kind."""
 
-    def __init__(self, shape: LlamaShape, stage: int) -> None:
+    def __init__(self, shape: LlamaShape, stage: int, **tiers: str) -> None:
+        paths = {"nvme_paths": [nvme_folder()]} if "nvme" in tiers.values() else {}
         model = build_model(shape)
         self.model, self.optimizer = zero_ext.prepare(
             model,
             adamw(list(model.parameters())),
-            config={"stage": stage, "gradient_clipping": CLIP_NORM, "units": {"persistence_threshold": 0}},
+            config={
+                "stage": stage,
+                "gradient_clipping": CLIP_NORM,
+                "units": {"persistence_threshold": 0},
+                "offload": {**tiers, **paths},
+            },
         )
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:

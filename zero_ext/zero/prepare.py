@@ -96,10 +96,7 @@ def prepare(
         owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
     plans = plan_units(model, owned, settings, collectives.world_size)
     trains = _trains(optimizer)
-    moments = DTYPES[settings.precision.moments_dtype]
-    kinds = state_kinds(optimizer, moments) if optimizer is not None else None
-    pool = BufferPool()
-    tiers = _make_tiers(settings, kinds, plans, trains, collectives)
+    pool, tiers = BufferPool(), _make_tiers(settings, optimizer, plans, collectives)
     built = [build_unit(plan, collectives, pool, tiers, values == "keep", trains(plan)) for plan in plans]
     if settings.precision.dtype != "keep":
         cast_running_statistics(model, DTYPES[settings.precision.dtype])
@@ -143,16 +140,18 @@ def _check_parameters(owned: Sequence[Owned], optimizer: torch.optim.Optimizer |
 
 def _make_tiers(
     settings: ZeroConfig,
-    kinds: dict[str, torch.dtype] | None,
+    optimizer: torch.optim.Optimizer | None,
     plans: Sequence[UnitPlan],
-    trains: Callable[[UnitPlan], bool],
     collectives: Collectives,
 ) -> Tiers:
     """The tiers with room for everything, or an error on all ranks with nothing changed."""
 
+    moments = DTYPES[settings.precision.moments_dtype]
+    kinds = state_kinds(optimizer, moments) if optimizer is not None else None
+
     def make() -> Tiers:
         tiers = Tiers(settings.offload, settings.aio, kinds)
-        reserve_storage(plans, tiers, collectives.world_size, trains)
+        reserve_storage(plans, tiers, collectives.world_size, _trains(optimizer))
         return tiers
 
     if not settings.offload.any_nvme:

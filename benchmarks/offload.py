@@ -1,0 +1,127 @@
+"""Host and NVMe offload: step time and resident memory of zero_ext against DeepSpeed's, in turn in one run.
+
+Run from the repository root: python -m benchmarks.offload [--models 34m,239m] [--rounds 5] [--steps 3]
+"""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.harness.environment import describe
+from benchmarks.harness.matches import OFFLOAD_MATCHES, select
+from benchmarks.harness.ranks import TeamFailure
+from benchmarks.harness.report import Table, megabytes, terminal, write_results
+from benchmarks.harness.shapes import shape_named
+from benchmarks.memory import contenders_of, measure_resident, resident_table
+from benchmarks.peers import contender_named
+from benchmarks.peers.base import nvme_folder
+from benchmarks.peers.deepspeed_operators import compile_operators
+from benchmarks.step import measure, ratios_table, times_table
+
+# Subject, peer, highest ratio of their whole peaks that passes.
+PEAK_BARS = (
+    ("stage3-nvme", "deepspeed3-nvme", 0.5),
+    ("stage3-nvme", "stage3", 1.0),
+    ("stage3-stored", "deepspeed3-nvme", 0.5),
+    ("stage3-host", "deepspeed3-host", None),
+)
+
+
+def peak_rows(readings: dict[str, dict[str, dict[str, int]]]) -> list[dict[str, Any]]:
+    """Whole peaks of subject and peer in bytes, their ratio and whether it passes."""
+    return [
+        {
+            "model": model,
+            "subject": subject,
+            "peer": peer,
+            "subject_peak": by_key[subject]["whole_peak"],
+            "peer_peak": by_key[peer]["whole_peak"],
+            "ratio": by_key[subject]["whole_peak"] / by_key[peer]["whole_peak"],
+            "bar": bar,
+        }
+        for model, by_key in readings.items()
+        for subject, peer, bar in PEAK_BARS
+        if subject in by_key and peer in by_key
+    ]
+
+
+def peak_table(rows: list[dict[str, Any]]) -> Table:
+    """The comparison the bars speak of."""
+    table = Table(
+        "Peak resident memory of a rank",
+        ("zero_ext / peer", "model", "zero_ext MB", "peer MB", "ratio", "bar", "met"),
+        note="VmHWM of whole processes, libraries included, from construction to the last step; the highest"
+        " rank.",
+    )
+    for row in rows:
+        bar = row["bar"]
+        table.rows.append(
+            [
+                f"{contender_named(row['subject']).title} / {contender_named(row['peer']).title}",
+                row["model"],
+                megabytes(row["subject_peak"]),
+                megabytes(row["peer_peak"]),
+                f"{row['ratio']:.3f}",
+                "" if bar is None else f"≤ {bar:.2f}",
+                "" if bar is None else ("yes" if row["ratio"] <= bar else "NO"),
+            ]
+        )
+    return table
+
+
+def main(
+    models: Annotated[str, typer.Option(help="Comma-separated shapes: tiny, 34m, 239m.")] = "34m,239m",
+    rounds: Annotated[int, typer.Option(min=0, help="Rounds of timing; 0 measures memory alone.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of a contender in a round.")] = 3,
+    only: Annotated[str, typer.Option(help="Comma-separated contenders, e.g. stage3-nvme.")] = "",
+    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "offload",
+) -> None:
+    """Measure offload against DeepSpeed's; write benchmarks/results/offload.{json,md}."""
+    console = terminal()
+    try:
+        shapes = [shape_named(name) for name in models.split(",")]
+        matches = select(OFFLOAD_MATCHES, [key for key in only.split(",") if key])
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    keys = [*contenders_of(matches), "stage3"]
+    if any(contender_named(key).family == "deepspeed" for key in keys):
+        with console.status("compiling DeepSpeed's operators (minutes the first time)"):
+            compile_operators()
+    readings: dict[str, dict[str, dict[str, int]]] = {shape.name: {} for shape in shapes}
+    failures: list[str] = []
+    for shape in shapes:
+        for key in keys:
+            console.print(f"{shape.name}: memory of {contender_named(key).title}")
+            try:
+                readings[shape.name][key] = measure_resident(key, shape, steps)
+            except TeamFailure as failure:
+                failures.append(f"{shape.name}, {key}: {failure}")
+    runs, rows, timing_failures = (
+        measure(shapes, matches, rounds, steps, 2, console) if rounds else ([], [], [])
+    )
+    failures += timing_failures
+    peaks = peak_rows(readings)
+    tables = [peak_table(peaks), resident_table(readings)]
+    if rows:
+        tables = [ratios_table(rows, rounds, steps), *tables, times_table(runs)]
+    for table in tables:
+        table.show(console)
+    data = {
+        "environment": {**describe(), "NVMe folder": nvme_folder()},
+        "comparisons": rows,
+        "peaks": peaks,
+        "resident": readings,
+        "runs": runs,
+        "failures": failures,
+    }
+    for path in write_results(output, "Host and NVMe offload", tables, data):
+        console.print(f"wrote {path}")
+    for what in failures:
+        print(f"FAILED {what}", file=sys.stderr)
+    if failures:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
