@@ -1,6 +1,4 @@
 // zero_ext::state_stream_adam_: one Adam step over state in a store.
-#include <functional>
-
 #include "../core/offload/adam_stream.h"
 #include "adam_arguments.h"
 #include "state_stream.h"
@@ -109,11 +107,16 @@ void state_stream_adam(std::int64_t handle, const Tensor& ranges, const std::vec
   }
   for (std::size_t i = 0; i < work.size(); ++i) work[i].segments = parts[i];
   check_disjoint(std::move(memory));
-  const auto parallel = [](std::int64_t begin, std::int64_t end, std::int64_t grain,
-                           const std::function<void(std::int64_t, std::int64_t)>& function) {
+  core::ThreadUse threads([](std::int64_t begin, std::int64_t end, std::int64_t grain,
+                             const core::PartFunction& function) {
     torch::stable::parallel_for(begin, end, grain, function);
+  });
+  const auto run = [&threads](std::int64_t count, std::int64_t grain,
+                              const core::PipelineCounters& so_far,
+                              const core::PartFunction& function) {
+    threads.run(count, grain, so_far, function);
   };
-  add_counters(counters, core::adam_stream(*stream->store, stream->ring, work, moments, parallel));
+  add_counters(counters, core::adam_stream(*stream->store, stream->ring, work, moments, run));
 }
 
 }  // namespace

@@ -231,16 +231,14 @@ Problem random_problem(std::mt19937_64& generator, int ranges, std::int64_t alig
 }
 
 // Uneven parts on three threads.
-void on_threads(std::int64_t begin, std::int64_t end, std::int64_t /*grain*/,
-                const std::function<void(std::int64_t, std::int64_t)>& function) {
-  testing::split_over_threads(end - begin, 3, [&](std::int64_t first, std::int64_t last) {
-    function(begin + first, begin + last);
-  });
+void on_threads(std::int64_t count, std::int64_t /*grain*/, const PipelineCounters& /*so_far*/,
+                const PartFunction& function) {
+  testing::split_over_threads(count, 3, function);
 }
 
-void in_one_go(std::int64_t begin, std::int64_t end, std::int64_t /*grain*/,
-               const std::function<void(std::int64_t, std::int64_t)>& function) {
-  function(begin, end);
+void in_one_go(std::int64_t count, std::int64_t /*grain*/, const PipelineCounters& /*so_far*/,
+               const PartFunction& function) {
+  function(0, count);
 }
 
 std::int64_t total_of(const std::vector<std::uint8_t>& counts) {
@@ -317,22 +315,24 @@ TEST(AdamStream, SkipsChunksThatNoSegmentTouches) {
 
 TEST(AdamStream, TransfersOfSeveralChunksOverlapWithTheStep) {
   auto generator = fresh_generator();
-  Problem problem = random_problem(generator, 4, 1);
-  MemoryStore store(problem.store_bytes, generator(), {1, std::chrono::microseconds(1000)});
-  for (Range& range : problem.ranges) {
-    range.save(store);
-    range.segments = {{0, range.layout.elements(), adam_factors({}, 1.0F)}};
-  }
-  Ring ring(6 * problem.largest_chunk);
+  const AdamMoments moments = AdamMoments::float32;
+  const ChunkLayout layout(40 * 300, adam_fields(moments), 300, 1);
+  const std::vector<AdamSegment> all{{0, layout.elements(), adam_factors({}, 1.0F)}};
+  const Bytes grad(static_cast<std::size_t>(4 * layout.elements()));
+  const AdamRange range{layout, 0, {NumericType::float32, grad.data(), -1}, std::nullopt, all};
+  MemoryStore store(layout.extent_bytes(), generator(), {1, std::chrono::microseconds(1000)});
+  Ring ring(6 * Ring::kAlignment);  // six chunks of 3600 bytes, of forty
   int most_while_computing = 0;
-  const auto parallel = [&](std::int64_t begin, std::int64_t end, std::int64_t grain,
-                            const std::function<void(std::int64_t, std::int64_t)>& function) {
+  const auto parts = [&](std::int64_t count, std::int64_t grain, const PipelineCounters& so_far,
+                         const PartFunction& function) {
     most_while_computing = std::max(most_while_computing, store.outstanding());
     EXPECT_EQ(live_host_bytes(), ring.bytes());
-    in_one_go(begin, end, grain, function);
+    EXPECT_GT(so_far.waiting_for_reads.count(), 0);
+    in_one_go(count, grain, so_far, function);
   };
-  adam_stream(store, ring, problem.requests(), problem.moments, parallel);
+  adam_stream(store, ring, {&range, 1}, moments, parts);
   EXPECT_GT(store.most_outstanding, 3);
+  EXPECT_LE(store.most_outstanding, 6);
   EXPECT_GT(most_while_computing, 2);
   EXPECT_TRUE(store.read_beside_write);
 }
@@ -379,12 +379,11 @@ TEST(AdamStream, AFailedComputationLeavesNothingInFlight) {
   MemoryStore store(problem.store_bytes, generator(), {1, std::chrono::microseconds(100)});
   Ring ring(4 * problem.largest_chunk);
   int calls = 0;
-  const auto parallel = [&](std::int64_t, std::int64_t, std::int64_t,
-                            const std::function<void(std::int64_t, std::int64_t)>&) {
+  const auto parts = [&](std::int64_t, std::int64_t, const PipelineCounters&, const PartFunction&) {
     if (++calls == 3) throw std::runtime_error("no more threads");
   };
   EXPECT_EQ(
-      message_of([&] { adam_stream(store, ring, problem.requests(), problem.moments, parallel); }),
+      message_of([&] { adam_stream(store, ring, problem.requests(), problem.moments, parts); }),
       "no more threads");
   EXPECT_EQ(store.unwaited, 0);
   ASSERT_TRUE(ring.take(ring.bytes()));

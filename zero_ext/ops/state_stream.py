@@ -138,8 +138,9 @@ def state_stream_adam_(
 
     Equals :func:`zero_ext.ops.adam_step_`, or for 8-bit moments ``adam_step_8bit_``, bit for bit.
 
-    Reads, computation and writes of different chunks are in flight at once. Chunks that no segment touches
-    are left alone.
+    Reads, computation and writes of different chunks are in flight at once; several threads compute only
+    where that is faster and storage is not what the step waits for. Chunks that no segment touches are left
+    alone.
 
     Args:
         ranges: int64 [R, 5]: elements, offset in the store of the state, of the gradient, of the parameters
@@ -152,7 +153,7 @@ def state_stream_adam_(
             and inside their range.
         hyper, grad_scale: as of ``adam_step_``.
         counters: int64 [7], increased by this call's values, in the order of ``STREAM_COUNTERS``; bytes
-            include padding, and computing is all time between two waits.
+            include padding.
 
     Raises:
         RuntimeError: a bad argument or overlapping extents, before anything moves; or a failed transfer,

@@ -105,15 +105,15 @@ class TouchedChunks {
 // The step on one chunk in memory.
 class ChunkStep {
  public:
-  ChunkStep(AdamMoments moments, const ParallelFor& parallel)
-      : moments_(moments), parallel_(parallel) {}
+  ChunkStep(AdamMoments moments, const ChunkParts& parts) : moments_(moments), parts_(parts) {}
 
-  void operator()(const AdamRange& range, const ChunkPipeline::Slot& slot) {
+  void operator()(const AdamRange& range, const ChunkPipeline::Slot& slot,
+                  const PipelineCounters& so_far) {
     select(range, slot.job.chunk);
     if (moments_ == AdamMoments::blockwise8) {
-      step_8bit(range, slot);
+      step_8bit(range, slot, so_far);
     } else {
-      step(range, slot);
+      step(range, slot, so_far);
     }
     if (in_store(range.param)) complete(range, slot);
   }
@@ -132,7 +132,8 @@ class ChunkStep {
     }
   }
 
-  void step(const AdamRange& range, const ChunkPipeline::Slot& slot) const {
+  void step(const AdamRange& range, const ChunkPipeline::Slot& slot,
+            const PipelineCounters& so_far) const {
     const bool wide = moments_ == AdamMoments::float32;
     const AdamBuffers buffers{master(slot),
                               field<void>(range, slot, 1),
@@ -144,12 +145,13 @@ class ChunkStep {
                               param_type(range)};
     std::int64_t total = 0;
     for (const AdamSegment& segment : segments_) total += segment.end - segment.begin;
-    parallel_(0, total, kGrain, [&](std::int64_t begin, std::int64_t end) {
+    parts_(total, kGrain, so_far, [&](std::int64_t begin, std::int64_t end) {
       adam_step(buffers, segments_, begin, end);
     });
   }
 
-  void step_8bit(const AdamRange& range, const ChunkPipeline::Slot& slot) const {
+  void step_8bit(const AdamRange& range, const ChunkPipeline::Slot& slot,
+                 const PipelineCounters& so_far) const {
     const std::int64_t count = range.layout.count(slot.job.chunk);
     const Adam8BitBuffers buffers{count,
                                   master(slot),
@@ -161,7 +163,7 @@ class ChunkStep {
                                   range.gradient.type,
                                   param(range, slot),
                                   param_type(range)};
-    parallel_(0, block_count(count), kGrainBlocks, [&](std::int64_t begin, std::int64_t end) {
+    parts_(block_count(count), kGrainBlocks, so_far, [&](std::int64_t begin, std::int64_t end) {
       adam_step_8bit(buffers, segments_, begin, end);
     });
   }
@@ -212,19 +214,19 @@ class ChunkStep {
   }
 
   AdamMoments moments_;
-  const ParallelFor& parallel_;
+  const ChunkParts& parts_;
   std::vector<AdamSegment> segments_;
 };
 
 }  // namespace
 
 PipelineCounters adam_stream(ByteStore& store, Ring& ring, std::span<const AdamRange> ranges,
-                             AdamMoments moments, const ParallelFor& parallel) {
+                             AdamMoments moments, const ChunkParts& parts) {
   check_ranges(store, ranges);
   ChunkPipeline pipeline(store, ring, TouchedChunks(ranges));
-  ChunkStep step(moments, parallel);
+  ChunkStep step(moments, parts);
   while (const ChunkPipeline::Slot* const slot = pipeline.next()) {
-    step(ranges[slot->job.range], *slot);
+    step(ranges[slot->job.range], *slot, pipeline.counters());
   }
   return pipeline.counters();
 }

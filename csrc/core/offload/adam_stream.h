@@ -11,6 +11,7 @@
 #include "adam_state.h"
 #include "chunk_layout.h"
 #include "chunk_pipeline.h"
+#include "thread_use.h"
 
 namespace zero_ext::core {
 
@@ -39,18 +40,17 @@ struct AdamRange {
   std::span<const AdamSegment> segments;
 };
 
-// Runs function(begin, end) over parts of [begin, end), in parallel where that pays: parts of
-// `grain` elements are worth a thread.
-using ParallelFor =
-    std::function<void(std::int64_t begin, std::int64_t end, std::int64_t grain,
-                       const std::function<void(std::int64_t, std::int64_t)>& function)>;
+// Runs function over [0, count), given the counters so far; parts of `grain` are worth a thread.
+using ChunkParts =
+    std::function<void(std::int64_t count, std::int64_t grain, const PipelineCounters& so_far,
+                       const PartFunction& function)>;
 
 // Equals adam_step (adam_step_8bit) on each whole range, bit for bit. Computes on the calling
-// thread and those of `parallel` while reads and writes of other chunks are in flight. Throws
+// thread and those of `parts` while reads and writes of other chunks are in flight. Throws
 // std::runtime_error before anything changes when extents overlap or are not aligned. When a
 // transfer fails its error is thrown, with none left in flight; some chunks then hold the state
 // after the step.
 PipelineCounters adam_stream(ByteStore& store, Ring& ring, std::span<const AdamRange> ranges,
-                             AdamMoments moments, const ParallelFor& parallel);
+                             AdamMoments moments, const ChunkParts& parts);
 
 }  // namespace zero_ext::core
