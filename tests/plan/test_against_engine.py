@@ -86,6 +86,14 @@ def test_ledger_equals_formula(world: World, stage: int) -> None:
         assert held == model_state_bytes(stage, world.size, state), (dtype, micro_batches, moments)
 
 
+@on_ranks(2)
+def test_moments_in_8_bits_differ_by_a_block_a_unit_at_most(world: World) -> None:
+    engine = train(configuration(3, "bf16", 1, "8bit"), 1, False, world)
+    state = TrainingState(elements(engine, True), elements(engine, False), moments_dtype="8bit")
+    excess = engine.ledger()["optimizer"] - model_state_bytes(3, world.size, state).optimizer
+    assert 0 <= excess <= 2 * 4 * len(engine.units)
+
+
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_wire_log_equals_formula(world: World, stage: int) -> None:

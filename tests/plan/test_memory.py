@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -40,7 +41,11 @@ def allocate(stage: int, world_size: int, state: TrainingState, no_sync: bool) -
         if name != "fp32":
             keep("optimizer", share(elements, 1), torch.float32)
         for _ in range(state.moments):
-            keep("optimizer", share(elements, 1), DTYPES[state.moments_dtype])
+            if state.moments_dtype == "8bit":
+                keep("optimizer", share(elements, 1), torch.uint8)
+                keep("optimizer", math.ceil(share(elements, 1) / 256), torch.float32)
+            else:
+                keep("optimizer", share(elements, 1), DTYPES[state.moments_dtype])
     return StateBytes(**{kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in kinds.items()})
 
 
@@ -53,7 +58,7 @@ def test_formula_equals_bytes_counted_tensor_by_tensor() -> None:
             {name: draw.randrange(10**6) for name in draw.sample(sorted(DTYPES), draw.randint(1, 3))},
             {name: draw.randrange(10**6) for name in draw.sample(sorted(DTYPES), draw.randint(0, 3))},
             moments=draw.randint(0, 3),
-            moments_dtype=draw.choice(["fp32", "bf16"]),
+            moments_dtype=draw.choice(["fp32", "bf16", "8bit"]),
             grad_accum_dtype=draw.choice(["fp32", "bf16"]),
             accumulation_steps=draw.randint(1, 3),
         )

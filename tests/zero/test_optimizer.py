@@ -205,6 +205,26 @@ def test_moments_in_bf16(world: World) -> None:
         assert {tensor.dtype for tensor in moments} == {torch.bfloat16}
 
 
+def same_batch(seed: int, _step: int, micro: int, rank: int) -> Any:
+    return language_batch(seed, 0, micro, rank)
+
+
+@on_ranks(2)
+def test_moments_in_8_bits_train_alike(world: World) -> None:
+    """Fifty steps on one batch: every loss stays within 2% of its value with fp32 moments."""
+    losses = []
+    for moments in ("fp32", "8bit"):
+        torch.manual_seed(world.seed)
+        config = configuration(3, precision={"moments_dtype": moments})
+        model, plan = TinyModel(layers=1), Plan(steps=50)
+        losses.append(train_prepared(world, model, language_loss, same_batch, config, plan).losses)
+    exact, quantized = losses
+    assert quantized != exact
+    assert exact[-1] < 0.6 * exact[0]
+    for one, two in zip(quantized, exact, strict=True):
+        assert abs(one - two) <= 2e-2 * two
+
+
 @on_ranks(1, 2)
 def test_step_takes_a_closure_and_profiles_as_torchs(world: World) -> None:
     model = TinyModel(layers=1)

@@ -22,13 +22,14 @@ class PrecisionPolicy(Policy):
         dtype: compute precision of parameters and their gathered copies; "keep" leaves every parameter as
             it is.
         grad_accum_dtype: precision in which gradients of several micro-batches add up.
-        moments_dtype: precision of Adam's two moments (masters are always fp32).
+        moments_dtype: precision of Adam's two moments (masters are always fp32). "8bit" quantizes blocks
+            of 256 elements (Dettmers et al., arXiv 2110.02861); checkpoints cannot hold it.
         communication_dtype: precision of gradients on the wire; None sends a gradient in its own.
     """
 
     dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
     grad_accum_dtype: ParameterDtype = "fp32"
-    moments_dtype: Literal["fp32", "bf16"] = "fp32"
+    moments_dtype: Literal["fp32", "bf16", "8bit"] = "fp32"
     communication_dtype: ParameterDtype | None = None
 
 

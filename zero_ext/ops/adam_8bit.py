@@ -23,8 +23,7 @@ def adam_step_8bit_(
 
     The update is computed in float32 from the dequantized moments; the master weights step with the new
     moments as they are before they are quantized again. `exp_avg` is in the signed code, `exp_avg_sq` in the
-    unsigned one, see :func:`quantize_blockwise`; what starts as zeros has codes 127 and 0 and any finite
-    scales.
+    unsigned one, see :func:`quantize_blockwise`. Memory of zero bytes, codes and scales, stands for zeros.
 
     Blocks are counted from the first element. One that no segment touches stays as it is. In one that a
     segment touches, elements outside every segment keep master and param; their moments are quantized again

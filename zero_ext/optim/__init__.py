@@ -1,6 +1,7 @@
 """Per-shard optimizers: the fused one-pass Adam and torch's elementwise optimizers on flat fp32 shards."""
 
+from zero_ext.optim.moments import moments_dtype_named
 from zero_ext.optim.select import make_stepper, state_kinds
 from zero_ext.optim.stepper import OwnedRange, Segment, Stepper, Update
 
-__all__ = ["OwnedRange", "Segment", "Stepper", "Update", "make_stepper", "state_kinds"]
+__all__ = ["OwnedRange", "Segment", "Stepper", "Update", "make_stepper", "moments_dtype_named", "state_kinds"]

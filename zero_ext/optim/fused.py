@@ -7,34 +7,32 @@ from typing import Any
 
 import torch
 
-from zero_ext import ops
 from zero_ext.offload import MASTER, AdamWork, NvmeState, StepPart, StepStaging, Values, stream_adam
+from zero_ext.optim.moments import EightBitMoments, FloatMoments, Moments, MomentsDtype
 from zero_ext.optim.stepper import OwnedRange, Segment, Update
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamStepper:
     """Fused Adam over owned ranges: unscale, clip, update, cast to compute precision in one pass of memory.
 
     Hyper-parameters are read from the live ``groups`` at each step; every parameter counts its own steps,
-    as torch's do. Moments are fp32 or bf16.
+    as torch's do. Moments are fp32, bf16 or "8bit".
     """
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
         ranges: Sequence[OwnedRange],
-        moments_dtype: torch.dtype,
+        moments_dtype: MomentsDtype,
         staging: StepStaging,
     ) -> None:
         self._groups = groups
         self._ranges = tuple(ranges)
         self._staging = staging
         self._steps = {segment.name: 0 for owned in ranges for segment in owned.segments}
-        for owned in ranges:
-            for kind in MOMENTS:
-                owned.state.add(kind, moments_dtype)
+        self._moments: Moments = (
+            EightBitMoments(ranges) if moments_dtype == "8bit" else FloatMoments(ranges, moments_dtype)
+        )
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`. Gradients may be fp32, bf16 or fp16."""
@@ -47,7 +45,7 @@ class AdamStepper:
                 continue
             output, tier = owned.output, owned.state.tier
             for part in self._staging.parts(tier, update.gradient, update.tier, output):
-                self._step_part(owned, part, bounds, rows, scale)
+                self._step_part(update.index, part, bounds, rows, scale)
             yield update.index
         if stored:
             # All ranges in one pipeline: between two of them nothing has to drain.
@@ -76,7 +74,7 @@ class AdamStepper:
 
     def _step_part(
         self,
-        owned: OwnedRange,
+        index: int,
         part: StepPart,
         bounds: list[tuple[int, int]],
         rows: list[list[float]],
@@ -86,24 +84,14 @@ class AdamStepper:
             (max(begin, part.begin) - part.begin, min(end, part.end) - part.begin) for begin, end in bounds
         ]
         kept = [number for number, (begin, end) in enumerate(inside) if begin < end]
-        master, exp_avg, exp_avg_sq = (
-            owned.state.read(kind, part.begin, part.end) for kind in (MASTER, *MOMENTS)
-        )
         covered = sum(inside[number][1] - inside[number][0] for number in kept)
         if part.staged is not None and covered < part.end - part.begin:
             # All of it goes back, so elements that the step leaves alone need the value they have.
-            part.staged.copy_(master)
+            part.staged.copy_(self._ranges[index].state.read(MASTER, part.begin, part.end))
         if kept:
-            ops.adam_step_(
-                master,
-                exp_avg,
-                exp_avg_sq,
-                part.gradient,
-                part.output,
-                torch.tensor([inside[number] for number in kept], dtype=torch.int64),
-                torch.tensor([rows[number] for number in kept], dtype=torch.float64),
-                scale,
-            )
+            segments = torch.tensor([inside[number] for number in kept], dtype=torch.int64)
+            hyper = torch.tensor([rows[number] for number in kept], dtype=torch.float64)
+            self._moments.update(index, part, segments, hyper, scale)
 
     def _hyper_parameters(self, segment: Segment) -> list[float]:
         group = self._groups[segment.group]
@@ -122,10 +110,7 @@ class AdamStepper:
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Stepper`: ``exp_avg`` and ``exp_avg_sq``."""
-        owned = self._ranges[index]
-        for kind in MOMENTS:
-            for segment in owned.segments:
-                yield kind, segment, owned.state.run(kind, segment.begin, segment.begin + segment.numel)
+        return self._moments.values(index)
 
     def scalars(self) -> dict[str, Any]:
         """See :class:`Stepper`: the number of steps of every parameter."""
@@ -141,5 +126,5 @@ class AdamStepper:
         return lambda: None
 
     def state_bytes(self) -> int:
-        """See :class:`Stepper`: none, the moments lie beside the master weights."""
-        return 0
+        """See :class:`Stepper`: moments that do not lie beside the master weights."""
+        return self._moments.memory_bytes()

@@ -10,31 +10,41 @@ from zero_ext.offload import Tiers
 from zero_ext.optim.compatibility import check_elementwise, elementwise_kinds, fusible
 from zero_ext.optim.elementwise import ElementwiseStepper
 from zero_ext.optim.elementwise_stream import ElementwiseStream
-from zero_ext.optim.fused import MOMENTS, AdamStepper
+from zero_ext.optim.fused import AdamStepper
+from zero_ext.optim.moments import MOMENTS, MomentsDtype
 from zero_ext.optim.stepper import OwnedRange, Stepper
 
 
 def make_stepper(
     optimizer: torch.optim.Optimizer,
     ranges: Sequence[OwnedRange],
-    moments_dtype: torch.dtype,
+    moments_dtype: MomentsDtype,
     elementwise: bool,
     tiers: Tiers,
 ) -> Stepper:
     """The stepper for a user's optimizer: fused for Adam and AdamW, else torch's own code on the shards.
 
-    Raises ``ValueError`` if the class needs whole tensors, or is unknown and ``elementwise`` is False.
+    Raises ``ValueError`` if the class needs whole tensors, or is unknown and ``elementwise`` is False, or if
+    moments in 8 bits are asked of torch's own code.
     """
     if fusible(optimizer):
         return AdamStepper(optimizer.param_groups, ranges, moments_dtype, tiers.staging)
     check_elementwise(optimizer, elementwise)
+    if moments_dtype == "8bit":
+        raise ValueError(
+            "precision.moments_dtype '8bit' is for Adam and AdamW without amsgrad; the state of "
+            f"{type(optimizer).__name__} stays in fp32: drop the key"
+        )
     if any(owned.state.tier == "nvme" for owned in ranges):
         return ElementwiseStream(optimizer, ranges)
     return ElementwiseStepper(optimizer, ranges, tiers.transfers)
 
 
-def state_kinds(optimizer: torch.optim.Optimizer, moments_dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The values an element that :func:`make_stepper`'s stepper keeps beside the master weights."""
+def state_kinds(optimizer: torch.optim.Optimizer, moments_dtype: MomentsDtype) -> dict[str, torch.dtype]:
+    """The values an element that :func:`make_stepper`'s stepper keeps beside the master weights: none if
+    its moments are in 8-bit blocks."""
+    if moments_dtype == "8bit":
+        return {}
     if fusible(optimizer):
         return dict.fromkeys(MOMENTS, moments_dtype)
     kinds = {kind for group in optimizer.param_groups for kind in elementwise_kinds(optimizer, group)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from zero_ext.ops import block_count
 from zero_ext.zero.placement import Placement
 
 BYTES_OF_DTYPE = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -25,7 +26,8 @@ class TrainingState:
         trainable: elements of parameters with gradients and optimizer state.
         frozen: elements of parameters without.
         moments: optimizer state tensors as large as their parameter (Adam 2, SGD with momentum 1, plain 0).
-        moments_dtype: dtype of these.
+        moments_dtype: dtype of these; "8bit" takes a byte an element and four for a block of 256. The engine
+            counts blocks in each unit on its own, so every further unit may add one block a moment.
         grad_accum_dtype: dtype that gradients add up in over several micro-batches.
         accumulation_steps: micro-batches of a step. With one, gradients stay in compute precision.
     """
@@ -42,7 +44,8 @@ class TrainingState:
             for dtype, elements in counts.items():
                 _bytes_of(name, dtype)
                 check_count(f"{name}[{dtype!r}]", elements, 0)
-        _bytes_of("moments_dtype", self.moments_dtype)
+        if self.moments_dtype != "8bit":
+            _bytes_of("moments_dtype", self.moments_dtype)
         _bytes_of("grad_accum_dtype", self.grad_accum_dtype)
         check_count("moments", self.moments, 0)
         check_count("accumulation_steps", self.accumulation_steps, 1)
@@ -86,8 +89,9 @@ def model_state_bytes(
         grads += _part(elements, placement.grads, world_size) * grad_width
         if no_sync and placement.grads:
             grads += elements * accumulated
-        per_element = state.moments * BYTES_OF_DTYPE[state.moments_dtype] + (4 if dtype != "fp32" else 0)
-        optimizer += _part(elements, placement.optimizer, world_size) * per_element
+        owned = _part(elements, placement.optimizer, world_size)
+        optimizer += state.moments * _moment_bytes(owned, state.moments_dtype)
+        optimizer += owned * 4 if dtype != "fp32" else 0
     return StateBytes(params, grads, optimizer)
 
 
@@ -99,6 +103,12 @@ def check_count(name: str, value: object, least: int) -> None:
 
 def _part(elements: int, sharded: bool, world_size: int) -> int:
     return -(-elements // world_size) if sharded else elements
+
+
+def _moment_bytes(elements: int, dtype: str) -> int:
+    if dtype != "8bit":
+        return elements * BYTES_OF_DTYPE[dtype]
+    return elements + 4 * block_count(elements)
 
 
 def _bytes_of(name: str, dtype: str) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from zero_ext.offload import Values, copy_of, count, replace
-from zero_ext.optim import Stepper, make_stepper
+from zero_ext.optim import Stepper, make_stepper, moments_dtype_named
 from zero_ext.zero.engine import Engine
-from zero_ext.zero.partition import DTYPES
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -23,7 +22,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, elementwise: bool) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.engine = engine
-        moments = DTYPES[engine.config.precision.moments_dtype]
+        moments = moments_dtype_named(engine.config.precision.moments_dtype)
         engine.attach_optimizer(
             self.param_groups,
             lambda ranges: make_stepper(optimizer, ranges, moments, elementwise, engine.tiers),

@@ -13,7 +13,7 @@ from torch import nn
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.offload import Tiers
-from zero_ext.optim import state_kinds
+from zero_ext.optim import moments_dtype_named, state_kinds
 from zero_ext.optim.compatibility import check_elementwise, fusible, was_stepped
 from zero_ext.zero.construction import (
     broadcast_buffers,
@@ -146,7 +146,7 @@ def _make_tiers(
 ) -> Tiers:
     """The tiers with room for everything, or an error on all ranks with nothing changed."""
 
-    moments = DTYPES[settings.precision.moments_dtype]
+    moments = moments_dtype_named(settings.precision.moments_dtype)
     kinds = state_kinds(optimizer, moments) if optimizer is not None else None
 
     def make() -> Tiers:
