@@ -90,6 +90,12 @@ struct Avx2Vector {
     return _mm256_sub_ps(_mm256_castsi256_ps(significand), _mm256_set1_ps(1.0F));
   }
 
+  static Bits magnitude_keys(const float* source) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+    const __m256i rotated =
+        _mm256_or_si256(_mm256_slli_epi32(bits, 1), _mm256_srli_epi32(bits, 31));
+    return _mm256_xor_si256(rotated, set_bits<float>(1));
+  }
   static Float load_bytes(const std::uint8_t* source) {
     const __m128i packed = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(source));
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(packed));

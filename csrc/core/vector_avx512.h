@@ -90,6 +90,10 @@ struct Avx512Vector {
     return _mm512_sub_ps(_mm512_castsi512_ps(significand), _mm512_set1_ps(1.0F));
   }
 
+  static Bits magnitude_keys(const float* source) {
+    const __m512i bits = _mm512_loadu_si512(source);
+    return _mm512_xor_si512(_mm512_rol_epi32(bits, 1), set_bits<float>(1));
+  }
   static Float load_bytes(const std::uint8_t* source) {
     const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(packed));

@@ -72,6 +72,11 @@ struct ScalarVector {
     return std::bit_cast<float>((std::bit_cast<std::uint32_t>(a) & 0x7FFFFFU) | 0x3F800000U) - 1;
   }
 
+  // Keys that order floats by magnitude, and the positive one of two equals last: the bits, with
+  // the inverted sign for the lowest.
+  static ZERO_EXT_HOST_DEVICE Bits magnitude_keys(const float* source) {
+    return std::rotl(std::bit_cast<std::uint32_t>(*source), 1) ^ 1U;
+  }
   static ZERO_EXT_HOST_DEVICE Float load_bytes(const std::uint8_t* source) { return *source; }
   // Of whole numbers 0..255.
   static ZERO_EXT_HOST_DEVICE void store_bytes(std::uint8_t* target, Float value) {

@@ -109,7 +109,7 @@ TEST(Blockwise, EachElementTakesTheNearestValue) {
       for (std::size_t begin = 0; begin < kCount; begin += kBlock) {
         float largest = 0;
         for (std::size_t i = begin; i < std::min<std::size_t>(begin + kBlock, kCount); ++i) {
-          largest = std::max(largest, std::abs(values[i]));
+          if (std::abs(values[i]) > std::abs(largest)) largest = values[i];
         }
         EXPECT_EQ(quantized.scales[begin / kBlock], largest);
       }
@@ -117,20 +117,36 @@ TEST(Blockwise, EachElementTakesTheNearestValue) {
   }
 }
 
-TEST(Blockwise, UnchangedScaleLeavesCodesUnchanged) {
+TEST(Blockwise, OfTwoEqualMagnitudesThePositiveOneIsTheScale) {
+  for (const Isa isa : available_isas()) {
+    const SelectedIsa selected(isa);
+    for (const float last : {-2.0F, 2.0F}) {
+      EXPECT_EQ(quantize({1.0F, -last, -1.5F, last}, DynamicCode::is_signed).scales[0], 2.0F);
+    }
+    EXPECT_EQ(quantize({1.0F, -2.0F, 1.5F}, DynamicCode::is_signed).scales[0], -2.0F);
+  }
+}
+
+TEST(Blockwise, QuantizingAgainChangesNothing) {
   auto generator = fresh_generator();
   for (const Isa isa : available_isas()) {
     const SelectedIsa selected(isa);
     for (const DynamicCode code : kCodes) {
-      Quantized quantized{std::vector<std::uint8_t>(kCount),
-                          {3.3F, 0.0F, std::numeric_limits<float>::min(), 1e38F}};
+      const bool is_signed = code == DynamicCode::is_signed;
+      Quantized quantized{
+          std::vector<std::uint8_t>(kCount),
+          {is_signed ? -3.3F : 3.3F, 0.0F, std::numeric_limits<float>::min(), 1e38F}};
       for (std::uint8_t& each : quantized.codes) each = static_cast<std::uint8_t>(generator());
       for (std::size_t i = 0; i < kCount; i += kBlock) quantized.codes[i] = 255;
-      const std::uint8_t zero = code == DynamicCode::is_signed ? 127 : 0;
+      const std::uint8_t zero = is_signed ? 127 : 0;
       std::fill_n(quantized.codes.begin() + kBlock, kBlock, zero);
       const Quantized again = quantize(dequantize(quantized, code), code);
       EXPECT_EQ(again.codes, quantized.codes);
       EXPECT_EQ(again.scales, quantized.scales);
+      const Quantized once = quantize(spread_values(generator, code), code);
+      const Quantized twice = quantize(dequantize(once, code), code);
+      EXPECT_EQ(twice.codes, once.codes);
+      EXPECT_EQ(twice.scales, once.scales);
     }
   }
 }

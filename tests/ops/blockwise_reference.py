@@ -27,9 +27,9 @@ def over_elements(scales: Values, count: int) -> Values:
 
 
 def encode_scales(values: Values) -> Values:
-    """Every block's largest magnitude."""
-    starts = range(0, len(values), BLOCK)
-    return np.array([np.abs(values[start : start + BLOCK]).max() for start in starts], dtype=np.float64)
+    """Every block's element of largest magnitude, the positive one of two."""
+    blocks = [values[start : start + BLOCK] for start in range(0, len(values), BLOCK)]
+    return np.array([max(block, key=lambda x: (abs(x), x)) for block in blocks], dtype=np.float64)
 
 
 def decode(codes: NDArray[np.uint8], scales: Values, signed: bool) -> Values:
@@ -44,10 +44,10 @@ def allowed_error(values: Values, scales: Values, signed: bool) -> Values:
     """
     table = code_values(signed)
     scale = over_elements(scales, len(values))
-    position = np.divide(values, scale, out=np.zeros_like(values), where=scale > 0)
+    position = np.divide(values, scale, out=np.zeros_like(values), where=scale != 0)
     above = np.clip(np.searchsorted(table, position), 1, 255)
     half_gap = (table[above] - table[above - 1]) / 2
     half_gap = np.maximum(half_gap, table[0] - position)
     if not signed:
         half_gap = np.where((position > 0) & (position < table[1]), table[1], half_gap)
-    return half_gap * scale * (1 + 2**-12) + 4e-7 * np.abs(values)
+    return half_gap * np.abs(scale) * (1 + 2**-12) + 4e-7 * np.abs(values)

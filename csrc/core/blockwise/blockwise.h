@@ -20,9 +20,11 @@ inline constexpr int kDynamicCodes = 2;
 // Quantizes `count` values, counted from the start of a block: codes [count] and scales
 // [block_count(count)].
 //
-// A block's scale is its largest magnitude; a code is that of the value nearest to element / scale.
-// A block that holds a NaN or an infinity gets the scale NaN, so all its elements read back as NaN;
-// one whose largest magnitude is below the smallest normal float32 becomes zeros.
+// A block's scale is its element of largest magnitude, with its sign (the positive one of two
+// equals); a code is that of the value nearest to element / scale. So that element is kept exactly
+// though the signed code has no -1, and what has been quantized once is not changed by being
+// quantized again. A block that holds a NaN or an infinity gets the scale NaN, so all its elements
+// read back as NaN; one whose largest magnitude is below the smallest normal float32 becomes zeros.
 void quantize_blockwise(const float* values, std::int64_t count, DynamicCode code,
                         std::uint8_t* codes, float* scales);
 

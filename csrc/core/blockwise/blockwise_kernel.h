@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 
@@ -37,15 +38,15 @@ struct BlockCodec {
     }
   }
 
-  // The largest magnitude; NaN when a value is not finite.
+  // The value of largest magnitude, the positive one of two; NaN when a value is not finite.
   static float scale_of(const float* values) {
     auto highest = V::template set_bits<float>(0);
     for (std::int64_t i = 0; i < kBlock; i += V::template lanes<float>) {
-      highest = V::template max<float>(highest, V::magnitudes(values + i));
+      highest = V::template max<float>(highest, V::magnitude_keys(values + i));
     }
-    const std::uint32_t bits = V::template highest<float>(highest);
-    if (bits >= kInfinityBits<float>) return std::numeric_limits<float>::quiet_NaN();
-    return std::bit_cast<float>(bits);
+    const std::uint32_t key = V::template highest<float>(highest);
+    if (key >> 1 >= kInfinityBits<float>) return std::numeric_limits<float>::quiet_NaN();
+    return std::bit_cast<float>(std::rotr(key ^ 1U, 1));
   }
 
   // Reads `count` elements' codes.
@@ -60,7 +61,7 @@ struct BlockCodec {
   static float store(const BlockValues& block, std::int64_t count, std::uint8_t* codes) {
     const float scale = scale_of(block.values);
     // False for NaN too. Smaller scales have no finite reciprocal.
-    if (!(scale >= std::numeric_limits<float>::min())) {
+    if (!(std::abs(scale) >= std::numeric_limits<float>::min())) {
       std::fill(codes, codes + count, Code::zero);
       return scale != scale ? scale : 0.0F;
     }

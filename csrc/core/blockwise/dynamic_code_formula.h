@@ -41,7 +41,7 @@ ZERO_EXT_HOST_DEVICE typename V::Float encode_dynamic(typename V::Float value) {
                                      V::lookup(tables.cell_offset, decade)));
   const Float code = V::min(cell, V::lookup(tables.last_code, decade));
   const Float one = V::set(static_cast<float>(255 - Code::zero));
-  // The signed code has no -1: its value decides, not its magnitude.
+  // The signed code has no -1, so the value decides, not its magnitude.
   const Float either = V::if_at_least(value, V::set(tables.one_boundary), one, code);
   if constexpr (!Code::is_signed) return either;
   return V::add(V::copy_sign(either, value), V::set(float{Code::zero}));
