@@ -13,10 +13,13 @@ from zero_ext.zero.gathered import (
 from zero_ext.zero.init import Init
 from zero_ext.zero.module import ZeroModule
 from zero_ext.zero.prepare import prepare
+from zero_ext.zero.tiling import TiledEmbedding, TiledLinear
 
 __all__ = [
     "ConfigError",
     "Init",
+    "TiledEmbedding",
+    "TiledLinear",
     "ZeroConfig",
     "ZeroModule",
     "double_backward",

@@ -73,6 +73,9 @@ class UnitPolicy(Policy):
             ModuleList and Sequential stacks.
         leaf_modules: class or module names that are gathered whole, with all they contain (mixture of
             experts).
+        tiles: number of tiles for nn.Linear and nn.Embedding modules, by module or class name: in stage 3
+            each is replaced by a tiled one, of which one tile after another is gathered. Saved under the
+            same names.
         bucket_elements: size of a unit in stages 1 and 2.
         persistence_threshold: parameters with fewer elements stay gathered in stage 3.
         live_elements: cap on gathered elements at any time in stage 3.
@@ -81,6 +84,7 @@ class UnitPolicy(Policy):
 
     block_classes: Names = ()
     leaf_modules: Names = ()
+    tiles: dict[Annotated[str, Field(min_length=1)], Positive] = Field(default_factory=dict)
     bucket_elements: Positive = 16_777_216
     persistence_threshold: Count = 0
     live_elements: Positive = 1_000_000_000

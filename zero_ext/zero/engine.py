@@ -31,6 +31,7 @@ from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.reducer import GradientReducer
 from zero_ext.zero.residency import Residency
 from zero_ext.zero.state import EngineState
+from zero_ext.zero.tiling import Wholes
 from zero_ext.zero.together import FailedTogether
 from zero_ext.zero.unit import Unit
 from zero_ext.zero.update import update_parameters
@@ -62,6 +63,7 @@ class Engine:
         self._places = [
             (item.parameter, name, weakref.ref(owner)) for item in owned for name, owner in item.places()
         ]
+        self.wholes = Wholes(model)
         self.units = tuple(unit for unit, _ in units)
         self.masters = tuple(master for _, master in units if master is not None)
         self.steps = 0

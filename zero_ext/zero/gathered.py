@@ -115,13 +115,22 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     engine = engine_of(model)
     keep = not rank0_only or engine.rank == 0
     whole: dict[nn.Parameter, torch.Tensor] = {}
+    tiled: dict[str, torch.Tensor] = {}
     for unit in engine.units:
         with gathered(unit.parameters):
             for number, parameter in enumerate(unit.parameters if keep else ()):
-                whole[parameter] = unit.view_of(number).detach().clone()
+                place, value = engine.wholes.place(engine.names[parameter][0]), unit.view_of(number).detach()
+                if place is None:
+                    whole[parameter] = value.clone()
+                    continue
+                if place.name not in tiled:
+                    tiled[place.name] = value.new_empty(place.shape)
+                place.part_of(tiled[place.name]).copy_(value)
+                whole[parameter] = tiled[place.name]
     if not keep:
         return {}
-    values = {name: whole[p] for name, p in engine.model.named_parameters(remove_duplicate=False)}
+    named = engine.model.named_parameters(remove_duplicate=False)
+    values = {engine.wholes.name(name): whole[parameter] for name, parameter in named}
     buffers = persistent_buffers(engine.model)
     return {**values, **{name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}}
 
@@ -136,9 +145,11 @@ def load_full_state_dict(
     always do. Returns the missing and the unexpected keys.
     """
     engine = engine_of(model)
+    _check_shapes(state, engine.wholes.shapes())
+    state = engine.wholes.cut(state)
     names, buffers = _names_of(engine), persistent_buffers(engine.model)
     found = {parameter: [name for name in own if name in state] for parameter, own in names.items()}
-    missing = [own[0] for parameter, own in names.items() if not found[parameter]]
+    missing = engine.wholes.names(own[0] for parameter, own in names.items() if not found[parameter])
     missing += [name for name in buffers if name not in state]
     known = {name for own in names.values() for name in own} | set(buffers)
     unexpected = [name for name in state if name not in known]

@@ -13,6 +13,7 @@ from torch import nn
 from zero_ext.zero.backward import BackwardPass, in_backward
 from zero_ext.zero.frames import Call, CallStack, opaque_in, tensors_in
 from zero_ext.zero.residency import Residency
+from zero_ext.zero.tiling import Tile
 from zero_ext.zero.unit import Unit
 
 _USES = "_zero_ext_uses"
@@ -55,9 +56,10 @@ class ForwardHooks:
     def leave(self, home: nn.Module, outputs: object) -> None:
         """After a block's forward, also when it raised."""
         call = self.calls.pop(home)
-        recomputing = in_backward()
+        forward_only = isinstance(home, Tile) and not call.inputs
+        recomputing = in_backward() and not forward_only
         try:
-            if torch.is_grad_enabled() and (call.touched or not self.calls):
+            if torch.is_grad_enabled() and not forward_only and (call.touched or not self.calls):
                 self._watch_outputs(call, outputs)
         finally:
             if recomputing:
@@ -179,7 +181,7 @@ def install(
         if own:
             module._parameters = GatheringParameters(module._parameters, touch)
             _install_owner_hook(module, touch)
-        if module in homes:
+        if module in homes or (own and isinstance(module, Tile)):
             everything = [parameter for parameter in module.parameters() if parameter in units]
             _install_block_hooks(
                 module, name or type(model).__name__, weak, touch, everything if _is_compiled(module) else []

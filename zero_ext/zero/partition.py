@@ -12,6 +12,7 @@ from torch import nn
 from zero_ext.config import ZeroConfig
 from zero_ext.zero.layout import ParameterSpec, memory_order
 from zero_ext.zero.placement import Placement
+from zero_ext.zero.tiling import Tile
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STACKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -61,7 +62,8 @@ def owned_parameters(model: nn.Module, precision: str) -> list[Owned]:
 
 
 def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
-    """The modules that are gathered as one: named classes and leaf modules, by default stack entries.
+    """The modules that are gathered as one: named classes and leaf modules, by default stack entries, and
+    tiles, also those inside another block.
 
     Raises ``ValueError`` if a configured name matches nothing.
     """
@@ -89,6 +91,7 @@ def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
             f"units.block_classes / units.leaf_modules: {sorted(unmatched)} match no module outside another "
             f"block. The model's classes are {classes}."
         )
+    blocks.update((name, module) for name, module in model.named_modules() if isinstance(module, Tile))
     return blocks
 
 
@@ -135,10 +138,12 @@ def _buckets(
 def _blocks(
     model: nn.Module, owned: Iterable[Owned], blocks: dict[str, nn.Module], placement: Placement
 ) -> Iterator[UnitPlan]:
+    # Tiles are the last of the blocks, and so their own block where another one contains them.
     block_of = {inner: (name, block) for name, block in blocks.items() for inner in block.modules()}
     groups: dict[tuple[str, torch.dtype, bool], tuple[nn.Module, list[Owned]]] = {}
     for item in owned:
-        homes = {block_of.get(owner) for owner in item.owners}
+        tiled = all(isinstance(owner, Tile) for owner in item.owners)
+        homes = {block_of.get(owner) for owner in (item.owners[:1] if tiled else item.owners)}
         only = homes.pop() if len(homes) == 1 else None
         if only is not None:
             name, home = only

@@ -35,6 +35,7 @@ from zero_ext.zero.parameter_hooks import watch_all
 from zero_ext.zero.partition import DTYPES, Owned, UnitPlan, owned_parameters, plan_units
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.process_group import join_world, make_collectives
+from zero_ext.zero.tiling.replace import apply_tiling, plan_tiling
 from zero_ext.zero.together import together
 
 
@@ -73,13 +74,8 @@ def prepare(
         RuntimeError: the ranks hold different models (raised on all of them).
     """
     settings = load_config(config)
-    if vars(model).get(MODULE_ATTRIBUTE) is not None or isinstance(model, ZeroModule):
-        raise ValueError(f"{type(model).__name__} is prepared already; call zero_ext.prepare once a model")
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        raise ValueError(
-            "the whole model is compiled; compile its blocks instead (for block in model.layers: "
-            "torch.compile(block)) and prepare the plain model around them"
-        )
+    _check_model(model)
+    tiling = plan_tiling(model, settings.units.tiles)
     join_world(settings.timeout_seconds)
     collectives = make_collectives(process_group, settings.timeout_seconds)
     settings = settings.replace(batch=settings.batch.resolve(collectives.world_size))
@@ -91,9 +87,11 @@ def prepare(
     if values == "keep":
         check_values(owned)
     check_agreement(owned, settings, collectives)
+    if settings.stage == 3:
+        apply_tiling(model, optimizer, tiling, collectives)
     if values == "empty":
         leave_meta(model)
-        owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
+    owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
     plans = plan_units(model, owned, settings, collectives.world_size)
     trains = _trains(optimizer)
     pool, tiers = BufferPool(), _make_tiers(settings, optimizer, plans, collectives)
@@ -122,6 +120,16 @@ def prepare(
         # A scheduler over the user's own optimizer would warn that it never steps: the prepared one does.
         optimizer._opt_called = True  # type: ignore[attr-defined]
     return (ZeroModule(model) if wrap else model), prepared
+
+
+def _check_model(model: nn.Module) -> None:
+    if vars(model).get(MODULE_ATTRIBUTE) is not None or isinstance(model, ZeroModule):
+        raise ValueError(f"{type(model).__name__} is prepared already; call zero_ext.prepare once a model")
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise ValueError(
+            "the whole model is compiled; compile its blocks instead (for block in model.layers: "
+            "torch.compile(block)) and prepare the plain model around them"
+        )
 
 
 def _check_parameters(owned: Sequence[Owned], optimizer: torch.optim.Optimizer | None) -> None:

@@ -82,10 +82,10 @@ class EngineState:
         for unit in self._engine.units:
             for spec, parameter in zip(unit.layout.specs, unit.parameters, strict=True):
                 dtype = str(spec.dtype).removeprefix("torch.")
-                aliases = self._engine.names[parameter][1:]
-                table[spec.name] = ParameterInfo(
-                    spec.shape, spec.stride, dtype, aliases, parameter.requires_grad
-                )
+                name, *aliases = self._engine.wholes.names(self._engine.names[parameter])
+                place = self._engine.wholes.place(spec.name)
+                shape, stride = (spec.shape, spec.stride) if place is None else (place.shape, place.stride)
+                table[name] = ParameterInfo(shape, stride, dtype, tuple(aliases), parameter.requires_grad)
         return table
 
     def save_pieces(self) -> Iterator[ShardPiece]:
@@ -96,13 +96,24 @@ class EngineState:
             low, high = max(begin, first), min(begin + count(piece.tensor), last)
             if low < high:
                 part = part_of(piece.tensor, low - begin, high - begin)
-                yield ShardPiece(piece.kind, piece.name, piece.start + low - begin, part)
+                yield from self._of_wholes(
+                    ShardPiece(piece.kind, piece.name, piece.start + low - begin, part)
+                )
 
     def load_pieces(self) -> Iterator[ShardPiece]:
         """What this rank needs filled: everything it owns."""
         for piece, _, _ in self._pieces():
             if count(piece.tensor):
-                yield piece
+                yield from self._of_wholes(piece)
+
+    def _of_wholes(self, piece: ShardPiece) -> Iterator[ShardPiece]:
+        """``piece`` itself, or, of a tile, its runs of the tensor that was tiled."""
+        place = self._engine.wholes.place(piece.name)
+        if place is None:
+            yield piece
+            return
+        for begin, start, numel in place.runs(piece.start, count(piece.tensor)):
+            yield ShardPiece(piece.kind, place.name, start, part_of(piece.tensor, begin, begin + numel))
 
     def _pieces(self) -> Iterator[tuple[ShardPiece, Unit, int]]:
         """Every owned piece with its unit and its first element's place in the unit's flat buffer."""
@@ -144,14 +155,15 @@ class EngineState:
         groups = []
         for group in engine.groups:
             plain = {key: _plain(value) for key, value in group.items() if key != "params"}
-            groups.append({"settings": plain, "params": [engine.names[p][0] for p in group["params"]]})
+            names = engine.wholes.names(engine.names[parameter][0] for parameter in group["params"])
+            groups.append({"settings": plain, "params": names})
         return {
             "steps": engine.steps,
             "skipped_steps": engine.skipped_steps,
             "loss_scaler": engine.scaler.state_dict(),
             "param_groups": groups,
             "optimizer_class": self.optimizer_class,
-            "optimizer": engine.stepper.scalars() if engine.stepper is not None else None,
+            "optimizer": engine.wholes.to_wholes(engine.stepper.scalars()) if engine.stepper else None,
         }
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
@@ -163,7 +175,7 @@ class EngineState:
         engine.scaler.load_state_dict(state["loss_scaler"])
         self._undo = None
         if stepper is not None:
-            stepper.load_scalars(state["optimizer"])
+            stepper.load_scalars(engine.wholes.to_tiles(state["optimizer"]))
             for live, group in zip(engine.groups, state["param_groups"], strict=True):
                 for key, value in group["settings"].items():
                     live[key] = _as_before(live.get(key), value)
@@ -190,7 +202,7 @@ class EngineState:
     def prepare_load(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
         """Makes lazily created optimizer state exist for the kinds of state a checkpoint holds."""
         if self._engine.stepper is not None:
-            self._undo = self._engine.stepper.make_state(kinds)
+            self._undo = self._engine.stepper.make_state(self._engine.wholes.to_tiles(kinds))
 
     def abandon_load(self) -> None:
         """After a load that was refused: takes back what :meth:`prepare_load` made."""

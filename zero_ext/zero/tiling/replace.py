@@ -1,0 +1,169 @@
+"""Named layers of a model are replaced by tiled ones, in place, and the optimizer follows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zero_ext.comm import Collectives
+from zero_ext.zero.born import born_shard, full_value
+from zero_ext.zero.tiling.agreement import agree_on_tiles
+from zero_ext.zero.tiling.embedding import TiledEmbedding
+from zero_ext.zero.tiling.linear import TiledLinear
+from zero_ext.zero.tiling.place import bounds
+from zero_ext.zero.tiling.tiled import Tiled
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Layers to be tiled by their first name, each with its number of tiles."""
+
+    splits: Mapping[str, int]
+
+
+def plan_tiling(model: nn.Module, wanted: Mapping[str, int]) -> Tiling:
+    """Finds and checks the layers that ``wanted`` names, by module or class name; changes nothing.
+
+    Raises ``ValueError`` naming the entry for a name that matches nothing, a layer that is neither
+    ``nn.Linear`` nor ``nn.Embedding``, a bad number of tiles, layers with hooks, and weights that are tied
+    to one that is not tiled alike.
+    """
+    splits: dict[str, int] = {}
+    unmatched = set(wanted)
+    for name, module in model.named_modules():
+        # A layer that is tiled already counts as what it was: prepare may be called again after an error.
+        kind = type(module).__name__
+        kind = kind.removeprefix("Tiled") if isinstance(module, Tiled) else kind
+        labels = [label for label in (name, kind) if label in wanted]
+        unmatched.difference_update(labels)
+        if labels and not isinstance(module, Tiled):
+            splits[name] = wanted[labels[0]]  # a module's own name counts before its class
+            _check_layer(name, module, splits[name])
+    if unmatched:
+        raise ValueError(
+            f"units.tiles: {sorted(unmatched)} match no module; give full names of nn.Linear or nn.Embedding "
+            "modules, such as 'lm_head', or their class"
+        )
+    _check_ties(model, splits)
+    return Tiling(splits)
+
+
+def _check_layer(name: str, module: nn.Module, splits: int) -> None:
+    place = f"units.tiles.{name}"
+    if not name:
+        raise ValueError("units.tiles: the model itself cannot be tiled; put the layer into a module")
+    # Not subclasses, whose forward may be another; the second half is for type checkers.
+    if type(module) not in (nn.Linear, nn.Embedding) or not isinstance(module, nn.Linear | nn.Embedding):
+        raise ValueError(f"{place}: a {type(module).__name__}; only nn.Linear and nn.Embedding can be tiled")
+    bounds(module.out_features if isinstance(module, nn.Linear) else module.num_embeddings, splits, place)
+    for option in ("max_norm", "sparse"):
+        if getattr(module, option, None):
+            raise ValueError(f"{place}: {option} = {getattr(module, option)!r}, which tiles cannot have")
+    hooked = [kind for kind in _HOOKS if getattr(module, kind, None)]
+    hooked += [
+        f"{inner}.{kind}"
+        for inner, parameter in module.named_parameters()
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")
+        if getattr(parameter, kind, None)
+    ]
+    if hooked or module._compiled_call_impl is not None:
+        raise ValueError(
+            f"{place}: has hooks or is compiled ({hooked}), which tiles would lose; register hooks on the "
+            "module around it, or after zero_ext.prepare"
+        )
+
+
+def _check_ties(model: nn.Module, splits: Mapping[str, int]) -> None:
+    owners: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners[parameter].append(f"{prefix}.{name}" if prefix else name)
+    for places in owners.values():
+        numbers = {splits.get(place.rpartition(".")[0]) for place in places}
+        if len(numbers) > 1:
+            raise ValueError(
+                f"units.tiles: the tied parameters {places} are to be cut into "
+                f"{[splits.get(place.rpartition('.')[0]) for place in places]} tiles (None: not tiled); name "
+                "all their modules with the same number"
+            )
+
+
+def apply_tiling(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    tiling: Tiling,
+    collectives: Collectives,
+) -> None:
+    """Replaces the planned layers in ``model``, and their parameters in ``optimizer``'s groups by the tiles.
+
+    Tiles share the memory of what they replace; one sharded at birth is gathered for it, a collective. Tied
+    parameters stay tied. From here on the ranks agree on the tiles that embeddings gather.
+    """
+    parts: dict[nn.Parameter, list[nn.Parameter]] = {}
+    for name, number in tiling.splits.items():
+        layer = model.get_submodule(name)
+        made = _like(layer, number)
+        for inner, parameter in layer.named_parameters():
+            if parameter not in parts:
+                parts[parameter] = made.cut(inner, _value_of(parameter, collectives), parameter.requires_grad)
+            made.take(inner, parts[parameter])
+        made.train(layer.training)
+        for parent in list(model.modules()):
+            for child, module in parent._modules.items():
+                if module is layer:
+                    parent._modules[child] = made
+    for group in optimizer.param_groups if optimizer is not None else ():
+        _follow(group, parts)
+    agree_on_tiles(model, collectives)
+
+
+def _value_of(parameter: nn.Parameter, collectives: Collectives) -> torch.Tensor:
+    return full_value(parameter, collectives) if born_shard(parameter) is not None else parameter
+
+
+def _like(layer: nn.Module, number: int) -> TiledLinear | TiledEmbedding:
+    """A tiled layer of the sizes of ``layer``, without values."""
+    if isinstance(layer, nn.Linear):
+        sizes = (layer.in_features, layer.out_features, layer.bias is not None, 1, number)
+        return TiledLinear(*sizes, device="meta", dtype=layer.weight.dtype)
+    if not isinstance(layer, nn.Embedding):
+        raise AssertionError(f"a plan to tile a {type(layer).__name__}")
+    return TiledEmbedding(
+        layer.num_embeddings,
+        layer.embedding_dim,
+        number,
+        layer.padding_idx,
+        layer.scale_grad_by_freq,
+        "meta",
+        layer.weight.dtype,
+    )
+
+
+def _follow(group: dict[str, object], parts: Mapping[nn.Parameter, list[nn.Parameter]]) -> None:
+    """Puts the tiles of a parameter where it stood in a param group, and in the names beside it."""
+    parameters, names = group["params"], group.get("param_names")
+    if not isinstance(parameters, list):
+        raise AssertionError("a param group without a list of parameters")
+    group["params"] = [tile for parameter in parameters for tile in parts.get(parameter, [parameter])]
+    if isinstance(names, list):
+        group["param_names"] = [
+            f"{name}.{number}" if parameter in parts else name
+            for name, parameter in zip(names, parameters, strict=True)
+            for number, _ in enumerate(parts.get(parameter, [parameter]))
+        ]
