@@ -68,16 +68,6 @@ class ZeroConfig(Policy):
         return self
 
     @model_validator(mode="after")
-    def _quantized_moments_stay_in_memory(self) -> ZeroConfig:
-        if self.precision.moments_dtype == "8bit" and self.offload.optimizer == "nvme":
-            raise KeyProblem(
-                "precision.moments_dtype",
-                "got '8bit' with offload.optimizer 'nvme', but quantized moments live in memory only; put "
-                "offload.optimizer on 'host', or set moments_dtype to 'fp32' or 'bf16'",
-            )
-        return self
-
-    @model_validator(mode="after")
     def _only_shards_are_moved(self) -> ZeroConfig:
         for kind, (needed, words) in _SHARDED_FROM.items():
             tier = getattr(self.offload, kind)

@@ -26,20 +26,27 @@ _READ, _WRITTEN = (ops.STREAM_COUNTERS.index(name) for name in ("bytes_read", "b
 class StateStream:
     """The ring, and the kinds of state that pass through it: ``kinds`` by name, one value an element.
 
+    With ``quantized`` Adam's moments pass through it as well, in 8-bit blocks that only the step reads.
     ``ring_bytes`` of memory are allocated here. Raises ``RuntimeError`` naming the smallest ring if it is too
     small.
     """
 
     def __init__(
-        self, store: NvmeStore, ring_bytes: int, kinds: Mapping[str, torch.dtype], transfers: TransferLog
+        self,
+        store: NvmeStore,
+        ring_bytes: int,
+        kinds: Mapping[str, torch.dtype],
+        transfers: TransferLog,
+        quantized: bool = False,
     ) -> None:
         self.store = store
         self.kinds = {MASTER: torch.float32, **kinds}
         self.handle = next(_HANDLES)
         self.ring_bytes = ring_bytes
         self._transfers = transfers
-        sizes = [dtype.itemsize for dtype in self.kinds.values()]
-        ops.state_stream_open(self.handle, store.handle, ring_bytes, sizes, [1] * len(sizes))
+        sizes = tuple(dtype.itemsize for dtype in self.kinds.values())
+        fields = ops.ADAM_FIELDS[torch.uint8] if quantized else (sizes, (1,) * len(sizes))
+        ops.state_stream_open(self.handle, store.handle, ring_bytes, *fields)
         self._close = weakref.finalize(self, ops.state_stream_close, self.handle)
         self.chunk_elements = ops.state_stream_chunk_elements(self.handle)
 

@@ -21,11 +21,16 @@ class Tiers:
 
     ``transfers`` counts what moves between the tiers, ``staging`` is what a step in another tier than its
     gradients or parameters goes through. ``kinds`` are the values an element that the optimizer keeps beside
-    the master weights; None where there is no optimizer.
+    the master weights; None where there is no optimizer. ``quantized`` says that it keeps moments in 8-bit
+    blocks.
     """
 
     def __init__(
-        self, policy: OffloadPolicy, aio: AioPolicy, kinds: Mapping[str, torch.dtype] | None = None
+        self,
+        policy: OffloadPolicy,
+        aio: AioPolicy,
+        kinds: Mapping[str, torch.dtype] | None = None,
+        quantized: bool = False,
     ) -> None:
         self.transfers = TransferLog()
         self.staging = StepStaging(policy.ring_bytes, self.transfers)
@@ -41,7 +46,7 @@ class Tiers:
                 checksum=policy.checksum,
             )
             if policy.optimizer == "nvme" and kinds is not None:
-                self._stream = StateStream(self._store, policy.ring_bytes, kinds, self.transfers)
+                self._stream = StateStream(self._store, policy.ring_bytes, kinds, self.transfers, quantized)
 
     def stored_bytes(self, tier: Tier, numel: int, dtype: torch.dtype) -> int:
         """Bytes of the store that the home of a shard takes in ``tier``."""

@@ -73,7 +73,11 @@ class EightBitMoments:
 
     def __init__(self, ranges: Sequence[OwnedRange]) -> None:
         self._ranges = tuple(ranges)
-        self._moments = [tuple(_zeros(owned.state.numel) for _ in MOMENTS) for owned in ranges]
+        # Beside master weights in storage the moments are there, too.
+        self._moments = [
+            tuple(_zeros(owned.state.numel) for _ in MOMENTS) if owned.state.tier != "nvme" else ()
+            for owned in ranges
+        ]
 
     def update(
         self, index: int, part: StepPart, segments: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor
