@@ -1,0 +1,128 @@
+"""The commands of ``zero-ext``: arguments in, text out; the work is done elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from zero_ext.checkpoint import CheckpointReport, export_huggingface, inspect_checkpoint
+from zero_ext.cli.console import bytes_of, cleaned_up_when_ended, errors_on_stderr
+
+app = typer.Typer(
+    help="Look into zero_ext checkpoints, export them, describe this machine, measure its NVMe devices.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+_PIPE_WIDTH = 170
+
+Directory = Annotated[Path, typer.Argument(help="A checkpoint, or the directory that holds several.")]
+Step = Annotated[int | None, typer.Option(help="Which step; by default the latest.")]
+
+
+@app.command()
+def inspect(
+    directory: Directory,
+    step: Step = None,
+    tensors: Annotated[bool, typer.Option(help="List every parameter and buffer.")] = True,
+) -> None:
+    """Show what a checkpoint holds and verify every byte; exit status 1 if any is damaged."""
+    console = Console()
+    with errors_on_stderr():
+        report = inspect_checkpoint(directory, step=step)
+    _print_summary(console, report)
+    if tensors:
+        console.print(_tensor_table(report))
+    for text in report.damage:
+        console.print(f"[red]{escape(text)}", soft_wrap=True)
+    if report.damage:
+        raise typer.Exit(1)
+    console.print(f"every byte of {len(report.file_bytes)} files verified")
+
+
+@app.command()
+def export(
+    directory: Directory,
+    out: Annotated[Path, typer.Argument(help="Where the safetensors files go; made if missing.")],
+    step: Step = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; by default the compute precision.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest file: bytes, or like 5GB, 500MiB.")] = "5GB",
+) -> None:
+    """Write the weights of a checkpoint as Hugging Face safetensors, one tensor in memory at a time."""
+    with errors_on_stderr():
+        limit = bytes_of(max_shard_size, "--max-shard-size")
+        paths = export_huggingface(directory, out, dtype, limit, step=step)
+    for path in paths:
+        print(path)
+
+
+@app.command()
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Describe this machine and installation, for bug reports and for tuning."""
+    from zero_ext.cli.environment import describe_environment
+
+    sections = describe_environment(Path.cwd())
+    if as_json:
+        print(json.dumps(sections, indent=2))
+        return
+    table = Table("", "", show_header=False)
+    for title, facts in sections.items():
+        table.add_row(f"[bold]{escape(title)}", "")
+        for name, value in facts.items():
+            table.add_row(f"  {escape(name)}", escape(value))
+        table.add_section()
+    _terminal().print(table)
+
+
+@app.command(name="bench-nvme")
+def bench_nvme(
+    path: Annotated[Path, typer.Argument(help="A directory on the device; its file is removed again.")],
+    size: Annotated[str, typer.Option(help="Of the file: bytes, or like 1GiB.")] = "1GiB",
+    backends: Annotated[str, typer.Option(help="Like io_uring,threads; by default all there are.")] = "",
+    blocks: Annotated[str, typer.Option(help="Sizes of a block.")] = "256KiB,1MiB,4MiB",
+    depths: Annotated[str, typer.Option(help="Blocks in flight a submitter.")] = "8,32",
+    submitters: Annotated[str, typer.Option(help="Threads with a queue each.")] = "1,2",
+    repeats: Annotated[int, typer.Option(min=1, help="Passes of each; medians are shown.")] = 3,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON file for the best section; the plot goes beside it as PNG.")
+    ] = None,
+) -> None:
+    """Measure a device with every engine setting and write the best `aio` section."""
+    from zero_ext.cli.bench_nvme import chosen_grid, measure_and_report
+
+    with errors_on_stderr(), cleaned_up_when_ended():
+        grid = chosen_grid(backends, blocks, depths, submitters)
+        measure_and_report(_terminal(), path, bytes_of(size, "--size"), grid, repeats, output)
+
+
+def _terminal() -> Console:
+    """A console; one that writes to a file or pipe gets lines wide enough for the tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_PIPE_WIDTH)
+
+
+def _print_summary(console: Console, report: CheckpointReport) -> None:
+    console.print(f"{escape(str(report.path))}: step {report.step}, saved by {report.world_size} ranks")
+    for kind, size in sorted(report.bytes_by_kind.items()):
+        console.print(f"  {escape(kind)}: {size:,} bytes")
+    for name, size in report.file_bytes.items():
+        console.print(f"  {escape(name)}: {size:,} bytes")
+
+
+def _tensor_table(report: CheckpointReport) -> Table:
+    table = Table("name", "shape", "dtype", "stored")
+    for tensor in report.tensors:
+        name = " = ".join((tensor.name, *tensor.aliases))
+        stored = ", ".join(f"{kind} {size:,}" for kind, size in tensor.bytes_by_kind.items())
+        table.add_row(escape(name), str(tensor.shape), tensor.dtype, escape(stored))
+    return table

@@ -1,0 +1,104 @@
+"""fio (Axboe's I/O tester), where it is installed: the same transfers by somebody else's program."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+FIO_ENGINES = {"io_uring": "io_uring", "libaio": "libaio", "threads": "psync"}
+
+
+@dataclass(frozen=True)
+class FioJob:
+    """One sequential pass over the first ``nbytes`` of a file that exists.
+
+    ``backend`` is ours; "threads" becomes as many synchronous threads as the queue is deep, each with its own
+    part of the file, and so do further ``submitters``.
+    """
+
+    path: Path
+    backend: str
+    block_bytes: int
+    queue_depth: int
+    submitters: int
+    nbytes: int
+    writing: bool
+    direct: bool
+
+    def command(self) -> list[str]:
+        """The call of fio."""
+        synchronous = self.backend == "threads"
+        jobs = self.queue_depth * self.submitters if synchronous else self.submitters
+        part = self.nbytes // jobs // self.block_bytes * self.block_bytes
+        if part == 0:
+            raise ValueError(
+                f"{jobs} jobs with blocks of {self.block_bytes} bytes need more than {self.nbytes}"
+            )
+        options = {
+            "name": "zero_ext",
+            "filename": str(self.path).replace(":", "\\:"),
+            "rw": "write" if self.writing else "read",
+            "ioengine": FIO_ENGINES[self.backend],
+            "bs": self.block_bytes,
+            "iodepth": 1 if synchronous else self.queue_depth,
+            "numjobs": jobs,
+            "size": part,
+            "offset_increment": part,
+            "direct": int(self.direct),
+            "end_fsync": int(self.writing and not self.direct),
+            "fallocate": "none",
+            "output-format": "json",
+        }
+        return [
+            "fio",
+            *(f"--{name}={value}" for name, value in options.items()),
+            "--thread",
+            "--group_reporting",
+        ]
+
+
+@dataclass(frozen=True)
+class FioResult:
+    """What fio measured: bytes, wall and processor seconds, the 99th percentile of a block's latency."""
+
+    nbytes: int
+    seconds: float
+    processor_seconds: float
+    p99_seconds: float
+
+
+def fio_installed() -> bool:
+    """Whether the program is on PATH."""
+    return shutil.which("fio") is not None
+
+
+def run_fio(job: FioJob) -> FioResult:
+    """Runs fio once. RuntimeError with its words if it fails."""
+    # fio leaves state files in its folder, so that is the one that is removed afterwards.
+    done = subprocess.run(job.command(), capture_output=True, text=True, check=False, cwd=job.path.parent)
+    if done.returncode != 0:
+        raise RuntimeError(
+            f"fio failed (exit status {done.returncode}): {(done.stderr or done.stdout)[-1000:]}"
+        )
+    return parse_fio(done.stdout)
+
+
+def parse_fio(text: str) -> FioResult:
+    """The figures in fio's JSON, which warnings may precede. RuntimeError if they are not there."""
+    try:
+        job = json.loads(text[text.index("{") :])["jobs"][0]
+        side = job["read"] if job["read"]["io_bytes"] else job["write"]
+        share = (job["usr_cpu"] + job["sys_cpu"]) / 100
+        return FioResult(
+            nbytes=side["io_bytes"],
+            seconds=side["runtime"] / 1e3,
+            processor_seconds=share * job["job_runtime"] / 1e3,
+            p99_seconds=side["clat_ns"]["percentile"]["99.000000"] / 1e9,
+        )
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise RuntimeError(
+            f"fio's answer has another form than expected ({error!r}): {text[:300]}"
+        ) from error
