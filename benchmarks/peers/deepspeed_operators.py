@@ -1,8 +1,10 @@
 """DeepSpeed's CPU operators are compiled at first use; here, before anything is timed."""
 
+import ctypes
 import os
 import subprocess
 import sys
+from typing import Any
 
 
 def compile_operators() -> None:
@@ -29,3 +31,21 @@ def compile_operators() -> None:
             "DeepSpeed's CPU operators do not build; a C++ compiler and ninja on PATH are needed:\n"
             + done.stderr[-2000:]
         )
+
+
+def load_async_io() -> Any:
+    """DeepSpeed's libaio extension, compiled at first use (minutes).
+
+    RuntimeError that says why it cannot be had: DeepSpeed or libaio is missing, or the compiler's words.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        # On a machine without an accelerator DeepSpeed does not link its extension to libaio.
+        ctypes.CDLL("libaio.so.1", mode=ctypes.RTLD_GLOBAL)
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        return AsyncIOBuilder().load(verbose=False)
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        raise RuntimeError(
+            f"needs deepspeed, a C++ compiler, ninja on PATH and libaio-dev: {str(error)[-500:]}"
+        ) from error

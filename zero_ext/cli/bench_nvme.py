@@ -28,7 +28,7 @@ def chosen_grid(backends: str, blocks: str, depths: str, submitters: str) -> Gri
             raise ValueError(f"--backends has {name!r}; it may have {', '.join(reasons)}")
         if reasons[name]:
             raise RuntimeError(f"--backends has {name!r}, which is not available: {reasons[name]}")
-    sizes = tuple(bytes_of(part, "--blocks") for part in _parts(blocks))
+    sizes = tuple(bytes_of(part, "--blocks") for part in _parts(blocks) or ("",))
     return Grid(names, sizes, _numbers(depths, "--depths"), _numbers(submitters, "--submitters"))
 
 
@@ -101,6 +101,6 @@ def _parts(text: str) -> tuple[str, ...]:
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in _parts(text))
+        return tuple(int(part) for part in _parts(text) or ("",))
     except ValueError:
         raise ValueError(f"{option} is {text!r}; whole numbers separated by commas are wanted") from None

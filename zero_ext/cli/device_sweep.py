@@ -134,9 +134,9 @@ def sweep_device(
     The file holds random bytes before anything is measured. RuntimeError: the path is missing, read-only or
     short of space, or a transfer fails.
     """
-    memory = ops.host_buffer(max(PLAIN_BLOCK, *(buffer_bytes(setting) for setting in settings)))
-    memory.view(torch.int64).random_()  # zeros are not what devices that compress get from training
     with device_file(path, nbytes) as (file, why_not_direct):
+        memory = ops.host_buffer(max(PLAIN_BLOCK, *(buffer_bytes(setting) for setting in settings)))
+        memory.view(torch.int64).random_()  # zeros are not what devices that compress get from training
         plain = Contender("pread/pwrite", lambda writing: plain_pass(file, memory, writing))
         engine = [engine_contender(file, setting, memory) for setting in settings]
         peers = [plain, *fio_contenders(file, settings)]

@@ -64,7 +64,7 @@ def plot_sweep(sweep: Sweep, path: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, both = pyplot.subplots(1, 2, figsize=(12, 4.8), sharey=True)
+    figure, both = pyplot.subplots(1, 2, figsize=(13, 4.8))
     lines = _lines(sweep)
     shapes = sorted({key[1:] for key in lines})
     for axes, writing in zip(both, (False, True), strict=True):
@@ -82,9 +82,9 @@ def plot_sweep(sweep: Sweep, path: Path) -> Path:
             axes.axhline(_rate(peer, sweep.nbytes, writing), color="black", linestyle=style, label=peer.name)
         axes.set_title("write" if writing else "read")
         axes.set_xlabel("block")
+        axes.set_ylabel("GB/s")
         axes.set_ylim(bottom=0)
-    both[0].set_ylabel("GB/s")
-    both[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    both[1].legend(fontsize=7, handlelength=4, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

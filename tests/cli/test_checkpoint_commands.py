@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it writes, how it ends."""
+"""``zero-ext inspect`` and ``export``: what they print, what they write, how they end."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, random_state
+from tests.cli.command import run
 from zero_ext.checkpoint import save_checkpoint
-from zero_ext.cli import app
 
 
 @pytest.fixture
@@ -19,12 +18,6 @@ def saved(tmp_path: Path) -> Path:
     for step in (1, 2):
         save_checkpoint(tmp_path / "run", FakeSource(MIXED, step))
     return tmp_path / "run"
-
-
-def run(*arguments: str, status: int = 0) -> str:
-    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
-    assert result.exit_code == status, result.output
-    return result.output
 
 
 def test_inspect_shows_the_table(saved: Path) -> None:

@@ -1,0 +1,300 @@
+"""The I/O engine against fio and DeepSpeed's handle; an arena against a file per tensor and a block device.
+
+Run from the repository root: python -m benchmarks.aio [--gigabytes 1] [--rounds 9] [--folder DIR]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from benchmarks.harness.environment import available_bytes, describe
+from benchmarks.harness.report import Table, terminal, write_results
+from benchmarks.harness.statistics import Ratio, ratio_of_rounds
+from benchmarks.peers.deepspeed_operators import load_async_io
+from benchmarks.peers.storage_engines import (
+    Mover,
+    deepspeed_handle,
+    fio_engine,
+    own_engine,
+    percentile_99,
+    plain_calls,
+)
+from benchmarks.peers.tensor_homes import (
+    TensorHome,
+    arena,
+    block_device,
+    file_per_tensor,
+    why_no_loop_device,
+)
+from zero_ext import ops
+from zero_ext.cli.device_pass import DeviceFile, Setting, buffer_bytes
+from zero_ext.cli.device_sweep import device_file
+from zero_ext.cli.fio import fio_installed
+
+BLOCK, DEPTH = 1 << 20, 32
+FIO_BAR, DEEPSPEED_BAR = 0.95, 1.00
+# Two equal contenders differ by a few percent here, so "no worse" needs a margin.
+ARENA_BAR = 0.95
+MEGABYTE = 1 << 20
+# One layer of the 239M Llama in float32: four attention weights, three of the MLP, two norms.
+LAYER = (*[4 * MEGABYTE] * 4, *[11 * MEGABYTE] * 3, 4096, 4096)
+WINDOW = 8  # tensors under way at once
+PASSES = (("write, first", True), ("write, second", True), ("read, first", False), ("read, second", False))
+
+
+@dataclass
+class Passes:
+    """What one home of tensors did: set-up seconds, and per pass wall and processor seconds and p99."""
+
+    name: str
+    make: Callable[..., AbstractContextManager[TensorHome]]
+    setups: list[float] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name, _ in PASSES})
+    processor: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name, _ in PASSES})
+    p99: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name, _ in PASSES})
+
+
+def alternate(contenders: Sequence[Any], number: int) -> Sequence[Any]:
+    """Turns of one round: forwards and backwards alternately."""
+    return contenders if number % 2 == 0 else contenders[::-1]
+
+
+def movers(file: DeviceFile, memory: Tensor, missing: list[str]) -> list[Mover]:
+    """Ours per backend, then everybody else; who cannot take part is named in `missing` with the reason."""
+    found = [plain_calls(file, memory)]
+    for name, reason in ops.aio_backends().items():
+        if reason:
+            missing.append(f"{name}: {reason}")
+            continue
+        setting = Setting(name, BLOCK, DEPTH, 1)
+        found.append(own_engine(file, setting, memory))
+        if fio_installed():
+            found.append(fio_engine(file, setting))
+    if not fio_installed():
+        missing.append("fio: not installed (apt-get install fio)")
+    try:
+        found.append(deepspeed_handle(load_async_io(), file, Setting("libaio", BLOCK, DEPTH, 1)))
+    except RuntimeError as error:
+        missing.append(f"DeepSpeed's aio handle: {' '.join(str(error).split())}")
+    return found
+
+
+def measure_engines(folder: Path, nbytes: int, rounds: int, missing: list[str]) -> list[Mover]:
+    """Every mover writes and reads one file, one turn each a round."""
+    memory = ops.host_buffer(buffer_bytes(Setting("threads", BLOCK, DEPTH, 1)))
+    memory.view(torch.int64).random_()
+    with device_file(folder, nbytes) as (file, why_not_direct):
+        if why_not_direct:
+            missing.append(f"O_DIRECT: {why_not_direct}")
+        contenders = movers(file, memory, missing)
+        for mover in contenders:
+            mover.run(True)
+        for number in range(rounds):
+            for mover in alternate(contenders, number):
+                mover.turn(True)
+                mover.turn(False)
+    return contenders
+
+
+def judge_engines(
+    contenders: Sequence[Mover], nbytes: int, writing: bool
+) -> tuple[Table, list[dict[str, Any]]]:
+    """One direction: a row a mover, and for each peer of ours the ratio of speeds and its bar."""
+    ours = {mover.backend: mover for mover in contenders if mover.name.startswith("zero_ext")}
+    title = (
+        f"{'Write' if writing else 'Read'}: {nbytes / 1e9:.2f} GB, blocks of 1 MiB, depth {DEPTH}, O_DIRECT"
+    )
+    table = Table(
+        title, ["", "GB/s", "CPU s/GB", "p99 of a block, ms", "zero_ext's speed against it", "bar", "met"]
+    )
+    figures = []
+    for mover in contenders:
+        seconds = mover.seconds(writing)
+        processor = median(cost.processor_seconds for cost in mover.costs[writing])
+        p99 = median(mover.p99[writing]) if mover.p99[writing] else None
+        row: dict[str, Any] = {
+            "name": mover.name,
+            "direction": "write" if writing else "read",
+            "gigabytes_per_second": nbytes / median(seconds) / 1e9,
+            "processor_seconds_per_gigabyte": processor / nbytes * 1e9,
+            "p99_seconds": p99,
+            "seconds": seconds,
+        }
+        subject = None if mover in ours.values() else ours.get(mover.backend)
+        ratio = ratio_of_rounds(seconds, subject.seconds(writing)) if subject else None
+        bar = FIO_BAR if mover.name.startswith("fio") else DEEPSPEED_BAR
+        row |= {
+            "zero_ext_against_it": ratio.median if ratio else None,
+            "bar": bar if ratio else None,
+            "met": ratio.median >= bar if ratio else None,
+        }
+        figures.append(row)
+        table.rows.append(
+            [
+                mover.name,
+                f"{row['gigabytes_per_second']:.2f}",
+                f"{row['processor_seconds_per_gigabyte']:.3f}",
+                "" if p99 is None else f"{p99 * 1e3:.1f}",
+                with_range(ratio),
+                f"{bar:.2f}" if ratio else "",
+                "" if ratio is None else ("yes" if row["met"] else "no"),
+            ]
+        )
+    return table, figures
+
+
+def with_range(ratio: Ratio | None) -> str:
+    """Median of the rounds' ratios, and their range."""
+    return "" if ratio is None else f"{ratio.median:.2f} ({ratio.lowest:.2f}-{ratio.highest:.2f})"
+
+
+def tensor_sizes(nbytes: int) -> list[int]:
+    """Layers of the 239M Llama until `nbytes` are reached; at least one layer."""
+    return list(LAYER) * max(1, nbytes // sum(LAYER))
+
+
+def run_pass(home: TensorHome, memory: Tensor, sizes: Sequence[int], writing: bool) -> list[float]:
+    """Moves every tensor once, WINDOW of them under way; seconds from start to the end of the wait, each."""
+    slot_bytes = max(sizes)
+    pending: list[tuple[float, Callable[[], None]]] = []
+    latencies = []
+
+    def finish() -> None:
+        begin, wait = pending.pop(0)
+        wait()
+        latencies.append(time.perf_counter() - begin)
+
+    for number, size in enumerate(sizes):
+        if len(pending) == WINDOW:
+            finish()
+        begin = number % WINDOW * slot_bytes
+        pending.append((time.perf_counter(), home.start(number, memory[begin : begin + size], writing)))
+    while pending:
+        finish()
+    return latencies
+
+
+def measure_homes(folder: Path, nbytes: int, rounds: int, missing: list[str]) -> list[Passes]:
+    """Every round makes each home afresh, writes all tensors twice and reads them twice."""
+    sizes = tensor_sizes(nbytes)
+    memory = ops.host_buffer(WINDOW * max(sizes))
+    memory.view(torch.int64).random_()
+    setting = Setting("auto", BLOCK, DEPTH, 1)
+    homes = [Passes("arena in a file", arena), Passes("file per tensor", file_per_tensor)]
+    reason = why_no_loop_device()
+    if reason:
+        missing.append(f"loop block device: {reason}")
+    else:
+        homes.append(Passes("arena on a loop device", block_device))
+    for number in range(rounds):
+        for home in alternate(homes, number):
+            begin = time.perf_counter()
+            with home.make(folder, sizes, setting) as place:
+                home.setups.append(time.perf_counter() - begin)
+                for name, writing in PASSES:
+                    start, used = time.perf_counter(), time.process_time()
+                    latencies = run_pass(place, memory, sizes, writing)
+                    home.seconds[name].append(time.perf_counter() - start)
+                    home.processor[name].append(time.process_time() - used)
+                    home.p99[name].append(percentile_99(latencies))
+            os.sync()
+    return homes
+
+
+def judge_homes(homes: Sequence[Passes], nbytes: int) -> tuple[Table, list[dict[str, Any]]]:
+    """A row a pass and home; the arena's bandwidth, processor time and p99 against the others' are judged."""
+    count = len(tensor_sizes(nbytes))
+    moved = sum(tensor_sizes(nbytes))
+    note = (
+        f"{count} tensors of 4 KiB to 11 MiB (layers of the 239M Llama in float32), {WINDOW} under way at "
+        f"once; p99: from a tensor's start to its end. Arena: above 1 it is better than this; no worse means "
+        f"at least {ARENA_BAR:.2f} in all three, asked against a file per tensor. The arena's space is "
+        "written once at set-up. The processor time of the loop device's kernel threads belongs to no "
+        "process and is not counted."
+    )
+    columns = ["", "set-up s", "GB/s", "CPU s/GB", "p99, ms", "arena: GB/s", "CPU", "p99", "no worse"]
+    table = Table(f"Where tensors lie: {moved / 1e9:.2f} GB", columns, note=note)
+    figures = []
+    ours = homes[0]
+    for name, _ in PASSES:
+        for home in homes:
+            ratios = [
+                ratio_of_rounds(getattr(home, what)[name], getattr(ours, what)[name])
+                for what in ("seconds", "processor", "p99")
+            ]
+            judged = home.make is file_per_tensor
+            met = all(ratio.median >= ARENA_BAR for ratio in ratios) if judged else None
+            figures.append(
+                {
+                    "name": home.name,
+                    "pass": name,
+                    "setup_seconds": median(home.setups),
+                    "gigabytes_per_second": moved / median(home.seconds[name]) / 1e9,
+                    "processor_seconds_per_gigabyte": median(home.processor[name]) / moved * 1e9,
+                    "p99_seconds": median(home.p99[name]),
+                    "seconds": home.seconds[name],
+                    "arena_against_it": [ratio.median for ratio in ratios],
+                    "met": met,
+                }
+            )
+            row = figures[-1]
+            table.rows.append(
+                [
+                    f"{name}: {home.name}",
+                    f"{row['setup_seconds']:.2f}",
+                    f"{row['gigabytes_per_second']:.2f}",
+                    f"{row['processor_seconds_per_gigabyte']:.3f}",
+                    f"{row['p99_seconds'] * 1e3:.1f}",
+                    *("" if home is ours else with_range(ratio) for ratio in ratios),
+                    "" if met is None else ("yes" if met else "no"),
+                ]
+            )
+    return table, figures
+
+
+def main(
+    gigabytes: Annotated[float, typer.Option(help="Bytes a pass moves, in units of 2^30.")] = 1.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each contender.")] = 9,
+    folder: Annotated[Path, typer.Option(help="A directory on the device.")] = Path(),
+    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "aio",
+) -> None:
+    """Time the engine and the arena against their peers on one device; write results/aio.*."""
+    console = terminal()
+    nbytes = max(int(gigabytes * 2**30) // BLOCK, DEPTH) * BLOCK
+    if available_bytes() < 2 * nbytes:
+        raise typer.BadParameter("twice --gigabytes of free memory are needed (DeepSpeed pins one file)")
+    missing: list[str] = []
+    contenders = measure_engines(folder, nbytes, rounds, missing)
+    results = [judge_engines(contenders, nbytes, writing) for writing in (False, True)]
+    results.append(judge_homes(measure_homes(folder, nbytes, rounds, missing), nbytes))
+    tables = [table for table, _ in results]
+    rows = [row for _, figures in results for row in figures]
+    for table in tables:
+        table.show(console)
+    note = (
+        f"Medians of {rounds} rounds, all in turn in each; ratios are medians of the rounds' ratios (range)."
+    )
+    tables[0].note = " ".join([note, *(f"Not measured: {line}." for line in missing)])
+    console.print(tables[0].note)
+    environment = describe() | {"load average at the end": f"{os.getloadavg()[0]:.2f}"}
+    data = {"environment": environment, "bytes": nbytes, "not_measured": missing, "results": rows}
+    for path in write_results(output, "Asynchronous I/O", tables, data):
+        console.print(f"wrote {path}")
+    if any(row["met"] is False for row in rows):
+        print("a bar was missed", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    typer.run(main)
