@@ -17,6 +17,7 @@ from torch import nn
 import zero_ext
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
+from zero_ext.config import AioPolicy
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = "tests.test_readme"
@@ -149,6 +150,12 @@ def test_configuration_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     code = blocks("docs/configuration.md")[0]
     exec(compile(code, "docs/configuration.md", "exec"), {})
+
+
+def test_the_section_for_nvme_is_one_that_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(blocks("docs/nvme.md", "json")[0])
+    config = zero_ext.load_config(tmp_path / "config.json")
+    assert config.offload.any_nvme and config.aio == AioPolicy()
 
 
 def test_links_lead_somewhere() -> None:
