@@ -81,7 +81,7 @@ def movers(file: DeviceFile, memory: Tensor, missing: list[str]) -> list[Mover]:
         setting = Setting(name, BLOCK, DEPTH, 1)
         found.append(own_engine(file, setting, memory))
         if fio_installed():
-            found.append(fio_engine(file, setting))
+            found += [fio_engine(file, setting, huge_pages=huge) for huge in (True, False)]
     if not fio_installed():
         missing.append("fio: not installed (apt-get install fio)")
     try:

@@ -84,16 +84,19 @@ def own_engine(file: DeviceFile, setting: Setting, memory: Tensor) -> Mover:
     return Mover(f"zero_ext, {setting.backend}", run, setting.backend)
 
 
-def fio_engine(file: DeviceFile, setting: Setting) -> Mover:
-    """fio with the same engine, block size and depth; its own clock, without its start."""
+def fio_engine(file: DeviceFile, setting: Setting, huge_pages: bool) -> Mover:
+    """fio with the same engine, block size and depth, as it comes or with its buffers on huge pages, as ours
+    are; its own clock, without its start."""
 
     def run(writing: bool) -> tuple[Cost, float | None]:
-        job = FioJob(file.path, **vars(setting), nbytes=file.nbytes, writing=writing, direct=file.direct)
+        options = {**vars(setting), "huge_pages": huge_pages}
+        job = FioJob(file.path, nbytes=file.nbytes, writing=writing, direct=file.direct, **options)
         result = run_fio(job)
         scale = file.nbytes / result.nbytes
         return Cost(result.seconds * scale, result.processor_seconds * scale), result.p99_seconds
 
-    return Mover(f"fio, {FIO_ENGINES[setting.backend]}", run, setting.backend)
+    pages = ", huge pages" if huge_pages else ""
+    return Mover(f"fio, {FIO_ENGINES[setting.backend]}{pages}", run, setting.backend)
 
 
 def plain_calls(file: DeviceFile, memory: Tensor) -> Mover:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,11 +147,15 @@ def test_calls_of_fio() -> None:
 def test_fio_is_run_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "bin" / "fio"
     program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\npwd >&2\necho '{answer()}'\n")
+    program.write_text(f"#!/bin/sh\npwd > seen; echo $GLIBC_TUNABLES >> seen\necho '{answer()}'\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     job = FioJob(tmp_path / "file", "libaio", 4096, 1, 1, 1 << 20, writing=False, direct=True)
     assert run_fio(job).nbytes == 1 << 20
+    assert (tmp_path / "seen").read_text().split() == [str(tmp_path), "glibc.malloc.hugetlb=1"]
+    run_fio(replace(job, huge_pages=False))
+    assert (tmp_path / "seen").read_text().split() == [str(tmp_path)]
     program.write_text("#!/bin/sh\necho 'no such engine' >&2\nexit 3\n")
     with pytest.raises(RuntimeError, match=r"exit status 3.*no such engine"):
         run_fio(job)
