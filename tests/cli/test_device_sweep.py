@@ -138,6 +138,8 @@ def test_calls_of_fio() -> None:
     ):
         assert option in call
     threads = FioJob(JOB.path, "threads", 1 << 20, 32, 2, 1 << 30, writing=False, direct=True).command()
+    assert "--iomem_align=2M" in call
+    assert not any("iomem" in option for option in replace(JOB, huge_pages=False).command())
     for option in ("--ioengine=psync", "--iodepth=1", "--numjobs=64", "--offset_increment=16777216"):
         assert option in threads
     with pytest.raises(ValueError, match="64 jobs"):

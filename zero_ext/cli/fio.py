@@ -55,6 +55,8 @@ class FioJob:
             "fallocate": "none",
             "output-format": "json",
         }
+        if self.huge_pages:
+            options["iomem_align"] = "2M"  # else a thread's single block lies across small pages
         return [
             "fio",
             *(f"--{name}={value}" for name, value in options.items()),
