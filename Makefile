@@ -1,5 +1,6 @@
 # Every target sets up what it needs; stamp files make repeated calls cost nothing.
 #   make demo      run the main job          make test      C++ and Python tests
+#   make demo-offload  train under a memory cap, state on NVMe
 #   make bench     measure against peers     make sanitize  C++ tests under ASan+UBSan and TSan
 #   make lint      what CI checks            make format    rewrite files to the house style
 #   make wheel     dist/*.whl                make clean     remove what builds leave behind
@@ -26,7 +27,7 @@ DEPENDENCIES := $(VENV)/.stamp-dependencies
 EXTENSION := $(VENV)/.stamp-extension
 BENCHMARK_PEERS := $(VENV)/.stamp-benchmark-peers
 
-.PHONY: setup test test-cpp test-python demo bench sanitize lint format wheel clean
+.PHONY: setup test test-cpp test-python demo demo-offload bench sanitize lint format wheel clean
 
 setup: $(EXTENSION)
 
@@ -57,6 +58,9 @@ test-python: setup
 
 demo: setup
 	$(BIN)/python examples/demo.py
+
+demo-offload: setup
+	$(BIN)/python examples/demo_offload.py
 
 bench: $(BENCHMARK_PEERS)
 	for script in benchmarks/*.py; do \

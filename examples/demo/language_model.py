@@ -9,27 +9,31 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from demo.settings import Settings
+from demo.settings import ModelShape, Settings
 
 BYTES = 256
 
 
-def build_model(settings: Settings) -> LlamaForCausalLM:
-    """A Llama over bytes with random fp32 weights, the same on every rank and in every run."""
-    torch.manual_seed(settings.seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=BYTES,
-            hidden_size=settings.hidden_size,
-            intermediate_size=settings.feed_forward_size,
-            num_hidden_layers=settings.layers,
-            num_attention_heads=settings.heads,
-            max_position_embeddings=4 * settings.window,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
+def build_model(shape: ModelShape, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """A Llama over bytes with random weights of `dtype`, the same on every rank and in every run."""
+    torch.manual_seed(shape.seed)
+    config = LlamaConfig(
+        vocab_size=BYTES,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.feed_forward_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        max_position_embeddings=4 * shape.window,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
     )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # born in it: an fp32 model to convert would be twice as large as bf16
+    try:
+        return LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def build_optimizer(parameters: list[nn.Parameter], settings: Settings) -> torch.optim.AdamW:

@@ -67,11 +67,11 @@ def _page(run: TrainingRun, rows: list[Row], failures: list[str], seconds: float
         f"be equal to the last bit; the plain loop's may differ by {SETTINGS.plain_tolerance:g} (relative):",
         "AdamW's last fp32 bit differs, and with it the rounding of a few weights to bf16.",
         "",
-        *_markdown_table(HEADINGS, [cells(row, rows[0]) for row in rows]),
+        *markdown_table(HEADINGS, [cells(row, rows[0]) for row in rows]),
         "",
         "Of the state, by kind:",
         "",
-        *_markdown_table(("run", *STATE_KINDS), [_kinds(row) for row in rows]),
+        *markdown_table(("run", *STATE_KINDS), [_kinds(row) for row in rows]),
         "",
         "![memory](memory.png)",
         "",
@@ -82,7 +82,8 @@ def _kinds(row: Row) -> list[str]:
     return [f"{row.name} ×{row.ranks}", *(megabytes(getattr(row.measured, kind)) for kind in STATE_KINDS)]
 
 
-def _markdown_table(headings: Sequence[str], lines: list[list[str]]) -> list[str]:
+def markdown_table(headings: Sequence[str], lines: list[list[str]]) -> list[str]:
+    """The lines of a table, its first column to the left and the others to the right."""
     return [
         "| " + " | ".join(headings) + " |",
         "|---" + "|---:" * (len(headings) - 1) + "|",

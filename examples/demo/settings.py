@@ -6,7 +6,19 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Settings:
+class ModelShape:
+    """What a byte-level Llama is built from; `window` is the bytes of text it sees at once."""
+
+    hidden_size: int = 640
+    layers: int = 5
+    feed_forward_size: int = 1728
+    heads: int = 10
+    window: int = 128
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Settings(ModelShape):
     """A byte-level Llama of about 25 million parameters, sized to learn within a minute on two cores.
 
     Attributes:
@@ -22,11 +34,6 @@ class Settings:
         memory_tolerance: relative difference allowed between measured bytes and the formula.
     """
 
-    hidden_size: int = 640
-    layers: int = 5
-    feed_forward_size: int = 1728
-    heads: int = 10
-    window: int = 128
     global_batch: int = 8
     steps: int = 80
     save_at: int = 60
@@ -35,7 +42,6 @@ class Settings:
     clip: float = 1.0
     held_out_windows: int = 64
     compared_steps: int = 6
-    seed: int = 0
     ranks: int = 2
     loss_bar: float = 0.6
     resume_tolerance: float = 2e-3

@@ -1,0 +1,139 @@
+"""Trains a model under a memory cap that PyTorch alone cannot train it under, with its state on NVMe.
+
+`python examples/demo_offload.py [FOLDER] [--nvme-path PATH]` takes under five minutes on two cores and exits
+with 1 if a promise is broken: under one cap PyTorch alone must run out of memory, and zero_ext must train,
+with losses equal to the last bit to those of the same run in memory, and leave nothing on NVMe. FOLDER
+(default runs/demo-offload-report) receives a report with a picture; an earlier demonstration's is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from demo.record import read_records
+from demo_offload.cap import capped
+from demo_offload.processes import Ending, run
+from demo_offload.report import write_report
+from demo_offload.settings import FILE, OffloadSettings
+from demo_offload.verdict import HEADINGS, NAMES, Result, failures, megabytes, rows
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+DEFAULT_FOLDER = Path("runs") / "demo-offload-report"
+CAPTION = "the most at any time in MB: the process; state and staging by tier; files on NVMe"
+
+
+def demonstrate(folder: Path, nvme_path: Path, settings: OffloadSettings, console: Console) -> int:
+    """Runs all parts with a folder of its own below `nvme_path`; returns the exit status."""
+    began = time.perf_counter()
+    _clear(folder)
+    settings.write(folder)
+    nvme_path.mkdir(parents=True, exist_ok=True)
+    nvme = Path(tempfile.mkdtemp(prefix="demo-offload-", dir=nvme_path))
+    try:
+        result = _run_all(folder, nvme, settings, console)
+        left_behind = sorted(path.name for path in nvme.iterdir())
+    except (subprocess.TimeoutExpired, RuntimeError) as error:
+        console.print(f"FAILED: {error}", markup=False)
+        return 1
+    finally:
+        shutil.rmtree(nvme)
+    found = failures(result, settings, left_behind)
+    console.print(_table(result))
+    seconds = time.perf_counter() - began
+    page = write_report(folder, result, settings, found, seconds)
+    for failure in found:
+        console.print(f"FAILED: {failure}", markup=False)
+    console.print(f"{'FAILED' if found else 'passed'} in {seconds:.0f} s; report: {page}", markup=False)
+    return 1 if found else 0
+
+
+def _run_all(folder: Path, nvme: Path, settings: OffloadSettings, console: Console) -> Result:
+    parameters = settings.parameters
+    console.rule("what interpreter and libraries take")
+    base = run("base", folder, settings, nvme)
+    if not base.trained:
+        raise RuntimeError(f"a tiny model did not train: {' / '.join(base.last_words)}")
+    endings: dict[str, Ending] = {}
+    watched = {
+        column: max(getattr(sample, column) for sample in base.timeline) for column in ("resident", "data")
+    }
+    with capped(lambda column: watched[column] + settings.cap_bytes_per_parameter * parameters) as cap:
+        console.print(
+            f"{megabytes(watched[cap.watched])} MB; the cap for {parameters:,} parameters is "
+            f"{megabytes(cap.nbytes)} MB by {cap.name}"
+        )
+        for name, title in (("plain", "PyTorch alone, capped"), ("nvme", "zero_ext with NVMe, capped")):
+            console.rule(title)
+            endings[name] = run(name, folder, settings, nvme if name == "nvme" else None, cap)
+            _tell(endings[name], console)
+        facts = cap.nbytes, cap.name, cap.watched
+    console.rule("zero_ext in memory, not capped")
+    endings["memory"] = run("memory", folder, settings)
+    _tell(endings["memory"], console)
+    return Result(parameters, *facts, endings, {name: _record(folder, name) for name in NAMES})
+
+
+def _record(folder: Path, name: str) -> dict[str, Any] | None:
+    try:
+        return read_records(folder, name)[0]
+    except FileNotFoundError:
+        return None
+
+
+def _tell(ending: Ending, console: Console) -> None:
+    for line in ending.last_words:
+        console.print(f"  {line}", markup=False)
+    console.print(f"  → {ending}", markup=False)
+
+
+def _table(result: Result) -> Table:
+    style = {"box": SIMPLE_HEAD, "collapse_padding": True, "pad_edge": False, "caption_justify": "left"}
+    table = Table(caption=CAPTION, **style)
+    for place, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
+    for row in rows(result):
+        table.add_row(*row)
+    return table
+
+
+def _clear(folder: Path) -> None:
+    """Removes what an earlier demonstration left; refuses a folder that holds anything else."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / FILE).exists():
+        raise SystemExit(f"{folder} holds something else than a demonstration's report; give another folder")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _terminated(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    """Reads the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_FOLDER, help="of the report")
+    parser.add_argument(
+        "--nvme-path", type=Path, default=Path("runs"), help="folder on the NVMe device (default: runs)"
+    )
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, _terminated)
+    console = Console(highlight=False)
+    try:
+        return demonstrate(arguments.folder, arguments.nvme_path.absolute(), OffloadSettings(), console)
+    except KeyboardInterrupt:
+        console.print("interrupted; the NVMe folder has been emptied")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""A cap on the memory of a child process: a memory cgroup where one may be made, else RLIMIT_DATA."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+CGROUPS = Path("/sys/fs/cgroup")
+_REMOVE_SECONDS = 5.0
+
+
+class MemoryCap(Protocol):
+    """Holds a process to `nbytes` of memory; `watched` is the column of the timeline that it counts."""
+
+    nbytes: int
+    name: str
+    watched: str
+
+    def enter(self) -> None:
+        """Puts the calling process under the cap."""
+
+    def kills(self) -> int | None:
+        """Processes that the kernel ended at the cap; None where it does not say."""
+
+    def close(self) -> None:
+        """Takes the cap away, after the last process under it has ended."""
+
+
+@dataclass(frozen=True)
+class DataLimit:
+    """RLIMIT_DATA: private writable memory that the process has mapped, touched or not."""
+
+    nbytes: int
+    name: str = "RLIMIT_DATA"
+    watched: str = "data"
+
+    def enter(self) -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (self.nbytes, self.nbytes))
+
+    def kills(self) -> int | None:
+        return 0  # an allocation fails instead
+
+    def close(self) -> None:
+        pass
+
+
+class Cgroup:
+    """A control group of the memory controller, in `folder`, without swap."""
+
+    watched = "resident"
+
+    def __init__(self, folder: Path, nbytes: int, version: int) -> None:
+        self.folder, self.nbytes = folder, nbytes
+        self.name = f"memory cgroup v{version}"
+        self._events = "memory.oom_control" if version == 1 else "memory.events"
+        limits = (
+            ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+            if version == 1
+            else ("memory.max", "memory.swap.max")
+        )
+        folder.mkdir()
+        try:
+            (folder / limits[0]).write_text(str(nbytes))
+            if (folder / limits[1]).exists():
+                (folder / limits[1]).write_text(str(nbytes) if version == 1 else "0")
+            (folder / "cgroup.procs").open("r+").close()
+        except OSError:
+            self.close()
+            raise
+
+    def enter(self) -> None:
+        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def kills(self) -> int | None:
+        for line in (self.folder / self._events).read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == "oom_kill":
+                return int(value)
+        return None
+
+    def close(self) -> None:
+        until = time.monotonic() + _REMOVE_SECONDS  # an ended process may take a moment to leave
+        while True:
+            try:
+                return self.folder.rmdir()
+            except OSError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+
+
+def candidates(membership: str, mount: Path = CGROUPS) -> Iterator[tuple[Path, int]]:
+    """Where a control group may be made, and its version, by the text of /proc/self/cgroup.
+
+    Below the own group, so that limits which hold already go on holding; under version 2, where a group with
+    processes may have no capped children, also beside it.
+    """
+    for line in membership.splitlines():
+        number, controllers, path = line.split(":", 2)
+        own = path.lstrip("/")
+        if "memory" in controllers.split(","):
+            yield mount / "memory" / own, 1
+        elif number == "0" and not controllers:
+            yield mount / own, 2
+            if own:
+                yield (mount / own).parent, 2
+
+
+@contextlib.contextmanager
+def capped(size: Callable[[str], int]) -> Iterator[MemoryCap]:
+    """The strongest cap that may be set up here, of `size(watched)` bytes; taken away again at the end."""
+    cap = _make(size)
+    try:
+        yield cap
+    finally:
+        cap.close()
+
+
+def _make(size: Callable[[str], int]) -> MemoryCap:
+    membership = Path("/proc/self/cgroup")
+    if membership.exists():
+        for parent, version in candidates(membership.read_text()):
+            with contextlib.suppress(OSError):
+                name = f"zero-ext-demo-{secrets.token_hex(4)}"
+                return Cgroup(parent / name, size(Cgroup.watched), version)
+    return DataLimit(size(DataLimit.watched))

@@ -1,0 +1,95 @@
+"""Starts the runs as processes of their own, under a cap where there is one, and says how they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from demo_offload.cap import MemoryCap
+from demo_offload.settings import OffloadSettings
+from demo_offload.timeline import Sample, read_timeline
+
+EXAMPLES = Path(__file__).resolve().parent.parent
+OUT_OF_MEMORY = 3  # the exit status of demo_offload.train, which this light-weight side does not import
+LAST_WORDS = 4
+_GRACE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended: exit status as subprocess tells it, what the kernel did, and what it wrote last."""
+
+    status: int
+    kills: int | None
+    last_words: list[str]
+    timeline: list[Sample]
+
+    @property
+    def trained(self) -> bool:
+        return self.status == 0
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether it was the cap that ended the run: memory refused, or killed by the kernel for it."""
+        return self.status == OUT_OF_MEMORY or (self.status == -signal.SIGKILL and self.kills != 0)
+
+    def __str__(self) -> str:
+        if self.trained:
+            return "trained"
+        if self.out_of_memory:
+            return "out of memory"
+        return f"failed, status {self.status}"
+
+
+def run(
+    name: str, folder: Path, settings: OffloadSettings, nvme: Path | None = None, cap: MemoryCap | None = None
+) -> Ending:
+    """Runs `demo_offload.train` for the run `name` and waits; whatever interrupts the wait ends the run too.
+
+    Raises subprocess.TimeoutExpired after `settings.time_limit_seconds`.
+    """
+    paths = [str(EXAMPLES), str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads crawl where other processes want the cores too
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }
+    command = [sys.executable, "-m", "demo_offload.train", str(folder), name]
+    command += [str(nvme)] if nvme is not None else []
+    log = folder / f"{name}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the run itself
+            preexec_fn=cap.enter if cap is not None else None,
+        )
+        try:
+            status = process.wait(settings.time_limit_seconds)
+        finally:
+            _end(process)
+    timeline = folder / f"{name}-timeline.csv"
+    return Ending(
+        status,
+        cap.kills() if cap is not None else 0,
+        [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-LAST_WORDS:],
+        read_timeline(timeline) if timeline.exists() else [],
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE_SECONDS)
+    process.kill()
+    process.wait()

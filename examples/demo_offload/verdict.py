@@ -1,0 +1,83 @@
+"""The three runs beside each other, and whether a promise is broken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from demo_offload.processes import Ending
+from demo_offload.settings import OffloadSettings
+
+MEGA = 1e6
+HEADINGS = ("run", "ended", "last loss", "process", "device", "host", "NVMe", "s a step")
+NAMES = {"plain": "PyTorch", "nvme": "zero_ext, NVMe", "memory": "zero_ext"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """All runs of a demonstration, by the names in `NAMES`; a record is None where the run left none."""
+
+    parameters: int
+    cap_bytes: int
+    cap_name: str
+    watched: str
+    endings: dict[str, Ending]
+    records: dict[str, dict[str, Any] | None]
+
+    def losses(self, run: str) -> list[float]:
+        """Loss of every step of a run in nats per byte; empty if it left no record."""
+        record = self.records[run]
+        return record["losses"] if record is not None else []
+
+    def peak(self, run: str, column: str) -> int:
+        """The most of a column of the timeline."""
+        return max((getattr(sample, column) for sample in self.endings[run].timeline), default=0)
+
+
+def failures(result: Result, settings: OffloadSettings, left_behind: list[str]) -> list[str]:
+    """What contradicts the promises, in words; empty if nothing does."""
+    found = []
+    plain = result.endings["plain"]
+    if plain.trained:
+        found.append("PyTorch alone trained under the cap: the model is too small or the cap too large")
+    elif not plain.out_of_memory:
+        found.append(f"PyTorch alone failed for another reason than memory: {_words(plain)}")
+    for run in ("nvme", "memory"):
+        ending = result.endings[run]
+        if not ending.trained:
+            found.append(f"{NAMES[run]}: did not train ({ending}): {_words(ending)}")
+        elif len(result.losses(run)) != settings.steps:
+            found.append(f"{NAMES[run]}: {len(result.losses(run))} steps, {settings.steps} wanted")
+    ours, reference = result.losses("nvme"), result.losses("memory")
+    if ours and reference and ours != reference:
+        found.append(f"losses on NVMe {ours} differ from those in memory {reference}; equal ones wanted")
+    if left_behind:
+        found.append(f"the NVMe folder still holds {', '.join(left_behind)}; nothing wanted")
+    return found
+
+
+def rows(result: Result) -> list[list[str]]:
+    """The runs as text under `HEADINGS`; bytes in megabytes (10^6), each the most at any time."""
+    table = []
+    for run, name in NAMES.items():
+        losses, record = result.losses(run), result.records[run]
+        seconds = sorted(record["seconds"]) if record is not None and "seconds" in record else []
+        table.append(
+            [
+                name,
+                str(result.endings[run]),
+                f"{losses[-1]:.5f}" if losses else "–",
+                *(megabytes(result.peak(run, column)) for column in ("resident", "device", "host", "nvme")),
+                f"{seconds[len(seconds) // 2]:.1f}" if seconds else "–",
+            ]
+        )
+    return table
+
+
+def megabytes(count: float) -> str:
+    """Bytes as text in units of 10^6."""
+    return f"{count / MEGA:,.0f}"
+
+
+def _words(ending: Ending) -> str:
+    return f"status {ending.status}, {' / '.join(ending.last_words) or 'nothing said'}"
