@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 DEFAULT_FOLDER = Path("runs") / "demo-offload-report"
-CAPTION = "the most at any time in MB: the process; state and staging by tier; files on NVMe"
+CAPTION = "the most at any time, MB: the process, state and staging by tier"
 
 
 def demonstrate(folder: Path, nvme_path: Path, settings: OffloadSettings, console: Console) -> int:

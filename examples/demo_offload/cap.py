@@ -67,12 +67,12 @@ class Cgroup:
         )
         folder.mkdir()
         try:
-            (folder / limits[0]).write_text(str(nbytes))
+            _set(folder / limits[0], nbytes)
             if (folder / limits[1]).exists():
-                (folder / limits[1]).write_text(str(nbytes) if version == 1 else "0")
+                _set(folder / limits[1], nbytes if version == 1 else 0)
             (folder / "cgroup.procs").open("r+").close()
         except OSError:
-            self.close()
+            folder.rmdir()
             raise
 
     def enter(self) -> None:
@@ -94,6 +94,11 @@ class Cgroup:
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.05)
+
+
+def _set(path: Path, value: int) -> None:
+    with path.open("r+") as file:  # never makes the file: where it is missing this is no control group
+        file.write(str(value))
 
 
 def candidates(membership: str, mount: Path = CGROUPS) -> Iterator[tuple[Path, int]]:

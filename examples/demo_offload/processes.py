@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -17,7 +16,6 @@ from demo_offload.timeline import Sample, read_timeline
 EXAMPLES = Path(__file__).resolve().parent.parent
 OUT_OF_MEMORY = 3  # the exit status of demo_offload.train, which this light-weight side does not import
 LAST_WORDS = 4
-_GRACE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,8 @@ def run(
         try:
             status = process.wait(settings.time_limit_seconds)
         finally:
-            _end(process)
+            process.kill()  # nothing to one that has ended; the caller removes what it left on NVMe
+            process.wait()
     timeline = folder / f"{name}-timeline.csv"
     return Ending(
         status,
@@ -83,13 +82,3 @@ def run(
         [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-LAST_WORDS:],
         read_timeline(timeline) if timeline.exists() else [],
     )
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGINT)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_GRACE_SECONDS)
-    process.kill()
-    process.wait()

@@ -157,7 +157,7 @@ def main(folder: Path, run: str, nvme: Path | None) -> None:
     except (MemoryError, RuntimeError) as error:
         if not _refused_memory(error):
             raise
-        print(f"{type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+        print(f"{type(error).__name__}: {' '.join(str(error).split())}", flush=True)
         sys.exit(OUT_OF_MEMORY)
     write_record(folder, run, 0, record)
 

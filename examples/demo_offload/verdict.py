@@ -9,7 +9,7 @@ from demo_offload.processes import Ending
 from demo_offload.settings import OffloadSettings
 
 MEGA = 1e6
-HEADINGS = ("run", "ended", "last loss", "process", "device", "host", "NVMe", "s a step")
+HEADINGS = ("run", "ended", "loss", "process", "device", "host", "NVMe", "s/step")
 NAMES = {"plain": "PyTorch", "nvme": "zero_ext, NVMe", "memory": "zero_ext"}
 
 
