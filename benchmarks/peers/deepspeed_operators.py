@@ -1,6 +1,5 @@
 """DeepSpeed's CPU operators are compiled at first use; here, before anything is timed."""
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -40,8 +39,6 @@ def load_async_io() -> Any:
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
-        # On a machine without an accelerator DeepSpeed does not link its extension to libaio.
-        ctypes.CDLL("libaio.so.1", mode=ctypes.RTLD_GLOBAL)
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
         return AsyncIOBuilder().load(verbose=False)
