@@ -4,6 +4,7 @@ Run from the repository root: python -m benchmarks.memory [--models 34m,239m] [-
 """
 
 import sys
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -50,6 +51,22 @@ def measure_resident(key: str, shape: LlamaShape, steps: int) -> dict[str, int]:
         "steady": max(answer["resident"] for answer in later),
         "steps_peak": max(answer["peak"] for answer in later),
     }
+
+
+def resident_readings(
+    shapes: Sequence[LlamaShape], keys: Sequence[str], steps: int, progress: Callable[[str], None]
+) -> tuple[dict[str, dict[str, dict[str, int]]], list[str]]:
+    """:func:`measure_resident` of every contender on every shape, and the failures."""
+    readings: dict[str, dict[str, dict[str, int]]] = {shape.name: {} for shape in shapes}
+    failures: list[str] = []
+    for shape in shapes:
+        for key in keys:
+            progress(f"{shape.name}: {key}")
+            try:
+                readings[shape.name][key] = measure_resident(key, shape, steps)
+            except TeamFailure as failure:
+                failures.append(f"{shape.name}, {key}: {failure}")
+    return readings, failures
 
 
 def resident_table(readings: dict[str, dict[str, dict[str, int]]]) -> Table:
@@ -134,16 +151,8 @@ def main(
     if any(contender_named(key).family == "deepspeed" for key in keys):
         with console.status("compiling DeepSpeed's operators (minutes the first time)"):
             compile_operators()
-    readings: dict[str, dict[str, dict[str, int]]] = {shape.name: {} for shape in shapes}
-    failures: list[str] = []
     with console.status("starting") as status:
-        for shape in shapes:
-            for key in keys:
-                status.update(f"{shape.name}: {key}")
-                try:
-                    readings[shape.name][key] = measure_resident(key, shape, steps)
-                except TeamFailure as failure:
-                    failures.append(f"{shape.name}, {key}: {failure}")
+        readings, failures = resident_readings(shapes, keys, steps, status.update)
         accounts: list[dict[str, Any]] = []
         if account_shape is not None:
             accounts, refused = measure_account(account_shape, steps, status.update)

@@ -10,10 +10,9 @@ import typer
 
 from benchmarks.harness.environment import describe
 from benchmarks.harness.matches import OFFLOAD_MATCHES, select
-from benchmarks.harness.ranks import TeamFailure
 from benchmarks.harness.report import Table, megabytes, terminal, write_results
 from benchmarks.harness.shapes import shape_named
-from benchmarks.memory import contenders_of, measure_resident, resident_table
+from benchmarks.memory import contenders_of, resident_readings, resident_table
 from benchmarks.peers import contender_named
 from benchmarks.peers.base import nvme_folder
 from benchmarks.peers.deepspeed_operators import compile_operators
@@ -88,15 +87,8 @@ def main(
     if any(contender_named(key).family == "deepspeed" for key in keys):
         with console.status("compiling DeepSpeed's operators (minutes the first time)"):
             compile_operators()
-    readings: dict[str, dict[str, dict[str, int]]] = {shape.name: {} for shape in shapes}
-    failures: list[str] = []
-    for shape in shapes:
-        for key in keys:
-            console.print(f"{shape.name}: memory of {contender_named(key).title}")
-            try:
-                readings[shape.name][key] = measure_resident(key, shape, steps)
-            except TeamFailure as failure:
-                failures.append(f"{shape.name}, {key}: {failure}")
+    with console.status("starting") as status:
+        readings, failures = resident_readings(shapes, keys, steps, status.update)
     runs, rows, timing_failures = (
         measure(shapes, matches, rounds, steps, 2, console) if rounds else ([], [], [])
     )

@@ -37,9 +37,6 @@ class StateHome(Protocol):
         """The values of elements [begin, end), to be changed; what was changed is kept when the block ends
         without an exception."""
 
-    def dtype_of(self, kind: str) -> torch.dtype:
-        """The precision of one kind of values."""
-
     def memory_bytes(self) -> int:
         """Bytes of device or host memory behind it."""
 
@@ -72,10 +69,6 @@ class MemoryState:
     def edit(self, kind: str, begin: int, end: int) -> Iterator[torch.Tensor]:
         """See :class:`StateHome`: changes are live at once."""
         yield self.values[kind][begin:end]
-
-    def dtype_of(self, kind: str) -> torch.dtype:
-        """See :class:`StateHome`."""
-        return self.values[kind].dtype
 
     def memory_bytes(self) -> int:
         """See :class:`StateHome`."""

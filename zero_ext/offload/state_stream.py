@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -19,7 +19,6 @@ from zero_ext.offload.stored_home import StoredHome
 from zero_ext.offload.stored_run import StoredRun, Values
 from zero_ext.offload.transfers import TransferLog
 
-_HANDLES = itertools.count(1)
 _READ, _WRITTEN = (ops.STREAM_COUNTERS.index(name) for name in ("bytes_read", "bytes_written"))
 
 
@@ -41,18 +40,14 @@ class StateStream:
     ) -> None:
         self.store = store
         self.kinds = {MASTER: torch.float32, **kinds}
-        self.handle = next(_HANDLES)
+        self.handle = uuid.uuid4().int >> 65
         self.ring_bytes = ring_bytes
         self._transfers = transfers
         sizes = tuple(dtype.itemsize for dtype in self.kinds.values())
         fields = ops.ADAM_FIELDS[torch.uint8] if quantized else (sizes, (1,) * len(sizes))
         ops.state_stream_open(self.handle, store.handle, ring_bytes, *fields)
-        self._close = weakref.finalize(self, ops.state_stream_close, self.handle)
+        weakref.finalize(self, ops.state_stream_close, self.handle)
         self.chunk_elements = ops.state_stream_chunk_elements(self.handle)
-
-    def close(self) -> None:
-        """Gives the ring's memory back."""
-        self._close()
 
     def extent_bytes(self, numel: int) -> int:
         """Bytes in the store of the state of ``numel`` elements."""
@@ -119,10 +114,6 @@ class NvmeState:
         yield values
         self.write_kinds([kind], begin, [values])
 
-    def dtype_of(self, kind: str) -> torch.dtype:
-        """See :class:`StateHome`."""
-        return self.stream.kinds[kind]
-
     def memory_bytes(self) -> int:
         """See :class:`StateHome`: none, the ring is staging."""
         return 0
@@ -137,7 +128,7 @@ class _StateRun:
 
     def __init__(self, state: NvmeState, kind: str, begin: int, numel: int) -> None:
         self.numel = numel
-        self.dtype = state.dtype_of(kind)
+        self.dtype = state.stream.kinds[kind]
         self._state = state
         self._kind = kind
         self._begin = begin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -115,11 +116,32 @@ def elementwise_kinds(optimizer: optim.Optimizer, group: dict[str, Any]) -> froz
     trial.state[value] = initial_state(optimizer, value, group)
     value.grad = torch.ones(2)
     trial.step()
-    return frozenset(
-        name
-        for name, entry in trial.state[value].items()
-        if isinstance(entry, torch.Tensor) and entry.dim() > 0
-    )
+    return frozenset(name for name, entry in trial.state[value].items() if per_element(entry))
+
+
+def per_element(entry: object) -> bool:
+    """Whether an entry of an optimizer's state has one value an element, rather than one a parameter."""
+    return isinstance(entry, torch.Tensor) and entry.dim() > 0
+
+
+def plain_scalars(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a parameter's state that are one value each, JSON-able; see :func:`live_scalars`."""
+    scalars = {name: entry for name, entry in state.items() if not per_element(entry)}
+    return {
+        "scalars": {
+            name: entry.item() if isinstance(entry, torch.Tensor) else entry
+            for name, entry in scalars.items()
+        },
+        "zero_dim": [name for name, entry in scalars.items() if isinstance(entry, torch.Tensor)],
+    }
+
+
+def live_scalars(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What :func:`plain_scalars` was given, less the entries with one value an element."""
+    return {
+        name: torch.tensor(entry) if name in saved["zero_dim"] else entry
+        for name, entry in saved["scalars"].items()
+    }
 
 
 def on_other_tensors(optimizer: optim.Optimizer, groups: list[dict[str, Any]]) -> optim.Optimizer:

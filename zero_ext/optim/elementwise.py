@@ -8,7 +8,14 @@ from typing import Any
 import torch
 
 from zero_ext.offload import MASTER, TransferLog, Values
-from zero_ext.optim.compatibility import elementwise_kinds, initial_state, on_other_tensors
+from zero_ext.optim.compatibility import (
+    elementwise_kinds,
+    initial_state,
+    live_scalars,
+    on_other_tensors,
+    per_element,
+    plain_scalars,
+)
 from zero_ext.optim.stepper import OwnedRange, Segment, Update
 
 
@@ -74,7 +81,7 @@ class ElementwiseStepper:
         """See :class:`Stepper`: every state entry that has one value an element."""
         for segment, value in zip(self._ranges[index].segments, self._tensors[index], strict=True):
             for name, entry in self._inner.state.get(value, {}).items():
-                if _per_element(entry):
+                if per_element(entry):
                     yield name, segment, entry
 
     def scalars(self) -> dict[str, Any]:
@@ -83,29 +90,14 @@ class ElementwiseStepper:
         found: dict[str, Any] = {}
         for owned, values in zip(self._ranges, self._tensors, strict=True):
             for segment, value in zip(owned.segments, values, strict=True):
-                state = self._inner.state.get(value, {})
-                found[segment.name] = {
-                    "scalars": {
-                        name: entry.item() if isinstance(entry, torch.Tensor) else entry
-                        for name, entry in state.items()
-                        if not _per_element(entry)
-                    },
-                    "zero_dim": [
-                        name
-                        for name, entry in state.items()
-                        if isinstance(entry, torch.Tensor) and not _per_element(entry)
-                    ],
-                }
+                found[segment.name] = plain_scalars(self._inner.state.get(value, {}))
         return found
 
     def load_scalars(self, state: dict[str, Any]) -> None:
         """See :class:`Stepper`."""
         for owned, values in zip(self._ranges, self._tensors, strict=True):
             for segment, value in zip(owned.segments, values, strict=True):
-                saved = state[segment.name]
-                entries = self._inner.state[value]
-                for name, scalar in saved["scalars"].items():
-                    entries[name] = torch.tensor(scalar) if name in saved["zero_dim"] else scalar
+                self._inner.state[value].update(live_scalars(state[segment.name]))
 
     def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
         """See :class:`Stepper`."""
@@ -130,9 +122,5 @@ class ElementwiseStepper:
             entry.nbytes
             for state in self._inner.state.values()
             for entry in state.values()
-            if _per_element(entry)
+            if per_element(entry)
         )
-
-
-def _per_element(entry: object) -> bool:
-    return isinstance(entry, torch.Tensor) and entry.dim() > 0

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 
 from zero_ext.offload import MASTER, NvmeState, Values
-from zero_ext.optim.compatibility import elementwise_kinds, initial_state, on_other_tensors
+from zero_ext.optim.compatibility import (
+    elementwise_kinds,
+    initial_state,
+    live_scalars,
+    on_other_tensors,
+    per_element,
+    plain_scalars,
+)
 from zero_ext.optim.stepper import OwnedRange, Segment, Update
 
 
@@ -28,11 +35,11 @@ class ElementwiseStream:
             for segment in owned.segments:
                 state = initial_state(optimizer, torch.zeros(1), self._groups[segment.group])
                 self._scalars[segment.name] = {
-                    name: entry for name, entry in state.items() if not _per_element(entry)
+                    name: entry for name, entry in state.items() if not per_element(entry)
                 }
                 self._made[segment.name] = bool(state)
                 for name, entry in state.items():
-                    if _per_element(entry):
+                    if per_element(entry):
                         _fill(_stored(owned), name, segment, float(entry[0]))
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
@@ -97,11 +104,11 @@ class ElementwiseStream:
         """Copies state that the optimizer made anew, or replaced, into the chunk."""
         first = max(segment.begin, begin) - begin
         for name, entry in self._inner.state[value].items():
-            if _per_element(entry):
+            if per_element(entry):
                 values[name][first : first + entry.numel()].copy_(entry)
 
     def _scalars_of(self, value: torch.Tensor) -> dict[str, Any]:
-        return {name: entry for name, entry in self._inner.state[value].items() if not _per_element(entry)}
+        return {name: entry for name, entry in self._inner.state[value].items() if not per_element(entry)}
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Stepper`: what a parameter has since its first step."""
@@ -114,26 +121,13 @@ class ElementwiseStream:
 
     def scalars(self) -> dict[str, Any]:
         """See :class:`Stepper`: the same form as :class:`ElementwiseStepper`'s."""
-        return {
-            name: {
-                "scalars": {
-                    key: entry.item() if isinstance(entry, torch.Tensor) else entry
-                    for key, entry in scalars.items()
-                },
-                "zero_dim": [key for key, entry in scalars.items() if isinstance(entry, torch.Tensor)],
-            }
-            for name, scalars in self._scalars.items()
-        }
+        return {name: plain_scalars(scalars) for name, scalars in self._scalars.items()}
 
     def load_scalars(self, state: dict[str, Any]) -> None:
         """See :class:`Stepper`."""
         for name in self._scalars:
-            saved = state[name]
-            self._scalars[name] = {
-                key: torch.tensor(entry) if key in saved["zero_dim"] else entry
-                for key, entry in saved["scalars"].items()
-            }
-            self._made[name] = self._made[name] or bool(saved["scalars"])
+            self._scalars[name] = live_scalars(state[name])
+            self._made[name] = self._made[name] or bool(self._scalars[name])
 
     def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
         """See :class:`Stepper`: room for all kinds is there from the start."""
@@ -164,7 +158,3 @@ def _fill(state: NvmeState, kind: str, segment: Segment, value: float) -> None:
         if first < last:
             with state.edit(kind, first, last) as values:
                 values.fill_(value)
-
-
-def _per_element(entry: object) -> bool:
-    return isinstance(entry, torch.Tensor) and entry.dim() > 0
