@@ -208,6 +208,7 @@ def test_native_unknown_key_is_named(values: dict[str, Any], name: str, data: st
 @given(path=st.sampled_from([p for p in NATIVE_PATHS if not p.endswith("params")]), wrong=WRONG)
 def test_native_wrong_value_is_named(path: str, wrong: object) -> None:
     assume(not (wrong == [] and path in LISTS))
+    assume(not (wrong == {"x": 1} and path == "units.tiles"))  # a module of that name in one tile is right
     assume(not (wrong == 2**70 and path in ("gradient_clipping", "loss_scale.static")))
     values: Any = wrong
     for name in reversed(path.split(".")):
