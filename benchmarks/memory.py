@@ -15,7 +15,7 @@ from benchmarks.harness.matches import MEMORY_MATCHES, Match, select
 from benchmarks.harness.plots import plot_state_bytes
 from benchmarks.harness.ranks import Team, TeamFailure
 from benchmarks.harness.report import RESULTS, Table, megabytes, terminal, write_results
-from benchmarks.harness.shapes import LlamaShape, shape_named
+from benchmarks.harness.shapes import Shape, shape_named
 from benchmarks.peers import contender_named
 from benchmarks.peers.deepspeed_operators import compile_operators
 
@@ -23,7 +23,7 @@ RATIOS = ("whole_peak", "steps_peak", "steady")
 READINGS = ("libraries", "construction_peak", "whole_peak", "steady", "steps_peak")
 
 
-def measure_resident(key: str, shape: LlamaShape, steps: int) -> dict[str, int]:
+def measure_resident(key: str, shape: Shape, steps: int) -> dict[str, int]:
     """Resident bytes of one contender's ranks in fresh processes; each figure is the highest of its ranks.
 
     libraries: before the model exists. construction_peak: highest while model, engine and optimizer are made.
@@ -54,7 +54,7 @@ def measure_resident(key: str, shape: LlamaShape, steps: int) -> dict[str, int]:
 
 
 def resident_readings(
-    shapes: Sequence[LlamaShape], keys: Sequence[str], steps: int, progress: Callable[[str], None]
+    shapes: Sequence[Shape], keys: Sequence[str], steps: int, progress: Callable[[str], None]
 ) -> tuple[dict[str, dict[str, dict[str, int]]], list[str]]:
     """:func:`measure_resident` of every contender on every shape, and the failures."""
     readings: dict[str, dict[str, dict[str, int]]] = {shape.name: {} for shape in shapes}

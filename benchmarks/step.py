@@ -16,7 +16,7 @@ from benchmarks.harness.environment import describe, total_bytes
 from benchmarks.harness.matches import STEP_MATCHES, Match, select, split_to_fit
 from benchmarks.harness.ranks import TeamFailure
 from benchmarks.harness.report import Table, terminal, write_results
-from benchmarks.harness.shapes import BATCH_SIZE, SEQUENCE_LENGTH, LlamaShape, shape_named
+from benchmarks.harness.shapes import BATCH_SIZE, SEQUENCE_LENGTH, Shape, shape_named
 from benchmarks.harness.statistics import agree, largest_difference, ratio_of_rounds, within
 from benchmarks.peers import contender_named
 from benchmarks.peers.deepspeed_operators import compile_operators
@@ -25,7 +25,7 @@ MEMORY_SHARE = 0.85
 COLUMNS = ("contender", "model", "ms/step", "first loss", "last loss", "norm", "idle CPU s")
 
 
-def compare(match: Match, shape: LlamaShape, records: dict[str, Record]) -> list[dict[str, Any]]:
+def compare(match: Match, shape: Shape, records: dict[str, Record]) -> list[dict[str, Any]]:
     """One row per peer: times, ratio, bar, and whether both trained alike."""
     subject = records[match.subject]
     rows = []
@@ -110,7 +110,7 @@ def ratios_table(rows: list[dict[str, Any]], rounds: int, steps: int) -> Table:
 
 
 def measure(
-    shapes: list[LlamaShape], matches: list[Match], rounds: int, steps: int, warm_up: int, console: Console
+    shapes: list[Shape], matches: list[Match], rounds: int, steps: int, warm_up: int, console: Console
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
     """All matches on all shapes: raw runs, comparison rows, and the failures (which do not stop the rest)."""
     runs: list[dict[str, Any]] = []

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.harness.formula import STATE_KINDS, relative_excess, state_bytes
 from benchmarks.harness.ranks import Team, TeamFailure
 from benchmarks.harness.report import Table, megabytes
-from benchmarks.harness.shapes import LlamaShape
+from benchmarks.harness.shapes import Shape
 
 STAGES = (0, 1, 2, 3)
 WORLD_SIZES = (1, 2, 4)
@@ -54,7 +54,7 @@ class Account:
         }
 
 
-def account_of(shape: LlamaShape, stage: int, ranks: int, steps: int) -> Account:
+def account_of(shape: Shape, stage: int, ranks: int, steps: int) -> Account:
     """Train a few steps in fresh processes and take the account of the rank furthest from the formula."""
     with Team(f"zero_ext stage {stage}, {ranks} ranks", ranks, 1) as team:
         options = {"stage": stage}
@@ -77,7 +77,7 @@ def account_of(shape: LlamaShape, stage: int, ranks: int, steps: int) -> Account
 
 
 def measure_account(
-    shape: LlamaShape, steps: int, progress: Callable[[str], None]
+    shape: Shape, steps: int, progress: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Accounts of stages 0 to 3 on 1, 2 and 4 ranks as dictionaries, and the failures."""
     accounts, failures = [], []

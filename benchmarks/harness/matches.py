@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.harness.shapes import LlamaShape
+from benchmarks.harness.shapes import Shape
 from benchmarks.peers import contender_named
 
 LIBRARIES_BYTES = 600 * 2**20
@@ -62,7 +62,7 @@ def select(matches: Sequence[Match], only: Sequence[str]) -> list[Match]:
     ]
 
 
-def expected_bytes(keys: Sequence[str], shape: LlamaShape) -> int:
+def expected_bytes(keys: Sequence[str], shape: Shape) -> int:
     """Rough bytes that these contenders' ranks need together."""
     contenders = [contender_named(key) for key in keys]
     return sum(
@@ -71,7 +71,7 @@ def expected_bytes(keys: Sequence[str], shape: LlamaShape) -> int:
     )
 
 
-def split_to_fit(match: Match, shape: LlamaShape, limit_bytes: int) -> list[Match]:
+def split_to_fit(match: Match, shape: Shape, limit_bytes: int) -> list[Match]:
     """The match whole if all its ranks fit in `limit_bytes`, else one match of the subject per peer."""
     if expected_bytes((match.subject, *match.peers), shape) <= limit_bytes:
         return [match]

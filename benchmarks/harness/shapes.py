@@ -1,8 +1,9 @@
-"""Llama shapes with random weights, and the token batches every contender trains on."""
+"""Model shapes with random weights, and the token batches every contender trains on."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -32,19 +33,70 @@ class LlamaShape:
         norms = 2 * self.hidden
         return self.layers * (attention + mlp + norms) + 2 * self.vocabulary * self.hidden + self.hidden
 
+    def configuration(self) -> Any:
+        """transformers' configuration of this shape."""
+        from transformers import LlamaConfig
 
-SHAPES = {
+        return LlamaConfig(
+            hidden_size=self.hidden,
+            intermediate_size=self.feed_forward,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=2048,
+            tie_word_embeddings=False,
+            use_cache=False,
+            attn_implementation="sdpa",  # type: ignore[call-arg]
+        )
+
+
+@dataclass(frozen=True)
+class BloomShape:
+    """Sizes of one BLOOM: its embedding, by far the largest parameter, is tied to the output."""
+
+    name: str
+    hidden: int
+    layers: int
+    vocabulary: int
+    heads: int
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, in elements; the tied embedding counts once."""
+        block = 12 * self.hidden * self.hidden + 13 * self.hidden
+        return self.layers * block + self.vocabulary * self.hidden + 4 * self.hidden
+
+    def configuration(self) -> Any:
+        """transformers' configuration of this shape."""
+        from transformers import BloomConfig
+
+        return BloomConfig(
+            hidden_size=self.hidden,
+            n_layer=self.layers,
+            n_head=self.heads,
+            vocab_size=self.vocabulary,
+            use_cache=False,
+        )
+
+
+Shape = LlamaShape | BloomShape
+
+
+SHAPES: dict[str, Shape] = {
     shape.name: shape
     for shape in (
         LlamaShape("tiny", hidden=128, layers=2, feed_forward=256, vocabulary=512, heads=4),
         LlamaShape("34m", hidden=512, layers=8, feed_forward=1408, vocabulary=8192, heads=8),
         LlamaShape("239m", hidden=1024, layers=16, feed_forward=2816, vocabulary=16384, heads=16),
         LlamaShape("7b", hidden=4096, layers=32, feed_forward=11008, vocabulary=32000, heads=32),
+        BloomShape("bloom-tiny", hidden=64, layers=2, vocabulary=2048, heads=4),
+        BloomShape("bloom-560m", hidden=1024, layers=24, vocabulary=250_880, heads=16),
     )
 }
 
 
-def shape_named(name: str) -> LlamaShape:
+def shape_named(name: str) -> Shape:
     """The shape called `name`; ValueError with the known names otherwise."""
     if name not in SHAPES:
         raise ValueError(f"unknown model shape {name!r}; known shapes: {', '.join(SHAPES)}")
@@ -62,33 +114,21 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def build_model(shape: LlamaShape, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
-    """A Llama whose parameters are born in `dtype`; the same seed, so the same weights, on every rank.
+def build_model(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    """A model whose parameters are born in `dtype`; the same seed, so the same weights, on every rank.
 
     Born in bfloat16 rather than cast: contenders that keep float32 parameters widen these exact values, and
     the rotary buffers stay float32 for all.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.feed_forward,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,
-        vocab_size=shape.vocabulary,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        use_cache=False,
-        attn_implementation="sdpa",  # type: ignore[call-arg]
-    )
     torch.manual_seed(WEIGHT_SEED)
     with default_dtype(dtype):
-        model = LlamaForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(shape.configuration())
     return model.train()
 
 
-def batch_for(shape: LlamaShape, rank: int, step: int) -> torch.Tensor:
+def batch_for(shape: Shape, rank: int, step: int) -> torch.Tensor:
     """Token ids of one rank's step, int64 [BATCH_SIZE, SEQUENCE_LENGTH].
 
     A few fixed batches are repeated, so the loss falls and contenders that do not learn alike are seen.

@@ -87,6 +87,10 @@ class Rank:
         """Start the high-water mark again."""
         process_memory.reset_peak()
 
+    def staging(self) -> dict[str, int]:
+        """Bytes of memory that state passes through, by tier, as the contender holds them now."""
+        return self._trainer().staging_bytes()  # type: ignore[attr-defined]
+
     def account(self) -> dict[str, Any]:
         """The contender's own ledger beside two outside views: live tensors, and resident bytes trimmed."""
         trainer = self._trainer()
@@ -109,7 +113,16 @@ class Rank:
             dist.barrier()
 
 
-COMMANDS = ("start", "steps", "gradient_norm", "processor_seconds", "memory", "reset_peak", "account")
+COMMANDS = (
+    "start",
+    "steps",
+    "gradient_norm",
+    "processor_seconds",
+    "memory",
+    "reset_peak",
+    "staging",
+    "account",
+)
 
 
 def serve(rank: Rank, requests: TextIO, replies: TextIO) -> None:

@@ -43,6 +43,35 @@ def _offloaded(tier: str) -> tuple[Contender, Contender]:
     )
 
 
+def _stored(ranks: int) -> tuple[Contender, ...]:
+    """Parameters and optimizer state on NVMe; tiled: large embeddings and output layers in pieces."""
+    ours: dict[str, int | bool | str] = {"stage": 3, "optimizer": "nvme", "grads": "host", "params": "nvme"}
+    theirs: dict[str, int | bool | str] = {"stage": 3, "optimizer": "nvme", "params": "nvme"}
+    what, label = "params and optimizer on NVMe", "" if ranks > 1 else ", 1 rank"
+    key, threads = "" if ranks > 1 else "@1", 2 // ranks
+    return (
+        Contender(f"stage3-stored{key}", f"zero_ext 3, {what}{label}", "zero_ext", ours, ranks, threads, 8.0),
+        Contender(
+            f"stage3-tiled{key}",
+            f"zero_ext 3, {what}, tiled{label}",
+            "zero_ext",
+            {**ours, "tiles": 16},
+            ranks,
+            threads,
+            8.0,
+        ),
+        Contender(
+            f"deepspeed3-stored{key}",
+            f"DeepSpeed 3, {what}{label}",
+            "deepspeed",
+            theirs,
+            ranks,
+            threads,
+            19.0,
+        ),
+    )
+
+
 CONTENDERS = {
     contender.key: contender
     for contender in (
@@ -56,15 +85,7 @@ CONTENDERS = {
         ),
         *(contender for stage in (0, 1, 2, 3) for contender in _pair(stage)),
         *(contender for tiers in ("host", "nvme") for contender in _offloaded(tiers)),
-        Contender(
-            "stage3-stored",
-            "zero_ext 3, params and optimizer on NVMe",
-            "zero_ext",
-            {"stage": 3, "optimizer": "nvme", "grads": "host", "params": "nvme"},
-            2,
-            1,
-            8.0,
-        ),
+        *(contender for ranks in (1, 2) for contender in _stored(ranks)),
     )
 }
 

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness.shapes import LlamaShape, build_model
+from benchmarks.harness.shapes import Shape, build_model
 from benchmarks.peers.base import loss_of
 from benchmarks.peers.masters import MasterWeightAdamW
 
@@ -11,7 +11,7 @@ from benchmarks.peers.masters import MasterWeightAdamW
 class DDPTrainer:
     """Gradients live in DDP's buckets (`gradient_as_bucket_view`), its fastest and leanest setting."""
 
-    def __init__(self, shape: LlamaShape) -> None:
+    def __init__(self, shape: Shape) -> None:
         self.model = DistributedDataParallel(build_model(shape), gradient_as_bucket_view=True)
         self.optimizer = MasterWeightAdamW(list(self.model.parameters()))
 

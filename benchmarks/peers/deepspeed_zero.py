@@ -1,24 +1,34 @@
 """DeepSpeed ZeRO 1, 2 and 3 on its CPU accelerator, with its own fused CPU Adam."""
 
+import gc
+
 import deepspeed
 import torch
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
+from deepspeed.runtime.swap_tensor.utils import SwapBufferManager
 
-from benchmarks.harness.shapes import LlamaShape, build_model
+from benchmarks.harness.shapes import Shape, build_model
 from benchmarks.peers.base import BETAS, CLIP_NORM, EPSILON, LEARNING_RATE, WEIGHT_DECAY, loss_of, nvme_folder
 
 NEVER = 1_000_000_000
+DEFAULT_BUFFER = 100_000_000
 
 
-def zero_section(stage: int, optimizer: str) -> dict:
-    """The ZeRO part of the JSON: ``optimizer`` is the tier of the optimizer's state."""
-    if optimizer == "device":
-        return {"stage": stage}
+def zero_section(stage: int, optimizer: str, params: str, largest: int) -> dict:
+    """The ZeRO part of the JSON: the tiers of optimizer state and parameters. Their buffers must hold the
+    ``largest`` shard of a parameter, in elements; DeepSpeed's default of 1e8 stays where it does."""
+    section: dict = {"stage": stage}
     if optimizer == "host":
-        return {"stage": stage, "offload_optimizer": {"device": "cpu"}}
-    return {"stage": stage, "offload_optimizer": {"device": "nvme", "nvme_path": nvme_folder()}}
+        section["offload_optimizer"] = {"device": "cpu"}
+    elif optimizer == "nvme":
+        section["offload_optimizer"] = {"device": "nvme", "nvme_path": nvme_folder()}
+    if params == "nvme":
+        buffer = max(DEFAULT_BUFFER, largest)
+        section["offload_param"] = {"device": "nvme", "nvme_path": nvme_folder(), "buffer_size": buffer}
+    return section
 
 
-def configuration(stage: int, optimizer: str = "device") -> dict:
+def configuration(stage: int, optimizer: str = "device", params: str = "device", largest: int = 0) -> dict:
     """The JSON a DeepSpeed user would write; everything unsaid keeps DeepSpeed's default."""
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -26,7 +36,7 @@ def configuration(stage: int, optimizer: str = "device") -> dict:
         "gradient_clipping": CLIP_NORM,
         "steps_per_print": NEVER,
         "bf16": {"enabled": True},
-        "zero_optimization": zero_section(stage, optimizer),
+        "zero_optimization": zero_section(stage, optimizer, params, largest),
         "optimizer": {
             "type": "AdamW",
             "params": {
@@ -42,11 +52,14 @@ def configuration(stage: int, optimizer: str = "device") -> dict:
 class DeepSpeedTrainer:
     """`deepspeed.initialize`, then its loop: engine(batch), engine.backward, engine.step."""
 
-    def __init__(self, shape: LlamaShape, stage: int, optimizer: str = "device") -> None:
+    def __init__(self, shape: Shape, stage: int, optimizer: str = "device", params: str = "device") -> None:
         model = build_model(shape)
+        largest = max(parameter.numel() for parameter in model.parameters())
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         deepspeed.init_distributed(dist_backend="gloo")
-        self.engine, *_ = deepspeed.initialize(model=model, config=configuration(stage, optimizer))
+        self.engine, *_ = deepspeed.initialize(
+            model=model, config=configuration(stage, optimizer, params, largest)
+        )
         # The engine casts float buffers to bfloat16; the rotary ones go back to what the others compute with.
         for name, buffer in model.named_buffers():
             buffer.data = buffers[name]
@@ -59,3 +72,15 @@ class DeepSpeedTrainer:
 
     def gradient_norm(self) -> float:
         return float(self.engine.get_global_grad_norm())
+
+    def staging_bytes(self) -> dict[str, int]:
+        """Bytes of the swap buffers that this process holds, found among its live objects."""
+        found = gc.get_objects()
+        managers = [item for item in found if type(item) is SwapBufferManager]
+        swappers = [item for item in found if type(item) is AsyncPartitionedParameterSwapper]
+        tensors = [buffer for manager in managers for buffer in manager.all_buffers]
+        tensors += [buffer for swapper in swappers for buffer in swapper.buffers]
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+        }
+        return {"host": sum(storages.values()), "device": 0}

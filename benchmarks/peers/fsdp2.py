@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.harness.shapes import LlamaShape, build_model
+from benchmarks.harness.shapes import Shape, build_model
 from benchmarks.peers.base import CLIP_NORM, adamw, loss_of
 
 
@@ -16,7 +16,7 @@ class FSDP2Trainer:
     False keeps them until backward (the counterpart of stage 2).
     """
 
-    def __init__(self, shape: LlamaShape, reshard_after_forward: bool) -> None:
+    def __init__(self, shape: Shape, reshard_after_forward: bool) -> None:
         self.model = build_model(shape).float()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

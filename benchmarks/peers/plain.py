@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.harness.shapes import LlamaShape, build_model
+from benchmarks.harness.shapes import Shape, build_model
 from benchmarks.peers.base import loss_of
 from benchmarks.peers.masters import MasterWeightAdamW
 
@@ -10,7 +10,7 @@ from benchmarks.peers.masters import MasterWeightAdamW
 class PlainTrainer:
     """A model and a master-weight AdamW, no distribution."""
 
-    def __init__(self, shape: LlamaShape) -> None:
+    def __init__(self, shape: Shape) -> None:
         self.model = build_model(shape)
         self.optimizer = MasterWeightAdamW(list(self.model.parameters()))
 
