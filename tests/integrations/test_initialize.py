@@ -176,7 +176,7 @@ def test_one_rank_that_overflows_makes_all_skip_step_and_schedule(world: World) 
         before = after
         assert moved == (step in (1, 3))
         assert engine.skipped_steps == (1, 1, 2, 2)[step]
-        assert engine_of(engine).scaler.scale == 2.0 ** (7, 7, 6, 6)[step]
+        assert engine_of(engine).optimizer_step.scaler.scale == 2.0 ** (7, 7, 6, 6)[step]
     assert rates == [0.1, 0.05, 0.05, 0.025]
     assert scheduler is engine.lr_scheduler and engine.get_global_grad_norm() is not None
 

@@ -200,8 +200,8 @@ def test_moments_in_bf16(world: World) -> None:
         assert run.losses != exact.losses
         for one, two in zip(run.losses, exact.losses, strict=True):
             assert abs(one - two) <= 2e-2 * two
-        assert run.engine is not None and run.engine.stepper is not None
-        moments = [tensor for _, _, tensor in run.engine.stepper.values(0)]
+        assert run.engine is not None and run.engine.optimizer_step.stepper is not None
+        moments = [tensor for _, _, tensor in run.engine.optimizer_step.stepper.values(0)]
         assert {tensor.dtype for tensor in moments} == {torch.bfloat16}
 
 
@@ -271,7 +271,7 @@ def test_dynamic_loss_scale_skips_on_all_ranks_and_recovers(world: World) -> Non
             optimizer.zero_grad()
             after = zero_ext.full_state_dict(model)
             assert all(torch.equal(before[n], after[n]) for n in before) == (step == 1), (stage, step)
-            scales.append(engine.scaler.scale)
+            scales.append(engine.optimizer_step.scaler.scale)
         alone = LossScaler(engine.config.loss_scale)
         for step, scale in enumerate(scales):
             alone.update(step == 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,16 +13,13 @@ from torch import nn
 
 from zero_ext.comm import Collectives, WireLog
 from zero_ext.config import ZeroConfig
-from zero_ext.config.events import Bus, StepEnd, Subscriber
+from zero_ext.config.events import Bus, Subscriber
 from zero_ext.offload import Tiers
-from zero_ext.optim import OwnedRange, Segment, Stepper, Update
 from zero_ext.zero.backward import BackwardPass, in_backward
 from zero_ext.zero.gradient_view import GradientViews
 from zero_ext.zero.gradients import UnitGradients, make_gradients
 from zero_ext.zero.hooks import ForwardHooks
-from zero_ext.zero.layout import Overlap
 from zero_ext.zero.ledger import ledger_of
-from zero_ext.zero.loss_scaler import LossScaler
 from zero_ext.zero.master import MasterShard
 from zero_ext.zero.norms import GradientNorms
 from zero_ext.zero.partition import Owned
@@ -31,10 +27,9 @@ from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.reducer import GradientReducer
 from zero_ext.zero.residency import Residency
 from zero_ext.zero.state import EngineState
+from zero_ext.zero.step import OptimizerStep
 from zero_ext.zero.tiling import Wholes
-from zero_ext.zero.together import FailedTogether
 from zero_ext.zero.unit import Unit
-from zero_ext.zero.update import update_parameters
 
 
 class Engine:
@@ -66,25 +61,22 @@ class Engine:
         self.wholes = Wholes(model)
         self.units = tuple(unit for unit, _ in units)
         self.masters = tuple(master for _, master in units if master is not None)
-        self.steps = 0
-        self.skipped_steps = 0
-        self.damage: str | None = None  # why the state is a mixture, until a checkpoint is loaded
-        self.scaler = LossScaler(config.loss_scale)
-        self.scales_loss = any(unit.layout.dtype is torch.float16 for unit in self.units)
-        self.grad_norm: float | None = None
         self._model = weakref.ref(model)
         self._micro_steps = 0
         self._syncs = True
         self._loss_scaled = False
         self._collected = False
         self._bus = Bus()
-        self._step_began = time.perf_counter()
         self._gradients = {
             master.unit: make_gradients(master.unit, pool, tiers, config) for master in self.masters
         }
         trained = list(self._gradients.values())
         self.reducer = GradientReducer(trained, collectives, self._bus)
         self.norms = GradientNorms(trained, collectives)
+        scales_loss = any(unit.layout.dtype is torch.float16 for unit in self.units)
+        self.optimizer_step = OptimizerStep(
+            self.masters, self._gradients, self.norms, collectives, tiers, config, self._bus, scales_loss
+        )
         self.residency = Residency(
             self.units, config.units.live_elements, config.units.prefetch_elements, self._bus
         )
@@ -101,8 +93,6 @@ class Engine:
             for number, parameter in enumerate(unit.parameters)
         }
         self.views = GradientViews(self)
-        self.stepper: Stepper | None = None
-        self.groups: list[dict[str, Any]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copied model is an ordinary module without an engine."""
@@ -128,6 +118,21 @@ class Engine:
         return model
 
     @property
+    def steps(self) -> int:
+        """Optimizer steps so far, skipped ones included."""
+        return self.optimizer_step.steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps skipped so far because fp16 gradients overflowed."""
+        return self.optimizer_step.skipped_steps
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global gradient norm of the last step before clipping; None if nothing asked for it."""
+        return self.optimizer_step.grad_norm
+
+    @property
     def wire(self) -> WireLog:
         """What the collectives of this and the last step put on the wire."""
         return self.collectives.wire
@@ -140,33 +145,12 @@ class Engine:
         """The gradient buffers of ``unit``."""
         return self._gradients[unit]
 
-    def attach_optimizer(
-        self, groups: list[dict[str, Any]], make: Callable[[list[OwnedRange]], Stepper]
-    ) -> None:
-        """Gives every master shard its optimizer; ``groups`` are the live param groups of the user's."""
-        group_of = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
-        ranges = []
-        for master in self.masters:
-            found = {overlap.index: overlap for overlap in master.overlaps}
-            segments = []
-            for number, parameter in enumerate(master.unit.parameters):
-                if parameter not in group_of:
-                    continue
-                part = found.get(number, Overlap(number, 0, 0, 0))
-                name = master.unit.layout.specs[number].name
-                segments.append(
-                    Segment(name, group_of[parameter], part.parameter_start, part.range_start, part.numel)
-                )
-            ranges.append(OwnedRange(master.state, master.output, tuple(segments)))
-        self.groups = groups
-        self.stepper = make(ranges)
-
     def subscribe(self, subscriber: Subscriber) -> None:
         """Sends the engine's events to ``subscriber`` from now on."""
         self._bus.subscribe(subscriber)
 
     def _check_parameters(self) -> None:
-        self._refuse_damage()
+        self.optimizer_step.refuse_damage()
         for parameter, name, place in self._places:
             owner = place()
             if owner is None or dict.get(owner._parameters, name.rpartition(".")[2]) is not parameter:
@@ -188,7 +172,8 @@ class Engine:
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` times the loss scale (fp16; otherwise unchanged); call ``backward`` on the result."""
         self._loss_scaled = True
-        return loss.float() * self.scaler.scale if self.scales_loss else loss
+        step = self.optimizer_step
+        return loss.float() * step.scaler.scale if step.scales_loss else loss
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -217,7 +202,7 @@ class Engine:
         gradients = self._gradients[unit]
         if gradient is None:
             raise AssertionError(f"no gradient arrived for '{unit.layout.specs[number].name}'")
-        if self.scales_loss and not self._loss_scaled:
+        if self.optimizer_step.scales_loss and not self._loss_scaled:
             raise RuntimeError(
                 "fp16 gradients need a scaled loss: call model.backward(loss), or "
                 "model.scale_loss(loss).backward(), instead of loss.backward()"
@@ -262,7 +247,8 @@ class Engine:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """See :meth:`ZeroModule.clip_grad_norm_`."""
         self.settle_gradients()
-        unscale = 1.0 / self.scaler.scale if self.scales_loss else 1.0
+        step = self.optimizer_step
+        unscale = 1.0 / step.scaler.scale if step.scales_loss else 1.0
         if norm_type == 2:
             norm = self.norms.total().double() * unscale
         elif norm_type == float("inf"):
@@ -317,40 +303,14 @@ class Engine:
 
         Raises ``RuntimeError`` if no gradient arrived on any rank since the last step.
         """
-        if self.stepper is None:
-            raise RuntimeError("this model was prepared without an optimizer; pass one to zero_ext.prepare")
         self._refuse_early_step()
         self.settle_gradients()
-        used = frozenset(
-            gradients.unit.layout.specs[number].name
-            for gradients in self.reducer.gradients
-            for number in gradients.contributed
-        )
-        if not used:
-            raise RuntimeError(
-                "optimizer.step() without gradients: no parameter of this model got one since the last "
-                "zero_grad(). Call loss.backward() on a loss that depends on the model."
-            )
-        scale, overflow = self._gradient_scale()
-        if self.scales_loss:
-            self.scaler.update(overflow)
-        if overflow:
-            self.skipped_steps += 1
-        else:
-            self._update(scale, used)
-        self.steps += 1
+        stepped = self.optimizer_step.run()
         self._micro_steps = 0
-        self.collectives.wire.begin_step()
-        self.tiers.transfers.begin_step()
-        self._tell(overflow)
-        return not overflow
-
-    def _refuse_damage(self) -> None:
-        if self.damage is not None:
-            raise RuntimeError(f"this model is not usable since an earlier step failed: {self.damage}")
+        return stepped
 
     def _refuse_early_step(self) -> None:
-        self._refuse_damage()
+        self.optimizer_step.refuse_damage()
         if self.backward_pass.running:
             raise RuntimeError(
                 "optimizer.step() inside a backward pass; call it after loss.backward() returned"
@@ -366,56 +326,6 @@ class Engine:
             if not master.unit.placement.params and master.unit.written():
                 master.follow_output()
                 master.unit.accept_writes()
-
-    def _gradient_scale(self) -> tuple[torch.Tensor, bool]:
-        scale = torch.ones((), dtype=torch.float32)
-        if self.scales_loss:
-            scale /= self.scaler.scale
-        clipping = self.config.gradient_clipping
-        self.grad_norm = None
-        if not (clipping or self.scales_loss):
-            return scale, False
-        norm = self.norms.total() * scale.double()
-        self.grad_norm = float(norm)
-        if not torch.isfinite(norm):
-            if self.scales_loss:
-                return scale, True
-            raise FloatingPointError(
-                f"rank {self.rank}: the gradient norm is {self.grad_norm}; first in "
-                f"{self.norms.first_non_finite()}. Nothing was updated. Look for a division by zero or an "
-                "overflow in the loss, or set gradient_clipping to 0 to step without a norm."
-            )
-        if clipping:
-            scale *= torch.clamp(clipping / (norm + 1e-6), max=1.0).float()
-        return scale, False
-
-    def _update(self, scale: torch.Tensor, used: frozenset[str]) -> None:
-        if self.stepper is None:
-            raise AssertionError("update without a stepper")
-        updates = [
-            Update(number, gradients.for_optimizer(), gradients.tier)
-            for number, gradients in enumerate(self._gradients[master.unit] for master in self.masters)
-            if gradients.contributed
-        ]
-        try:
-            update_parameters(self.stepper, self.masters, updates, scale, used, self.collectives)
-        except FailedTogether as error:
-            self.damage = str(error)
-            raise
-
-    def _tell(self, skipped: bool) -> None:
-        now = time.perf_counter()
-        seconds, self._step_began = now - self._step_began, now
-        event = StepEnd(
-            step=self.steps,
-            loss=None,
-            grad_norm=self.grad_norm,
-            lr=tuple(float(group["lr"]) for group in self.groups),
-            skipped=skipped,
-            loss_scale=self.scaler.scale if self.scales_loss else 1.0,
-            seconds=seconds,
-        )
-        self._bus.publish(event)
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

@@ -20,7 +20,8 @@ def ledger_of(engine: Engine) -> dict[str, int]:
     )
     grads = sum(gradients.persistent_bytes() for gradients in engine.reducer.gradients)
     states = sum(master.memory_bytes() for master in engine.masters)
-    beside = engine.stepper.state_bytes() if engine.stepper is not None else 0
+    stepper = engine.optimizer_step.stepper
+    beside = stepper.state_bytes() if stepper is not None else 0
     return {
         "params": params,
         "grads": grads,

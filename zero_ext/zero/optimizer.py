@@ -23,7 +23,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.engine = engine
         moments = moments_dtype_named(engine.config.precision.moments_dtype)
-        engine.attach_optimizer(
+        engine.optimizer_step.attach(
             self.param_groups,
             lambda ranges: make_stepper(optimizer, ranges, moments, elementwise, engine.tiers),
         )
@@ -114,9 +114,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.engine.refresh_parameters()
 
     def _stepper(self) -> Stepper:
-        if self.engine.stepper is None:
+        stepper = self.engine.optimizer_step.stepper
+        if stepper is None:
             raise AssertionError("an optimizer without a stepper")
-        return self.engine.stepper
+        return stepper
 
     def _live_shards(self) -> dict[str, Values]:
         """All state and master weights of this rank where they lie, by kind, parameter and first element."""

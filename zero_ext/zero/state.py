@@ -68,7 +68,7 @@ class EngineState:
     @property
     def trains(self) -> bool:
         """Whether there is an optimizer, whose state a checkpoint has to give back."""
-        return self._engine.stepper is not None
+        return self._engine.optimizer_step.stepper is not None
 
     @property
     def config(self) -> ZeroConfig:
@@ -134,6 +134,7 @@ class EngineState:
                     unit,
                     begin + overlap.range_start,
                 )
+        stepper = engine.optimizer_step.stepper
         for number, master in enumerate(engine.masters):
             specs = master.unit.layout.specs
             for overlap in master.overlaps:
@@ -141,8 +142,8 @@ class EngineState:
                     "master", specs[overlap.index].name, overlap.parameter_start, master.part(overlap)
                 )
                 yield piece, master.unit, master.begin + overlap.range_start
-            if engine.stepper is not None:
-                for kind, segment, values in engine.stepper.values(number):
+            if stepper is not None:
+                for kind, segment, values in stepper.values(number):
                     yield (
                         ShardPiece(kind, segment.name, segment.start, values),
                         master.unit,
@@ -151,36 +152,37 @@ class EngineState:
 
     def scalar_state(self) -> dict[str, Any]:
         """Steps, loss scaler, param groups and the optimizer's scalars."""
-        engine = self._engine
+        engine, step = self._engine, self._engine.optimizer_step
         groups = []
-        for group in engine.groups:
+        for group in step.groups:
             plain = {key: _plain(value) for key, value in group.items() if key != "params"}
             names = engine.wholes.names(engine.names[parameter][0] for parameter in group["params"])
             groups.append({"settings": plain, "params": names})
         return {
-            "steps": engine.steps,
-            "skipped_steps": engine.skipped_steps,
-            "loss_scaler": engine.scaler.state_dict(),
+            "steps": step.steps,
+            "skipped_steps": step.skipped_steps,
+            "loss_scaler": step.scaler.state_dict(),
             "param_groups": groups,
             "optimizer_class": self.optimizer_class,
-            "optimizer": engine.wholes.to_wholes(engine.stepper.scalars()) if engine.stepper else None,
+            "optimizer": engine.wholes.to_wholes(step.stepper.scalars()) if step.stepper else None,
         }
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
         """Restores :meth:`scalar_state`. ``ValueError``, with nothing changed, if it is of another optimizer
         or its param groups hold other parameters."""
-        engine, stepper = self._engine, self._engine.stepper
+        engine, step = self._engine, self._engine.optimizer_step
+        stepper = step.stepper
         if stepper is not None:
             self._check_optimizer(state)
-        engine.scaler.load_state_dict(state["loss_scaler"])
+        step.scaler.load_state_dict(state["loss_scaler"])
         self._undo = None
         if stepper is not None:
             stepper.load_scalars(engine.wholes.to_tiles(state["optimizer"]))
-            for live, group in zip(engine.groups, state["param_groups"], strict=True):
+            for live, group in zip(step.groups, state["param_groups"], strict=True):
                 for key, value in group["settings"].items():
                     live[key] = _as_before(live.get(key), value)
-        engine.steps = int(state["steps"])
-        engine.skipped_steps = int(state["skipped_steps"])
+        step.steps = int(state["steps"])
+        step.skipped_steps = int(state["skipped_steps"])
 
     def _check_optimizer(self, state: dict[str, Any]) -> None:
         own = self.scalar_state()
@@ -201,8 +203,9 @@ class EngineState:
 
     def prepare_load(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
         """Makes lazily created optimizer state exist for the kinds of state a checkpoint holds."""
-        if self._engine.stepper is not None:
-            self._undo = self._engine.stepper.make_state(self._engine.wholes.to_tiles(kinds))
+        stepper = self._engine.optimizer_step.stepper
+        if stepper is not None:
+            self._undo = stepper.make_state(self._engine.wholes.to_tiles(kinds))
 
     def abandon_load(self) -> None:
         """After a load that was refused: takes back what :meth:`prepare_load` made."""
@@ -218,7 +221,7 @@ class EngineState:
         """Parameters follow the loaded master weights, on all ranks."""
         self._engine.clear_gradients()
         self._engine.refresh_parameters()
-        self._engine.damage = None
+        self._engine.optimizer_step.damage = None
 
 
 def _plain(value: Any) -> Any:

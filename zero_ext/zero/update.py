@@ -1,15 +1,51 @@
-"""The update of a step: every owned range, then the parameters to all ranks."""
+"""When and how the owned ranges are updated, and the parameters sent to all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 
 from zero_ext.comm import Collectives, Pending
 from zero_ext.optim import Stepper, Update
+from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.master import MasterShard
 from zero_ext.zero.together import together
+from zero_ext.zero.unit import Unit
+
+
+class Updates(Protocol):
+    """When the updates of a step run."""
+
+    def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
+        """``optimizer.step()`` has settled the gradients: their factor (0-d float32) and the names of the
+        parameters that have one on any rank. A collective."""
+
+
+class AfterBackward:
+    """All updates of a step run inside ``optimizer.step()``, from the gradients of all units."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        masters: Sequence[MasterShard],
+        gradients: Mapping[Unit, UnitGradients],
+        collectives: Collectives,
+    ) -> None:
+        self._stepper = stepper
+        self._masters = tuple(masters)
+        self._gradients = [gradients[master.unit] for master in masters]
+        self._collectives = collectives
+
+    def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
+        """See :class:`Updates`."""
+        updates = [
+            Update(number, gradients.for_optimizer(), gradients.tier)
+            for number, gradients in enumerate(self._gradients)
+            if gradients.contributed
+        ]
+        update_parameters(self._stepper, self._masters, updates, scale, used, self._collectives)
 
 
 def update_parameters(
