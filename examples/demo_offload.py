@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from demo.record import read_records
-from demo_offload.cap import capped
 from demo_offload.processes import Ending, run
 from demo_offload.report import write_report
 from demo_offload.settings import FILE, OffloadSettings
@@ -27,6 +26,8 @@ from demo_offload.verdict import HEADINGS, NAMES, Result, failures, megabytes, r
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+from zero_ext.monitor import capped
 
 DEFAULT_FOLDER = Path("runs") / "demo-offload-report"
 CAPTION = "the most at any time, MB: the process, state and staging by tier"

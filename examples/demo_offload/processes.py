@@ -9,9 +9,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from demo_offload.cap import MemoryCap
 from demo_offload.settings import OffloadSettings
 from demo_offload.timeline import Sample, read_timeline
+from zero_ext.monitor import MemoryCap
 
 EXAMPLES = Path(__file__).resolve().parent.parent
 OUT_OF_MEMORY = 3  # the exit status of demo_offload.train, which this light-weight side does not import

@@ -1,4 +1,4 @@
-"""The demonstration of the tiers: its caps, its count of memory, its judgement, and one tiny run."""
+"""The demonstration of the tiers: its count of memory, its judgement, and one tiny run."""
 
 from __future__ import annotations
 
@@ -32,40 +32,6 @@ def demo() -> Iterator[Any]:
 
     yield Parts()
     sys.path.remove(str(EXAMPLES))
-
-
-def take_memory(cap: Any, nbytes: int) -> int:
-    """Exit status of a process under `cap` that writes to `nbytes` of memory."""
-    command = [sys.executable, "-c", f"b'x' * {nbytes}"]
-    return subprocess.run(command, preexec_fn=cap.enter, stderr=subprocess.DEVNULL).returncode
-
-
-def test_a_process_cannot_pass_its_cap(demo: Any) -> None:
-    with demo.cap.capped(lambda watched: 128 * MIB) as strongest:
-        for cap in (strongest, demo.cap.DataLimit(128 * MIB)):
-            assert take_memory(cap, 16 * MIB) == 0 and cap.kills() in (0, None)
-            assert take_memory(cap, 512 * MIB) == (-9 if isinstance(cap, demo.cap.Cgroup) else 1)
-    if isinstance(strongest, demo.cap.Cgroup):
-        assert not strongest.folder.exists()
-
-
-def test_control_groups_are_made_below_the_own_one(demo: Any, tmp_path: Path) -> None:
-    version_1 = "9:name=systemd:/\n4:cpu,memory:/job/7\n0::/\n"
-    assert list(demo.cap.candidates(version_1, tmp_path)) == [
-        (tmp_path / "memory" / "job" / "7", 1),
-        (tmp_path, 2),
-    ]
-    assert list(demo.cap.candidates("0::/user/app\n", tmp_path)) == [
-        (tmp_path / "user" / "app", 2),
-        (tmp_path / "user", 2),
-    ]
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_folder_that_is_no_control_group_is_refused(demo: Any, tmp_path: Path, version: int) -> None:
-    with pytest.raises(OSError):
-        demo.cap.Cgroup(tmp_path / "group", MIB, version)
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_line_a_killed_run_was_writing_does_not_count(demo: Any, tmp_path: Path) -> None:

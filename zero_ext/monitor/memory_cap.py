@@ -17,7 +17,10 @@ _REMOVE_SECONDS = 5.0
 
 
 class MemoryCap(Protocol):
-    """Holds a process to `nbytes` of memory; `watched` is the column of the timeline that it counts."""
+    """Holds a process and its children to `nbytes` of memory.
+
+    `watched` is what it counts: "resident" memory, of all of them together, or private writable "data", of
+    each."""
 
     nbytes: int
     name: str
@@ -133,6 +136,6 @@ def _make(size: Callable[[str], int]) -> MemoryCap:
     if membership.exists():
         for parent, version in candidates(membership.read_text()):
             with contextlib.suppress(OSError):
-                name = f"zero-ext-demo-{secrets.token_hex(4)}"
+                name = f"zero-ext-{secrets.token_hex(4)}"
                 return Cgroup(parent / name, size(Cgroup.watched), version)
     return DataLimit(size(DataLimit.watched))

@@ -1,0 +1,47 @@
+"""Caps on the memory of a child process: what they refuse, and where control groups are made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zero_ext.monitor.memory_cap import Cgroup, DataLimit, MemoryCap, candidates, capped
+
+MIB = 2**20
+
+
+def take_memory(cap: MemoryCap, nbytes: int) -> int:
+    """Exit status of a process under `cap` that writes to `nbytes` of memory."""
+    command = [sys.executable, "-c", f"b'x' * {nbytes}"]
+    return subprocess.run(command, preexec_fn=cap.enter, stderr=subprocess.DEVNULL).returncode
+
+
+def test_a_process_cannot_pass_its_cap() -> None:
+    with capped(lambda watched: 128 * MIB) as strongest:
+        for cap in (strongest, DataLimit(128 * MIB)):
+            assert take_memory(cap, 16 * MIB) == 0 and cap.kills() in (0, None)
+            assert take_memory(cap, 512 * MIB) == (-9 if isinstance(cap, Cgroup) else 1)
+    if isinstance(strongest, Cgroup):
+        assert not strongest.folder.exists()
+
+
+def test_control_groups_are_made_below_the_own_one(tmp_path: Path) -> None:
+    version_1 = "9:name=systemd:/\n4:cpu,memory:/job/7\n0::/\n"
+    assert list(candidates(version_1, tmp_path)) == [
+        (tmp_path / "memory" / "job" / "7", 1),
+        (tmp_path, 2),
+    ]
+    assert list(candidates("0::/user/app\n", tmp_path)) == [
+        (tmp_path / "user" / "app", 2),
+        (tmp_path / "user", 2),
+    ]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_folder_that_is_no_control_group_is_refused(tmp_path: Path, version: int) -> None:
+    with pytest.raises(OSError):
+        Cgroup(tmp_path / "group", MIB, version)
+    assert not list(tmp_path.iterdir())
