@@ -27,4 +27,5 @@ def step_one(
     stepper: Stepper, gradient: torch.Tensor, scale: torch.Tensor, used: frozenset[str], index: int = 0
 ) -> None:
     """One step of range ``index``."""
-    assert list(stepper.step([Update(index, gradient, "device")], scale, used)) == [index]
+    update = Update(index, device_tiers().in_memory(gradient))
+    assert list(stepper.step([update], scale, used)) == [index]

@@ -12,7 +12,7 @@ import zero_ext
 from tests.optim.memory_range import device_tiers, memory_range, step_one
 from zero_ext import ops
 from zero_ext.config import OffloadPolicy
-from zero_ext.offload import StepStaging, TransferLog
+from zero_ext.offload import MemoryHome, StepStaging, TransferLog
 from zero_ext.optim import OwnedRange, Segment, Update, make_stepper
 from zero_ext.optim.fused import AdamStepper
 
@@ -61,7 +61,8 @@ def test_parts_through_staging_equal_the_whole() -> None:
         stepper = AdamStepper(adamw().param_groups, [one_range(master, output)], "8bit", staging)
         for gradient in gradients:
             # A gradient in another tier than the state comes in parts.
-            list(stepper.step([Update(0, gradient, "host")], ONE, frozenset({"a", "b"})))
+            update = Update(0, MemoryHome("host", gradient, TransferLog()))
+            list(stepper.step([update], ONE, frozenset({"a", "b"})))
         results.append(master)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 

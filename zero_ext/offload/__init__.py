@@ -1,7 +1,7 @@
 """Tiers: where shards and optimizer state live when not on the device, and how they get there and back."""
 
 from zero_ext.offload.nvme_store import NvmeStore, Transfer
-from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, Arrival, ShardHome, allocate
+from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, Arrival, MemoryHome, ShardHome, allocate
 from zero_ext.offload.state_home import MASTER, StateHome
 from zero_ext.offload.state_stream import AdamWork, NvmeState, stream_adam
 from zero_ext.offload.step_parts import StepPart, StepStaging
@@ -14,6 +14,7 @@ __all__ = [
     "STORAGE_ALIGNMENT",
     "AdamWork",
     "Arrival",
+    "MemoryHome",
     "NvmeState",
     "NvmeStore",
     "ShardHome",

@@ -29,8 +29,8 @@ class ShardHome(Protocol):
     numel: int
     dtype: torch.dtype
 
-    def fetch(self, into: torch.Tensor) -> Arrival:
-        """Starts copying the whole shard into device memory ``into`` [numel]."""
+    def fetch(self, into: torch.Tensor, begin: int = 0, target: Tier = "device") -> Arrival:
+        """Starts copying the elements from ``begin`` on into ``into`` [n], memory of tier ``target``."""
 
     def store(self, begin: int, values: torch.Tensor, source: Tier) -> None:
         """Replaces the elements from ``begin`` on by ``values``, which lie in memory of tier ``source``."""
@@ -55,11 +55,12 @@ class MemoryHome:
         self._tensor = tensor
         self._transfers = transfers
 
-    def fetch(self, into: torch.Tensor) -> Arrival:
+    def fetch(self, into: torch.Tensor, begin: int = 0, target: Tier = "device") -> Arrival:
         """See :class:`ShardHome`; done when it returns."""
-        if into.data_ptr() != self._tensor.data_ptr():
-            into.copy_(self._tensor)
-            self._transfers.record(self.tier, "device", into.nbytes)
+        source = self._tensor[begin : begin + into.numel()]
+        if into.data_ptr() != source.data_ptr():
+            into.copy_(source)
+            self._transfers.record(self.tier, target, into.nbytes)
         return _HERE
 
     def store(self, begin: int, values: torch.Tensor, source: Tier) -> None:

@@ -144,11 +144,11 @@ class _StateRun:
 
 
 class AdamWork(NamedTuple):
-    """What one step does to one range: gradient [n] in memory, element ranges and the hyper-parameters of
-    each, as of :func:`zero_ext.ops.adam_step_`."""
+    """What one step does to one range: its gradient [n], element ranges and the hyper-parameters of each, as
+    of :func:`zero_ext.ops.adam_step_`."""
 
     state: NvmeState
-    gradient: torch.Tensor
+    gradient: ShardHome
     output: ShardHome | None
     bounds: Sequence[tuple[int, int]]
     rows: Sequence[Sequence[float]]
@@ -158,12 +158,15 @@ def stream_adam(works: Sequence[AdamWork], scale: torch.Tensor) -> None:
     """One Adam step over all ``works``, which share one stream, as one pipeline: reads, updates and writes of
     different chunks are in flight at once."""
     ranges: list[list[int]] = []
+    gradients: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
     bounds: list[tuple[int, int]] = []
     rows: list[Sequence[float]] = []
     for work in works:
-        place, output = _output_of(work.output)
-        ranges.append([work.state.numel, work.state.offset, -1, place, len(work.bounds)])
+        source, gradient = _place_of(work.gradient)
+        target, output = _place_of(work.output)
+        ranges.append([work.state.numel, work.state.offset, source, target, len(work.bounds)])
+        gradients.append(gradient)
         outputs.append(output)
         bounds += work.bounds
         rows += work.rows
@@ -175,7 +178,7 @@ def stream_adam(works: Sequence[AdamWork], scale: torch.Tensor) -> None:
             stream.handle,
             torch.tensor(ranges, dtype=torch.int64),
             outputs,
-            [work.gradient for work in works],
+            gradients,
             torch.tensor(bounds, dtype=torch.int64),
             torch.tensor(rows, dtype=torch.float64),
             scale,
@@ -183,13 +186,13 @@ def stream_adam(works: Sequence[AdamWork], scale: torch.Tensor) -> None:
         )
 
 
-def _output_of(output: ShardHome | None) -> tuple[int, torch.Tensor]:
+def _place_of(home: ShardHome | None) -> tuple[int, torch.Tensor]:
     """Offset in the store, or -1, and the memory or an empty tensor of the stored dtype."""
-    if output is None:
+    if home is None:
         return -1, torch.empty(0)
-    if isinstance(output, StoredHome):
-        return output.offset, torch.empty(0, dtype=output.dtype)
-    memory = output.memory(output.tier)
+    if isinstance(home, StoredHome):
+        return home.offset, torch.empty(0, dtype=home.dtype)
+    memory = home.memory(home.tier)
     if memory is None:
-        raise AssertionError(f"parameters in tier '{output.tier}' are neither in memory nor in a store")
+        raise AssertionError(f"a shard in tier '{home.tier}' that is neither in memory nor in a store")
     return -1, memory

@@ -36,25 +36,24 @@ class StepStaging:
         self._gradients: torch.Tensor | None = None
         self._outputs: torch.Tensor | None = None
 
-    def parts(
-        self, tier: Tier, gradient: torch.Tensor, gradient_tier: Tier, output: ShardHome | None
-    ) -> Iterator[StepPart]:
+    def parts(self, tier: Tier, gradient: ShardHome, output: ShardHome | None) -> Iterator[StepPart]:
         """The parts of a range [n] whose state lies in memory of ``tier``: one where all else does, too.
 
-        ``gradient`` [n] lies in ``gradient_tier``. What a part's ``output`` holds, all of it, replaces
-        that part of ``output`` when the next part is asked for.
+        What a part's ``output`` holds, all of it, replaces that part of ``output`` when the next part is
+        asked for.
         """
         in_place = output.memory(tier) if output is not None else None
-        direct = output is None or in_place is not None
-        if direct and gradient_tier == tier:
-            yield StepPart(0, gradient.numel(), gradient, in_place)
+        near = gradient.memory(tier)
+        if near is not None and (output is None or in_place is not None):
+            yield StepPart(0, gradient.numel, near, in_place)
             return
-        for begin in range(0, gradient.numel(), self.elements):
-            end = min(begin + self.elements, gradient.numel())
-            part = gradient[begin:end]
-            if gradient_tier != tier:
-                part = self._room("_gradients", end - begin, gradient.dtype).copy_(part)
-                self._transfers.record(gradient_tier, tier, part.nbytes)
+        for begin in range(0, gradient.numel, self.elements):
+            end = min(begin + self.elements, gradient.numel)
+            if near is not None:
+                part = near[begin:end]
+            else:
+                part = self._room("_gradients", end - begin, gradient.dtype)
+                gradient.fetch(part, begin, tier).wait()
             if output is None or in_place is not None:
                 yield StepPart(begin, end, part, None if in_place is None else in_place[begin:end])
                 continue

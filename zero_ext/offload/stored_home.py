@@ -27,10 +27,10 @@ class StoredHome:
         self._store = store
         self._transfers = transfers
 
-    def fetch(self, into: torch.Tensor) -> Arrival:
-        """See :class:`ShardHome`."""
-        self._transfers.record("nvme", "device", into.nbytes)
-        return self._store.read(self.offset, into)
+    def fetch(self, into: torch.Tensor, begin: int = 0, target: Tier = "device") -> Arrival:
+        """See :class:`ShardHome`; ``begin`` and the length are whole blocks."""
+        self._transfers.record("nvme", target, into.nbytes)
+        return self._store.read(self.offset + begin * self.dtype.itemsize, into)
 
     def store(self, begin: int, values: torch.Tensor, source: Tier) -> None:
         """See :class:`ShardHome`. What shares a block with the values is read and written back."""

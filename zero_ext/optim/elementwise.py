@@ -50,8 +50,10 @@ class ElementwiseStepper:
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`; the scaled gradient of one range exists in fp32 while it runs."""
         for update in updates:
-            self._transfers.record(update.tier, self._ranges[update.index].state.tier, update.gradient.nbytes)
-            self._step_range(update.index, update.gradient, scale, used)
+            tier = self._ranges[update.index].state.tier
+            gradient = update.gradient.read(0, update.gradient.numel)
+            self._transfers.record(update.gradient.tier, tier, gradient.nbytes)
+            self._step_range(update.index, gradient, scale, used)
             yield update.index
 
     def _step_range(

@@ -48,7 +48,7 @@ class ElementwiseStream:
             owned = self._ranges[update.index]
             after: dict[str, dict[str, Any]] = {}
             for begin, end in _stored(owned).spans():
-                gradient = update.gradient[begin:end].float() * scale
+                gradient = update.gradient.read(begin, end).float() * scale
                 after.update(self._step_chunk(owned, begin, end, gradient, used))
             for name, scalars in after.items():
                 self._scalars[name], self._made[name] = scalars, True

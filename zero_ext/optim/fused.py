@@ -44,7 +44,7 @@ class AdamStepper:
                 stored.append(AdamWork(owned.state, update.gradient, owned.output, bounds, rows))
                 continue
             output, tier = owned.output, owned.state.tier
-            for part in self._staging.parts(tier, update.gradient, update.tier, output):
+            for part in self._staging.parts(tier, update.gradient, output):
                 self._step_part(update.index, part, bounds, rows, scale)
             yield update.index
         if stored:

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-from zero_ext.config import Tier
 from zero_ext.offload import ShardHome, StateHome, Values
 
 
@@ -35,11 +34,10 @@ class OwnedRange:
 
 @dataclass(frozen=True)
 class Update:
-    """A range to be stepped and its gradient [n], in memory of ``tier``."""
+    """A range to be stepped and its gradient [n], where it lies."""
 
     index: int
-    gradient: torch.Tensor
-    tier: Tier
+    gradient: ShardHome
 
 
 class Stepper(Protocol):

@@ -208,12 +208,13 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     if number not in gradients.contributed:
         return None
     layout = unit.layout
-    flat = torch.empty(layout.numel, dtype=gradients.reduced.dtype)
+    flat = torch.empty(layout.numel, dtype=gradients.home.dtype)
+    own = gradients.home.shard().read(0, layout.shard_numel)
     if engine.world_size == 1:
-        flat.copy_(gradients.reduced)
+        flat.copy_(own)
     else:
         label = f"gradient of '{layout.specs[number].name}'"
-        engine.collectives.gather(flat, gradients.reduced, "gather_gradients", label).wait()
+        engine.collectives.gather(flat, own, "gather_gradients", label).wait()
     spec = layout.specs[number]
     return flat.as_strided(spec.shape, spec.stride, layout.offsets[number]).clone()
 

@@ -114,6 +114,6 @@ class GradientViews:
             )
         view.copy_(value)
         gradients.contributed.add(number)
-        gradients.reduced_valid = True
+        gradients.home.landed()
         self._shown[gradients.unit.parameters[number]] = value
         self._engine.norms.forget()

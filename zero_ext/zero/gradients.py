@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from zero_ext import ops
 from zero_ext.comm import Pending
 from zero_ext.config import ZeroConfig
-from zero_ext.offload import Tiers, TransferLog, allocate
+from zero_ext.offload import MemoryHome, ShardHome, Tiers, TransferLog, allocate
+from zero_ext.zero.gradient_home import GradientHome, MemoryGradients, SliceGradients
 from zero_ext.zero.partition import DTYPES
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.unit import Unit
@@ -17,9 +20,9 @@ class UnitGradients:
     """Collects, reduces and keeps the gradients of ``unit``.
 
     ``local`` [layout.numel] holds what this rank's backward produced; it lives for good where gradients are
-    replicated, and from the first gradient to the end of its reduction where they are sharded. ``reduced``
-    [layout.shard_numel] is the average over the ranks. While gradients are replicated ``reduced`` is this
-    rank's slice of ``local``, unless a backward pass follows a reduction and both must be kept.
+    replicated, and from the first gradient to the end of its reduction where they are sharded. ``home`` keeps
+    this rank's shard [layout.shard_numel] of the average over the ranks. While gradients are replicated that
+    is a slice of ``local``, unless a backward pass follows a reduction and both must be kept.
     """
 
     def __init__(
@@ -32,10 +35,9 @@ class UnitGradients:
         wire_dtype: torch.dtype | None,
     ) -> None:
         self.unit = unit
-        self.tier = unit.placement.grads_tier if unit.placement.grads else "device"
         self._pool = pool
         self._transfers = transfers
-        self._landing: torch.Tensor | None = None  # the device memory of a shard that lives in another tier
+        self._landing: torch.Tensor | None = None  # the pool memory that a reduction leaves its result in
         self._accumulation_dtype = accumulation_dtype
         self._wire_dtype = wire_dtype
         self._buffer: torch.Tensor | None = None
@@ -45,14 +47,24 @@ class UnitGradients:
         self._gathering: Pending | None = None
         self._pending: Pending | None = None
         self.contributed: set[int] = set()  # parameters with a gradient since the gradients were cleared
-        self.reduced_valid = False
         dtype = accumulation_dtype if accumulates else unit.layout.dtype
         self.local: torch.Tensor | None = None
+        self._slice: SliceGradients | None = None
+        self.home: GradientHome
         if unit.placement.grads:
-            self.reduced = allocate(unit.layout.shard_numel, dtype)
+            shard = allocate(unit.layout.shard_numel, dtype)
+            self.home = MemoryGradients(unit.placement.grads_tier, shard, accumulation_dtype, pool, transfers)
         else:
             self.local = allocate(unit.layout.numel, dtype)
-            self.reduced = self._own_slice(self.local)
+            begin, end = unit.layout.shard_range(unit.collectives.rank)
+            self.home = self._slice = SliceGradients(
+                self.local, begin, end, accumulation_dtype, pool, transfers
+            )
+
+    @property
+    def reduced_valid(self) -> bool:
+        """Whether there is a reduced gradient."""
+        return self.home.valid
 
     # -- collecting ---------------------------------------------------------------------------------------
 
@@ -67,8 +79,8 @@ class UnitGradients:
             )
         if self.local is None:
             self.local = self._take_local(keep_local)
-        elif not self._filled and self.reduced_valid and self._aliased():
-            self._split()
+        elif self._must_part():
+            self._part()
         elif keep_local and self.local.dtype != self._accumulation_dtype and self._filled:
             self._widen_local()
         if gradient.stride() != spec.stride and spec.numel:
@@ -100,7 +112,7 @@ class UnitGradients:
     @property
     def has_local(self) -> bool:
         """Whether there are gradients that were not reduced yet."""
-        return bool(self._filled) and not (self._aliased() and self.unit.collectives.world_size == 1)
+        return bool(self._filled) and not (self._aliased and self.unit.collectives.world_size == 1)
 
     # -- reducing -----------------------------------------------------------------------------------------
 
@@ -109,40 +121,50 @@ class UnitGradients:
         unit, layout = self.unit, self.unit.layout
         if self.local is None:
             self.local = self._take_local(False)
-        elif not self._filled and self.reduced_valid and self._aliased():
-            self._split()
+        elif self._must_part():
+            self._part()
         for index, spec in enumerate(layout.specs):
             if index not in self._filled:
                 self.local[layout.offsets[index] : layout.offsets[index] + spec.numel].zero_()
         for begin, end in layout.gaps():
             self.local[begin:end].zero_()
-        single = unit.collectives.world_size == 1
-        if single and self._aliased() and self.local.dtype == self._accumulation_dtype:
-            # One rank's sum is the average already: later gradients simply add to it.
-            self.reduced_valid = True
+        if unit.collectives.world_size == 1:
+            self._reduce_alone(self.local)
             return
         self._filled.clear()
-        if self.reduced_valid and self.reduced.dtype != self._accumulation_dtype:
-            self.reduced = allocate(layout.shard_numel, self._accumulation_dtype).copy_(self.reduced)
-        if single:
-            if not self._aliased():
-                ops.sum_shards_(self.reduced, [self.local], 1.0, self.reduced_valid)
-                self._transfers.record("device", self.tier, self.local.nbytes)
-            self.reduced_valid = True
-            self._drop_local()
-            return
-        peers = unit.collectives.world_size - 1
+        target = self.home.begin()
+        accumulate = self.home.valid and target is not None
+        if target is None:
+            dtype = self.home.dtype
+            self._landing = self._pool.take(layout.shard_numel * dtype.itemsize)
+            target = self._landing.view(dtype)
         payload = self._on_the_wire(self.local)
-        if self.tier != "device":
-            self._landing = self._borrow(layout.shard_numel, self.reduced.dtype)
+        peers = unit.collectives.world_size - 1
         self._pending = unit.collectives.reduce_scatter(
             payload,
-            self.reduced if self._landing is None else self._landing,
+            target,
             self._borrow(layout.shard_numel * peers, payload.dtype),
-            self.reduced_valid and self._landing is None,
+            accumulate,
             unit.wire_kind("reduce_scatter"),
             f"reduce-scatter of the gradients of {unit.describe()}",
         )
+
+    def _reduce_alone(self, local: torch.Tensor) -> None:
+        """One rank's sum is the average already."""
+        if self._aliased and local.dtype == self._accumulation_dtype:
+            self.home.landed()  # and later gradients simply add to it
+            return
+        self._filled.clear()
+        target = self.home.begin()
+        if self._buffer is not None:
+            buffer, self._buffer, self.local = self._buffer, None, None
+            self.home.take(buffer, local.dtype)
+            return
+        if target is None:
+            raise AssertionError("replicated gradients in another tier")
+        if not self._aliased:
+            ops.sum_shards_(target, [local], 1.0, self.home.valid)
+        self.home.landed()
 
     def finish_reduction(self) -> None:
         """Waits for :meth:`start_reduction`; gives scratch back and, if replicated, starts the gather."""
@@ -150,13 +172,13 @@ class UnitGradients:
             return
         self._pending.wait()
         self._pending = None
-        if self._landing is not None:
-            self._transfers.record("device", self.tier, self._landing.nbytes)
-            (ops.accumulate_ if self.reduced_valid else ops.pack_)(self.reduced, [self._landing], [0])
-            self._landing = None
-        self.reduced_valid = True
         while self._scratch:
             self._pool.give(self._scratch.pop())
+        if self._landing is None:
+            self.home.landed()
+        else:
+            landing, self._landing = self._landing, None
+            self.home.take(landing, self.home.dtype)
         if self.unit.placement.grads:
             self._drop_local()
         elif not self.unit.placement.optimizer:
@@ -167,15 +189,17 @@ class UnitGradients:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-            if self.local is not None and not self._aliased():
-                self.reduced = self._own_slice(self.local)
+            if self.local is not None and self._slice is not None and not self._aliased:
+                self._slice.to_slice_of(self.local)
 
     # -- reading ------------------------------------------------------------------------------------------
 
-    def for_optimizer(self) -> torch.Tensor:
+    def for_optimizer(self) -> ShardHome:
         """The reduced gradients of the elements this rank's optimizer owns: the shard, or all of them."""
-        whole = self._whole()
-        return self.reduced if whole is None else whole
+        alone = self.unit.collectives.world_size == 1
+        if alone or self.unit.placement.optimizer or self.local is None:
+            return self.home.shard()
+        return MemoryHome("device", self.local, self._transfers)
 
     def full_view(self, index: int) -> torch.Tensor | None:
         """The reduced gradient of parameter ``index`` in its shape if this rank holds all of it."""
@@ -189,47 +213,53 @@ class UnitGradients:
         """Forgets all gradients; memory of sharded ones stays for the next step."""
         self._filled.clear()
         self.contributed.clear()
-        self.reduced_valid = False
+        self.home.forget()
         if self.unit.placement.grads:
             self._drop_local()
 
     def zero_parameter(self, index: int) -> None:
         """Sets the gradient of one parameter to zero, where it is held here."""
         layout = self.unit.layout
-        for part in self._held(index):
-            part.zero_()
+        self._change(index, lambda part: part.zero_())
         if self.local is not None and index in self._filled:
             self.local[layout.offsets[index] : layout.offsets[index] + layout.specs[index].numel].zero_()
 
     def scale_parameter(self, index: int, factor: torch.Tensor | float) -> None:
         """Multiplies the reduced gradient of one parameter, where it is held here."""
-        for part in self._held(index):
-            part.mul_(factor)
+        self._change(index, lambda part: part.mul_(factor))
 
-    def _held(self, index: int) -> list[torch.Tensor]:
-        """What this rank holds of one parameter's reduced gradient: all of it if replicated."""
+    def _change(self, index: int, change: Callable[[torch.Tensor], object]) -> None:
+        """Applies ``change`` to what this rank holds of one parameter's reduced gradient: all of it if
+        replicated."""
         layout, whole = self.unit.layout, self._whole()
-        if whole is None:
-            return self._parts(index)
-        return [whole[layout.offsets[index] : layout.offsets[index] + layout.specs[index].numel]]
+        if whole is not None:
+            change(whole[layout.offsets[index] : layout.offsets[index] + layout.specs[index].numel])
+            return
+        for begin, end in self._own_ranges(index):
+            self.home.change(begin, end, change)
 
-    def _parts(self, index: int) -> list[torch.Tensor]:
-        """The reduced gradient of one parameter inside this rank's shard: once over all ranks."""
+    def _own_ranges(self, index: int) -> list[tuple[int, int]]:
+        """Where one parameter's reduced gradient lies inside this rank's shard: once over all ranks."""
         begin, end = self.unit.layout.shard_range(self.unit.collectives.rank)
         return [
-            self.reduced[overlap.range_start : overlap.range_start + overlap.numel]
+            (overlap.range_start, overlap.range_start + overlap.numel)
             for overlap in self.unit.layout.overlaps(begin, end)
             if overlap.index == index
         ]
 
     def add_squared_norm(self, accumulator: torch.Tensor, index: int | None = None) -> None:
         """Adds this rank's squares, of all parameters or of one, to an int64 superaccumulator."""
-        for part in [self.reduced] if index is None else self._parts(index):
-            ops.squared_norm_(part, accumulator)
+        if index is None:
+            self.home.add_squares(accumulator)
+            return
+        for begin, end in self._own_ranges(index):
+            for part in self.home.visit(begin, end):
+                ops.squared_norm_(part, accumulator)
 
     def largest(self, index: int) -> float:
         """The largest absolute value of one parameter's gradient held here; 0 if there is none."""
-        return max((part.abs().max().item() for part in self._parts(index) if part.numel()), default=0.0)
+        parts = (part for begin, end in self._own_ranges(index) for part in self.home.visit(begin, end))
+        return max((part.abs().max().item() for part in parts if part.numel()), default=0.0)
 
     def clear_parameter(self, index: int) -> None:
         """Forgets the gradient of one parameter, here and in the reduced shard."""
@@ -239,12 +269,12 @@ class UnitGradients:
 
     def persistent_bytes(self) -> int:
         """Bytes kept from step to step."""
-        own = 0 if self._aliased() else self.reduced.nbytes
+        own = 0 if self._aliased else self.home.memory_bytes()
         return own + (self.local.nbytes if self.local is not None and self._buffer is None else 0)
 
     def _whole(self) -> torch.Tensor | None:
         if self.unit.collectives.world_size == 1:
-            return self.reduced
+            return self.home.shard().memory(self.home.tier)
         return None if self.unit.placement.optimizer else self.local
 
     # -- memory -------------------------------------------------------------------------------------------
@@ -253,11 +283,19 @@ class UnitGradients:
         begin, end = self.unit.layout.shard_range(self.unit.collectives.rank)
         return full[begin:end]
 
+    @property
     def _aliased(self) -> bool:
-        return (
-            self.local is not None
-            and self.local.untyped_storage().data_ptr() == self.reduced.untyped_storage().data_ptr()
-        )
+        """Whether the reduced gradient is a slice of ``local``."""
+        return self._slice is not None and self.local is not None and self._slice.part_of(self.local)
+
+    def _must_part(self) -> bool:
+        """Whether a backward pass follows a reduction that was thought the last."""
+        return not self._filled and self.home.valid and self._aliased
+
+    def _part(self) -> None:
+        """Keeps the reduced sum beside the new local one."""
+        if self._slice is not None:
+            self._slice.to_apart()
 
     def _on_the_wire(self, local: torch.Tensor) -> torch.Tensor:
         if self._wire_dtype in (None, local.dtype):
@@ -286,25 +324,21 @@ class UnitGradients:
         if narrow is None:
             raise AssertionError("no local gradients to widen")
         if buffer is None:
-            aliased = self._aliased()
+            aliased = self._aliased
             self.local = allocate(narrow.numel(), self._accumulation_dtype).copy_(narrow)
-            if aliased:
-                self.reduced = self._own_slice(self.local)
+            if aliased and self._slice is not None:
+                self._slice.to_slice_of(self.local)
             return
         self.local = self._take_local(True).copy_(narrow)
         self._pool.give(buffer)
 
-    def _split(self) -> None:
-        """A backward pass after a reduction that was thought the last: keep the sum beside the new one."""
-        self.reduced = allocate(self.unit.layout.shard_numel, self._accumulation_dtype).copy_(self.reduced)
-
     def _start_gather(self) -> None:
         if self.local is None:
             raise AssertionError("replicated gradients without a buffer")
-        if not self._aliased():
-            if self.local.dtype != self.reduced.dtype:
-                self.local = allocate(self.local.numel(), self.reduced.dtype)
-            self._own_slice(self.local).copy_(self.reduced)
+        if not self._aliased:
+            if self.local.dtype != self.home.dtype:
+                self.local = allocate(self.local.numel(), self.home.dtype)
+            self._own_slice(self.local).copy_(self.home.shard().read(0, self.unit.layout.shard_numel))
         self._gathering = self.unit.collectives.gather(
             self.local,
             self._own_slice(self.local),

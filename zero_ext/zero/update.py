@@ -41,7 +41,7 @@ class AfterBackward:
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
         """See :class:`Updates`."""
         updates = [
-            Update(number, gradients.for_optimizer(), gradients.tier)
+            Update(number, gradients.for_optimizer())
             for number, gradients in enumerate(self._gradients)
             if gradients.contributed
         ]

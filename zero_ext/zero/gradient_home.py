@@ -1,0 +1,158 @@
+"""Where the reduced gradient of a unit's shard lives from its reduction to the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+
+from zero_ext import ops
+from zero_ext.config import Tier
+from zero_ext.offload import MemoryHome, ShardHome, TransferLog, allocate
+from zero_ext.zero.pool import BufferPool
+
+
+class GradientHome(Protocol):
+    """Keeps one reduced gradient [numel], or none. What comes while it keeps one is added to it.
+
+    ``dtype`` is that of the kept gradient, or of the next one. Once a second gradient was added it is the
+    dtype in which gradients add up. ``alignment`` is what the sizes of the buffers given to :meth:`take` are
+    multiples of.
+    """
+
+    tier: Tier
+    alignment: int
+    valid: bool  # whether there is a gradient
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See above."""
+
+    def begin(self) -> torch.Tensor | None:
+        """A reduction begins: device memory [numel] that its result goes into, or is added to where
+        ``valid``, followed by :meth:`landed`; None where the home wants the result by :meth:`take`."""
+
+    def landed(self) -> None:
+        """The result lies in the memory that :meth:`begin` named."""
+
+    def take(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
+        """Takes over a buffer of the pool whose first numel elements of ``dtype`` are the result."""
+
+    def shard(self) -> ShardHome:
+        """The gradient where it lies."""
+
+    def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
+        """The elements [begin, end) in pieces, in order, each valid until the next is asked for."""
+
+    def change(self, begin: int, end: int, change: Callable[[torch.Tensor], object]) -> None:
+        """Applies the element-wise ``change``, in place, to the elements [begin, end)."""
+
+    def add_squares(self, accumulator: torch.Tensor) -> None:
+        """Adds the squares of all elements to an int64 superaccumulator."""
+
+    def forget(self) -> None:
+        """There is no gradient any more."""
+
+    def memory_bytes(self) -> int:
+        """Bytes of memory held from step to step, the pool's left out."""
+
+
+class MemoryGradients:
+    """A gradient in device or host memory of its own for good: a :class:`GradientHome`."""
+
+    alignment = 1
+
+    def __init__(
+        self,
+        tier: Tier,
+        tensor: torch.Tensor,
+        accumulation_dtype: torch.dtype,
+        pool: BufferPool,
+        transfers: TransferLog,
+    ) -> None:
+        self.tier = tier
+        self.valid = False
+        self._tensor = tensor
+        self._accumulation_dtype = accumulation_dtype
+        self._pool = pool
+        self._transfers = transfers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See :class:`GradientHome`."""
+        return self._tensor.dtype
+
+    def begin(self) -> torch.Tensor | None:
+        """See :class:`GradientHome`."""
+        if self.valid and self.dtype != self._accumulation_dtype:
+            self._tensor = _copied(self._tensor, self._accumulation_dtype)
+        return self._tensor if self.tier == "device" else None
+
+    def landed(self) -> None:
+        """See :class:`GradientHome`."""
+        self.valid = True
+
+    def take(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
+        """See :class:`GradientHome`; the buffer is back in the pool when it returns."""
+        values = buffer.view(dtype)
+        (ops.accumulate_ if self.valid else ops.pack_)(self._tensor, [values], [0])
+        self._transfers.record("device", self.tier, values.nbytes)
+        self._pool.give(buffer)
+        self.valid = True
+
+    def shard(self) -> ShardHome:
+        """See :class:`GradientHome`."""
+        return MemoryHome(self.tier, self._tensor, self._transfers)
+
+    def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
+        """See :class:`GradientHome`: one piece."""
+        yield self._tensor[begin:end]
+
+    def change(self, begin: int, end: int, change: Callable[[torch.Tensor], object]) -> None:
+        """See :class:`GradientHome`."""
+        change(self._tensor[begin:end])
+
+    def add_squares(self, accumulator: torch.Tensor) -> None:
+        """See :class:`GradientHome`."""
+        ops.squared_norm_(self._tensor, accumulator)
+
+    def forget(self) -> None:
+        """See :class:`GradientHome`; the memory stays."""
+        self.valid = False
+
+    def memory_bytes(self) -> int:
+        """See :class:`GradientHome`."""
+        return self._tensor.nbytes
+
+
+class SliceGradients(MemoryGradients):
+    """A rank's slice of replicated gradients; apart from them while both must be kept."""
+
+    def __init__(
+        self,
+        whole: torch.Tensor,
+        begin: int,
+        end: int,
+        accumulation_dtype: torch.dtype,
+        pool: BufferPool,
+        transfers: TransferLog,
+    ) -> None:
+        super().__init__("device", whole[begin:end], accumulation_dtype, pool, transfers)
+        self._begin, self._end = begin, end
+
+    def part_of(self, whole: torch.Tensor) -> bool:
+        """Whether it is a slice of ``whole`` now."""
+        return whole.untyped_storage().data_ptr() == self._tensor.untyped_storage().data_ptr()
+
+    def to_slice_of(self, whole: torch.Tensor) -> None:
+        """Is a slice of ``whole`` from now on, with the values that are there."""
+        self._tensor = whole[self._begin : self._end]
+
+    def to_apart(self) -> None:
+        """Has memory of its own from now on, with the same values."""
+        self._tensor = _copied(self._tensor, self._accumulation_dtype)
+
+
+def _copied(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return allocate(tensor.numel(), dtype).copy_(tensor)
