@@ -23,11 +23,14 @@ class GradientHome(Protocol):
 
     tier: Tier
     alignment: int
-    valid: bool  # whether there is a gradient
 
     @property
     def dtype(self) -> torch.dtype:
         """See above."""
+
+    @property
+    def valid(self) -> bool:
+        """Whether there is a gradient."""
 
     def begin(self) -> torch.Tensor | None:
         """A reduction begins: device memory [numel] that its result goes into, or is added to where
@@ -152,6 +155,92 @@ class SliceGradients(MemoryGradients):
     def to_apart(self) -> None:
         """Has memory of its own from now on, with the same values."""
         self._tensor = _copied(self._tensor, self._accumulation_dtype)
+
+
+class BorrowedGradients:
+    """A gradient in memory that the pool lends from its reduction until it is forgotten: a
+    :class:`GradientHome`."""
+
+    tier: Tier = "device"
+    alignment = 1
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        accumulation_dtype: torch.dtype,
+        pool: BufferPool,
+        transfers: TransferLog,
+    ) -> None:
+        self.dtype = dtype
+        self._numel = numel
+        self._accumulation_dtype = accumulation_dtype
+        self._pool = pool
+        self._transfers = transfers
+        self._buffer: torch.Tensor | None = None
+
+    @property
+    def valid(self) -> bool:
+        """See :class:`GradientHome`."""
+        return self._buffer is not None
+
+    def begin(self) -> torch.Tensor | None:
+        """See :class:`GradientHome`: memory once there is a gradient to be added to."""
+        if self._buffer is None:
+            return None
+        if self.dtype != self._accumulation_dtype:
+            narrow, buffer = self._tensor, self._buffer
+            self.dtype = self._accumulation_dtype
+            self._buffer = self._pool.take(self._numel * self.dtype.itemsize)
+            ops.pack_(self._tensor, [narrow], [0])
+            self._pool.give(buffer)
+        return self._tensor
+
+    def landed(self) -> None:
+        """See :class:`GradientHome`."""
+
+    def take(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
+        """See :class:`GradientHome`: the buffer is kept where it can be."""
+        if self._buffer is None and dtype == self.dtype:
+            self._buffer = buffer
+            return
+        add = self._buffer is not None
+        if self._buffer is None:
+            self._buffer = self._pool.take(self._numel * self.dtype.itemsize)
+        (ops.accumulate_ if add else ops.pack_)(self._tensor, [buffer.view(dtype)], [0])
+        self._pool.give(buffer)
+
+    def shard(self) -> ShardHome:
+        """See :class:`GradientHome`; only while there is a gradient."""
+        return MemoryHome(self.tier, self._tensor, self._transfers)
+
+    def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
+        """See :class:`GradientHome`: one piece."""
+        yield self._tensor[begin:end]
+
+    def change(self, begin: int, end: int, change: Callable[[torch.Tensor], object]) -> None:
+        """See :class:`GradientHome`."""
+        change(self._tensor[begin:end])
+
+    def add_squares(self, accumulator: torch.Tensor) -> None:
+        """See :class:`GradientHome`."""
+        ops.squared_norm_(self._tensor, accumulator)
+
+    def forget(self) -> None:
+        """See :class:`GradientHome`: the pool has its memory back."""
+        if self._buffer is not None:
+            self._pool.give(self._buffer)
+            self._buffer = None
+
+    def memory_bytes(self) -> int:
+        """See :class:`GradientHome`: none."""
+        return 0
+
+    @property
+    def _tensor(self) -> torch.Tensor:
+        if self._buffer is None:
+            raise AssertionError("no gradient is kept")
+        return self._buffer.view(self.dtype)
 
 
 def _copied(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
