@@ -22,9 +22,17 @@ class MemoryCap(Protocol):
     `watched` is what it counts: "resident" memory, of all of them together, or private writable "data", of
     each."""
 
-    nbytes: int
-    name: str
-    watched: str
+    @property
+    def nbytes(self) -> int:
+        """Bytes it allows."""
+
+    @property
+    def name(self) -> str:
+        """What enforces it."""
+
+    @property
+    def watched(self) -> str:
+        """See above."""
 
     def enter(self) -> None:
         """Puts the calling process under the cap."""
