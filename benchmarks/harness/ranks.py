@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from zero_ext.monitor import MemoryCap
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOG_TAIL = 3_000
 GRACE_SECONDS = 10.0
@@ -54,10 +56,19 @@ def environment(rank: int, ranks: int, threads: int, port: int) -> dict[str, str
 
 
 class Team:
-    """The ranks of one contender. Use as a context manager: leaving ends the processes."""
+    """The ranks of one contender, all under one memory cap if given. Use as a context manager: leaving ends
+    the processes."""
 
-    def __init__(self, name: str, ranks: int, threads: int, timeout_seconds: float = 900.0) -> None:
+    def __init__(
+        self,
+        name: str,
+        ranks: int,
+        threads: int,
+        timeout_seconds: float = 900.0,
+        cap: MemoryCap | None = None,
+    ) -> None:
         self.name = name
+        self._cap = cap
         self.ranks = ranks
         self.threads = threads
         self.timeout_seconds = timeout_seconds
@@ -74,6 +85,7 @@ class Team:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                preexec_fn=self._cap.enter if self._cap is not None else None,
             )
 
     def _log(self, rank: int) -> Path:

@@ -1,5 +1,6 @@
 """Model shapes with random weights, and the token batches every contender trains on."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,10 +98,28 @@ SHAPES: dict[str, Shape] = {
 
 
 def shape_named(name: str) -> Shape:
-    """The shape called `name`; ValueError with the known names otherwise."""
+    """The shape called `name`, or the Llama of a width and a depth: "llama-512x8".
+
+    ValueError with the known names otherwise.
+    """
+    sizes = re.fullmatch(r"llama-(\d+)x(\d+)", name)
+    if sizes is not None:
+        return llama_of(int(sizes[1]), int(sizes[2]))
     if name not in SHAPES:
-        raise ValueError(f"unknown model shape {name!r}; known shapes: {', '.join(SHAPES)}")
+        raise ValueError(f"unknown model shape {name!r}; known: {', '.join(SHAPES)}, llama-WIDTHxDEPTH")
     return SHAPES[name]
+
+
+def llama_of(hidden: int, layers: int) -> LlamaShape:
+    """A Llama of any depth with the proportions of the named ones; `hidden` is a multiple of 64."""
+    return LlamaShape(
+        f"llama-{hidden}x{layers}",
+        hidden,
+        layers,
+        feed_forward=hidden * 11 // 4,
+        vocabulary=16 * hidden,
+        heads=hidden // 64,
+    )
 
 
 @contextmanager
@@ -128,10 +147,10 @@ def build_model(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> torch.nn.M
     return model.train()
 
 
-def batch_for(shape: Shape, rank: int, step: int) -> torch.Tensor:
-    """Token ids of one rank's step, int64 [BATCH_SIZE, SEQUENCE_LENGTH].
+def batch_for(shape: Shape, rank: int, step: int, length: int = SEQUENCE_LENGTH) -> torch.Tensor:
+    """Token ids of one rank's step, int64 [BATCH_SIZE, length].
 
     A few fixed batches are repeated, so the loss falls and contenders that do not learn alike are seen.
     """
     generator = torch.Generator().manual_seed(DATA_SEED + 1_000 * rank + step % DISTINCT_BATCHES)
-    return torch.randint(shape.vocabulary, (BATCH_SIZE, SEQUENCE_LENGTH), generator=generator)
+    return torch.randint(shape.vocabulary, (BATCH_SIZE, length), generator=generator)

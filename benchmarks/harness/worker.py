@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import process_memory
-from benchmarks.harness.shapes import batch_for, build_model, shape_named
+from benchmarks.harness.shapes import SEQUENCE_LENGTH, batch_for, build_model, shape_named
 from benchmarks.peers import Trainer, trainer_class
 from benchmarks.peers.base import loss_of
 
@@ -53,12 +53,13 @@ class Rank:
             "resident": process_memory.resident_bytes(),
         }
 
-    def steps(self, unmeasured: int, measured: int) -> dict[str, Any]:
-        """Train; seconds are those of the measured steps alone, between two barriers."""
-        losses = [self._step() for _ in range(unmeasured)]
+    def steps(self, unmeasured: int, measured: int, length: int = SEQUENCE_LENGTH) -> dict[str, Any]:
+        """Train on sequences of `length` tokens; seconds are those of the measured steps alone, between two
+        barriers."""
+        losses = [self._step(length) for _ in range(unmeasured)]
         self._barrier()
         cpu, began = time.process_time(), time.perf_counter()
-        losses += [self._step() for _ in range(measured)]
+        losses += [self._step(length) for _ in range(measured)]
         self._barrier()
         return {
             "seconds": time.perf_counter() - began,
@@ -66,8 +67,8 @@ class Rank:
             "losses": [loss.item() for loss in losses],
         }
 
-    def _step(self) -> torch.Tensor:
-        tokens = batch_for(self.shape, self.rank, self.steps_done)
+    def _step(self, length: int) -> torch.Tensor:
+        tokens = batch_for(self.shape, self.rank, self.steps_done, length)
         self.steps_done += 1
         return self._trainer().step(tokens)
 

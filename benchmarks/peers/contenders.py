@@ -76,6 +76,7 @@ CONTENDERS = {
     contender.key: contender
     for contender in (
         Contender("plain@1", "plain loop, fp32 masters", "plain", {}, 1, 2, 24.0),
+        Contender("frugal@1", "PyTorch alone, frugal", "frugal", {}, 1, 2, 20.0),
         Contender("ddp", "DDP, fp32 masters", "ddp", {}, 2, 1, 24.0),
         Contender("fsdp2-keep", "FSDP2, no reshard", "fsdp2", {"reshard_after_forward": False}, 2, 1, 17.0),
         Contender("fsdp2", "FSDP2, reshard", "fsdp2", {"reshard_after_forward": True}, 2, 1, 17.0),
@@ -100,6 +101,7 @@ def contender_named(key: str) -> Contender:
 # A peer's library is imported only in the ranks that run that peer.
 TRAINERS = {
     "plain": ("benchmarks.peers.plain", "PlainTrainer"),
+    "frugal": ("benchmarks.peers.plain", "FrugalTrainer"),
     "ddp": ("benchmarks.peers.ddp", "DDPTrainer"),
     "fsdp2": ("benchmarks.peers.fsdp2", "FSDP2Trainer"),
     "deepspeed": ("benchmarks.peers.deepspeed_zero", "DeepSpeedTrainer"),

@@ -1,12 +1,14 @@
 """DeepSpeed ZeRO 1, 2 and 3 on its CPU accelerator, with its own fused CPU Adam."""
 
 import gc
+import os
 
 import deepspeed
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
 from deepspeed.runtime.swap_tensor.utils import SwapBufferManager
 
+from benchmarks.harness.ranks import free_port
 from benchmarks.harness.shapes import Shape, build_model
 from benchmarks.peers.base import BETAS, CLIP_NORM, EPSILON, LEARNING_RATE, WEIGHT_DECAY, loss_of, nvme_folder
 
@@ -56,10 +58,13 @@ class DeepSpeedTrainer:
         model = build_model(shape)
         largest = max(parameter.numel() for parameter in model.parameters())
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        if "WORLD_SIZE" not in os.environ:
+            # Without a launcher DeepSpeed would ask MPI who it is.
+            os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         deepspeed.init_distributed(dist_backend="gloo")
-        self.engine, *_ = deepspeed.initialize(
-            model=model, config=configuration(stage, optimizer, params, largest)
-        )
+        config = configuration(stage, optimizer, params, largest)
+        self.engine, *_ = deepspeed.initialize(model=model, config=config)
         # The engine casts float buffers to bfloat16; the rotary ones go back to what the others compute with.
         for name, buffer in model.named_buffers():
             buffer.data = buffers[name]
@@ -79,8 +84,7 @@ class DeepSpeedTrainer:
         managers = [item for item in found if type(item) is SwapBufferManager]
         swappers = [item for item in found if type(item) is AsyncPartitionedParameterSwapper]
         tensors = [buffer for manager in managers for buffer in manager.all_buffers]
-        tensors += [buffer for swapper in swappers for buffer in swapper.buffers]
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
-        }
-        return {"host": sum(storages.values()), "device": 0}
+        tensors += [swapper.buffers for swapper in swappers]
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        held = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        return {"host": sum(held.values()), "device": 0}

@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.peers.base import CLIP_NORM, adamw
+from benchmarks.peers.base import BETAS, CLIP_NORM, EPSILON, LEARNING_RATE, WEIGHT_DECAY, adamw
 
 
 class MasterWeightAdamW:
@@ -36,3 +36,31 @@ class MasterWeightAdamW:
         """Drop the parameters' gradients."""
         for parameter in self.parameters:
             parameter.grad = None
+
+
+class FrugalMasterWeightAdamW:
+    """The same with as little memory as the recipe allows: a gradient is dropped once it is widened, the
+    update goes tensor by tensor, nothing is kept between steps but masters and moments; no clipping."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in parameters]
+        self.optimizer = torch.optim.AdamW(
+            self.masters,
+            lr=LEARNING_RATE,
+            betas=BETAS,
+            eps=EPSILON,
+            weight_decay=WEIGHT_DECAY,
+            foreach=False,
+        )
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update from the parameters' gradients, which are gone afterwards."""
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            if parameter.grad is not None:
+                master.grad, parameter.grad = parameter.grad.float(), None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            parameter.copy_(master)

@@ -4,7 +4,7 @@ import torch
 
 from benchmarks.harness.shapes import Shape, build_model
 from benchmarks.peers.base import loss_of
-from benchmarks.peers.masters import MasterWeightAdamW
+from benchmarks.peers.masters import FrugalMasterWeightAdamW, MasterWeightAdamW
 
 
 class PlainTrainer:
@@ -23,3 +23,20 @@ class PlainTrainer:
 
     def gradient_norm(self) -> float:
         return self.optimizer.norm.item()
+
+
+class FrugalTrainer:
+    """The plain loop with as little memory as PyTorch alone needs for it."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.model = build_model(shape)
+        self.optimizer = FrugalMasterWeightAdamW(list(self.model.parameters()))
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(self.model, tokens)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def gradient_norm(self) -> float:
+        raise NotImplementedError("the gradients are gone after a step")

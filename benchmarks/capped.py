@@ -1,0 +1,219 @@
+"""What fits under a memory cap: the largest model, and the longest sequence of one model.
+
+Run from the repository root: python -m benchmarks.capped [--cap 2] [--only model]
+"""
+
+import sys
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from benchmarks.harness.environment import describe
+from benchmarks.harness.ranks import Team, TeamFailure
+from benchmarks.harness.report import Table, megabytes, terminal, write_results
+from benchmarks.harness.shapes import SEQUENCE_LENGTH, llama_of, shape_named
+from benchmarks.peers import contender_named
+from benchmarks.peers.base import nvme_folder
+from benchmarks.peers.deepspeed_operators import compile_operators
+from zero_ext.monitor import capped
+
+STEPS = 3
+MODEL_BAR = 10.0
+LENGTH_BAR = 1.5
+PLAIN_WIDTH, WIDTH = 512, 2048
+LENGTHS = tuple(
+    SEQUENCE_LENGTH * eighths // 4 for eighths in (4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
+)
+LONG_SHAPE = "bloom-560m"
+LONG_PAIR = ("stage3-stored", "deepspeed3-stored")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One attempt to train STEPS steps under a cap; the peak is that of the fullest rank."""
+
+    contender: str
+    model: str
+    parameters: int
+    length: int
+    cap_bytes: int
+    cap_name: str
+    trained: bool
+    peak_bytes: int = 0
+    seconds_a_step: float = 0.0
+    first_loss: float = 0.0
+    last_loss: float = 0.0
+    reason: str = ""
+
+
+def attempt(key: str, model: str, cap_bytes: int, length: int = SEQUENCE_LENGTH) -> Trial:
+    """Train `model` with the contender `key`, all of its ranks under one cap of `cap_bytes`."""
+    contender, shape = contender_named(key), shape_named(model)
+    with capped(lambda watched: cap_bytes) as cap:
+        facts = (key, model, shape.parameters, length, cap_bytes, cap.name)
+        try:
+            with Team(contender.title, contender.ranks, contender.threads, cap=cap) as team:
+                team.ask(
+                    "start",
+                    family=contender.family,
+                    options=contender.options,
+                    shape=model,
+                    threads=contender.threads,
+                )
+                answers = team.ask("steps", unmeasured=0, measured=STEPS, length=length)
+                memory = team.ask("memory")
+        except TeamFailure as failure:
+            return Trial(*facts, trained=False, reason=str(failure).splitlines()[0])
+    losses = answers[0]["losses"]
+    return Trial(
+        *facts,
+        trained=True,
+        peak_bytes=max(answer["peak"] for answer in memory),
+        seconds_a_step=max(answer["seconds"] for answer in answers) / STEPS,
+        first_loss=losses[0],
+        last_loss=losses[-1],
+    )
+
+
+def largest_plain(cap_bytes: int, console: Console) -> list[Trial]:
+    """PyTorch alone at growing depth: bisection between a depth that trains and one that does not."""
+    trials: list[Trial] = []
+    works, fails = 0, 2
+    while not trials or trials[-1].trained:
+        works, fails = (fails, 2 * fails) if trials else (works, fails)
+        trials.append(_tell(attempt("frugal@1", llama_of(PLAIN_WIDTH, fails).name, cap_bytes), console))
+    while fails - works > 1:
+        middle = (works + fails) // 2
+        trials.append(_tell(attempt("frugal@1", llama_of(PLAIN_WIDTH, middle).name, cap_bytes), console))
+        works, fails = (middle, fails) if trials[-1].trained else (works, middle)
+    return trials
+
+
+def largest_stored(cap_bytes: int, plain: int, factors: list[float], console: Console) -> list[Trial]:
+    """zero_ext with everything on NVMe at these multiples of what PyTorch alone trains, until one fails."""
+    trials: list[Trial] = []
+    for factor in factors:
+        layers = 1
+        while llama_of(WIDTH, layers).parameters < factor * plain:
+            layers += 1
+        trials.append(_tell(attempt("consumed@1", llama_of(WIDTH, layers).name, cap_bytes), console))
+        if not trials[-1].trained:
+            break
+    return trials
+
+
+def longest(cap_bytes: int, console: Console) -> list[Trial]:
+    """Both sides on one shape with growing sequences, each until it fails."""
+    trials: list[Trial] = []
+    for key in LONG_PAIR:
+        for length in LENGTHS:
+            trials.append(_tell(attempt(key, LONG_SHAPE, cap_bytes, length), console))
+            if not trials[-1].trained:
+                break
+    return trials
+
+
+def _tell(trial: Trial, console: Console) -> Trial:
+    ending = f"trained, peak {megabytes(trial.peak_bytes)} MB" if trial.trained else f"failed: {trial.reason}"
+    console.print(f"{trial.contender} {trial.model} {trial.length} tokens: {ending}", highlight=False)
+    return trial
+
+
+def best(trials: list[Trial], key: str, figure: str) -> int:
+    """The largest `figure` with which `key` trained; 0 if it never did."""
+    return max(
+        (getattr(trial, figure) for trial in trials if trial.contender == key and trial.trained), default=0
+    )
+
+
+def table_of(title: str, trials: list[Trial], note: str) -> Table:
+    """Every attempt."""
+    table = Table(
+        title,
+        ("contender", "model", "M parameters", "tokens", "cap MB", "trained", "peak MB", "s/step", "losses"),
+        note=note,
+    )
+    for trial in trials:
+        losses = f"{trial.first_loss:.3f} → {trial.last_loss:.3f}" if trial.trained else ""
+        table.rows.append(
+            [
+                contender_named(trial.contender).title,
+                trial.model,
+                f"{trial.parameters / 1e6:.0f}",
+                str(trial.length),
+                megabytes(trial.cap_bytes),
+                "yes" if trial.trained else "no",
+                megabytes(trial.peak_bytes) if trial.trained else "",
+                f"{trial.seconds_a_step:.1f}" if trial.trained else "",
+                losses,
+            ]
+        )
+    return table
+
+
+def _models(cap_bytes: int, factors: list[float], console: Console) -> tuple[Table, dict[str, Any]]:
+    plain = largest_plain(cap_bytes, console)
+    limit = best(plain, "frugal@1", "parameters")
+    stored = largest_stored(cap_bytes, limit, factors, console)
+    ratio = best(stored, "consumed@1", "parameters") / limit if limit else 0.0
+    note = (
+        f"Largest that trained: {ratio:.1f} times what PyTorch alone trains (bar ≥ {MODEL_BAR:g}). bfloat16"
+    )
+    note += (
+        f" parameters, float32 masters, AdamW without foreach, 1 × {SEQUENCE_LENGTH} tokens, {STEPS} steps;"
+    )
+    note += f" the cap by {plain[0].cap_name}."
+    facts = {"ratio": ratio, "bar": MODEL_BAR, "met": ratio >= MODEL_BAR}
+    table = table_of("Largest model under a cap", [*plain, *stored], note)
+    return table, {**facts, "trials": [asdict(trial) for trial in (*plain, *stored)]}
+
+
+def _lengths(cap_bytes: int, console: Console) -> tuple[Table, dict[str, Any]]:
+    with console.status("compiling DeepSpeed's operators (minutes the first time)"):
+        compile_operators()
+    trials = longest(cap_bytes, console)
+    ours, theirs = (best(trials, key, "length") for key in LONG_PAIR)
+    ratio = ours / theirs if theirs else float("inf")
+    note = f"Tokens of a micro-batch: {ours} against {theirs}, {ratio:.2f} times (bar ≥ {LENGTH_BAR:g}). Same"
+    note += " tiers on both sides, both ranks under one cap."
+    facts = {"ratio": ratio, "bar": LENGTH_BAR, "met": ratio >= LENGTH_BAR}
+    return table_of("Longest micro-batch under a cap", trials, note), {
+        **facts,
+        "trials": [asdict(trial) for trial in trials],
+    }
+
+
+def main(
+    cap: Annotated[float, typer.Option(help="Cap for the largest model, GiB.")] = 2.0,
+    factors: Annotated[str, typer.Option(help="Multiples of PyTorch's largest model to try.")] = "10,15,20",
+    length_cap: Annotated[
+        float, typer.Option(help="Cap of both ranks for the longest sequence, GiB.")
+    ] = 12.0,
+    only: Annotated[str, typer.Option(help="'model' or 'length'; both by default.")] = "",
+    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "capped",
+) -> None:
+    """Find what fits under a cap; write benchmarks/results/capped.{json,md}."""
+    console = terminal()
+    if only not in ("", "model", "length"):
+        raise typer.BadParameter(f"--only: {only!r} given, 'model' or 'length' wanted")
+    tables: list[Table] = []
+    data: dict[str, Any] = {"environment": {**describe(), "NVMe folder": nvme_folder()}}
+    if only != "length":
+        table, data["model"] = _models(int(cap * 2**30), [float(f) for f in factors.split(",")], console)
+        tables.append(table)
+    if only != "model":
+        table, data["length"] = _lengths(int(length_cap * 2**30), console)
+        tables.append(table)
+    for table in tables:
+        table.show(console)
+    for path in write_results(output, "Under a memory cap", tables, data):
+        console.print(f"wrote {path}")
+    if not all(part["met"] for part in (data.get("model"), data.get("length")) if part):
+        print("FAILED: a bar is missed", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
