@@ -54,6 +54,24 @@ def test_a_positive_second_moment_never_becomes_zero(isa: str) -> None:
 
 
 @pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("largest", [1e-37, 1e-20, 1.0, 3e38])
+def test_what_was_quantized_once_is_not_changed_by_quantizing_again(
+    isa: str, generator: torch.Generator, signed: bool, largest: float
+) -> None:
+    values = spread(100_003, signed, generator) * (largest / 100)
+    values[256:512] = 0
+    values[600] = float("nan")
+    for negative in range(1024, 40_000, 512) if signed else ():
+        values[negative] = -largest  # the scale of its block
+    values[5000:5256] = torch.finfo(torch.float32).smallest_normal * torch.rand(256, generator=generator)
+    values[5000] = torch.finfo(torch.float32).smallest_normal
+    once = ops.quantize_blockwise(values, signed)
+    again = ops.quantize_blockwise(ops.dequantize_blockwise(once, signed), signed)
+    assert torch.equal(once.codes, again.codes)
+    assert torch.equal(once.scales.view(torch.int32), again.scales.view(torch.int32))
+
+
+@pytest.mark.parametrize("signed", [True, False])
 def test_non_finite_blocks_read_back_as_nan(isa: str, signed: bool) -> None:
     for bad in (float("nan"), float("inf")):
         values = torch.rand(1000)

@@ -30,8 +30,8 @@ from zero_ext.checkpoint.source import ParameterDescription, StateSource
 from zero_ext.checkpoint.storage import Storage
 
 _NOT_IN_BACKGROUND = (
-    "state in a store (NVMe) cannot be copied in memory for a save in the background: this one was written "
-    "before the call returned; asynchronous=False saves the same way without this warning"
+    "state on NVMe or in 8-bit blocks is not copied in memory for a save in the background: this one was "
+    "written before the call returned; asynchronous=False saves the same way without this warning"
 )
 
 

@@ -17,7 +17,8 @@ class StoredValues(Protocol):
     """``numel`` elements of one dtype that live outside memory, on NVMe for example.
 
     A save reads and a load writes ranges of about a MiB, one after another and in any order. A range begins
-    and ends at any element; a write leaves every element outside its range as it was.
+    and ends at any element; a write leaves every element outside its range as it was, or, where elements
+    share the scale of a quantized block, within the rounding of that block.
     """
 
     @property

@@ -23,7 +23,7 @@ class PrecisionPolicy(Policy):
             it is.
         grad_accum_dtype: precision in which gradients of several micro-batches add up.
         moments_dtype: precision of Adam's two moments (masters are always fp32). "8bit" quantizes blocks
-            of 256 elements (Dettmers et al., arXiv 2110.02861); checkpoints cannot hold it.
+            of 256 elements (Dettmers et al., arXiv 2110.02861); checkpoints hold them as float32.
         communication_dtype: precision of gradients on the wire; None sends a gradient in its own.
     """
 

@@ -2,10 +2,10 @@
 
 from zero_ext.offload.nvme_store import NvmeStore, Transfer
 from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, Arrival, MemoryHome, ShardHome, allocate
-from zero_ext.offload.state_home import MASTER, StateHome
+from zero_ext.offload.state_home import MASTER, StateField, StateHome
 from zero_ext.offload.state_stream import AdamWork, NvmeState, stream_adam
 from zero_ext.offload.step_parts import StepPart, StepStaging
-from zero_ext.offload.stored_run import Values, copy_of, count, part_of, replace
+from zero_ext.offload.stored_run import StoredRun, Values, copy_of, count, part_of, replace
 from zero_ext.offload.tiers import Tiers
 from zero_ext.offload.transfers import TransferLog
 
@@ -18,9 +18,11 @@ __all__ = [
     "NvmeState",
     "NvmeStore",
     "ShardHome",
+    "StateField",
     "StateHome",
     "StepPart",
     "StepStaging",
+    "StoredRun",
     "Tiers",
     "Transfer",
     "TransferLog",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -15,20 +15,40 @@ from zero_ext.offload.stored_run import Values
 MASTER = "master"
 
 
+class StateField(NamedTuple):
+    """One kind of state: an entry of ``dtype`` for every ``elements`` elements, the last ones rounded up."""
+
+    dtype: torch.dtype
+    elements: int = 1
+
+    def entries(self, elements: int) -> int:
+        """Entries of a range of ``elements`` elements."""
+        return -(-elements // self.elements)
+
+
 class StateHome(Protocol):
-    """Named values [numel], one an element: ``master`` from the start, others as an optimizer adds them."""
+    """Kinds of state of ``numel`` elements: ``master`` from the start, others as an optimizer adds them.
+
+    Ranges of elements begin where an entry of the kind does, and end so or at ``numel``.
+    """
 
     tier: Tier
     numel: int
 
-    def add(self, kind: str, dtype: torch.dtype) -> None:
-        """Gives every element one more value, zero at first. Once a kind, before the first step."""
+    def add(self, kind: str, field: StateField) -> None:
+        """Adds a kind of state, zero at first. Once a kind, before the first step."""
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """The ranges in which the state is best visited; they cover it in order."""
 
     def read(self, kind: str, begin: int, end: int) -> torch.Tensor:
         """The values of elements [begin, end): live memory where the tier is memory, else a copy."""
+
+    def read_kinds(self, kinds: Sequence[str], begin: int, end: int) -> list[torch.Tensor]:
+        """:meth:`read` of several kinds, in one transfer."""
+
+    def write_kinds(self, kinds: Sequence[str], begin: int, end: int, values: Sequence[torch.Tensor]) -> None:
+        """Replaces several kinds of the elements [begin, end), in one transfer."""
 
     def run(self, kind: str, begin: int, end: int) -> Values:
         """The values of elements [begin, end) where they lie."""
@@ -48,10 +68,12 @@ class MemoryState:
         self.tier = tier
         self.numel = master.numel()
         self.values = {MASTER: master}
+        self._fields = {MASTER: StateField(torch.float32)}
 
-    def add(self, kind: str, dtype: torch.dtype) -> None:
+    def add(self, kind: str, field: StateField) -> None:
         """See :class:`StateHome`."""
-        self.values[kind] = allocate(self.numel, dtype)
+        self._fields[kind] = field
+        self.values[kind] = allocate(field.entries(self.numel), field.dtype)
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """See :class:`StateHome`: one."""
@@ -59,16 +81,30 @@ class MemoryState:
 
     def read(self, kind: str, begin: int, end: int) -> torch.Tensor:
         """See :class:`StateHome`."""
-        return self.values[kind][begin:end]
+        field = self._fields[kind]
+        if begin % field.elements or (end % field.elements and end != self.numel):
+            raise AssertionError(
+                f"elements [{begin}, {end}) cut the entries of '{kind}', one for every {field.elements}"
+            )
+        return self.values[kind][field.entries(begin) : field.entries(end)]
+
+    def read_kinds(self, kinds: Sequence[str], begin: int, end: int) -> list[torch.Tensor]:
+        """See :class:`StateHome`."""
+        return [self.read(kind, begin, end) for kind in kinds]
+
+    def write_kinds(self, kinds: Sequence[str], begin: int, end: int, values: Sequence[torch.Tensor]) -> None:
+        """See :class:`StateHome`."""
+        for kind, given in zip(kinds, values, strict=True):
+            self.read(kind, begin, end).copy_(given)
 
     def run(self, kind: str, begin: int, end: int) -> Values:
         """See :class:`StateHome`."""
-        return self.values[kind][begin:end]
+        return self.read(kind, begin, end)
 
     @contextlib.contextmanager
     def edit(self, kind: str, begin: int, end: int) -> Iterator[torch.Tensor]:
         """See :class:`StateHome`: changes are live at once."""
-        yield self.values[kind][begin:end]
+        yield self.read(kind, begin, end)
 
     def memory_bytes(self) -> int:
         """See :class:`StateHome`."""

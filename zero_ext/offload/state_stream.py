@@ -14,7 +14,7 @@ from zero_ext import ops
 from zero_ext.config import Tier
 from zero_ext.offload.nvme_store import NvmeStore
 from zero_ext.offload.shard_home import ShardHome
-from zero_ext.offload.state_home import MASTER
+from zero_ext.offload.state_home import MASTER, StateField
 from zero_ext.offload.stored_home import StoredHome
 from zero_ext.offload.stored_run import StoredRun, Values
 from zero_ext.offload.transfers import TransferLog
@@ -23,9 +23,8 @@ _READ, _WRITTEN = (ops.STREAM_COUNTERS.index(name) for name in ("bytes_read", "b
 
 
 class StateStream:
-    """The ring, and the kinds of state that pass through it: ``kinds`` by name, one value an element.
+    """The ring, and the kinds of state that pass through it: ``kinds``, beside the master weights.
 
-    With ``quantized`` Adam's moments pass through it as well, in 8-bit blocks that only the step reads.
     ``ring_bytes`` of memory are allocated here. Raises ``RuntimeError`` naming the smallest ring if it is too
     small.
     """
@@ -34,18 +33,17 @@ class StateStream:
         self,
         store: NvmeStore,
         ring_bytes: int,
-        kinds: Mapping[str, torch.dtype],
+        kinds: Mapping[str, StateField],
         transfers: TransferLog,
-        quantized: bool = False,
     ) -> None:
         self.store = store
-        self.kinds = {MASTER: torch.float32, **kinds}
+        self.kinds = {MASTER: StateField(torch.float32), **kinds}
         self.handle = uuid.uuid4().int >> 65
         self.ring_bytes = ring_bytes
         self._transfers = transfers
-        sizes = tuple(dtype.itemsize for dtype in self.kinds.values())
-        fields = ops.ADAM_FIELDS[torch.uint8] if quantized else (sizes, (1,) * len(sizes))
-        ops.state_stream_open(self.handle, store.handle, ring_bytes, *fields)
+        sizes = [field.dtype.itemsize for field in self.kinds.values()]
+        elements = [field.elements for field in self.kinds.values()]
+        ops.state_stream_open(self.handle, store.handle, ring_bytes, sizes, elements)
         weakref.finalize(self, ops.state_stream_close, self.handle)
         self.chunk_elements = ops.state_stream_chunk_elements(self.handle)
 
@@ -72,10 +70,10 @@ class NvmeState:
         self.numel = numel
         self.offset = stream.store.allocate(stream.extent_bytes(numel))
 
-    def add(self, kind: str, dtype: torch.dtype) -> None:
+    def add(self, kind: str, field: StateField) -> None:
         """See :class:`StateHome`: the kinds are those of the stream, zero from the start."""
-        if self.stream.kinds.get(kind) != dtype:
-            raise AssertionError(f"state '{kind}' in {dtype} is not among {self.stream.kinds}")
+        if self.stream.kinds.get(kind) != field:
+            raise AssertionError(f"state '{kind}' as {field} is not among {self.stream.kinds}")
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """See :class:`StateHome`: chunks that move in one transfer."""
@@ -87,17 +85,17 @@ class NvmeState:
         return self.read_kinds([kind], begin, end)[0]
 
     def read_kinds(self, kinds: Sequence[str], begin: int, end: int) -> list[torch.Tensor]:
-        """Copies of several kinds of values of elements [begin, end)."""
-        values = [torch.empty(end - begin, dtype=self.stream.kinds[kind]) for kind in kinds]
+        """See :class:`StateHome`: copies."""
+        fields = [self.stream.kinds[kind] for kind in kinds]
+        values = [torch.empty(field.entries(end - begin), dtype=field.dtype) for field in fields]
         with self.stream.counters() as counters:
             ops.state_stream_read_(
                 self.stream.handle, self.offset, self.numel, begin, end, self._fields(kinds), values, counters
             )
         return values
 
-    def write_kinds(self, kinds: Sequence[str], begin: int, values: Sequence[torch.Tensor]) -> None:
-        """Replaces several kinds of values of the elements from ``begin`` on."""
-        end = begin + values[0].numel()
+    def write_kinds(self, kinds: Sequence[str], begin: int, end: int, values: Sequence[torch.Tensor]) -> None:
+        """See :class:`StateHome`."""
         with self.stream.counters() as counters:
             ops.state_stream_write_(
                 self.stream.handle, self.offset, self.numel, begin, end, self._fields(kinds), values, counters
@@ -112,7 +110,7 @@ class NvmeState:
         """See :class:`StateHome`."""
         values = self.read(kind, begin, end)
         yield values
-        self.write_kinds([kind], begin, [values])
+        self.write_kinds([kind], begin, end, [values])
 
     def memory_bytes(self) -> int:
         """See :class:`StateHome`: none, the ring is staging."""
@@ -128,7 +126,7 @@ class _StateRun:
 
     def __init__(self, state: NvmeState, kind: str, begin: int, numel: int) -> None:
         self.numel = numel
-        self.dtype = state.stream.kinds[kind]
+        self.dtype = state.stream.kinds[kind].dtype
         self._state = state
         self._kind = kind
         self._begin = begin
@@ -137,7 +135,8 @@ class _StateRun:
         return self._state.read(self._kind, self._begin + begin, self._begin + end)
 
     def write(self, begin: int, values: torch.Tensor) -> None:
-        self._state.write_kinds([self._kind], self._begin + begin, [values])
+        first = self._begin + begin
+        self._state.write_kinds([self._kind], first, first + values.numel(), [values])
 
     def part(self, begin: int, end: int) -> StoredRun:
         return _StateRun(self._state, self._kind, self._begin + begin, end - begin)

@@ -46,4 +46,4 @@ def replace(values: Values, by: torch.Tensor) -> None:
     if isinstance(values, torch.Tensor):
         values.copy_(by)
     else:
-        values.write(0, by)
+        values.write(0, by.to(values.dtype).contiguous())

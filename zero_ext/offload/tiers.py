@@ -9,7 +9,7 @@ import torch
 from zero_ext.config import AioPolicy, OffloadPolicy, Tier
 from zero_ext.offload.nvme_store import NvmeStore
 from zero_ext.offload.shard_home import MemoryHome, ShardHome, allocate
-from zero_ext.offload.state_home import MemoryState, StateHome
+from zero_ext.offload.state_home import MemoryState, StateField, StateHome
 from zero_ext.offload.state_stream import NvmeState, StateStream
 from zero_ext.offload.step_parts import StepStaging
 from zero_ext.offload.stored_home import StoredHome
@@ -20,17 +20,15 @@ class Tiers:
     """Device and host memory of one rank, and its store on NVMe if the policy names that tier.
 
     ``transfers`` counts what moves between the tiers, ``staging`` is what a step in another tier than its
-    gradients or parameters goes through. ``kinds`` are the values an element that the optimizer keeps beside
-    the master weights; None where there is no optimizer. ``quantized`` says that it keeps moments in 8-bit
-    blocks.
+    gradients or parameters goes through. ``kinds`` is the state that the optimizer keeps beside the master
+    weights; None where there is no optimizer.
     """
 
     def __init__(
         self,
         policy: OffloadPolicy,
         aio: AioPolicy,
-        kinds: Mapping[str, torch.dtype] | None = None,
-        quantized: bool = False,
+        kinds: Mapping[str, StateField] | None = None,
     ) -> None:
         self.transfers = TransferLog()
         self.staging = StepStaging(policy.ring_bytes, self.transfers)
@@ -46,7 +44,7 @@ class Tiers:
                 checksum=policy.checksum,
             )
             if policy.optimizer == "nvme" and kinds is not None:
-                self._stream = StateStream(self._store, policy.ring_bytes, kinds, self.transfers, quantized)
+                self._stream = StateStream(self._store, policy.ring_bytes, kinds, self.transfers)
 
     def stored_bytes(self, tier: Tier, numel: int, dtype: torch.dtype) -> int:
         """Bytes of the store that the home of a shard takes in ``tier``."""

@@ -81,7 +81,7 @@ class ElementwiseStream:
         self._inner.step()
         for segment, value in stepped:
             self._keep(segment, value, values, begin)
-        state.write_kinds(kinds, begin, list(values.values()))
+        state.write_kinds(kinds, begin, end, list(values.values()))
         if owned.output is not None:
             for segment, value in stepped:
                 owned.output.store(max(segment.begin, begin), value, "host")

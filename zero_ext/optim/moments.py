@@ -8,10 +8,12 @@ from typing import Literal, Protocol
 import torch
 
 from zero_ext import ops
-from zero_ext.offload import MASTER, StepPart, Values, allocate
+from zero_ext.offload import MASTER, StateField, StepPart, Values
+from zero_ext.optim.block_values import BlockValues, codes_of, scales_of
 from zero_ext.optim.stepper import OwnedRange, Segment
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_SIGNED = (True, False)
 MomentsDtype = torch.dtype | Literal["8bit"]
 _BY_NAME: dict[str, MomentsDtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": "8bit"}
 
@@ -19,6 +21,14 @@ _BY_NAME: dict[str, MomentsDtype] = {"fp32": torch.float32, "bf16": torch.bfloat
 def moments_dtype_named(name: str) -> MomentsDtype:
     """What the configuration's ``precision.moments_dtype`` names."""
     return _BY_NAME[name]
+
+
+def moment_fields(dtype: MomentsDtype) -> dict[str, StateField]:
+    """The state that moments of ``dtype`` take, in the order of ``ops.ADAM_FIELDS``."""
+    if isinstance(dtype, torch.dtype):
+        return dict.fromkeys(MOMENTS, StateField(dtype))
+    scales = dict.fromkeys(map(scales_of, MOMENTS), StateField(torch.float32, ops.BLOCK_ELEMENTS))
+    return {**scales, **dict.fromkeys(map(codes_of, MOMENTS), StateField(torch.uint8))}
 
 
 class Moments(Protocol):
@@ -33,26 +43,20 @@ class Moments(Protocol):
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Stepper`."""
 
-    def memory_bytes(self) -> int:
-        """Bytes of memory that the ranges' own state does not count."""
-
 
 class FloatMoments:
     """Moments in fp32 or bf16, as state of the ranges."""
 
     def __init__(self, ranges: Sequence[OwnedRange], dtype: torch.dtype) -> None:
         self._ranges = tuple(ranges)
-        for owned in ranges:
-            for kind in MOMENTS:
-                owned.state.add(kind, dtype)
+        _add_state(ranges, dtype)
 
     def update(
         self, index: int, part: StepPart, segments: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor
     ) -> None:
         """See :class:`Moments`."""
-        master, exp_avg, exp_avg_sq = (
-            self._ranges[index].state.read(kind, part.begin, part.end) for kind in (MASTER, *MOMENTS)
-        )
+        state = self._ranges[index].state
+        master, exp_avg, exp_avg_sq = state.read_kinds((MASTER, *MOMENTS), part.begin, part.end)
         ops.adam_step_(master, exp_avg, exp_avg_sq, part.gradient, part.output, segments, hyper, scale)
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
@@ -62,53 +66,38 @@ class FloatMoments:
             for segment in owned.segments:
                 yield kind, segment, owned.state.run(kind, segment.begin, segment.begin + segment.numel)
 
-    def memory_bytes(self) -> int:
-        """See :class:`Moments`: none, they lie beside the master weights."""
-        return 0
-
 
 class EightBitMoments:
     """Moments quantized block by block (Dettmers et al., arXiv 2110.02861): a byte an element and a scale for
-    256 of them. Blocks are counted from each range's first element."""
+    256 of them. Blocks are counted from each range's first element, whatever parameters lie there."""
 
     def __init__(self, ranges: Sequence[OwnedRange]) -> None:
         self._ranges = tuple(ranges)
-        # Beside master weights in storage the moments are there, too.
-        self._moments = [
-            tuple(_zeros(owned.state.numel) for _ in MOMENTS) if owned.state.tier != "nvme" else ()
-            for owned in ranges
-        ]
+        _add_state(ranges, "8bit")
 
     def update(
         self, index: int, part: StepPart, segments: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor
     ) -> None:
         """See :class:`Moments`."""
-        master = self._ranges[index].state.read(MASTER, part.begin, part.end)
-        exp_avg, exp_avg_sq = (_part(moment, part.begin, part.end) for moment in self._moments[index])
+        state = self._ranges[index].state
+        master = state.read(MASTER, part.begin, part.end)
+        exp_avg, exp_avg_sq = (
+            ops.Quantized(*state.read_kinds((codes_of(kind), scales_of(kind)), part.begin, part.end))
+            for kind in MOMENTS
+        )
         ops.adam_step_8bit_(master, exp_avg, exp_avg_sq, part.gradient, part.output, segments, hyper, scale)
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
-        """Refused with ``RuntimeError``: blocks cross the parameters' borders, so no parameter's moments can
-        be replaced by themselves."""
-        raise RuntimeError(
-            "precision.moments_dtype '8bit': quantized optimizer state can be neither saved nor loaded; for "
-            "checkpoints and optimizer.state_dict() take 'fp32' or 'bf16' moments, or save the model alone "
-            "with zero_ext.full_state_dict(model)"
-        )
-
-    def memory_bytes(self) -> int:
-        """See :class:`Moments`."""
-        return sum(part.nbytes for moments in self._moments for quantized in moments for part in quantized)
+        """See :class:`Moments`: as float32. Where the same range is cut in the same blocks again, these have
+        the codes and scales they had; elsewhere they are quantized anew."""
+        owned = self._ranges[index]
+        for kind, signed in zip(MOMENTS, _SIGNED, strict=True):
+            blocks = BlockValues(owned.state, kind, signed)
+            for segment in owned.segments:
+                yield kind, segment, blocks.run(segment.begin, segment.begin + segment.numel)
 
 
-def _zeros(numel: int) -> ops.Quantized:
-    """Quantized zeros: with a scale of zero every code is one."""
-    return ops.Quantized(allocate(numel, torch.uint8), allocate(ops.block_count(numel), torch.float32))
-
-
-def _part(moment: ops.Quantized, begin: int, end: int) -> ops.Quantized:
-    """Elements [begin, end), where ``begin`` starts a block: a step's parts hold whole pages of floats."""
-    if begin % ops.BLOCK_ELEMENTS:
-        raise AssertionError(f"a part begins at element {begin}, inside a block of {ops.BLOCK_ELEMENTS}")
-    first, last = begin // ops.BLOCK_ELEMENTS, ops.block_count(end)
-    return ops.Quantized(moment.codes[begin:end], moment.scales[first:last])
+def _add_state(ranges: Sequence[OwnedRange], dtype: MomentsDtype) -> None:
+    for owned in ranges:
+        for kind, field in moment_fields(dtype).items():
+            owned.state.add(kind, field)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from zero_ext.offload import Tiers
+from zero_ext.offload import StateField, Tiers
 from zero_ext.optim.compatibility import check_elementwise, elementwise_kinds, fusible
 from zero_ext.optim.elementwise import ElementwiseStepper
 from zero_ext.optim.elementwise_stream import ElementwiseStream
 from zero_ext.optim.fused import AdamStepper
-from zero_ext.optim.moments import MOMENTS, MomentsDtype
+from zero_ext.optim.moments import MomentsDtype, moment_fields
 from zero_ext.optim.stepper import OwnedRange, Stepper
 
 
@@ -40,12 +40,10 @@ def make_stepper(
     return ElementwiseStepper(optimizer, ranges, tiers.transfers)
 
 
-def state_kinds(optimizer: torch.optim.Optimizer, moments_dtype: MomentsDtype) -> dict[str, torch.dtype]:
-    """The values an element that :func:`make_stepper`'s stepper keeps beside the master weights: none if
-    its moments are in 8-bit blocks."""
-    if moments_dtype == "8bit":
-        return {}
+def state_kinds(optimizer: torch.optim.Optimizer, moments_dtype: MomentsDtype) -> dict[str, StateField]:
+    """The state that :func:`make_stepper`'s stepper keeps beside the master weights, in the order that a
+    step on NVMe wants."""
     if fusible(optimizer):
-        return dict.fromkeys(MOMENTS, moments_dtype)
+        return moment_fields(moments_dtype)
     kinds = {kind for group in optimizer.param_groups for kind in elementwise_kinds(optimizer, group)}
-    return dict.fromkeys(sorted(kinds), torch.float32)
+    return dict.fromkeys(sorted(kinds), StateField(torch.float32))

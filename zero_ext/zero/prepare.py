@@ -159,7 +159,7 @@ def _make_tiers(
     kinds = state_kinds(optimizer, moments) if optimizer is not None else None
 
     def make() -> Tiers:
-        tiers = Tiers(settings.offload, settings.aio, kinds, quantized=moments == "8bit")
+        tiers = Tiers(settings.offload, settings.aio, kinds)
         reserve_storage(plans, tiers, collectives.world_size, _trains(optimizer))
         return tiers
 
