@@ -120,8 +120,8 @@ void store_open(std::int64_t handle, std::vector<std::string> paths, const std::
                                                                 .block_devices = block_devices}));
 }
 
-void store_reserve(std::int64_t handle, std::int64_t nbytes) {
-  registry().get(handle)->store()->reserve(nbytes);
+void store_reserve(std::int64_t handle, std::int64_t nbytes, bool zeros) {
+  registry().get(handle)->store()->reserve(nbytes, zeros);
 }
 
 std::int64_t store_allocate(std::int64_t handle, std::int64_t nbytes) {
@@ -168,7 +168,7 @@ std::string store_devices(std::int64_t handle) {
 void store_counts_(std::int64_t handle, const Tensor& counts) {
   const Argument argument{"store_counts_", "counts"};
   check_dtype(counts, argument, ScalarType::Long);
-  check_flat(counts, argument, 5);
+  check_flat(counts, argument, 6);
   const auto open = registry().get(handle);
   const core::StoreFacts facts = open->store()->facts();
   auto* const values = static_cast<std::int64_t*>(counts.mutable_data_ptr());
@@ -177,6 +177,7 @@ void store_counts_(std::int64_t handle, const Tensor& counts) {
   values[2] = facts.live_bytes;
   values[3] = facts.bytes_read;
   values[4] = facts.bytes_written;
+  values[5] = facts.largest_free;
 }
 
 void store_inject_fault(std::int64_t handle, bool writing, std::int64_t after, std::int64_t result,
@@ -197,7 +198,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
   library.def(
       "store_open(int handle, str[] paths, str backend, int[] engine_sizes, int stripe_bytes, "
       "bool checksum, bool block_devices) -> ()");
-  library.def("store_reserve(int handle, int nbytes) -> ()");
+  library.def("store_reserve(int handle, int nbytes, bool zeros) -> ()");
   library.def("store_allocate(int handle, int nbytes) -> SymInt");
   library.def("store_release(int handle, int offset) -> ()");
   library.def("store_read_(int handle, Tensor(a!) tensor, int offset, int ticket) -> ()");

@@ -20,7 +20,7 @@ from tests.multi.rank import World
 from tests.zero.models import Block, TinyModel, language_batch, language_loss
 from tests.zero.training import adamw, configuration
 from zero_ext.zero import init as init_module
-from zero_ext.zero.born import born_shard, full_value
+from zero_ext.zero.born import BornShard, born_shard, full_value
 
 
 class Handmade(nn.Module):
@@ -248,6 +248,10 @@ def test_nested_and_repeated(world: World) -> None:
         assert torch.equal(found[name], value), name
 
 
+def shard_nbytes(born: BornShard) -> int:
+    return born.cut.shard_numel * born.spec.dtype.itemsize
+
+
 @on_ranks(2, 4)
 def test_memory_while_building_is_near_one_parameter(world: World) -> None:
     seen: list[int] = []
@@ -257,7 +261,7 @@ def test_memory_while_building_is_near_one_parameter(world: World) -> None:
         parameters.append(parameter)
         with torch._C.DisableTorchFunction():  # a look at the memory must not gather it
             storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters}
-        shards = sum(born.shard.nbytes for p in parameters if (born := born_shard(p)) is not None)
+        shards = sum(shard_nbytes(born) for p in parameters if (born := born_shard(p)) is not None)
         seen.append((sum(storages.values()) + shards) // 4)
 
     limit = 300
@@ -271,7 +275,8 @@ def test_memory_while_building_is_near_one_parameter(world: World) -> None:
     padding = 16 * world.size * len(parameters)
     assert max(seen) <= limit + 2 * largest + total // world.size + padding
     assert max(seen) < 0.8 * total
-    engine_count = sum(born_shard(p).shard.numel() for p in model.parameters())  # type: ignore[union-attr]
+    born = [born_shard(parameter) for parameter in model.parameters()]
+    engine_count = sum(one.cut.shard_numel for one in born if one is not None)
     assert total / world.size <= engine_count <= total / world.size + padding
 
 

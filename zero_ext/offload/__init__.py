@@ -1,5 +1,6 @@
 """Tiers: where shards and optimizer state live when not on the device, and how they get there and back."""
 
+from zero_ext.offload.birthplace import Birthplace
 from zero_ext.offload.nvme_store import NvmeStore, Transfer
 from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, Arrival, MemoryHome, ShardHome, allocate
 from zero_ext.offload.state_home import MASTER, StateField, StateHome
@@ -14,6 +15,7 @@ __all__ = [
     "STORAGE_ALIGNMENT",
     "AdamWork",
     "Arrival",
+    "Birthplace",
     "MemoryHome",
     "NvmeState",
     "NvmeStore",

@@ -96,12 +96,13 @@ class NvmeStore:
         """Paths, capacity and counters; see :class:`zero_ext.ops.StoreFacts`."""
         return ops.store_facts(self._handle)
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int, zeros: bool = True) -> None:
         """Raises the capacity to ``nbytes``, allocated and written with zeros: no later write finds it full.
 
-        Raises RuntimeError with the path, the bytes wanted and the bytes free; nothing has changed then.
+        Without ``zeros`` it is only allocated, for what is written once. Raises RuntimeError with the path,
+        the bytes wanted and the bytes free; nothing has changed then.
         """
-        ops.store_reserve(self._handle, nbytes)
+        ops.store_reserve(self._handle, nbytes, zeros)
 
     def allocate(self, nbytes: int) -> int:
         """The offset of a new extent of ``nbytes``, rounded up to :attr:`alignment`.
@@ -129,6 +130,11 @@ class NvmeStore:
         ticket = next(self._tickets)
         ops.store_write(self._handle, tensor, offset, ticket)
         return Transfer(self._handle, ticket)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether :meth:`close` is still to come."""
+        return self._finalizer.alive
 
     def close(self) -> None:
         """Ends all transfers and removes the files; calling it again does nothing."""

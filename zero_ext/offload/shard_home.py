@@ -30,7 +30,8 @@ class ShardHome(Protocol):
     dtype: torch.dtype
 
     def fetch(self, into: torch.Tensor, begin: int = 0, target: Tier = "device") -> Arrival:
-        """Starts copying the elements from ``begin`` on into ``into`` [n], memory of tier ``target``."""
+        """Starts copying the elements from ``begin`` on into ``into`` [n], memory of tier ``target``. Where
+        they lie in storage, both are whole blocks of :data:`STORAGE_ALIGNMENT` bytes."""
 
     def store(self, begin: int, values: torch.Tensor, source: Tier) -> None:
         """Replaces the elements from ``begin`` on by ``values``, which lie in memory of tier ``source``."""

@@ -33,12 +33,19 @@ class StoredHome:
         return self._store.read(self.offset + begin * self.dtype.itemsize, into)
 
     def store(self, begin: int, values: torch.Tensor, source: Tier) -> None:
-        """See :class:`ShardHome`. What shares a block with the values is read and written back."""
-        first, last, blocks = self._blocks(begin, begin + values.numel())
-        whole = values.to(self.dtype).contiguous()
-        if (first, last) != (begin, begin + values.numel()):
-            whole = self._read(first, last)
-            whole[begin - first : begin - first + values.numel()] = values
+        """See :class:`ShardHome`. What shares a first or last block with the values is read and written
+        back."""
+        end = begin + values.numel()
+        first, last, blocks = self._blocks(begin, end)
+        whole = values
+        fits = (first, last) == (begin, end) and values.dtype == self.dtype and values.is_contiguous()
+        if not fits or values.data_ptr() % STORAGE_ALIGNMENT:
+            whole = self._room(last - first)
+            grain = STORAGE_ALIGNMENT // self.dtype.itemsize
+            edges = {first} if first < begin else set()
+            for edge in edges | ({last - grain} if end < last else set()):
+                whole[edge - first : edge - first + grain].copy_(self._read(edge, edge + grain))
+            whole[begin - first : end - first].copy_(values)
         self._store.write(self.offset + blocks, whole).wait()
         self._transfers.record(source, "nvme", whole.nbytes)
 
@@ -61,8 +68,11 @@ class StoredHome:
         first = begin // grain * grain
         return first, -(-end // grain) * grain, first * self.dtype.itemsize
 
+    def _room(self, numel: int) -> torch.Tensor:
+        return ops.host_buffer(numel * self.dtype.itemsize).view(self.dtype)
+
     def _read(self, first: int, last: int) -> torch.Tensor:
-        values = ops.host_buffer((last - first) * self.dtype.itemsize).view(self.dtype)
+        values = self._room(last - first)
         self._store.read(self.offset + first * self.dtype.itemsize, values).wait()
         return values
 

@@ -16,6 +16,18 @@ from zero_ext.offload.stored_home import StoredHome
 from zero_ext.offload.transfers import TransferLog
 
 
+def open_store(policy: OffloadPolicy, aio: AioPolicy) -> NvmeStore:
+    """An empty store on the paths of ``policy``."""
+    return NvmeStore(
+        policy.nvme_paths,
+        backend=aio.backend,
+        queue_depth=aio.queue_depth,
+        block_bytes=aio.block_bytes,
+        submitters=aio.submitters,
+        checksum=policy.checksum,
+    )
+
+
 class Tiers:
     """Device and host memory of one rank, and its store on NVMe if the policy names that tier.
 
@@ -35,14 +47,7 @@ class Tiers:
         self._store: NvmeStore | None = None
         self._stream: StateStream | None = None
         if policy.any_nvme:
-            self._store = NvmeStore(
-                policy.nvme_paths,
-                backend=aio.backend,
-                queue_depth=aio.queue_depth,
-                block_bytes=aio.block_bytes,
-                submitters=aio.submitters,
-                checksum=policy.checksum,
-            )
+            self._store = open_store(policy, aio)
             if policy.optimizer == "nvme" and kinds is not None:
                 self._stream = StateStream(self._store, policy.ring_bytes, kinds, self.transfers)
 

@@ -24,8 +24,9 @@ class StoreDevice:
 class StoreFacts:
     """What a store is made of and what it has done; all sizes in bytes.
 
-    ``live_bytes`` is the size of the allocated extents. ``bytes_read`` and ``bytes_written`` count what
-    ``store_read_`` and ``store_write`` were asked for; the zeros of ``store_reserve`` do not count.
+    ``live_bytes`` is the size of the allocated extents, ``largest_free`` that of the largest which fits.
+    ``bytes_read`` and ``bytes_written`` count what ``store_read_`` and ``store_write`` were asked for; the
+    zeros of ``store_reserve`` do not count.
     """
 
     backend: str
@@ -35,6 +36,7 @@ class StoreFacts:
     live_bytes: int
     bytes_read: int
     bytes_written: int
+    largest_free: int
 
 
 def store_open(
@@ -59,12 +61,13 @@ def store_open(
     op("store_open")(handle, texts, backend, [*engine_sizes], stripe_bytes, checksum, block_devices)
 
 
-def store_reserve(handle: int, nbytes: int) -> None:
-    """Raises the capacity to ``nbytes``; the space is allocated and written with zeros before it returns.
+def store_reserve(handle: int, nbytes: int, zeros: bool = True) -> None:
+    """Raises the capacity to ``nbytes``; the space is allocated before it returns and, unless ``zeros``
+    is False, written with zeros.
 
     Raises RuntimeError naming the path, the bytes wanted and the bytes free; nothing has changed then.
     """
-    op("store_reserve")(handle, nbytes)
+    op("store_reserve")(handle, nbytes, zeros)
 
 
 def store_allocate(handle: int, nbytes: int) -> int:
@@ -106,9 +109,9 @@ def store_wait(handle: int, ticket: int) -> None:
 def store_facts(handle: int) -> StoreFacts:
     """What the store is made of and what it has done so far."""
     backend, *texts = op("store_devices")(handle).split("\0")[:-1]
-    counts = torch.empty(5, dtype=torch.int64)
+    counts = torch.empty(6, dtype=torch.int64)
     op("store_counts_")(handle, counts)
-    alignment, capacity, live_bytes, bytes_read, bytes_written = counts.tolist()
+    alignment, capacity, live_bytes, bytes_read, bytes_written, largest_free = counts.tolist()
     return StoreFacts(
         backend=backend,
         devices=tuple(
@@ -119,6 +122,7 @@ def store_facts(handle: int) -> StoreFacts:
         live_bytes=live_bytes,
         bytes_read=bytes_read,
         bytes_written=bytes_written,
+        largest_free=largest_free,
     )
 
 
@@ -147,7 +151,7 @@ def _store_open(
 
 
 @fake_kernel("store_reserve")
-def _store_reserve(handle: int, nbytes: int) -> None:
+def _store_reserve(handle: int, nbytes: int, zeros: bool) -> None:
     return None
 
 

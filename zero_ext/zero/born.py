@@ -2,41 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from zero_ext.comm import Collectives
-from zero_ext.zero.layout import FlatLayout, ParameterSpec, memory_order
+from zero_ext.config import Tier
+from zero_ext.offload import STORAGE_ALIGNMENT, Arrival, Birthplace, ShardHome, allocate
+from zero_ext.zero.layout import ALIGNMENT_BYTES, FlatLayout, ParameterSpec, in_memory_order, memory_order
+from zero_ext.zero.postponed import Postponed
 
 ATTRIBUTE = "_zero_ext_born_shard"
 GUARDED = ("__deepcopy__", "__reduce_ex__", "share_memory_")
+# What is on its way at a time between the ranks, and between memory and storage, all ranks' parts together.
+PIECE_BYTES = 16 << 20
+
+
+class Lost:
+    """The home of a shard that could not be stored."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+
+    def fetch(self, into: torch.Tensor, begin: int = 0) -> Arrival:
+        """Raises ``RuntimeError``."""
+        raise RuntimeError("the shard of a parameter could not be stored when it was made")
 
 
 class BornShard:
-    """This rank's shard [layout.shard_numel] of one parameter, and how it lies in the whole."""
+    """What this rank has of one parameter, the elements from ``start`` on of a tensor that was cut at birth:
+    ``home`` keeps its shard of that tensor, ``cut`` says how all of it lies.
 
-    def __init__(self, parameter: nn.Parameter, collectives: Collectives) -> None:
-        spec = ParameterSpec("", tuple(parameter.shape), memory_order(parameter), parameter.dtype)
-        self.layout = FlatLayout.build([spec], collectives.world_size)
-        begin, end = self.layout.shard_range(collectives.rank)
-        self.shard = torch.zeros(end - begin, dtype=parameter.dtype, device="cpu")
-        dtype = self.layout.dtype
-        blank = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-        self._memory = torch.full((), blank, dtype=dtype, device="cpu")
-        value = parameter.data
-        if value.stride() != spec.stride:
-            value = value.contiguous()
-        flattened = value.as_strided((spec.numel,), (1,), value.storage_offset())
-        for overlap in self.layout.overlaps(begin, end):
-            part = flattened[overlap.parameter_start : overlap.parameter_start + overlap.numel]
-            self.shard[overlap.range_start : overlap.range_start + overlap.numel].copy_(part)
+    ``spec`` has shape, stride and dtype of the parameter. Parameters that are parts of one tensor share its
+    home, which is freed with the last of them.
+    """
 
-    @property
-    def spec(self) -> ParameterSpec:
-        """Shape, stride and dtype of the whole."""
-        return self.layout.specs[0]
+    def __init__(self, spec: ParameterSpec, cut: FlatLayout, home: ShardHome | Lost, start: int = 0) -> None:
+        self.spec = spec
+        self.cut = cut
+        self.home = home
+        self._start = start
+        blank = float("nan") if spec.dtype.is_floating_point or spec.dtype.is_complex else 0
+        self._memory = torch.full((), blank, dtype=spec.dtype, device="cpu")
 
     @property
     def placeholder(self) -> torch.Tensor:
@@ -55,6 +66,58 @@ class BornShard:
             or not blank
         )
 
+    def part(self, start: int, shape: tuple[int, ...]) -> BornShard:
+        """The elements from ``start`` on, in memory order, as a parameter of ``shape``, row-major."""
+        stride = torch.empty(shape, device="meta").stride()
+        spec = replace(self.spec, shape=shape, stride=stride)
+        return BornShard(spec, self.cut, self.home, self._start + start)
+
+    def pieces(self, collectives: Collectives, failures: Postponed) -> Iterator[tuple[int, torch.Tensor]]:
+        """The parameter's elements in memory order a piece at a time, each with its first element's number;
+        a collective. A piece is valid until the next one.
+
+        They come in no order, and not at all once something failed on this rank, which ``failures`` tells.
+        """
+        self._check_world(collectives)
+        ranges = [self._part_of(rank) for rank in range(collectives.world_size)]
+        # All ranks read whole blocks, from one place in their shards, as many as the longest part needs.
+        grain = STORAGE_ALIGNMENT // self.spec.dtype.itemsize
+        begin = min((low // grain * grain for low, high in ranges if low < high), default=0)
+        end = max(high for _, high in ranges)
+        step = max(PIECE_BYTES // STORAGE_ALIGNMENT // collectives.world_size, 1) * grain
+        step = min(step, max(self.cut.shard_numel - begin, 1))
+        room = allocate(step * collectives.world_size, self.spec.dtype)
+        for first in range(begin, end, step):
+            last = min(first + step, self.cut.shard_numel)
+            flat = room[: (last - first) * collectives.world_size]
+            parts = flat.view(collectives.world_size, last - first)
+            failures.attempt(partial(self._fetch, parts[collectives.rank], first))
+            collectives.gather(
+                flat, parts[collectives.rank], "gather_born", "gather of a parameter from zero_ext.Init"
+            ).wait()
+            for rank, (low, high) in enumerate(ranges):
+                low, high = max(low, first), min(high, last)
+                if low < high and not failures:
+                    number = rank * self.cut.shard_numel + low - self._start
+                    yield number, parts[rank, low - first : high - first]
+
+    def _fetch(self, into: torch.Tensor, begin: int) -> None:
+        self.home.fetch(into, begin).wait()
+
+    def _part_of(self, rank: int) -> tuple[int, int]:
+        """The parameter's elements within the shard of ``rank``, counted there; empty if there are none."""
+        begin, end = self.cut.shard_range(rank)
+        low, high = max(begin, self._start), min(end, self._start + self.spec.numel)
+        return (low - begin, high - begin) if low < high else (0, 0)
+
+    def _check_world(self, collectives: Collectives) -> None:
+        if self.cut.world_size != collectives.world_size:
+            raise RuntimeError(
+                f"parameter of shape {self.spec.shape} was sharded by zero_ext.Init over "
+                f"{self.cut.world_size} ranks, and is now prepared over {collectives.world_size}; pass both "
+                "the same process group"
+            )
+
 
 def born_shard(parameter: nn.Parameter) -> BornShard | None:
     """The shard of a parameter made by ``zero_ext.Init``; None for one that is whole."""
@@ -62,9 +125,31 @@ def born_shard(parameter: nn.Parameter) -> BornShard | None:
     return found if isinstance(found, BornShard) else None
 
 
-def shard_at_birth(parameter: nn.Parameter, collectives: Collectives) -> None:
-    """Keeps this rank's shard of ``parameter`` and makes its data a NaN placeholder of the same shape."""
-    born = BornShard(parameter, collectives)
+def shard_at_birth(
+    parameter: nn.Parameter, collectives: Collectives, place: Birthplace, failures: Postponed
+) -> None:
+    """Keeps this rank's shard of ``parameter`` in ``place`` and makes its data a NaN placeholder of the same
+    shape. A shard that cannot be stored, which ``failures`` tells, is lost."""
+    spec = ParameterSpec("", tuple(parameter.shape), memory_order(parameter), parameter.dtype)
+    alignment = STORAGE_ALIGNMENT if place.tier == "nvme" else ALIGNMENT_BYTES
+    cut = FlatLayout.build([spec], collectives.world_size, alignment)
+    begin, end = cut.shard_range(collectives.rank)
+    homes: list[ShardHome] = []
+
+    def keep() -> None:
+        home = place.home(end - begin, spec.dtype)
+        own = in_memory_order(parameter.data, spec)[begin:end]
+        step = PIECE_BYTES // spec.dtype.itemsize
+        for first in range(0, own.numel(), step):
+            home.store(first, own[first : first + step], "device")
+        homes.append(home)
+
+    failures.attempt(keep)
+    set_born(parameter, BornShard(spec, cut, homes[0] if homes else Lost(place.tier)))
+
+
+def set_born(parameter: nn.Parameter, born: BornShard) -> None:
+    """Makes ``born`` all that there is of ``parameter``."""
     setattr(parameter, ATTRIBUTE, born)
     parameter.data = born.placeholder
 
@@ -89,17 +174,21 @@ def forget_birth(parameter: nn.Parameter) -> None:
 
 
 def full_value(parameter: nn.Parameter, collectives: Collectives) -> torch.Tensor:
-    """The whole value of a parameter sharded at birth; a collective. Ends its being born-sharded."""
+    """The whole value of a parameter sharded at birth; a collective. Ends its being born-sharded.
+
+    Raises ``RuntimeError`` on all ranks, with nothing changed, if one cannot read its shard.
+    """
     born = born_shard(parameter)
     if born is None:
         raise AssertionError("full_value of a parameter that is whole")
-    if born.layout.world_size != collectives.world_size:
-        raise RuntimeError(
-            f"parameter of shape {tuple(parameter.shape)} was sharded by zero_ext.Init over "
-            f"{born.layout.world_size} ranks, and is now prepared over {collectives.world_size}; pass both "
-            "the same process group"
-        )
-    flat = torch.empty(born.layout.numel, dtype=born.layout.dtype, device="cpu")
-    collectives.gather(flat, born.shard, "gather_born", "gather of a parameter from zero_ext.Init").wait()
+    failures = Postponed()
+    flat = torch.empty(born.spec.numel, dtype=born.spec.dtype, device="cpu")
+    for start, values in born.pieces(collectives, failures):
+        flat[start : start + values.numel()].copy_(values)
+    if born.home.tier == "nvme":
+        failures.settle(collectives, "reading a parameter from zero_ext.Init", REBUILD)
     forget_birth(parameter)
     return flat.as_strided(born.spec.shape, born.spec.stride, 0)
+
+
+REBUILD = "Build the model again."

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,11 +14,12 @@ from torch import nn
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.offload import STORAGE_ALIGNMENT, Tiers
-from zero_ext.zero.born import born_shard, forget_birth, full_value
-from zero_ext.zero.layout import ALIGNMENT_BYTES, FlatLayout
+from zero_ext.zero.born import PIECE_BYTES, REBUILD, born_shard, forget_birth
+from zero_ext.zero.layout import ALIGNMENT_BYTES, FlatLayout, in_memory_order
 from zero_ext.zero.master import MasterShard
 from zero_ext.zero.partition import Owned, UnitPlan
 from zero_ext.zero.pool import BufferPool
+from zero_ext.zero.postponed import Postponed
 from zero_ext.zero.unit import Unit
 
 
@@ -135,7 +137,7 @@ def build_unit(
     """Makes one unit from the parameters' present values, which are freed, and its master weights.
 
     Rank 0's values count. ``load_values`` False leaves everything zero (a checkpoint follows); ``trains``
-    False makes no master weights.
+    False makes no master weights. Raises ``RuntimeError`` on all ranks if storage fails on any.
     """
     members = plan.members
     layout = layout_of(plan, collectives.world_size)
@@ -152,31 +154,41 @@ def build_unit(
     master = MasterShard(unit, tiers) if trains and layout.dtype.is_floating_point else None
     with torch.no_grad():
         if load_values:
-            originals = [_original(item, collectives) for item in members]
-            unit.fill(originals)
+            _fill(unit, master, members)
         else:
-            originals = []
-            for item in members:
-                forget_birth(item.parameter)
             unit.publish_views()
-        if master is not None and originals:
-            master.fill(originals)
+        for item in members:
+            forget_birth(item.parameter)
     if plan.placement.params:
         unit.to_released()
     return unit, master
 
 
-def _original(item: Owned, collectives: Collectives) -> torch.Tensor:
+def _fill(unit: Unit, master: MasterShard | None, members: Sequence[Owned]) -> None:
+    """Streams the parameters' values into a unit and its master weights, a piece at a time."""
+    failures = Postponed()
+    for index, item in enumerate(members):
+        for start, values in _pieces(item, unit.collectives, failures):
+            unit.put(index, start, values)
+            if master is not None:
+                failures.attempt(partial(master.put, index, start, values))
+    failures.attempt(unit.publish)
+    failures.settle(unit.collectives, f"filling {unit.describe()}", REBUILD)
+
+
+def _pieces(item: Owned, collectives: Collectives, failures: Postponed) -> Iterator[tuple[int, torch.Tensor]]:
+    """Rank 0's values of a parameter in memory order, in pieces, each with its first element's number."""
     parameter = item.parameter
-    if born_shard(parameter) is not None:
-        return full_value(parameter, collectives)
-    value = parameter.data
-    if value.stride() != item.spec.stride:
-        value = torch.empty_strided(item.spec.shape, item.spec.stride, dtype=value.dtype).copy_(value)
-    if value.numel():
-        flattened = value.as_strided((value.numel(),), (1,), value.storage_offset())
+    born = born_shard(parameter)
+    if born is not None:
+        yield from born.pieces(collectives, failures)
+        return
+    flattened = in_memory_order(parameter.data, item.spec)
+    if flattened.numel():
         collectives.broadcast_(flattened, 0, f"first value of parameter '{item.spec.name}' from rank 0")
-    return value
+    step = PIECE_BYTES // flattened.element_size()
+    for start in range(0, flattened.numel(), step):
+        yield start, flattened[start : start + step]
 
 
 def broadcast_buffers(model: nn.Module, collectives: Collectives) -> None:

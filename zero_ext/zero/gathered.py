@@ -12,7 +12,9 @@ from torch import nn
 from zero_ext.zero.buffers import persistent_buffers
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.gather_order import GatherOrder
+from zero_ext.zero.layout import in_memory_order
 from zero_ext.zero.lookup import engine_of, engine_of_parameter
+from zero_ext.zero.master import MasterShard
 from zero_ext.zero.unit import Unit, UnitState
 
 
@@ -186,11 +188,16 @@ def _check_shapes(state: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[
 
 def _fill(engine: Engine, unit: Unit, values: list[torch.Tensor | None]) -> None:
     with gathered(unit.parameters):
-        whole = [unit.view_of(i).clone() if value is None else value for i, value in enumerate(values)]
-        unit.fill(whole)
-        for master in engine.masters:
-            if master.unit is unit:
-                master.fill(whole, [value is not None for value in values])
+        targets: list[Unit | MasterShard] = [
+            unit,
+            *(master for master in engine.masters if master.unit is unit),
+        ]
+        for number, (value, spec) in enumerate(zip(values, unit.layout.specs, strict=True)):
+            if value is not None:
+                flattened = in_memory_order(value, spec)
+                for target in targets:
+                    target.put(number, 0, flattened)
+        unit.publish()
 
 
 def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:

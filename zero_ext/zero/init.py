@@ -19,9 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig, load_config
-from zero_ext.zero.born import born_shard, full_value, refuse_copies, shard_at_birth
+from zero_ext.offload import Birthplace
+from zero_ext.zero.born import REBUILD, born_shard, full_value, refuse_copies, shard_at_birth
 from zero_ext.zero.meta import materialise
+from zero_ext.zero.postponed import Postponed
 from zero_ext.zero.process_group import join_world, make_collectives
+from zero_ext.zero.together import together
 
 WHOLE_ELEMENTS_LIMIT = 8 * 1024 * 1024
 
@@ -49,8 +52,13 @@ class Init:
     ``reset_parameters`` do (a weight made and then replaced by a tied one, layers made by deepcopy). Some
     become new parameter objects: build the optimizer after the block.
 
-    Nothing is sharded on one rank, or if the configured stage is not 3. Between the block and
-    :func:`zero_ext.prepare`, which wants the same ``process_group``, the parameters are NaN placeholders.
+    Shards go to the tier that ``config`` names for parameters: to NVMe as soon as they are cut, into a store
+    of the model's own, whose files ``prepare`` reads once and removes. They are removed as well if the block
+    raises, and after a crash when the next run opens the path.
+
+    Nothing is sharded if the configured stage is not 3, or on one rank that keeps its parameters on the
+    device. Between the block and :func:`zero_ext.prepare`, which wants the same ``process_group``, the
+    parameters are NaN placeholders. Raises ``RuntimeError`` on all ranks if storage fails on any.
     """
 
     def __init__(
@@ -63,8 +71,8 @@ class Init:
         with torch.device("cpu"):
             join_world(settings.timeout_seconds)
             collectives = make_collectives(process_group, settings.timeout_seconds)
-        sharding = collectives.world_size > 1 and settings.stage == 3
-        self._births = _Births(collectives) if sharding else None
+        sharding = collectives.world_size > 1 or settings.offload.params != "device"
+        self._births = _Births(collectives, settings) if sharding and settings.stage == 3 else None
         self._modules: dict[nn.Module, None] = {}
         self._entered: contextlib.ExitStack | None = None
 
@@ -79,6 +87,7 @@ class Init:
             ):
                 stack.callback(register(hook).remove)
             if self._births is not None:
+                self._births.open()
                 stack.enter_context(_WholeOnTouch(self._births))
             self._entered = stack.pop_all()
         return self
@@ -93,6 +102,7 @@ class Init:
         if entered is None:
             raise RuntimeError("this zero_ext.Init was not entered")
         modules = list(self._modules)
+        complete = False
         try:
             with entered, torch.device("cpu"):
                 if kind is None:
@@ -104,10 +114,11 @@ class Init:
                     for parameter in module._parameters.values():
                         if parameter is not None and born_shard(parameter) is not None:
                             refuse_copies(parameter)
+            complete = kind is None
         finally:
             self._modules.clear()
             if self._births is not None:
-                self._births.forget()
+                self._births.forget(complete)
 
     def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         self._modules[module] = None
@@ -136,11 +147,24 @@ class Init:
 class _Births:
     """Parameters that are whole for now, oldest first; the oldest are sharded when too many are."""
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Collectives, settings: ZeroConfig) -> None:
         self._collectives = collectives
+        self._settings = settings
+        self._place: Birthplace | None = None
+        self._failures = Postponed()
         self._whole: OrderedDict[int, tuple[nn.Parameter, int]] = OrderedDict()
         self._elements = 0  # of all that are whole, as they were when they became so
         self._by_placeholder: dict[int, weakref.ref[nn.Parameter]] = {}
+
+    def open(self) -> None:
+        """Makes the place where shards go; a collective where that is storage."""
+
+        def make() -> Birthplace:
+            return Birthplace(self._settings.offload, self._settings.aio)
+
+        self._failures = Postponed()
+        stored = self._settings.offload.params == "nvme"
+        self._place = together(self._collectives, make, "setting up storage on NVMe") if stored else make()
 
     def add(self, parameter: nn.Parameter) -> None:
         """``parameter`` was made."""
@@ -172,11 +196,21 @@ class _Births:
         """Cuts everything that is still whole."""
         for key in list(self._whole):
             self._shard(key)
+        self._settle()
 
-    def forget(self) -> None:
-        """Leaves what is whole as it is."""
+    def forget(self, complete: bool) -> None:
+        """Leaves what is whole as it is. Unless the model is ``complete``, what is stored of it goes."""
         self._whole.clear()
         self._elements = 0
+        # From here on the shards hold their place, which goes with the last of them.
+        place, self._place = self._place, None
+        self._failures = Postponed()
+        if place is not None and not complete:
+            place.close()
+
+    def _settle(self) -> None:
+        if self._settings.offload.params == "nvme":
+            self._failures.settle(self._collectives, "storing a parameter of zero_ext.Init", REBUILD)
 
     def _keep(self, parameter: nn.Parameter) -> None:
         _, before = self._whole.pop(id(parameter), (parameter, 0))
@@ -196,8 +230,10 @@ class _Births:
     def _shard(self, key: int) -> None:
         parameter, elements = self._whole.pop(key)
         self._elements -= elements
-        if born_shard(parameter) is None:
-            shard_at_birth(parameter, self._collectives)
+        if born_shard(parameter) is None and self._place is not None:
+            shard_at_birth(parameter, self._collectives, self._place, self._failures)
+            if self._collectives.world_size == 1:
+                self._settle()
             self._by_placeholder[parameter.data_ptr()] = weakref.ref(parameter)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from zero_ext.offload import MASTER, ShardHome, Tiers, Values
+from zero_ext.offload import MASTER, ShardHome, Tiers, Values, part_of, replace
 from zero_ext.zero.layout import Overlap
 from zero_ext.zero.unit import Unit
 
@@ -31,32 +29,21 @@ class MasterShard:
         self.state = tiers.state_home(placement.optimizer_tier, self.end - self.begin, shared)
         self.output: ShardHome | None = live if self.separate else None
         self.overlaps: tuple[Overlap, ...] = tuple(layout.overlaps(self.begin, self.end))
+        self._overlap_of = {overlap.index: overlap for overlap in self.overlaps}
 
-    def fill(self, originals: Sequence[torch.Tensor], present: Sequence[bool] | None = None) -> None:
-        """Takes the owned elements of the unit's original parameters, without rounding.
-
-        ``present`` says which of them to take, by default all.
-        """
-        if not self.separate:
+    def put(self, index: int, start: int, values: torch.Tensor) -> None:
+        """Takes elements of parameter ``index``, in memory order from ``start`` on, without rounding; those
+        that this rank does not own are left aside."""
+        overlap = self._overlap_of.get(index)
+        if overlap is None or not self.separate:
             return
-        for begin, end in self.state.spans():
-            with self.state.edit(MASTER, begin, end) as values:
-                for overlap in self.overlaps:
-                    if present is None or present[overlap.index]:
-                        self._fill_part(values, begin, overlap, originals[overlap.index])
-
-    def _fill_part(self, values: torch.Tensor, begin: int, overlap: Overlap, original: torch.Tensor) -> None:
-        """Writes what ``overlap`` has in the span ``values``, which starts at owned element ``begin``."""
-        first = max(begin, overlap.range_start)
-        last = min(begin + values.numel(), overlap.range_start + overlap.numel)
-        if first >= last:
-            return
-        spec = self.unit.layout.specs[overlap.index]
-        if original.stride() != spec.stride:
-            original = torch.empty_strided(spec.shape, spec.stride, dtype=original.dtype).copy_(original)
-        flattened = original.as_strided((spec.numel,), (1,), original.storage_offset())
-        start = overlap.parameter_start + first - overlap.range_start
-        values[first - begin : last - begin].copy_(flattened[start : start + last - first])
+        first = max(start, overlap.parameter_start)
+        last = min(start + values.numel(), overlap.parameter_start + overlap.numel)
+        if first < last:
+            part = part_of(
+                self.part(overlap), first - overlap.parameter_start, last - overlap.parameter_start
+            )
+            replace(part, values[first - start : last - start].float())
 
     def follow_output(self) -> None:
         """Takes over parameter values that were edited from outside; unedited ones keep their precision."""

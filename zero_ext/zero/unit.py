@@ -160,11 +160,16 @@ class Unit:
 
     # -- contents -----------------------------------------------------------------------------------------
 
-    def fill(self, values: Sequence[torch.Tensor]) -> None:
-        """Writes the full parameters (any dtype, cast) into the gathered flat buffer and the shard."""
+    def put(self, index: int, start: int, values: torch.Tensor) -> None:
+        """Writes elements of parameter ``index``, in memory order from ``start`` on (any dtype, cast), into
+        the gathered flat buffer."""
         self._require(UnitState.GATHERED)
-        for view, value in zip(self._views, values, strict=True):
-            view.copy_(value)
+        begin = self.layout.offsets[index] + start
+        self.flat[begin : begin + values.numel()].copy_(values)
+
+    def publish(self) -> None:
+        """Makes what was put into the gathered flat buffer the parameters and the shard."""
+        self._require(UnitState.GATHERED)
         for begin, end in self.layout.gaps():
             self.flat[begin:end].zero_()
         self.store_shard()

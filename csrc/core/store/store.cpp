@@ -91,7 +91,7 @@ Store::Store(std::shared_ptr<Engine> engine, const std::vector<std::string>& pat
   layout_ = std::make_shared<const Layout>(std::move(layout));
 }
 
-void Store::reserve(std::int64_t total_bytes) {
+void Store::reserve(std::int64_t total_bytes, bool zeros) {
   const std::lock_guard growing(growing_);
   const std::int64_t from = facts().capacity;
   // Sizes that no device has are not rounded up: that could overflow.
@@ -103,7 +103,7 @@ void Store::reserve(std::int64_t total_bytes) {
   }
   const std::int64_t to = (total_bytes + alignment_ - 1) / alignment_ * alignment_;
   try {
-    grow_devices(from, to);
+    grow_devices(from, to, zeros);
   } catch (...) {
     cut_devices(from);
     throw;
@@ -113,13 +113,13 @@ void Store::reserve(std::int64_t total_bytes) {
   arena_.grow(to);
 }
 
-void Store::grow_devices(std::int64_t from, std::int64_t to) {
+void Store::grow_devices(std::int64_t from, std::int64_t to, bool zeros) {
   // All are asked for space before any is written to.
   for (std::size_t i = 0; i < backings_.size(); ++i) {
     backings_[i]->resize(layout_->striping.device_bytes(i, from),
                          layout_->striping.device_bytes(i, to));
   }
-  for (std::size_t i = 0; i < backings_.size(); ++i) {
+  for (std::size_t i = 0; zeros && i < backings_.size(); ++i) {
     const std::int64_t begin = layout_->striping.device_bytes(i, from);
     write_zeros(*engine_, backings_[i]->file(), backings_[i]->base() + begin,
                 layout_->striping.device_bytes(i, to) - begin);
@@ -202,6 +202,7 @@ StoreFacts Store::facts() const {
   const std::lock_guard lock(mutex_);
   facts.capacity = arena_.capacity();
   facts.live_bytes = arena_.live_bytes();
+  facts.largest_free = arena_.largest_free();
   return facts;
 }
 

@@ -31,8 +31,9 @@ struct StoreFacts {
   };
   std::vector<Device> devices;
   std::int64_t capacity = 0;
-  std::int64_t live_bytes = 0;  // of allocated extents
-  std::int64_t bytes_read = 0;  // asked for by read and write so far; reserving does not count
+  std::int64_t live_bytes = 0;    // of allocated extents
+  std::int64_t largest_free = 0;  // the largest extent that allocate() can make
+  std::int64_t bytes_read = 0;    // asked for by read and write so far; reserving does not count
   std::int64_t bytes_written = 0;
 };
 
@@ -51,8 +52,9 @@ class Store final : public ByteStore {
 
   // Raises the capacity to `total_bytes`, rounded up to the alignment. The space is allocated and
   // written with zeros here, so that running out of it is an error now, with nothing changed, and
-  // no later write has to make blocks.
-  void reserve(std::int64_t total_bytes);
+  // no later write has to make blocks. Without `zeros` it is only allocated: for what is written
+  // once and read once, writing it twice costs more than it saves.
+  void reserve(std::int64_t total_bytes, bool zeros = true);
 
   // As those of ExtentArena.
   std::int64_t allocate(std::int64_t bytes);
@@ -84,7 +86,7 @@ class Store final : public ByteStore {
   struct Layout;
 
   void check_range(const char* action, std::int64_t offset, std::size_t bytes) const;
-  void grow_devices(std::int64_t from, std::int64_t to);
+  void grow_devices(std::int64_t from, std::int64_t to, bool zeros);
   void cut_devices(std::int64_t to) noexcept;
 
   std::vector<std::unique_ptr<Backing>> backings_;

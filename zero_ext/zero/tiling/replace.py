@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from zero_ext.comm import Collectives
-from zero_ext.zero.born import born_shard, full_value
+from zero_ext.zero.born import born_shard, full_value, set_born
 from zero_ext.zero.tiling.agreement import agree_on_tiles
 from zero_ext.zero.tiling.embedding import TiledEmbedding
 from zero_ext.zero.tiling.linear import TiledLinear
@@ -112,8 +113,9 @@ def apply_tiling(
 ) -> None:
     """Replaces the planned layers in ``model``, and their parameters in ``optimizer``'s groups by the tiles.
 
-    Tiles share the memory of what they replace; one sharded at birth is gathered for it, a collective. Tied
-    parameters stay tied. From here on the ranks agree on the tiles that embeddings gather.
+    Tiles share the memory of what they replace, or its shard if it was sharded at birth; one whose elements
+    do not lie row by row is gathered for it, a collective. Tied parameters stay tied. From here on the ranks
+    agree on the tiles that embeddings gather.
     """
     parts: dict[nn.Parameter, list[nn.Parameter]] = {}
     for name, number in tiling.splits.items():
@@ -121,7 +123,7 @@ def apply_tiling(
         made = _like(layer, number)
         for inner, parameter in layer.named_parameters():
             if parameter not in parts:
-                parts[parameter] = made.cut(inner, _value_of(parameter, collectives), parameter.requires_grad)
+                parts[parameter] = _cut(made, inner, parameter, collectives)
             made.take(inner, parts[parameter])
         made.train(layer.training)
         for parent in list(model.modules()):
@@ -133,8 +135,23 @@ def apply_tiling(
     agree_on_tiles(model, collectives)
 
 
-def _value_of(parameter: nn.Parameter, collectives: Collectives) -> torch.Tensor:
-    return full_value(parameter, collectives) if born_shard(parameter) is not None else parameter
+def _cut(
+    made: TiledLinear | TiledEmbedding, name: str, parameter: nn.Parameter, collectives: Collectives
+) -> list[nn.Parameter]:
+    """One parameter a tile, in the order of the tiles, of ``parameter``, the layer's ``name``."""
+    born = born_shard(parameter)
+    places = [place for _, place in made.places() if place.name == name]
+    if born is None or born.spec.stride != places[0].stride:
+        value = parameter if born is None else full_value(parameter, collectives)
+        return made.cut(name, value, parameter.requires_grad)
+    tiles = []
+    for place in places:
+        # Layers are cut into rows, so a tile is one run of the whole.
+        ((_, start, _),) = place.runs(0, math.prod(place.sizes))
+        part = born.part(start, place.sizes)
+        tiles.append(nn.Parameter(part.placeholder, requires_grad=parameter.requires_grad))
+        set_born(tiles[-1], part)
+    return tiles
 
 
 def _like(layer: nn.Module, number: int) -> TiledLinear | TiledEmbedding:

@@ -1,0 +1,35 @@
+"""Errors of one rank that wait until all ranks can hear of them, so that none is left in a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zero_ext.comm import Collectives
+from zero_ext.zero.together import together
+
+
+class Postponed:
+    """The first error of what was attempted; nothing is attempted after it. True once there is one."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    def __bool__(self) -> bool:
+        return self._error is not None
+
+    def attempt(self, action: Callable[[], object]) -> None:
+        """Does ``action``, unless something failed before; keeps the error if it fails."""
+        if self._error is None:
+            try:
+                action()
+            except Exception as error:
+                self._error = error
+
+    def settle(self, collectives: Collectives, what: str, advice: str = "") -> None:
+        """Raises :class:`~zero_ext.zero.together.FailedTogether` on all ranks if any has an error; a
+        collective. ``what`` was attempted; ``advice`` ends the message."""
+        together(collectives, self._raise, what, advice)
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
