@@ -229,7 +229,7 @@ def test_only_needed_bytes_are_read(tmp_path: Path, seed: int, monkeypatch: pyte
     found, _ = read_manifest(manifest.parent)
     fills = plan_fills(found, [Wanted("master", "w", 3 << 20, part)])
     read = 0
-    with chunk_reader.ChunkReader(path.parent, found) as reader:
+    with chunk_reader.ChunkReader(chunk_reader.shard_paths(path.parent, found)) as reader:
         for arrived in reader.read([fill.read() for fill in fills]):
             read += arrived.data.numel()
             fills[arrived.request].place(arrived.data)

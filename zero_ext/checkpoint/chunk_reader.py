@@ -1,4 +1,4 @@
-"""Reads chunks of shard files in large reads, and hashes some while others arrive."""
+"""Reads chunks of files in large reads, and hashes some while others arrive."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ _BATCHES_AHEAD = 2 * _WORKERS
 
 
 class Chunk(NamedTuple):
-    """Hashed bytes of a shard file: the unit of verification. ``label`` names them in errors."""
+    """Bytes of a file that are read as one. Those of shard files are hashed, the unit of verification; others
+    have no ``crc32c``. ``label`` names them in errors."""
 
     file: int
     offset: int
     size: int
-    crc32c: int
+    crc32c: int | None
     label: str
 
 
@@ -49,11 +50,20 @@ class Read(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """A chunk that was read: its request's place, its bytes (valid until the next one), their checksum."""
+    """A chunk that was read: its request's place, its bytes (valid until the next one), their checksum where
+    the chunk has one."""
 
     request: int
     data: torch.Tensor
-    crc32c: int
+    crc32c: int | None
+
+
+class _Run(NamedTuple):
+    """Bytes of a file that follow one another."""
+
+    file: int
+    offset: int
+    size: int
 
 
 def piece_chunks(piece: PieceRecord, chunk_bytes: int, first: int, end: int) -> Iterator[Chunk]:
@@ -72,12 +82,16 @@ def header_chunk(manifest: Manifest, file: int) -> Chunk:
     return Chunk(file, 0, entry.header_bytes, entry.header_crc32c, "table of tensors")
 
 
-class ChunkReader:
-    """The shard files of one checkpoint, opened on first use; a context manager that closes them."""
+def shard_paths(directory: Path, manifest: Manifest) -> list[Path]:
+    """The shard files of a checkpoint, in the order in which chunks number them."""
+    return [directory / entry.name for entry in manifest.files]
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self._directory = directory
-        self._manifest = manifest
+
+class ChunkReader:
+    """The files ``paths``, opened on first use; a context manager that closes them."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
         self._descriptors: dict[int, int] = {}
         self._opening = threading.Lock()
 
@@ -101,11 +115,17 @@ class ChunkReader:
         scratch_bytes = max((_scratch_bytes(reads, batch) for batch in batches), default=0)
         scratch = [aligned_block(max(scratch_bytes, 1)) for _ in batches[: _BATCHES_AHEAD + 1]]
         with ExitStack() as running:
-            name = f"read {self._directory.name}"
-            workers = [running.enter_context(Worker(name)) for _ in range(_WORKERS)]
+            workers = [running.enter_context(Worker("read chunks")) for _ in range(_WORKERS)]
             pending: deque[Future[list[Arrived]]] = deque()
+            announced, ahead_bytes = 0, 0
             for number, batch in enumerate(batches):
-                fetch = partial(self._fetch, reads, batch, scratch[number % len(scratch)])
+                ahead = []
+                while announced < len(batches) and ahead_bytes < _READ_AHEAD_BYTES:
+                    ahead.append(_run_of(reads, batches[announced]))
+                    ahead_bytes += ahead[-1].size
+                    announced += 1
+                ahead_bytes -= _run_of(reads, batch).size
+                fetch = partial(self._fetch, reads, batch, ahead, scratch[number % len(scratch)])
                 pending.append(workers[number % _WORKERS].submit(fetch))
                 if len(pending) > _BATCHES_AHEAD:
                     yield from pending.popleft().result()
@@ -113,32 +133,32 @@ class ChunkReader:
                 yield from pending.popleft().result()
 
     def path(self, file: int) -> Path:
-        """The path of a shard file."""
-        return self._directory / self._manifest.files[file].name
+        """The path of a file."""
+        return self._paths[file]
 
-    def check(self, chunk: Chunk, found: int) -> None:
+    def check(self, chunk: Chunk, found: int | None) -> None:
         """CheckpointError naming file, bytes and tensor if ``found`` is not the chunk's checksum."""
         if found != chunk.crc32c:
             raise CheckpointError(self.damage(chunk, found))
 
-    def damage(self, chunk: Chunk, found: int) -> str:
+    def damage(self, chunk: Chunk, found: int | None) -> str:
         """What to say about a chunk whose checksum is ``found`` and not its own."""
         return (
             f"{self.path(chunk.file)}: damaged: bytes {chunk.offset} to {chunk.offset + chunk.size} "
-            f"({chunk.label}) have CRC32C {found:08x}, the manifest says {chunk.crc32c:08x}; "
+            f"({chunk.label}) have CRC32C {found or 0:08x}, the manifest says {chunk.crc32c or 0:08x}; "
             "use another checkpoint"
         )
 
-    def _fetch(self, reads: Sequence[Read], batch: Sequence[int], scratch: torch.Tensor) -> list[Arrived]:
+    def _fetch(
+        self, reads: Sequence[Read], batch: Sequence[int], ahead: Sequence[_Run], scratch: torch.Tensor
+    ) -> list[Arrived]:
+        # The kernel's own read-ahead keeps few requests in flight; a fast disk answers many at once.
+        for file, begin, size in ahead:
+            os.posix_fadvise(self._descriptor(file), begin, size, os.POSIX_FADV_WILLNEED)
         targets = _targets([reads[index] for index in batch], scratch)
         first = reads[batch[0]].chunk
         views = [raw_view(target) for target in targets]
         offset = first.offset
-        # The kernel's own read-ahead keeps few requests in flight; a fast disk answers many at once.
-        size = sum(len(view) for view in views)
-        os.posix_fadvise(
-            self._descriptor(first.file), offset + _READ_AHEAD_BYTES, size, os.POSIX_FADV_WILLNEED
-        )
         while views:
             count = self._read_some(first.file, views, offset)
             offset += count
@@ -146,7 +166,10 @@ class ChunkReader:
                 count -= len(views.pop(0))
             if count:
                 views[0] = views[0][count:]
-        return [Arrived(index, data, crc32c(data)) for index, data in zip(batch, targets, strict=True)]
+        return [
+            Arrived(index, data, None if reads[index].chunk.crc32c is None else crc32c(data))
+            for index, data in zip(batch, targets, strict=True)
+        ]
 
     def _read_some(self, file: int, views: list[memoryview], offset: int) -> int:
         try:
@@ -164,8 +187,6 @@ class ChunkReader:
             if file not in self._descriptors:
                 descriptor = open_regular(self.path(file))
                 self._descriptors[file] = descriptor
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-                os.posix_fadvise(descriptor, 0, _READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
             return self._descriptors[file]
 
 
@@ -184,6 +205,11 @@ def _batches(reads: Sequence[Read]) -> Iterator[list[int]]:
         size += chunk.size
     if batch:
         yield batch
+
+
+def _run_of(reads: Sequence[Read], batch: Sequence[int]) -> _Run:
+    first, last = reads[batch[0]].chunk, reads[batch[-1]].chunk
+    return _Run(first.file, first.offset, last.offset + last.size - first.offset)
 
 
 def _scratch_bytes(reads: Sequence[Read], batch: Sequence[int]) -> int:

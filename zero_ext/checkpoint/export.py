@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from zero_ext.checkpoint.chunk_reader import ChunkReader, Read, piece_chunks
+from zero_ext.checkpoint.chunk_reader import ChunkReader, Read, piece_chunks, shard_paths
 from zero_ext.checkpoint.dtypes import SAFETENSORS_CODES, dtype_named
 from zero_ext.checkpoint.errors import CheckpointError
 from zero_ext.checkpoint.host_memory import byte_view
@@ -58,7 +58,7 @@ def export_huggingface(
     storage.make_directory(target)
     written: list[Path] = []
     try:
-        with ChunkReader(path, manifest) as reader:
+        with ChunkReader(shard_paths(path, manifest)) as reader:
             for name, shard in zip(names, shards, strict=True):
                 written.append(target / (_PARTIAL + name))
                 _write_shard(storage, reader, manifest, written[-1], shard)

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_ext.checkpoint.chunk_reader import ChunkReader, Read, header_chunk, piece_chunks
+from zero_ext.checkpoint.chunk_reader import ChunkReader, Read, header_chunk, piece_chunks, shard_paths
 from zero_ext.checkpoint.directory import CheckpointDirectory
 from zero_ext.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from zero_ext.checkpoint.manifest_check import check_manifest, piece_bytes
@@ -92,7 +92,7 @@ def _damage(path: Path, manifest: Manifest) -> list[str]:
     for piece in manifest.pieces:
         chunks.extend(piece_chunks(piece, manifest.chunk_bytes, 0, len(piece.crc32c)))
     chunks.sort()
-    with ChunkReader(path, manifest) as reader:
+    with ChunkReader(shard_paths(path, manifest)) as reader:
         arrivals = reader.read([Read(chunk, None) for chunk in chunks])
         return [
             reader.damage(chunks[arrived.request], arrived.crc32c)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zero_ext.checkpoint.agreement import Agreement
-from zero_ext.checkpoint.chunk_reader import Chunk, ChunkReader, Read, header_chunk
+from zero_ext.checkpoint.chunk_reader import Chunk, ChunkReader, Read, header_chunk, shard_paths
 from zero_ext.checkpoint.directory import CheckpointDirectory
 from zero_ext.checkpoint.errors import CheckpointError
 from zero_ext.checkpoint.load_plan import LoadPlan, check_requests, plan_load
@@ -82,7 +82,7 @@ class _Load:
         plan = plans[0]
         requests = self.agreement.collect(json.dumps(plan.requested).encode())
         self._stage(lambda: self._check_together(plan, checksums, requests), _UNCHANGED)
-        with ChunkReader(self.path, plan.manifest) as reader:
+        with ChunkReader(shard_paths(self.path, plan.manifest)) as reader:
             self._stage(lambda: self._verify(reader, plan), _UNCHANGED)
             self._stage(lambda: self.source.load_scalar_state(plan.named.scalar_state), _UNCHANGED)
             self._stage(lambda: _fill(reader, plan), _HALF_LOADED)

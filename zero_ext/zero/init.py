@@ -21,6 +21,7 @@ from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.offload import Birthplace
 from zero_ext.zero.born import REBUILD, born_shard, full_value, refuse_copies, shard_at_birth
+from zero_ext.zero.heap import trim_heap
 from zero_ext.zero.meta import materialise
 from zero_ext.zero.postponed import Postponed
 from zero_ext.zero.process_group import join_world, make_collectives
@@ -154,6 +155,7 @@ class _Births:
         self._failures = Postponed()
         self._whole: OrderedDict[int, tuple[nn.Parameter, int]] = OrderedDict()
         self._elements = 0  # of all that are whole, as they were when they became so
+        self._cut_elements = 0  # since freed memory was given back
         self._by_placeholder: dict[int, weakref.ref[nn.Parameter]] = {}
 
     def open(self) -> None:
@@ -230,11 +232,15 @@ class _Births:
     def _shard(self, key: int) -> None:
         parameter, elements = self._whole.pop(key)
         self._elements -= elements
+        self._cut_elements += elements
         if born_shard(parameter) is None and self._place is not None:
             shard_at_birth(parameter, self._collectives, self._place, self._failures)
             if self._collectives.world_size == 1:
                 self._settle()
             self._by_placeholder[parameter.data_ptr()] = weakref.ref(parameter)
+        if self._cut_elements > WHOLE_ELEMENTS_LIMIT:
+            self._cut_elements = 0
+            trim_heap()
 
 
 def _has_views(parameter: nn.Parameter) -> bool:
