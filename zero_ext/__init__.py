@@ -1,6 +1,7 @@
 """ZeRO for an ordinary PyTorch training loop: sharded parameters, gradients and optimizer state."""
 
 from zero_ext.checkpoint.model import load_checkpoint, save_checkpoint
+from zero_ext.checkpoint.safetensors_load import load_safetensors
 from zero_ext.config import ConfigError, ZeroConfig, load_config
 from zero_ext.integrations import initialize
 from zero_ext.zero.gathered import (
@@ -30,6 +31,7 @@ __all__ = [
     "load_checkpoint",
     "load_config",
     "load_full_state_dict",
+    "load_safetensors",
     "prepare",
     "save_checkpoint",
 ]

@@ -16,6 +16,7 @@ SAFETENSORS_CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+SAFETENSORS_DTYPES = {code: dtype for dtype, code in SAFETENSORS_CODES.items()}
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_CODES}
 
 

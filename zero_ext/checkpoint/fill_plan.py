@@ -29,6 +29,20 @@ class Wanted(NamedTuple):
         """Elements to be filled."""
         return element_count(self.values)
 
+    def put(self, begin: int, found: torch.Tensor) -> None:
+        """Fills the run's elements from ``begin`` on with ``found`` (1-D; floats convert).
+
+        CheckpointError naming the run if its store cannot take them.
+        """
+        if not isinstance(self.values, torch.Tensor):
+            write_stored(self.values, begin, found, f"{self.kind} of {self.name!r}")
+            return
+        destination = self.values[begin : begin + found.numel()]
+        if found.data_ptr() != destination.data_ptr():
+            destination.copy_(found)
+        # Written behind autograd's back: a graph that has saved the old values must find out.
+        torch.autograd.graph.increment_version(destination)
+
 
 class Fill(NamedTuple):
     """Elements of one chunk, from ``skip`` on, that belong in elements [begin, end) of ``run`` (floats
@@ -55,16 +69,7 @@ class Fill(NamedTuple):
 
         CheckpointError naming the run if its store cannot take them.
         """
-        values = self.run.values
-        found = data.view(self.dtype)[self.skip : self.skip + self.end - self.begin]
-        if isinstance(values, torch.Tensor):
-            destination = values[self.begin : self.end]
-            if found.data_ptr() != destination.data_ptr():
-                destination.copy_(found)
-            # Written behind autograd's back: a graph that has saved the old values must find out.
-            torch.autograd.graph.increment_version(destination)
-        else:
-            write_stored(values, self.begin, found, f"{self.run.kind} of {self.run.name!r}")
+        self.run.put(self.begin, data.view(self.dtype)[self.skip : self.skip + self.end - self.begin])
 
 
 def check_piece(piece: Piece) -> None:

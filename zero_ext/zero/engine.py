@@ -24,6 +24,7 @@ from zero_ext.zero.master import MasterShard
 from zero_ext.zero.norms import GradientNorms
 from zero_ext.zero.partition import Owned
 from zero_ext.zero.pool import BufferPool
+from zero_ext.zero.postponed import Postponed
 from zero_ext.zero.reducer import GradientReducer
 from zero_ext.zero.residency import Residency
 from zero_ext.zero.state import EngineState
@@ -269,9 +270,12 @@ class Engine:
         return norm.float()
 
     def refresh_parameters(self) -> None:
-        """After master weights changed from outside: parameters follow on all ranks. A collective."""
+        """After master weights changed from outside: parameters follow on all ranks. A collective; it raises
+        on all ranks if storage fails on any."""
+        failures = Postponed()
         for master in self.masters:
-            master.write_output()
+            failures.attempt(master.write_output)
+        failures.settle(self.collectives, "rounding master weights into parameters")
         for unit in self.units:
             pending = unit.start_publishing()
             if pending is not None:
