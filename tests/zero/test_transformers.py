@@ -16,6 +16,7 @@ from tests.multi.rank import World
 from tests.zero.models import VOCABULARY, language_batch
 from tests.zero.training import Plan, adamw, check_against_plain, configuration
 from zero_ext.zero import engine_of
+from zero_ext.zero.unit import UnitState
 
 
 def llama(tied: bool) -> Any:
@@ -57,7 +58,7 @@ def test_training_and_generation(world: World, tied: bool) -> None:
     model.eval()
     ours = model.generate(prompt, max_new_tokens=6, do_sample=False)
     assert torch.equal(ours, twin.generate(prompt, max_new_tokens=6, do_sample=False))
-    assert engine_of(model).residency.live_elements == 0
+    assert all(unit.state is not UnitState.GATHERED for unit in engine_of(model).units)
 
 
 @on_ranks(2, timeout=120)

@@ -61,6 +61,11 @@ class OffloadPolicy(Policy):
         """Whether any state kind lives on NVMe."""
         return bool(self._on_nvme())
 
+    def of_params_alone(self) -> OffloadPolicy:
+        """The same for a model without an optimizer, which has no other state kind."""
+        paths = self.nvme_paths if self.params == "nvme" else ()
+        return self.replace(grads="device", optimizer="device", nvme_paths=paths)
+
     @model_validator(mode="after")
     def _paths_fit_the_tiers(self) -> OffloadPolicy:
         on_nvme = self._on_nvme()

@@ -50,6 +50,7 @@ class BackwardPass:
                 alive.end()
 
         torch.autograd.Variable._execution_engine.queue_callback(end)
+        self._residency.release_idle()  # fetched ahead by a forward without autograd: updates may run in here
         self._residency.backward_order.begin()
         self._on_begin()
 

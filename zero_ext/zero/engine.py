@@ -272,6 +272,7 @@ class Engine:
     def refresh_parameters(self) -> None:
         """After master weights changed from outside: parameters follow on all ranks. A collective; it raises
         on all ranks if storage fails on any."""
+        self.residency.release_idle()
         failures = Postponed()
         for master in self.masters:
             failures.attempt(master.write_output)
@@ -308,6 +309,7 @@ class Engine:
         Raises ``RuntimeError`` if no gradient arrived on any rank since the last step.
         """
         self._refuse_early_step()
+        self.residency.release_idle()  # what was fetched ahead has the values before the update
         self.settle_gradients()
         stepped = self.optimizer_step.run()
         self._micro_steps = 0

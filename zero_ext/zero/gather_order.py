@@ -11,16 +11,20 @@ class GatherOrder:
     """The units of one pass (forward or backward) in the order they were needed.
 
     The first complete pass is the prediction; a pass that departs from it costs time, never correctness:
-    the cursor moves to the next place where the needed unit is expected, or stays.
+    the cursor moves to the next place where the needed unit is expected, or stays. Where passes repeat
+    (``repeats``: forwards without autograd, token after token) the last one is the prediction, and after its
+    end comes its beginning.
     """
 
     def __init__(self) -> None:
         self._recorded: list[Unit] = []
         self._trace: list[Unit] = []
         self._cursor = 0
+        self.repeats = False
 
-    def begin(self) -> None:
-        """Starts a pass."""
+    def begin(self, repeats: bool = False) -> None:
+        """Starts a pass; ``repeats`` if another one like it will follow."""
+        self.repeats = repeats
         if len(self._trace) > len(self._recorded):
             self._recorded = self._trace
         self._trace = []
@@ -34,6 +38,15 @@ class GatherOrder:
                 self._cursor = position + 1
                 return
 
+    def finish(self) -> None:
+        """Ends a pass that repeats: what was needed in it is expected from now on."""
+        # A block that is called by itself is no pass of the model.
+        if len(self._trace) > 1 or not self._recorded:
+            self._recorded, self._trace = self._trace, []
+            self._cursor = len(self._recorded)
+
     def upcoming(self) -> Iterator[Unit]:
-        """The units expected next, nearest first."""
-        return iter(self._recorded[self._cursor :])
+        """The units expected next, nearest first; each place of the order once."""
+        yield from self._recorded[self._cursor :]
+        if self.repeats:
+            yield from self._recorded[: self._cursor]

@@ -49,7 +49,7 @@ class ForwardHooks:
         if outermost:
             self._backward.abandon()
             self._check()
-            self._residency.forward_order.begin()
+            self._residency.forward_order.begin(repeats=not torch.is_grad_enabled())
         if torch.is_grad_enabled():
             self._watch_inputs(call, inputs)
 
@@ -72,7 +72,7 @@ class ForwardHooks:
         for unit in call.touched:
             self._residency.let_go(unit, call)
         if not self.calls:
-            self._residency.release_idle()
+            self._residency.end_pass(self._order())
 
     def _order(self) -> Any:
         return self._residency.backward_order if in_backward() else self._residency.forward_order

@@ -38,7 +38,8 @@ class BufferPool:
             self.idle_bytes -= nbytes
             return self._idle[nbytes].pop()
         self._shrink(self._most_live + self._largest - self.live_bytes)
-        return ops.host_buffer(nbytes)
+        with torch.inference_mode(False):  # the pool also lends buffers to training
+            return ops.host_buffer(nbytes)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Takes back a buffer handed out by :meth:`take`; nobody may use it any more."""

@@ -52,8 +52,9 @@ def prepare(
     """Shards ``model`` and ``optimizer`` in place, as ``config`` says; a collective of all ranks.
 
     The loop stays as it was: call the model, ``loss.backward()``, ``optimizer.step()``,
-    ``optimizer.zero_grad()``. Rank 0's initial values count. Without an optimizer (inference) no gradient
-    or optimizer state is allocated beyond need and the returned optimizer is None.
+    ``optimizer.zero_grad()``. Rank 0's initial values count. Without an optimizer (inference) there are no
+    gradients, master weights or optimizer state, whatever tier ``config`` names for them, and the returned
+    optimizer is None.
 
     Args:
         model: any module on the CPU, built plainly or inside :class:`zero_ext.Init`.
@@ -74,6 +75,8 @@ def prepare(
         RuntimeError: the ranks hold different models (raised on all of them).
     """
     settings = load_config(config)
+    if optimizer is None:
+        settings = settings.replace(offload=settings.offload.of_params_alone())
     _check_model(model)
     tiling = plan_tiling(model, settings.units.tiles)
     join_world(settings.timeout_seconds)

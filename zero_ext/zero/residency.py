@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from zero_ext.config.events import Bus, GatherEvent, ReleaseEvent
 from zero_ext.zero.gather_order import GatherOrder
@@ -17,7 +17,8 @@ class Residency:
     ``live_limit`` and ``prefetch_limit`` are in elements. The next unit is always gathered ahead, further
     ones as long as all that is ahead stays within ``prefetch_limit``; 0 gathers nothing ahead. Units gathered
     ahead of need never push the live parameters over ``live_limit``; a unit above it is gathered alone, with
-    one warning naming it.
+    one warning naming it. Between two passes of an order that repeats, what the next one needs first stays
+    under way; parameters may be changed only after :meth:`release_idle`.
     """
 
     def __init__(self, units: Sequence[Unit], live_limit: int, prefetch_limit: int, bus: Bus) -> None:
@@ -57,15 +58,29 @@ class Residency:
             self._evict(unit)
 
     def release_idle(self) -> None:
-        """Releases the units that nobody holds."""
+        """Releases the units that nobody holds, also those on their way."""
         for unit in self.units:
             if not unit.holders:
                 self._evict(unit)
 
+    def end_pass(self, order: GatherOrder) -> None:
+        """At the end of a forward: releases what nobody holds, but for what ``order`` expects next, which is
+        started."""
+        if not order.repeats:
+            self.release_idle()
+            return
+        order.finish()
+        wanted = set(self._window(order))
+        for unit in self.units:
+            if not unit.holders and unit not in wanted:
+                self._evict(unit)
+        self._prefetch(order)
+
     def _evict(self, unit: Unit) -> None:
-        if unit.state is not UnitState.RELEASED:
-            unit.ensure_gathered()
+        if unit.state is UnitState.GATHERED:
             self._release(unit)
+        elif unit.state is not UnitState.RELEASED:
+            unit.to_released()  # never was present: no event
 
     def _gather(self, unit: Unit) -> None:
         began, prefetched = time.perf_counter(), unit.state is not UnitState.RELEASED
@@ -98,7 +113,21 @@ class Residency:
             )
 
     def _prefetch(self, order: GatherOrder) -> None:
-        ahead, started = 0, 0
+        for place, unit in enumerate(self._window(order)):
+            if unit.state is UnitState.RELEASED:
+                if self.live_elements + unit.layout.numel > self._live_limit:
+                    return
+                unit.to_fetching()
+                if unit.home.tier != "nvme":
+                    unit.to_gathering()
+            elif unit.state is UnitState.FETCHING and place == 0 and unit.layout.world_size > 1:
+                # Decided by place alone: exchanges must start in one order on all ranks.
+                unit.to_gathering()
+
+    def _window(self, order: GatherOrder) -> Iterator[Unit]:
+        """The units that should be under way: those expected next and not there, as far as one looks
+        ahead."""
+        ahead, count = 0, 0
         if not self._prefetch_limit:
             return
         for unit in order.upcoming():
@@ -107,15 +136,7 @@ class Residency:
             ahead += unit.layout.numel
             # A shard in storage takes two stages, read and exchange, so two units are always under way.
             least = 2 if unit.home.tier == "nvme" else 1
-            if started >= least and ahead > self._prefetch_limit:
+            if count >= least and ahead > self._prefetch_limit:
                 return
-            started += 1
-            if unit.state is UnitState.RELEASED:
-                if self.live_elements + unit.layout.numel > self._live_limit:
-                    return
-                unit.to_fetching()
-                if unit.home.tier != "nvme":
-                    unit.to_gathering()
-            elif unit.state is UnitState.FETCHING and started == 1 and unit.layout.world_size > 1:
-                # Decided by place alone: exchanges must start in one order on all ranks.
-                unit.to_gathering()
+            count += 1
+            yield unit

@@ -101,7 +101,8 @@ class EngineState:
                 )
 
     def load_pieces(self) -> Iterator[ShardPiece]:
-        """What this rank needs filled: everything it owns."""
+        """What this rank needs filled: everything it owns, of which nothing is under way any more."""
+        self._engine.residency.release_idle()
         for piece, _, _ in self._pieces():
             if count(piece.tensor):
                 yield from self._of_wholes(piece)

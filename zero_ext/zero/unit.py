@@ -99,12 +99,14 @@ class Unit:
         self.state = UnitState.FETCHING
 
     def to_gathering(self) -> None:
-        """Waits for the shard and starts to exchange it. From FETCHING only."""
+        """Waits for the shard and starts to exchange it. From FETCHING only; back to RELEASED, to be tried
+        again, if the shard could not be read."""
         self._require(UnitState.FETCHING)
-        if self._arrival is None:
-            raise AssertionError(f"{self.describe()}: fetching without a transfer")
-        self._arrival.wait()
-        self._arrival = None
+        try:
+            self._await_shard()
+        except RuntimeError:
+            self._drop_buffer()
+            raise
         self._pending = self.collectives.gather(
             self.flat, self._own_slice(), self.wire_kind("gather"), f"gather of {self.describe()}"
         )
@@ -113,28 +115,53 @@ class Unit:
     def to_gathered(self) -> None:
         """Waits for the gather and makes the parameters views of it. From GATHERING only."""
         self._require(UnitState.GATHERING)
-        if self._pending is None:
-            raise AssertionError(f"{self.describe()}: gathering without a collective")
-        self._pending.wait()
-        self._pending = None
+        self._await_exchange()
+        misuse = self._misuse()
+        if misuse is not None:
+            self._drop_buffer()
+            raise misuse
         self._point_at(self._views)
         self.state = UnitState.GATHERED
 
     def to_released(self) -> None:
-        """Drops the full parameters. From GATHERED only, without holders, where parameters are sharded."""
-        self._require(UnitState.GATHERED)
+        """Drops the full parameters, or what is on its way to become them, once it has arrived. From any
+        other state, without holders, where parameters are sharded."""
+        self._require(UnitState.FETCHING, UnitState.GATHERING, UnitState.GATHERED)
         if not self.placement.params or self.holders:
             raise AssertionError(f"{self.describe()}: released while replicated or still held")
-        misuse = self._misuse()
-        self._point_at(self._placeholders)
+        problem = self._misuse()
+        if self.state is UnitState.FETCHING:
+            try:
+                self._await_shard()
+            except RuntimeError as error:
+                problem = problem or error
+        elif self.state is UnitState.GATHERING:
+            # If this raises the buffer stays: a peer's shard may still come into it.
+            self._await_exchange()
+        self._drop_buffer()
+        if problem is not None:
+            raise problem
+
+    def _await_shard(self) -> None:
+        if self._arrival is None:
+            raise AssertionError(f"{self.describe()}: fetching without a transfer")
+        self._arrival.wait()
+        self._arrival = None
+
+    def _await_exchange(self) -> None:
+        if self._pending is None:
+            raise AssertionError(f"{self.describe()}: gathering without a collective")
+        self._pending.wait()
+        self._pending = None
+
+    def _drop_buffer(self) -> None:
         if self._buffer is None:
-            raise AssertionError(f"{self.describe()}: gathered without a buffer")
+            raise AssertionError(f"{self.describe()}: no buffer to drop")
+        self._point_at(self._placeholders)
         detach(self.flat.untyped_storage(), self._buffer)
         self._pool.give(self._buffer)
-        self._buffer = None
+        self._buffer = self._arrival = None
         self.state = UnitState.RELEASED
-        if misuse is not None:
-            raise misuse
 
     def ensure_gathered(self) -> None:
         """Gathers from whatever state the unit is in, and waits."""
@@ -239,7 +266,7 @@ class Unit:
         if moved is not None:
             return moved
         names = [self.layout.specs[index].name for index in self.written()]
-        if self.state is UnitState.RELEASED:
+        if self.state is not UnitState.GATHERED:
             names += [
                 spec.name
                 for spec, placeholder in zip(self.layout.specs, self._placeholders, strict=True)

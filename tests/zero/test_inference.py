@@ -1,0 +1,344 @@
+"""Models without an optimizer: results, what is not allocated, look-ahead from call to call, stale values."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.zero.models import VOCABULARY, TinyModel, language_batch, language_loss
+from tests.zero.training import adamw, configuration
+from zero_ext import ops
+from zero_ext.config.events import GatherEvent
+from zero_ext.zero import Engine, engine_of
+from zero_ext.zero.unit import UnitState
+
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
+TIERS = ("device", "host", "nvme")
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=40,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    )
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**shape, eos_token_id=None, bos_token_id=None, pad_token_id=0))
+
+
+def bloom() -> Any:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 3, "n_head": 2}
+    return BloomForCausalLM(BloomConfig(**shape, eos_token_id=None, bos_token_id=None, pad_token_id=0))
+
+
+FAMILIES = {"llama": llama, "gpt2": gpt2, "bloom": bloom}
+
+
+@contextlib.contextmanager
+def inference(
+    world: World, model: nn.Module, params: str = "nvme", wrap: bool = True, **more: Any
+) -> Iterator[Any]:
+    """``model`` prepared without an optimizer, its parameters in the tier ``params``."""
+    with tempfile.TemporaryDirectory() as folder:
+        offload = {"params": params, **({"nvme_paths": [folder]} if params == "nvme" else {})}
+        config = configuration(3, offload=offload, **more)
+        yield zero_ext.prepare(model, None, config, process_group=world.group, wrap=wrap)[0]
+        gc.collect()
+
+
+def gathers(engine: Engine) -> list[GatherEvent]:
+    """Every gather from now on."""
+    events: list[GatherEvent] = []
+    engine.subscribe(lambda event: events.append(event) if isinstance(event, GatherEvent) else None)
+    return events
+
+
+def under_way(engine: Engine) -> list[str]:
+    """Units that are neither released nor gathered; none is gathered between calls."""
+    states = {unit.name: unit.state for unit in engine.units if unit.placement.params}
+    assert UnitState.GATHERED not in states.values()
+    return [name for name, state in states.items() if state is not UnitState.RELEASED]
+
+
+@on_ranks(1, 2, timeout=120)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_logits_and_generation_are_those_of_the_plain_model(world: World, family: str) -> None:
+    torch.manual_seed(world.seed)
+    prompt = torch.randint(VOCABULARY, (2, 4))  # the same on all ranks
+    for dtype in (torch.float32, torch.bfloat16):
+        plain = FAMILIES[family]().to(dtype).eval()
+        wanted = plain.generate(prompt, max_new_tokens=5, do_sample=False)
+        for params in TIERS:
+            for number, mode in enumerate(MODES.values()):
+                twin = copy.deepcopy(plain)
+                with inference(world, twin, params, wrap=number == 0) as model, mode():
+                    assert torch.equal(model(prompt).logits, plain(prompt).logits)
+                    found = model.generate(prompt, max_new_tokens=5, do_sample=False)
+                    assert torch.equal(found, wanted)
+                    del model
+
+
+@on_ranks(1, 2)
+def test_nothing_is_kept_for_training(world: World) -> None:
+    everything = {"optimizer": "nvme", "grads": "host"}
+    for stage, offload in (
+        (0, {}),
+        (1, {"optimizer": "nvme"}),
+        (2, everything),
+        *((3, {**everything, "params": params}) for params in TIERS),
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            paths = {"nvme_paths": [folder]} if offload else {}
+            config = configuration(stage, offload={**offload, **paths}, precision={"dtype": "bf16"})
+            before = ops.host_buffer_bytes()
+            model, optimizer = zero_ext.prepare(TinyModel(), None, config, process_group=world.group)
+            engine = engine_of(model)
+            assert optimizer is None and not engine.masters and not engine.reducer.gradients
+            ledger = engine.ledger()
+            whole = sum(unit.layout.nbytes for unit in engine.units)
+            stored = offload.get("params") == "nvme"
+            params = whole // world.size if stage == 3 else whole
+            assert (ledger["params"], ledger["grads"], ledger["optimizer"]) == (params, 0, 0)
+            assert engine.tiers.staging_bytes() == 0
+            assert len(list(Path(folder).iterdir())) == int(stored)
+            if stored:
+                assert engine.tiers.store.facts().capacity == params
+            with torch.no_grad():
+                model(language_batch(world.seed, 0, 0, world.rank))
+            held = 0 if stored else params
+            assert ops.host_buffer_bytes() - before <= held + engine.pool.total_bytes
+            del model, engine
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("params", TIERS)
+def test_the_next_forward_is_prefetched_by_the_last(world: World, params: str) -> None:
+    if world.size == 1 and params == "device":
+        return  # nothing is ever gathered
+    torch.manual_seed(world.seed)
+    plain = TinyModel(layers=4)
+    largest = 1300  # a block, in padded elements at most
+    units = {"prefetch_elements": 100, "live_elements": 3 * largest}
+    with inference(world, copy.deepcopy(plain), params, units=units) as model:
+        engine = engine_of(model)
+        events = gathers(engine)
+        for step in range(4):
+            ids = language_batch(world.seed, step, 0, world.rank)
+            with torch.no_grad():
+                assert torch.equal(model(ids), plain(ids))
+            ahead = under_way(engine)
+            assert ahead == [unit.name for unit in engine.units][: 2 if params == "nvme" else 1]
+            assert engine.residency.live_elements <= units["live_elements"]
+        number = len(engine.units)
+        assert len(events) == 4 * number
+        assert [event.prefetched for event in events] == [False] * number + [True] * 3 * number
+        del model, engine
+
+
+@on_ranks(1, 2)
+def test_no_look_ahead_beyond_the_limits(world: World) -> None:
+    torch.manual_seed(world.seed)
+    plain = TinyModel(layers=3, tied=True)  # the embedding is held to the end of the forward
+    for units in ({"prefetch_elements": 0}, {"live_elements": 1}):
+        with inference(world, copy.deepcopy(plain), "nvme", units=units) as model, torch.no_grad():
+            for step in range(3):
+                ids = language_batch(world.seed, step, 0, world.rank)
+                with contextlib.nullcontext() if step or "live_elements" not in units else pytest.warns(
+                    RuntimeWarning, match="live_elements"
+                ):
+                    assert torch.equal(model(ids), plain(ids))
+                assert not under_way(engine_of(model))
+            del model
+
+
+@on_ranks(2, timeout=120)
+def test_ranks_with_other_prompts_and_lengths_stay_in_step(world: World) -> None:
+    torch.manual_seed(world.seed)
+    plain = llama().eval()
+    prompt = torch.randint(VOCABULARY, (1, 3 + 2 * world.rank))
+    together = partial(dist.all_reduce, group=world.group)  # the pool's default group has more ranks
+    for params in ("device", "nvme"):
+        with inference(world, copy.deepcopy(plain), params) as model:
+            with mock.patch.object(dist, "all_reduce", together):
+                for new in (2 + 3 * world.rank, 6 - 3 * world.rank):
+                    arguments = {"max_new_tokens": new, "do_sample": False}
+                    found = model.generate(prompt, synced_gpus=True, **arguments)
+                    assert torch.equal(found, plain.generate(prompt, **arguments))
+            del model
+
+
+@on_ranks(2)
+def test_a_rank_that_stops_alone_ends_the_other(world: World) -> None:
+    torch.manual_seed(world.seed)
+    for params in ("device", "nvme"):
+        with inference(world, TinyModel(), params, timeout_seconds=1.0) as model, torch.no_grad():
+            ids = language_batch(world.seed, 0, 0, world.rank)
+            for _ in range(2):
+                model(ids)
+            if world.rank == 0:
+                began = time.monotonic()
+                with pytest.raises(RuntimeError, match=r"rank 0: gather of unit .*timeout_seconds"):
+                    for _ in range(2):
+                        model(ids)
+                assert time.monotonic() - began < 10
+            world.barrier()
+            del model
+
+
+@contextlib.contextmanager
+def training(world: World, model: nn.Module, offload: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
+        config = configuration(3, offload={**offload, **paths, "ring_bytes": 1 << 20})
+        yield zero_ext.prepare(model, adamw(model.parameters()), config, process_group=world.group)
+        gc.collect()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("params", TIERS)
+def test_an_evaluation_between_steps_changes_nothing_and_sees_every_step(world: World, params: str) -> None:
+    torch.manual_seed(world.seed)
+    start = TinyModel(layers=2)
+    curves = []
+    for evaluates in (False, True):
+        with training(world, copy.deepcopy(start), {"params": params}) as (model, optimizer):
+            losses = []
+            for step in range(3):
+                ids = language_batch(world.seed, step, 0, world.rank)
+                for when in range(3 if evaluates else 0):
+                    with torch.no_grad():
+                        seen = language_loss(model, ids).item()
+                    if when == 1:  # between forward and backward of a step
+                        loss = language_loss(model, ids)
+                if not evaluates:
+                    loss = language_loss(model, ids)
+                assert not evaluates or seen == loss.item()
+                loss.backward()
+                with torch.no_grad():
+                    if evaluates:
+                        model(ids)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            values = zero_ext.full_state_dict(model)
+            curves.append((losses, values))
+            del model, optimizer, loss
+    assert curves[0][0] == curves[1][0]
+    for name, value in curves[0][1].items():
+        assert torch.equal(curves[1][1][name], value), name
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("params", TIERS)
+def test_changed_parameters_are_fetched_again(world: World, params: str) -> None:
+    torch.manual_seed(world.seed)
+    first, second, third = TinyModel(), TinyModel(), TinyModel()
+    ids = language_batch(world.seed, 0, 0, world.rank)
+    with tempfile.TemporaryDirectory() as saves, torch.no_grad():
+        saves = world.everyone(saves)[0]
+        with inference(world, copy.deepcopy(second), params) as model:
+            zero_ext.save_checkpoint(saves, model)
+            del model
+        with inference(world, copy.deepcopy(first), params) as model:
+            for _ in range(2):
+                assert torch.equal(model(ids), first(ids))
+            zero_ext.load_checkpoint(saves, model)
+            for _ in range(2):
+                assert torch.equal(model(ids), second(ids))
+            zero_ext.load_full_state_dict(model, third.state_dict())
+            for _ in range(2):
+                assert torch.equal(model(ids), third(ids))
+            for module in ("embedding", "head"):
+                with zero_ext.gathered(getattr(model, module).parameters(), modifier_rank=0):
+                    getattr(model, module).weight.mul_(2 if world.rank == 0 else 3)
+                getattr(third, module).weight.mul_(2)
+                assert torch.equal(model(ids), third(ids))
+            for name, value in zero_ext.full_state_dict(model).items():
+                assert torch.equal(value, third.state_dict()[name])
+            assert torch.equal(model(ids), third(ids))
+            del model
+        world.barrier()
+
+
+@on_ranks(1, 2)
+def test_a_write_to_what_is_being_fetched_is_refused(world: World) -> None:
+    with inference(world, TinyModel()) as model, torch.no_grad():
+        ids = language_batch(world.seed, 0, 0, world.rank)
+        for _ in range(2):
+            model(ids)
+        assert under_way(engine_of(model))[0] == "embedding"
+        model.embedding.weight.data = torch.zeros_like(model.embedding.weight)
+        with pytest.raises(RuntimeError, match=r"'embedding.weight' was replaced"):
+            model(ids)
+        del model
+
+
+@on_ranks(1)
+def test_a_read_that_failed_is_tried_again(world: World) -> None:
+    torch.manual_seed(world.seed)
+    plain = TinyModel()
+    with inference(world, copy.deepcopy(plain)) as model, torch.no_grad():
+        ids = language_batch(world.seed, 0, 0, world.rank)
+        for _ in range(2):
+            model(ids)
+        ops.store_inject_fault(engine_of(model).tiers.store.handle, False, 1, -5, 1)
+        with pytest.raises(RuntimeError, match="Input/output error"):
+            for _ in range(2):
+                model(ids)
+        assert torch.equal(model(ids), plain(ids))
+        del model
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("params", TIERS)
+def test_a_model_dropped_with_reads_under_way_is_gone(world: World, params: str) -> None:
+    gc.collect()
+    before = ops.host_buffer_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        offload = {"params": params, **({"nvme_paths": [folder]} if params == "nvme" else {})}
+        for _ in range(5):
+            model: Any = zero_ext.prepare(
+                TinyModel(), None, configuration(3, offload=offload), process_group=world.group
+            )[0]
+            with torch.no_grad():
+                for step in range(2):
+                    model(language_batch(world.seed, step, 0, world.rank))
+            assert under_way(engine_of(model)) or (world.size == 1 and params == "device")
+            del model
+            assert ops.host_buffer_bytes() == before
+            assert not list(Path(folder).iterdir())
