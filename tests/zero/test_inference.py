@@ -104,7 +104,8 @@ def test_logits_and_generation_are_those_of_the_plain_model(world: World, family
         plain = FAMILIES[family]().to(dtype).eval()
         wanted = plain.generate(prompt, max_new_tokens=5, do_sample=False)
         for params in TIERS:
-            for number, mode in enumerate(MODES.values()):
+            # Both ways to call where it is cheapest to try.
+            for number, mode in enumerate(MODES.values() if params == "nvme" else [torch.no_grad]):
                 twin = copy.deepcopy(plain)
                 with inference(world, twin, params, wrap=number == 0) as model, mode():
                     assert torch.equal(model(prompt).logits, plain(prompt).logits)
@@ -152,7 +153,7 @@ def test_the_next_forward_is_prefetched_by_the_last(world: World, params: str) -
         return  # nothing is ever gathered
     torch.manual_seed(world.seed)
     plain = TinyModel(layers=4)
-    largest = 1300  # a block, in padded elements at most
+    largest = 2048  # padded elements of a block, the most of them on two ranks with NVMe
     units = {"prefetch_elements": 100, "live_elements": 3 * largest}
     with inference(world, copy.deepcopy(plain), params, units=units) as model:
         engine = engine_of(model)
@@ -178,8 +179,10 @@ def test_no_look_ahead_beyond_the_limits(world: World) -> None:
         with inference(world, copy.deepcopy(plain), "nvme", units=units) as model, torch.no_grad():
             for step in range(3):
                 ids = language_batch(world.seed, step, 0, world.rank)
-                with contextlib.nullcontext() if step or "live_elements" not in units else pytest.warns(
-                    RuntimeWarning, match="live_elements"
+                with (
+                    contextlib.nullcontext()
+                    if step or "live_elements" not in units
+                    else pytest.warns(RuntimeWarning, match="live_elements")
                 ):
                     assert torch.equal(model(ids), plain(ids))
                 assert not under_way(engine_of(model))
@@ -205,19 +208,18 @@ def test_ranks_with_other_prompts_and_lengths_stay_in_step(world: World) -> None
 @on_ranks(2)
 def test_a_rank_that_stops_alone_ends_the_other(world: World) -> None:
     torch.manual_seed(world.seed)
-    for params in ("device", "nvme"):
-        with inference(world, TinyModel(), params, timeout_seconds=1.0) as model, torch.no_grad():
-            ids = language_batch(world.seed, 0, 0, world.rank)
-            for _ in range(2):
-                model(ids)
-            if world.rank == 0:
-                began = time.monotonic()
-                with pytest.raises(RuntimeError, match=r"rank 0: gather of unit .*timeout_seconds"):
-                    for _ in range(2):
-                        model(ids)
-                assert time.monotonic() - began < 10
-            world.barrier()
-            del model
+    with inference(world, TinyModel(), timeout_seconds=1.0) as model, torch.no_grad():
+        ids = language_batch(world.seed, 0, 0, world.rank)
+        for _ in range(2):
+            model(ids)
+        if world.rank == 0:
+            began = time.monotonic()
+            with pytest.raises(RuntimeError, match=r"rank 0: gather of unit .*timeout_seconds"):
+                for _ in range(2):
+                    model(ids)
+            assert time.monotonic() - began < 10
+        world.barrier()
+        del model
 
 
 @contextlib.contextmanager
