@@ -56,8 +56,10 @@ def environment(rank: int, ranks: int, threads: int, port: int) -> dict[str, str
 
 
 class Team:
-    """The ranks of one contender, all under one memory cap if given. Use as a context manager: leaving ends
-    the processes."""
+    """The ranks of one contender. Use as a context manager: leaving ends the processes.
+
+    `worker` is the module they run; all of them together are held to `cap`.
+    """
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class Team:
         ranks: int,
         threads: int,
         timeout_seconds: float = 900.0,
+        worker: str = "benchmarks.harness.worker",
         cap: MemoryCap | None = None,
     ) -> None:
         self.name = name
@@ -72,6 +75,8 @@ class Team:
         self.ranks = ranks
         self.threads = threads
         self.timeout_seconds = timeout_seconds
+        self._worker = worker
+        self._cap = cap
         self._logs = tempfile.TemporaryDirectory(prefix="zero_ext_bench_")
         port = free_port()
         self._processes = [self._spawn(rank, port) for rank in range(ranks)]
@@ -79,7 +84,7 @@ class Team:
     def _spawn(self, rank: int, port: int) -> subprocess.Popen[bytes]:
         with self._log(rank).open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.harness.worker"],
+                [sys.executable, "-m", self._worker],
                 cwd=REPOSITORY,
                 env=environment(rank, self.ranks, self.threads, port),
                 stdin=subprocess.PIPE,

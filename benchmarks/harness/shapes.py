@@ -90,6 +90,7 @@ SHAPES: dict[str, Shape] = {
         LlamaShape("tiny", hidden=128, layers=2, feed_forward=256, vocabulary=512, heads=4),
         LlamaShape("34m", hidden=512, layers=8, feed_forward=1408, vocabulary=8192, heads=8),
         LlamaShape("239m", hidden=1024, layers=16, feed_forward=2816, vocabulary=16384, heads=16),
+        LlamaShape("1b", hidden=2048, layers=22, feed_forward=5632, vocabulary=32000, heads=32),
         LlamaShape("7b", hidden=4096, layers=32, feed_forward=11008, vocabulary=32000, heads=32),
         BloomShape("bloom-tiny", hidden=64, layers=2, vocabulary=2048, heads=4),
         BloomShape("bloom-560m", hidden=1024, layers=24, vocabulary=250_880, heads=16),

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 import torch
@@ -126,23 +127,23 @@ COMMANDS = (
 )
 
 
-def serve(rank: Rank, requests: TextIO, replies: TextIO) -> None:
+def serve(rank: Any, commands: Sequence[str], requests: TextIO, replies: TextIO) -> None:
     """Answer commands until stdin closes: {"do": name, ...arguments} in, {"ok": value} out."""
     for line in requests:
         arguments = json.loads(line)
         name = arguments.pop("do")
-        if name not in COMMANDS:
-            raise ValueError(f"unknown command {name!r}; known: {', '.join(COMMANDS)}")
+        if name not in commands:
+            raise ValueError(f"unknown command {name!r}; known: {', '.join(commands)}")
         json.dump({"ok": getattr(rank, name)(**arguments)}, replies)
         replies.write("\n")
         replies.flush()
 
 
-def main() -> None:
+def main(rank: Any, commands: Sequence[str]) -> None:
     """Keep stdout for replies, send every other print to stderr, serve."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    serve(Rank(), sys.stdin, replies)
+    serve(rank, commands, sys.stdin, replies)
     replies.close()
     sys.stderr.flush()
     # Peers' destructors may wait for ranks that are gone already; nothing is left to save.
@@ -150,4 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Rank(), COMMANDS)
