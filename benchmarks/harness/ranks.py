@@ -71,7 +71,6 @@ class Team:
         cap: MemoryCap | None = None,
     ) -> None:
         self.name = name
-        self._cap = cap
         self.ranks = ranks
         self.threads = threads
         self.timeout_seconds = timeout_seconds

@@ -7,7 +7,6 @@ import torch
 from torch import nn, optim
 
 from tests.optim.memory_range import device_tiers, memory_range, step_one
-from zero_ext.offload import TransferLog
 from zero_ext.optim import OwnedRange, Segment, make_stepper
 from zero_ext.optim.elementwise import ElementwiseStepper
 
@@ -28,7 +27,7 @@ def momentum() -> optim.SGD:
 def test_steps_segments_only_and_scales_the_gradient() -> None:
     master = torch.randn(16)
     before, output = master.clone(), torch.full((16,), float("nan"), dtype=torch.bfloat16)
-    stepper = ElementwiseStepper(momentum(), ranges(master, output), TransferLog())
+    stepper = ElementwiseStepper(momentum(), ranges(master, output), device_tiers().staging)
     gradient = torch.randn(16)
     step_one(stepper, gradient, torch.tensor(2.0), frozenset({"a", "b", "c"}))
     torch.testing.assert_close(master[:5], before[:5] - 0.2 * gradient[:5])
@@ -40,7 +39,7 @@ def test_steps_segments_only_and_scales_the_gradient() -> None:
 def test_unused_parameters_keep_value_and_state() -> None:
     master = torch.randn(16)
     before = master.clone()
-    stepper = ElementwiseStepper(momentum(), ranges(master), TransferLog())
+    stepper = ElementwiseStepper(momentum(), ranges(master), device_tiers().staging)
     step_one(stepper, torch.ones(16), ONE, frozenset({"c"}))
     assert torch.equal(master[:5], before[:5])
     assert {(kind, segment.name) for kind, segment, _ in stepper.values(0)} == {("momentum_buffer", "c")}
@@ -51,7 +50,7 @@ def test_unused_parameters_keep_value_and_state() -> None:
 def test_groups_are_read_live_and_the_users_optimizer_keeps_no_state() -> None:
     master = torch.zeros(16)
     optimizer = momentum()
-    stepper = ElementwiseStepper(optimizer, ranges(master), TransferLog())
+    stepper = ElementwiseStepper(optimizer, ranges(master), device_tiers().staging)
     optimizer.param_groups[0]["lr"] = 0.0
     step_one(stepper, torch.ones(16), ONE, frozenset({"a", "c"}))
     assert not master[:5].any() and (master[8:12] == -0.5).all()
@@ -68,7 +67,9 @@ def test_state_moves_to_a_fresh_stepper(kind: type[optim.Optimizer]) -> None:
             {"params": [nn.Parameter(torch.ones(1))], "lr": 0.02},
         ]
         extra = {"momentum": 0.9} if kind in (optim.SGD, optim.RMSprop) else {}
-        return master, ElementwiseStepper(kind(given, lr=0.01, **extra), ranges(master), TransferLog())  # type: ignore[call-arg]
+        return master, ElementwiseStepper(
+            kind(given, lr=0.01, **extra), ranges(master), device_tiers().staging
+        )  # type: ignore[call-arg]
 
     used = frozenset({"a", "b", "c"})
     gradients = [torch.randn(16) for _ in range(4)]

@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from zero_ext.offload import TransferLog
+from zero_ext import ops
+from zero_ext.config import AioPolicy, OffloadPolicy, Tier
+from zero_ext.offload import Tiers
+from zero_ext.zero import pieces
 from zero_ext.zero.gradient_home import BorrowedGradients, GradientHome, MemoryGradients
 from zero_ext.zero.pool import BufferPool
+from zero_ext.zero.stored_gradients import StoredGradients
 
 NUMEL = 5000
-Make = Callable[[BufferPool, TransferLog], GradientHome]
+Make = Callable[[BufferPool, Tiers], GradientHome]
 
 
-def memory(tier: str) -> Make:
-    def make(pool: BufferPool, transfers: TransferLog) -> GradientHome:
+def memory(tier: Tier) -> Make:
+    def make(pool: BufferPool, tiers: Tiers) -> GradientHome:
         tensor = torch.full((NUMEL,), float("nan"), dtype=torch.bfloat16)
-        return MemoryGradients(tier, tensor, torch.float32, pool, transfers)  # type: ignore[arg-type]
+        return MemoryGradients(tier, tensor, torch.float32, pool, tiers.transfers)
 
     return make
 
 
-def borrowed(pool: BufferPool, transfers: TransferLog) -> GradientHome:
-    return BorrowedGradients(NUMEL, torch.bfloat16, torch.float32, pool, transfers)
+def borrowed(pool: BufferPool, tiers: Tiers) -> GradientHome:
+    return BorrowedGradients(NUMEL, torch.bfloat16, torch.float32, pool, tiers.transfers)
 
 
-HOMES: dict[str, Make] = {"device": memory("device"), "host": memory("host"), "borrowed": borrowed}
+def stored(pool: BufferPool, tiers: Tiers) -> GradientHome:
+    return StoredGradients(NUMEL, torch.bfloat16, torch.float32, pool, tiers)
+
+
+HOMES: dict[str, Make] = {
+    "device": memory("device"),
+    "host": memory("host"),
+    "nvme": stored,
+    "borrowed": borrowed,
+}
 
 
 def reduce_into(home: GradientHome, pool: BufferPool, values: torch.Tensor) -> None:
@@ -44,13 +58,28 @@ def reduce_into(home: GradientHome, pool: BufferPool, values: torch.Tensor) -> N
 
 
 def kept(home: GradientHome) -> torch.Tensor:
-    return torch.cat([part.clone() for part in home.visit(0, NUMEL)])
+    return visited(home, 0, NUMEL)
+
+
+def visited(home: GradientHome, begin: int, end: int) -> torch.Tensor:
+    parts = [part.clone() for part in home.visit(begin, end)]
+    return torch.cat(parts[::-1] if home.tier == "nvme" else parts)
+
+
+def check_squares(home: GradientHome) -> None:
+    ours, plain = (torch.zeros(ops.ACCUMULATOR_ENTRIES, dtype=torch.int64) for _ in range(2))
+    home.add_squares(ours)
+    ops.squared_norm_(kept(home), plain)
+    assert ops.squared_norm_value(ours) == ops.squared_norm_value(plain) > 0
 
 
 @pytest.mark.parametrize("name", sorted(HOMES))
-def test_keeps_adds_and_forgets(name: str) -> None:
-    pool, transfers = BufferPool(), TransferLog()
-    home = HOMES[name](pool, transfers)
+def test_keeps_adds_and_forgets(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "PIECE_ELEMENTS", pieces.GRAIN)  # the gradient has three
+    pool = BufferPool()
+    tiers = Tiers(OffloadPolicy(grads="nvme", nvme_paths=(str(tmp_path),)), AioPolicy())
+    tiers.reserve(tiers.stored_bytes("nvme", NUMEL, torch.float32))
+    home = HOMES[name](pool, tiers)
     for _ in range(2):
         first, second = (torch.randn(NUMEL).bfloat16() for _ in range(2))
         assert not home.valid
@@ -58,12 +87,16 @@ def test_keeps_adds_and_forgets(name: str) -> None:
         reduce_into(home, pool, first)
         assert home.valid and torch.equal(kept(home), first if narrow else first.float())
         reduce_into(home, pool, second)
+        check_squares(home)
+        home.settle()
         wanted = first.float() + second.float()
         assert home.dtype is torch.float32 and torch.equal(kept(home), wanted)
         assert torch.equal(home.shard().read(0, NUMEL), wanted)
         home.change(700, 4900, lambda part: part.mul_(0.5))
         wanted[700:4900] *= 0.5
-        assert torch.equal(torch.cat([part.clone() for part in home.visit(600, 4999)]), wanted[600:4999])
+        assert torch.equal(visited(home, 600, 4999), wanted[600:4999])
+        assert torch.equal(kept(home), wanted)
+        check_squares(home)
         home.forget()
         assert not home.valid
         assert pool.live_bytes == 0

@@ -6,6 +6,7 @@ from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, Arrival, MemoryHome, 
 from zero_ext.offload.state_home import MASTER, StateField, StateHome
 from zero_ext.offload.state_stream import AdamWork, NvmeState, stream_adam
 from zero_ext.offload.step_parts import StepPart, StepStaging
+from zero_ext.offload.stored_home import StoredHome
 from zero_ext.offload.stored_run import StoredRun, Values, copy_of, count, part_of, replace
 from zero_ext.offload.tiers import Tiers
 from zero_ext.offload.transfers import TransferLog
@@ -24,6 +25,7 @@ __all__ = [
     "StateHome",
     "StepPart",
     "StepStaging",
+    "StoredHome",
     "StoredRun",
     "Tiers",
     "Transfer",

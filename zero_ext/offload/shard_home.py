@@ -16,22 +16,23 @@ STORAGE_ALIGNMENT = 4096
 
 
 class Arrival(Protocol):
-    """Elements on their way into device memory."""
+    """Elements on their way."""
 
     def wait(self) -> None:
-        """Blocks until they are there; raises ``RuntimeError`` if they could not be read."""
+        """Blocks until they are there; raises ``RuntimeError`` if they cannot get there."""
 
 
 class ShardHome(Protocol):
-    """A shard [numel] of one dtype in one tier."""
+    """A shard [numel] of one dtype in one tier; it moves in multiples of ``grain`` elements."""
 
     tier: Tier
     numel: int
     dtype: torch.dtype
+    grain: int
 
     def fetch(self, into: torch.Tensor, begin: int = 0, target: Tier = "device") -> Arrival:
-        """Starts copying the elements from ``begin`` on into ``into`` [n], memory of tier ``target``. Where
-        they lie in storage, both are whole blocks of :data:`STORAGE_ALIGNMENT` bytes."""
+        """Starts copying the elements from ``begin`` on into ``into`` [n], memory of tier ``target``; n is a
+        multiple of ``grain``, also at the end of the shard."""
 
     def store(self, begin: int, values: torch.Tensor, source: Tier) -> None:
         """Replaces the elements from ``begin`` on by ``values``, which lie in memory of tier ``source``."""
@@ -48,6 +49,8 @@ class ShardHome(Protocol):
 
 class MemoryHome:
     """A shard in device or host memory."""
+
+    grain = 1
 
     def __init__(self, tier: Tier, tensor: torch.Tensor, transfers: TransferLog) -> None:
         self.tier = tier

@@ -8,8 +8,10 @@ from typing import NamedTuple
 import torch
 
 from zero_ext.config import Tier
-from zero_ext.offload.shard_home import ShardHome, allocate
+from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, ShardHome, allocate
 from zero_ext.offload.transfers import TransferLog
+
+_GRAIN = STORAGE_ALIGNMENT // 2  # elements of whole blocks in storage, in 2 bytes or more each
 
 
 class StepPart(NamedTuple):
@@ -31,7 +33,8 @@ class StepStaging:
     """
 
     def __init__(self, nbytes: int, transfers: TransferLog) -> None:
-        self.elements = max(1, nbytes // 8)
+        elements = nbytes // 8
+        self.elements = elements // _GRAIN * _GRAIN or elements
         self._transfers = transfers
         self._gradients: torch.Tensor | None = None
         self._outputs: torch.Tensor | None = None
@@ -49,17 +52,25 @@ class StepStaging:
             return
         for begin in range(0, gradient.numel, self.elements):
             end = min(begin + self.elements, gradient.numel)
-            if near is not None:
-                part = near[begin:end]
-            else:
-                part = self._room("_gradients", end - begin, gradient.dtype)
-                gradient.fetch(part, begin, tier).wait()
+            part = self.bring(gradient, begin, end, tier)
             if output is None or in_place is not None:
                 yield StepPart(begin, end, part, None if in_place is None else in_place[begin:end])
                 continue
             room = self._room("_outputs", end - begin, output.dtype)
             yield StepPart(begin, end, part, room, staged=room)
             output.store(begin, room, tier)
+
+    def bring(self, gradient: ShardHome, begin: int, end: int, tier: Tier) -> torch.Tensor:
+        """Elements [begin, end) in memory of ``tier``: where they lie there, else copied, until the next
+        call. ``begin`` is a multiple of ``elements`` or the gradient's grain, and they are no more than
+        ``elements``."""
+        near = gradient.memory(tier)
+        if near is not None:
+            return near[begin:end]
+        whole = -(-(end - begin) // gradient.grain) * gradient.grain
+        room = self._room("_gradients", whole, gradient.dtype)
+        gradient.fetch(room, begin, tier).wait()
+        return room[: end - begin]
 
     @property
     def nbytes(self) -> int:

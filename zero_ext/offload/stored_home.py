@@ -20,17 +20,34 @@ class StoredHome:
 
     tier: Tier = "nvme"
 
-    def __init__(self, store: NvmeStore, numel: int, dtype: torch.dtype, transfers: TransferLog) -> None:
+    def __init__(
+        self, store: NvmeStore, offset: int, numel: int, dtype: torch.dtype, transfers: TransferLog
+    ) -> None:
         self.numel = numel
         self.dtype = dtype
-        self.offset = store.allocate(numel * dtype.itemsize)
+        self.grain = STORAGE_ALIGNMENT // dtype.itemsize
+        self.offset = offset
         self._store = store
         self._transfers = transfers
 
+    def seen_as(self, dtype: torch.dtype) -> StoredHome:
+        """The same extent as elements of another dtype, which must not be wider."""
+        return StoredHome(self._store, self.offset, self.numel, dtype, self._transfers)
+
+    def padded_bytes(self, numel: int) -> int:
+        """Bytes of the whole blocks that ``numel`` elements take."""
+        return -(-numel // self.grain) * STORAGE_ALIGNMENT
+
     def fetch(self, into: torch.Tensor, begin: int = 0, target: Tier = "device") -> Arrival:
-        """See :class:`ShardHome`; ``begin`` and the length are whole blocks."""
+        """See :class:`ShardHome`; ``begin`` is a multiple of ``grain``."""
         self._transfers.record("nvme", target, into.nbytes)
         return self._store.read(self.offset + begin * self.dtype.itemsize, into)
+
+    def write(self, values: torch.Tensor, begin: int) -> Arrival:
+        """Starts to replace the elements from ``begin`` on, a multiple of ``grain``, by ``values`` of whole
+        blocks in device memory, which must not change until it has ended."""
+        self._transfers.record("device", "nvme", values.nbytes)
+        return self._store.write(self.offset + begin * self.dtype.itemsize, values)
 
     def store(self, begin: int, values: torch.Tensor, source: Tier) -> None:
         """See :class:`ShardHome`. What shares a first or last block with the values is read and written
@@ -64,9 +81,8 @@ class StoredHome:
 
     def _blocks(self, begin: int, end: int) -> tuple[int, int, int]:
         """The elements of the whole blocks around [begin, end), and the bytes before them."""
-        grain = STORAGE_ALIGNMENT // self.dtype.itemsize
-        first = begin // grain * grain
-        return first, -(-end // grain) * grain, first * self.dtype.itemsize
+        first = begin // self.grain * self.grain
+        return first, -(-end // self.grain) * self.grain, first * self.dtype.itemsize
 
     def _room(self, numel: int) -> torch.Tensor:
         return ops.host_buffer(numel * self.dtype.itemsize).view(self.dtype)

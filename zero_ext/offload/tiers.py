@@ -8,7 +8,7 @@ import torch
 
 from zero_ext.config import AioPolicy, OffloadPolicy, Tier
 from zero_ext.offload.nvme_store import NvmeStore
-from zero_ext.offload.shard_home import MemoryHome, ShardHome, allocate
+from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, MemoryHome, ShardHome, allocate
 from zero_ext.offload.state_home import MemoryState, StateField, StateHome
 from zero_ext.offload.state_stream import NvmeState, StateStream
 from zero_ext.offload.step_parts import StepStaging
@@ -53,7 +53,7 @@ class Tiers:
 
     def stored_bytes(self, tier: Tier, numel: int, dtype: torch.dtype) -> int:
         """Bytes of the store that the home of a shard takes in ``tier``."""
-        return numel * dtype.itemsize if tier == "nvme" else 0
+        return -(-numel * dtype.itemsize // STORAGE_ALIGNMENT) * STORAGE_ALIGNMENT if tier == "nvme" else 0
 
     def stored_state_bytes(self, tier: Tier, numel: int) -> int:
         """Bytes of the store that the optimizer state of ``numel`` elements takes in ``tier``."""
@@ -72,8 +72,13 @@ class Tiers:
     def shard_home(self, tier: Tier, numel: int, dtype: torch.dtype) -> ShardHome:
         """Zeroed room for a shard [numel] in ``tier``."""
         if tier == "nvme":
-            return StoredHome(self.store, numel, dtype, self.transfers)
+            return self.stored_home(numel, dtype)
         return MemoryHome(tier, allocate(numel, dtype), self.transfers)
+
+    def stored_home(self, numel: int, dtype: torch.dtype) -> StoredHome:
+        """Zeroed room for a shard [numel] in the store."""
+        offset = self.store.allocate(numel * dtype.itemsize)
+        return StoredHome(self.store, offset, numel, dtype, self.transfers)
 
     def state_home(self, tier: Tier, numel: int, master: torch.Tensor | None) -> StateHome:
         """Room for the optimizer state of ``numel`` elements in ``tier``: ``master`` if given, else zeroed

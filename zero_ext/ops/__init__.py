@@ -33,7 +33,7 @@ from zero_ext.ops.host_exchange import (
 )
 from zero_ext.ops.isa import get_isa, set_isa
 from zero_ext.ops.library import is_built, load
-from zero_ext.ops.norm import squared_norm_, squared_norm_value
+from zero_ext.ops.norm import ACCUMULATOR_ENTRIES, squared_norm_, squared_norm_value
 from zero_ext.ops.state_stream import (
     ADAM_FIELDS,
     STREAM_COUNTERS,
@@ -62,6 +62,7 @@ from zero_ext.ops.store import (
 )
 
 __all__ = [
+    "ACCUMULATOR_ENTRIES",
     "ADAM_FIELDS",
     "BLOCK_ELEMENTS",
     "STREAM_COUNTERS",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zero_ext.offload import MASTER, TransferLog, Values
+from zero_ext.offload import MASTER, StepStaging, Values
 from zero_ext.optim.compatibility import (
     elementwise_kinds,
     initial_state,
@@ -27,12 +27,12 @@ class ElementwiseStepper:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, ranges: Sequence[OwnedRange], transfers: TransferLog
+        self, optimizer: torch.optim.Optimizer, ranges: Sequence[OwnedRange], staging: StepStaging
     ) -> None:
         self._live_groups = optimizer.param_groups
         self._inner = on_other_tensors(optimizer, [])
         self._ranges = tuple(ranges)
-        self._transfers = transfers
+        self._staging = staging
         self._tensors = [
             [
                 owned.state.read(MASTER, segment.begin, segment.begin + segment.numel)
@@ -51,16 +51,14 @@ class ElementwiseStepper:
         """See :class:`Stepper`; the scaled gradient of one range exists in fp32 while it runs."""
         for update in updates:
             tier = self._ranges[update.index].state.tier
-            gradient = update.gradient.read(0, update.gradient.numel)
-            self._transfers.record(update.gradient.tier, tier, gradient.nbytes)
-            self._step_range(update.index, gradient, scale, used)
+            scaled = torch.empty(update.gradient.numel)
+            for part in self._staging.parts(tier, update.gradient, None):
+                torch.mul(part.gradient.float(), scale, out=scaled[part.begin : part.end])
+            self._step_range(update.index, scaled, used)
             yield update.index
 
-    def _step_range(
-        self, index: int, gradient: torch.Tensor, scale: torch.Tensor, used: frozenset[str]
-    ) -> None:
+    def _step_range(self, index: int, scaled: torch.Tensor, used: frozenset[str]) -> None:
         owned, values = self._ranges[index], self._tensors[index]
-        scaled = gradient.float() * scale
         self._inner.param_groups = self._groups_over(index)
         for segment, value in zip(owned.segments, values, strict=True):
             if segment.name in used:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from zero_ext.offload import MASTER, NvmeState, Values
+from zero_ext.config import Tier
+from zero_ext.offload import MASTER, NvmeState, StepStaging, Values
 from zero_ext.optim.compatibility import (
     elementwise_kinds,
     initial_state,
@@ -24,10 +25,13 @@ class ElementwiseStream:
     back after it. Scalar state (step counts, averages' coefficients) stays in memory, one set a parameter.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, ranges: Sequence[OwnedRange]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, ranges: Sequence[OwnedRange], staging: StepStaging
+    ) -> None:
         self._groups = optimizer.param_groups
         self._inner = on_other_tensors(optimizer, [])
         self._ranges = tuple(ranges)
+        self._staging = staging
         self._kinds = [elementwise_kinds(optimizer, group) for group in self._groups]
         self._scalars: dict[str, dict[str, Any]] = {}
         self._made: dict[str, bool] = {}  # whether a parameter's state exists: from its first step on
@@ -45,10 +49,11 @@ class ElementwiseStream:
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`; the gradient of one chunk exists in fp32 while it runs."""
         for update in updates:
-            owned = self._ranges[update.index]
+            owned, gradients = self._ranges[update.index], update.gradient
+            near: Tier = "host" if gradients.tier == "nvme" else gradients.tier
             after: dict[str, dict[str, Any]] = {}
             for begin, end in _stored(owned).spans():
-                gradient = update.gradient.read(begin, end).float() * scale
+                gradient = self._staging.bring(gradients, begin, end, near).float() * scale
                 after.update(self._step_chunk(owned, begin, end, gradient, used))
             for name, scalars in after.items():
                 self._scalars[name], self._made[name] = scalars, True

@@ -36,8 +36,8 @@ def make_stepper(
             f"{type(optimizer).__name__} stays in fp32: drop the key"
         )
     if any(owned.state.tier == "nvme" for owned in ranges):
-        return ElementwiseStream(optimizer, ranges)
-    return ElementwiseStepper(optimizer, ranges, tiers.transfers)
+        return ElementwiseStream(optimizer, ranges, tiers.staging)
+    return ElementwiseStepper(optimizer, ranges, tiers.staging)
 
 
 def state_kinds(optimizer: torch.optim.Optimizer, moments_dtype: MomentsDtype) -> dict[str, StateField]:

@@ -112,9 +112,14 @@ def layout_of(plan: UnitPlan, world_size: int) -> FlatLayout:
 
 
 def reserve_storage(
-    plans: Sequence[UnitPlan], tiers: Tiers, world_size: int, trains: Callable[[UnitPlan], bool]
+    plans: Sequence[UnitPlan],
+    tiers: Tiers,
+    world_size: int,
+    trains: Callable[[UnitPlan], bool],
+    sums: torch.dtype,
 ) -> None:
-    """Makes room in storage for all that the units will keep there, before anything changes."""
+    """Makes room in storage for all that the units will keep there, before anything changes; gradients may
+    add up in ``sums``."""
     total = 0
     for plan in plans:
         layout, placement = layout_of(plan, world_size), plan.placement
@@ -123,6 +128,9 @@ def reserve_storage(
         if trains(plan) and layout.dtype.is_floating_point:
             owned = layout.shard_numel if placement.optimizer else layout.numel
             total += tiers.stored_state_bytes(placement.optimizer_tier, owned)
+            widest = max(layout.dtype, sums, key=lambda each: each.itemsize)
+            if placement.grads:
+                total += tiers.stored_bytes(placement.grads_tier, layout.shard_numel, widest)
     tiers.reserve(total)
 
 

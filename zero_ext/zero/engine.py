@@ -230,15 +230,17 @@ class Engine:
             gradients.begin_pass()
 
     def _end_backward(self) -> None:
-        if self._collected:
-            reduces = self._reduces_now()
-            self.reducer.end_backward(reduces)
-            if reduces:
-                # Ranks may have used other parameters; torch.nn.utils takes the norm over those it sees.
-                self.reducer.settle()
-            self._micro_steps += 1
-        self._loss_scaled = False
-        self.views.publish()
+        try:
+            if self._collected:
+                reduces = self._reduces_now()
+                self.reducer.end_backward(reduces)
+                if reduces:
+                    # Ranks may have used other parameters; torch.nn.utils takes the norm over those it sees.
+                    self.reducer.settle()
+                self._micro_steps += 1
+        finally:
+            self._loss_scaled = False
+            self.views.publish()
 
     def _abandon_backward(self) -> None:
         self.reducer.end_backward(False)

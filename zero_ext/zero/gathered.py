@@ -216,7 +216,7 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
         return None
     layout = unit.layout
     flat = torch.empty(layout.numel, dtype=gradients.home.dtype)
-    own = gradients.home.shard().read(0, layout.shard_numel)
+    own = engine.norms.read_together(lambda: gradients.home.shard().read(0, layout.shard_numel))
     if engine.world_size == 1:
         flat.copy_(own)
     else:

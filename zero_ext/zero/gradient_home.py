@@ -18,11 +18,12 @@ class GradientHome(Protocol):
 
     ``dtype`` is that of the kept gradient, or of the next one. Once a second gradient was added it is the
     dtype in which gradients add up. ``alignment`` is what the sizes of the buffers given to :meth:`take` are
-    multiples of.
+    multiples of. ``failure`` is why the gradient is not to be used; reading it raises that.
     """
 
     tier: Tier
     alignment: int
+    failure: RuntimeError | None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,7 +47,7 @@ class GradientHome(Protocol):
         """The gradient where it lies."""
 
     def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """The elements [begin, end) in pieces, in order, each valid until the next is asked for."""
+        """The elements [begin, end) in pieces, in any order, each valid until the next is asked for."""
 
     def change(self, begin: int, end: int, change: Callable[[torch.Tensor], object]) -> None:
         """Applies the element-wise ``change``, in place, to the elements [begin, end)."""
@@ -54,8 +55,11 @@ class GradientHome(Protocol):
     def add_squares(self, accumulator: torch.Tensor) -> None:
         """Adds the squares of all elements to an int64 superaccumulator."""
 
+    def settle(self) -> None:
+        """Returns when nothing is under way."""
+
     def forget(self) -> None:
-        """There is no gradient any more."""
+        """There is no gradient, and no failure, any more."""
 
     def memory_bytes(self) -> int:
         """Bytes of memory held from step to step, the pool's left out."""
@@ -65,6 +69,7 @@ class MemoryGradients:
     """A gradient in device or host memory of its own for good: a :class:`GradientHome`."""
 
     alignment = 1
+    failure: RuntimeError | None = None
 
     def __init__(
         self,
@@ -120,6 +125,9 @@ class MemoryGradients:
         """See :class:`GradientHome`."""
         ops.squared_norm_(self._tensor, accumulator)
 
+    def settle(self) -> None:
+        """See :class:`GradientHome`: nothing ever is."""
+
     def forget(self) -> None:
         """See :class:`GradientHome`; the memory stays."""
         self.valid = False
@@ -163,6 +171,7 @@ class BorrowedGradients:
 
     tier: Tier = "device"
     alignment = 1
+    failure: RuntimeError | None = None
 
     def __init__(
         self,
@@ -225,6 +234,9 @@ class BorrowedGradients:
     def add_squares(self, accumulator: torch.Tensor) -> None:
         """See :class:`GradientHome`."""
         ops.squared_norm_(self._tensor, accumulator)
+
+    def settle(self) -> None:
+        """See :class:`GradientHome`: nothing ever is."""
 
     def forget(self) -> None:
         """See :class:`GradientHome`: the pool has its memory back."""

@@ -108,9 +108,8 @@ class GradientViews:
         view, name = gradients.full_view(number), gradients.unit.layout.specs[number].name
         if view is None or isinstance(value, ShardedGradient):
             raise RuntimeError(
-                f"'{name}'.grad was assigned a tensor, but its gradient is sharded over the ranks. Scale "
-                f"it in "
-                "place (param.grad.mul_(factor)) or change it inside the loss."
+                f"'{name}'.grad was assigned a tensor, but its gradient is sharded over the ranks or lies on "
+                "NVMe. Scale it in place (param.grad.mul_(factor)) or change it inside the loss."
             )
         view.copy_(value)
         gradients.contributed.add(number)

@@ -9,10 +9,11 @@ import torch
 from zero_ext import ops
 from zero_ext.comm import Pending
 from zero_ext.config import ZeroConfig
-from zero_ext.offload import MemoryHome, ShardHome, Tiers, TransferLog, allocate
+from zero_ext.offload import MemoryHome, ShardHome, Tiers, allocate
 from zero_ext.zero.gradient_home import GradientHome, MemoryGradients, SliceGradients
 from zero_ext.zero.partition import DTYPES
 from zero_ext.zero.pool import BufferPool
+from zero_ext.zero.stored_gradients import StoredGradients
 from zero_ext.zero.unit import Unit
 
 
@@ -29,14 +30,14 @@ class UnitGradients:
         self,
         unit: Unit,
         pool: BufferPool,
-        transfers: TransferLog,
+        tiers: Tiers,
         accumulation_dtype: torch.dtype,
         accumulates: bool,
         wire_dtype: torch.dtype | None,
     ) -> None:
         self.unit = unit
         self._pool = pool
-        self._transfers = transfers
+        self._transfers = tiers.transfers
         self._landing: torch.Tensor | None = None  # the pool memory that a reduction leaves its result in
         self._accumulation_dtype = accumulation_dtype
         self._wire_dtype = wire_dtype
@@ -52,13 +53,12 @@ class UnitGradients:
         self._slice: SliceGradients | None = None
         self.home: GradientHome
         if unit.placement.grads:
-            shard = allocate(unit.layout.shard_numel, dtype)
-            self.home = MemoryGradients(unit.placement.grads_tier, shard, accumulation_dtype, pool, transfers)
+            self.home = _sharded_home(unit, dtype, accumulation_dtype, pool, tiers)
         else:
             self.local = allocate(unit.layout.numel, dtype)
             begin, end = unit.layout.shard_range(unit.collectives.rank)
             self.home = self._slice = SliceGradients(
-                self.local, begin, end, accumulation_dtype, pool, transfers
+                self.local, begin, end, accumulation_dtype, pool, tiers.transfers
             )
 
     @property
@@ -135,9 +135,8 @@ class UnitGradients:
         target = self.home.begin()
         accumulate = self.home.valid and target is not None
         if target is None:
-            dtype = self.home.dtype
-            self._landing = self._pool.take(layout.shard_numel * dtype.itemsize)
-            target = self._landing.view(dtype)
+            self._landing = self._lend(layout.shard_numel, self.home.dtype)
+            target = self._landing.view(self.home.dtype)[: layout.shard_numel]
         payload = self._on_the_wire(self.local)
         peers = unit.collectives.world_size - 1
         self._pending = unit.collectives.reduce_scatter(
@@ -310,8 +309,13 @@ class UnitGradients:
 
     def _take_local(self, keep_local: bool) -> torch.Tensor:
         dtype = self._accumulation_dtype if keep_local else self.unit.layout.dtype
-        self._buffer = self._pool.take(self.unit.layout.numel * dtype.itemsize)
-        return self._buffer.view(dtype)
+        self._buffer = self._lend(self.unit.layout.numel, dtype)
+        return self._buffer.view(dtype)[: self.unit.layout.numel]
+
+    def _lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer that the home could take over."""
+        nbytes, grain = numel * dtype.itemsize, self.home.alignment
+        return self._pool.take(-(-nbytes // grain) * grain)
 
     def _drop_local(self) -> None:
         if self._buffer is not None:
@@ -347,13 +351,23 @@ class UnitGradients:
         )
 
 
+def _sharded_home(
+    unit: Unit, dtype: torch.dtype, accumulation_dtype: torch.dtype, pool: BufferPool, tiers: Tiers
+) -> GradientHome:
+    """Where the shard of ``unit``'s gradient will live."""
+    tier, numel = unit.placement.grads_tier, unit.layout.shard_numel
+    if tier == "nvme":
+        return StoredGradients(numel, dtype, accumulation_dtype, pool, tiers)
+    return MemoryGradients(tier, allocate(numel, dtype), accumulation_dtype, pool, tiers.transfers)
+
+
 def make_gradients(unit: Unit, pool: BufferPool, tiers: Tiers, config: ZeroConfig) -> UnitGradients:
     """The gradient buffers of ``unit`` in the precisions that ``config`` asks for."""
     wire = config.precision.communication_dtype
     return UnitGradients(
         unit,
         pool,
-        tiers.transfers,
+        tiers,
         DTYPES[config.precision.grad_accum_dtype],
         config.batch.gradient_accumulation_steps > 1,
         DTYPES[wire] if wire is not None else None,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
 from zero_ext import ops
 from zero_ext.comm import Collectives
 from zero_ext.zero.gradients import UnitGradients
+from zero_ext.zero.together import together
 
-ACCUMULATOR_SIZE = 33
+Result = TypeVar("Result")
 
 
 class GradientNorms:
@@ -34,25 +36,34 @@ class GradientNorms:
     def total(self) -> torch.Tensor:
         """The 2-norm over all gradients, 0-d float64; NaN if an element is not finite."""
         if self._total is None:
-            accumulator = torch.zeros(ACCUMULATOR_SIZE, dtype=torch.int64)
-            for gradients in self._gradients:
-                if gradients.contributed:
-                    gradients.add_squared_norm(accumulator)
+            accumulator = self.read_together(self._own_squares)
             self._collectives.sum_(accumulator, "global gradient norm")
             self._total = ops.squared_norm_value(accumulator).sqrt()
         return self._total
+
+    def _own_squares(self) -> torch.Tensor:
+        accumulator = torch.zeros(ops.ACCUMULATOR_ENTRIES, dtype=torch.int64)
+        for gradients in self._gradients:
+            if gradients.contributed:
+                gradients.add_squared_norm(accumulator)
+        return accumulator
 
     def of(self, gradients: UnitGradients, index: int) -> float:
         """The 2-norm of one parameter's gradient."""
         if self._each is None:
             keys = self._keys()
-            table = torch.zeros(len(keys), ACCUMULATOR_SIZE, dtype=torch.int64)
-            for row, (unit, number) in zip(table, keys, strict=True):
-                self._gradients[unit].add_squared_norm(row, number)
+            table = self.read_together(self._own_table)
             self._collectives.sum_(table, "gradient norms of the parameters")
             values = (float(ops.squared_norm_value(row.contiguous()).sqrt()) for row in table)
             self._each = dict(zip(keys, values, strict=True))
         return self._each[self._gradients.index(gradients), index]
+
+    def _own_table(self) -> torch.Tensor:
+        keys = self._keys()
+        table = torch.zeros(len(keys), ops.ACCUMULATOR_ENTRIES, dtype=torch.int64)
+        for row, (unit, number) in zip(table, keys, strict=True):
+            self._gradients[unit].add_squared_norm(row, number)
+        return table
 
     def largest(self, gradients: UnitGradients, index: int) -> float:
         """The inf-norm of one parameter's gradient."""
@@ -60,7 +71,7 @@ class GradientNorms:
             keys = self._keys()
             world = self._collectives.world_size
             table = torch.zeros(world, len(keys), dtype=torch.float64)
-            own = [self._gradients[unit].largest(number) for unit, number in keys]
+            own = self.read_together(lambda: [self._gradients[unit].largest(number) for unit, number in keys])
             table[self._collectives.rank] = torch.tensor(own, dtype=torch.float64)
             self._collectives.sum_(table, "largest gradients of the parameters")
             self._largest = dict(zip(keys, table.amax(0).tolist(), strict=True))
@@ -72,6 +83,13 @@ class GradientNorms:
             if self.of(self._gradients[unit], number) != self.of(self._gradients[unit], number):
                 return f"'{self._gradients[unit].unit.layout.specs[number].name}'"
         return "the sum over all parameters"
+
+    def read_together(self, read: Callable[[], Result]) -> Result:
+        """The result of ``read``; where gradients lie in storage, which may fail on one rank alone, once all
+        ranks have theirs."""
+        if any(gradients.home.tier == "nvme" for gradients in self._gradients):
+            return together(self._collectives, read, "reading gradients from NVMe")
+        return read()
 
     def _keys(self) -> list[tuple[int, int]]:
         return [

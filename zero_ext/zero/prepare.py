@@ -156,14 +156,13 @@ def _make_tiers(
     collectives: Collectives,
 ) -> Tiers:
     """The tiers with room for everything, or an error on all ranks with nothing changed."""
-    if settings.offload.grads == "nvme":
-        raise ValueError("offload.grads: 'nvme' given; gradients live on 'device' or 'host'")
     moments = moments_dtype_named(settings.precision.moments_dtype)
     kinds = state_kinds(optimizer, moments) if optimizer is not None else None
 
     def make() -> Tiers:
         tiers = Tiers(settings.offload, settings.aio, kinds)
-        reserve_storage(plans, tiers, collectives.world_size, _trains(optimizer))
+        sums = DTYPES[settings.precision.grad_accum_dtype]
+        reserve_storage(plans, tiers, collectives.world_size, _trains(optimizer), sums)
         return tiers
 
     if not settings.offload.any_nvme:

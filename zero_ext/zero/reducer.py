@@ -11,8 +11,10 @@ import torch
 from zero_ext.comm import Collectives
 from zero_ext.config.events import Bus, ReduceEvent
 from zero_ext.zero.gradients import UnitGradients
+from zero_ext.zero.together import together
 
 REDUCTIONS_IN_FLIGHT = 2
+HOMES_UNDER_WAY = 2  # of units whose reduction has ended, what their homes still move
 
 
 class GradientReducer:
@@ -33,6 +35,7 @@ class GradientReducer:
         self._arrivals: list[int] | None = []
         self._next = 0
         self._flying: deque[UnitGradients] = deque()
+        self._moving: deque[UnitGradients] = deque()
         self.settled = False  # since the last gradient: every rank holds all and knows whose there are
 
     def arrived(self, gradients: UnitGradients) -> None:
@@ -54,13 +57,32 @@ class GradientReducer:
         """Before gradients are read, on all ranks: reduces whatever any rank still holds locally.
 
         Afterwards ``contributed`` names the parameters that got a gradient on any rank. Returns whether these
-        were the same on every rank before.
+        were the same on every rank before. Raises :class:`FailedTogether` on all ranks where gradients on
+        NVMe are lost on one.
         """
         self.settled = True
+        alike = self._settle()
+        if any(gradients.home.tier == "nvme" for gradients in self.gradients):
+            together(
+                self._collectives,
+                self._raise_failure,
+                "keeping gradients on NVMe",
+                "The gradients of this step are lost, nothing was updated: call optimizer.zero_grad() and "
+                "repeat it.",
+            )
+        return alike
+
+    def _raise_failure(self) -> None:
+        for gradients in self.gradients:
+            if gradients.home.failure is not None:
+                raise gradients.home.failure
+
+    def _settle(self) -> bool:
         if self._collectives.world_size == 1:
             for gradients in self.gradients:
                 if gradients.has_local:
                     gradients.start_reduction()
+                    gradients.home.settle()
             return True
         flags = [int(gradients.has_local) for gradients in self.gradients]
         for gradients in self.gradients:
@@ -105,6 +127,9 @@ class GradientReducer:
         began = time.perf_counter()
         gradients = self._flying.popleft()
         gradients.finish_reduction()
+        self._moving.append(gradients)
+        while len(self._moving) > HOMES_UNDER_WAY:
+            self._moving.popleft().home.settle()
         if self._bus:
             unit = gradients.unit
             self._bus.publish(ReduceEvent(unit.name, unit.layout.numel, time.perf_counter() - began))
@@ -112,5 +137,7 @@ class GradientReducer:
     def _drain(self) -> None:
         while self._flying:
             self._finish_oldest()
+        while self._moving:
+            self._moving.popleft().home.settle()
         for gradients in self.gradients:
             gradients.finish_gather()

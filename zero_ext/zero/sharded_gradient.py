@@ -1,4 +1,4 @@
-"""What ``param.grad`` is while a rank holds only a part of the gradient."""
+"""What ``param.grad`` is while a rank holds only a part of the gradient, or none of it in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class GradientAccess(Protocol):
 
 
 class ShardedGradient(torch.Tensor):
-    """Stands for a gradient of which this rank holds a shard, with the parameter's shape and dtype.
+    """Stands for a gradient of which this rank holds a shard, or that lies on NVMe, with the shape
+    and dtype of its parameter.
 
     Norms (2 and inf) are the true global ones and must be taken on every rank, so that
     ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` are right; scaling in place and ``zero_``
@@ -59,10 +60,10 @@ class ShardedGradient(torch.Tensor):
             return handler(*args, **(kwargs or {}))
         name = next((arg._name for arg in _flat(args) if isinstance(arg, ShardedGradient)), "?")
         raise RuntimeError(
-            f"the gradient of '{name}' is sharded over the ranks, and {func} needs all of it. Use "
-            "model.clip_grad_norm_(max_norm) to clip, zero_ext.full_gradient(param) for the whole "
-            "gradient on "
-            "every rank; optimizer.step() unscales and clips by itself when the configuration says so."
+            f"the gradient of '{name}' is sharded over the ranks or lies on NVMe, and {func} needs all of "
+            "it. Use model.clip_grad_norm_(max_norm) to clip, zero_ext.full_gradient(param) for the whole "
+            "gradient on every rank; optimizer.step() unscales and clips by itself when the configuration "
+            "says so."
         )
 
 

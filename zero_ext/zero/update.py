@@ -63,6 +63,7 @@ def update_parameters(
     """
     publishing: list[Pending | None] = []
     stored = any(master.state.tier == "nvme" or master.unit.home.tier == "nvme" for master in masters)
+    stored = stored or any(update.gradient.tier == "nvme" for update in updates)
     if stored:
         numbers = together(
             collectives,
