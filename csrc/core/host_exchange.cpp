@@ -5,6 +5,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <random>
 #include <stdexcept>
@@ -96,6 +97,7 @@ void HostExchange::send(int peer, std::span<const std::byte> bytes, std::int64_t
                         std::shared_ptr<void> owner) {
   check_peer(peer);
   const std::lock_guard lock(mutex_);
+  check_takes_part();
   const MessageDescriptor descriptor{reinterpret_cast<std::uint64_t>(bytes.data()), bytes.size(),
                                      tag};
   peers_[static_cast<std::size_t>(peer)].unposted.push_back({descriptor, std::move(owner)});
@@ -106,6 +108,7 @@ void HostExchange::receive(int peer, std::span<std::byte> bytes, std::int64_t ta
                            std::shared_ptr<void> owner) {
   check_peer(peer);
   const std::lock_guard lock(mutex_);
+  check_takes_part();
   peers_[static_cast<std::size_t>(peer)].expected.push_back({bytes, tag, std::move(owner)});
   const Channel& channel = segment_.channel(peer, rank_);
   if (channel.posted.load(std::memory_order_acquire) !=
@@ -134,6 +137,19 @@ void HostExchange::wait(int rank, Direction direction, std::uint64_t count,
   if (!complete()) throw std::runtime_error(peer.failure);
 }
 
+void HostExchange::give_up(const std::string& reason) {
+  Member& self = segment_.member(rank_);
+  const std::lock_guard lock(mutex_);
+  if (self.given_up.load(std::memory_order_relaxed) != 0) return;
+  const std::size_t length = std::min(reason.size(), kReasonBytes - 1);
+  std::copy_n(reason.begin(), length, self.reason.begin());
+  self.given_up.store(1, std::memory_order_release);
+  for (int rank = 0; rank < segment_.world_size(); ++rank) {
+    segment_.ring(rank);
+    if (peers_[static_cast<std::size_t>(rank)].failure.empty()) fail(rank, reason);
+  }
+}
+
 void HostExchange::run() {
   auto watched = std::chrono::steady_clock::now();
   while (!stopping_) {
@@ -159,6 +175,7 @@ bool HostExchange::progress(std::unique_lock<std::mutex>& lock) {
     moved |= collect(rank);
     moved |= post(rank);
     moved |= copy_next(rank, lock);
+    moved |= hear(rank);
   }
   if (moved) changed_.notify_all();
   return moved;
@@ -187,6 +204,21 @@ bool HostExchange::collect(int rank) {
   const bool moved = peer.sent < read;
   for (; peer.sent < read; ++peer.sent) peer.unread.pop_front();
   return moved;
+}
+
+// Whether this rank waits in vain for one that has given up.
+bool HostExchange::hear(int rank) {
+  const Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  const Member& member = segment_.member(rank);
+  if (!peer.failure.empty() || member.given_up.load(std::memory_order_acquire) == 0) return false;
+  const bool waiting = !peer.expected.empty() || !peer.unread.empty() || !peer.unposted.empty();
+  // Read after `given_up`: what was posted before that is seen.
+  const Channel& channel = segment_.channel(rank, rank_);
+  const bool more = channel.posted.load(std::memory_order_acquire) !=
+                    channel.read.load(std::memory_order_relaxed);
+  if (!waiting || peer.copying || (more && !peer.expected.empty())) return false;
+  fail(rank, member.reason.data());
+  return true;
 }
 
 bool HostExchange::copy_next(int rank, std::unique_lock<std::mutex>& lock) {
@@ -243,6 +275,13 @@ void HostExchange::check_peer(int rank) const {
     throw std::runtime_error("peer is " + std::to_string(rank) + "; another rank than " +
                              std::to_string(rank_) + " of " +
                              std::to_string(segment_.world_size()) + " wanted");
+  }
+}
+
+void HostExchange::check_takes_part() const {
+  const Member& self = segment_.member(rank_);
+  if (self.given_up.load(std::memory_order_relaxed) != 0) {
+    throw std::runtime_error(self.reason.data());
   }
 }
 

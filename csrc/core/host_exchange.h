@@ -51,6 +51,11 @@ class HostExchange {
   void wait(int peer, Direction direction, std::uint64_t count,
             std::chrono::duration<double> timeout);
 
+  // Tells the others that this rank takes part no longer: whoever waits for it then throws
+  // `reason`, of which 1023 bytes are kept, and so do all methods here. What was sent before still
+  // arrives.
+  void give_up(const std::string& reason);
+
  private:
   struct Outgoing {
     MessageDescriptor descriptor;
@@ -77,9 +82,11 @@ class HostExchange {
   bool progress(std::unique_lock<std::mutex>& lock);
   bool post(int rank);
   bool collect(int rank);
+  bool hear(int rank);
   bool copy_next(int rank, std::unique_lock<std::mutex>& lock);
   void watch_processes();
   void check_peer(int rank) const;
+  void check_takes_part() const;
   void fail(int rank, const std::string& reason);
 
   const int rank_;

@@ -15,6 +15,7 @@ namespace zero_ext::core {
 
 inline constexpr std::size_t kDescriptorsInFlight = 64;
 inline constexpr std::size_t kCacheLine = 64;
+inline constexpr std::size_t kReasonBytes = 1024;
 
 // A message in its sender's memory. `tag` says what it is.
 struct MessageDescriptor {
@@ -31,11 +32,14 @@ struct Channel {
 };
 
 // What a rank tells of itself. `token` is somewhere in its own memory, for others to try and read.
+// `reason`, a text with a zero at its end, is there once the rank has given up.
 struct Member {
   alignas(kCacheLine) std::atomic<std::uint32_t> doorbell;
   std::uint32_t process;
   std::uint64_t token_address;
   std::uint64_t token;
+  std::atomic<std::uint32_t> given_up;
+  std::array<char, kReasonBytes> reason;
 };
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free &&

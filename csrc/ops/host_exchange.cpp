@@ -56,6 +56,10 @@ void host_exchange_wait(std::int64_t handle, std::int64_t peer, std::int64_t cou
                                std::chrono::duration<double>(timeout_seconds));
 }
 
+void host_exchange_give_up(std::int64_t handle, const std::string& reason) {
+  registry().get(handle)->give_up(reason);
+}
+
 void host_exchange_close(std::int64_t handle) { registry().remove(handle); }
 
 }  // namespace
@@ -71,6 +75,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
       "host_exchange_wait(int handle, int peer, int count, bool receiving, float timeout_seconds) "
       "-> "
       "()");
+  library.def("host_exchange_give_up(int handle, str reason) -> ()");
   library.def("host_exchange_close(int handle) -> ()");
 }
 
@@ -79,6 +84,7 @@ STABLE_TORCH_LIBRARY_IMPL(zero_ext, CompositeExplicitAutograd, library) {
   library.impl("host_exchange_connect", TORCH_BOX(&host_exchange_connect));
   library.impl("host_exchange_unlink", TORCH_BOX(&host_exchange_unlink));
   library.impl("host_exchange_wait", TORCH_BOX(&host_exchange_wait));
+  library.impl("host_exchange_give_up", TORCH_BOX(&host_exchange_give_up));
   library.impl("host_exchange_close", TORCH_BOX(&host_exchange_close));
 }
 

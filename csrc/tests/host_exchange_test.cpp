@@ -126,6 +126,29 @@ TEST(HostExchange, GivesUpAfterTheTimeout) {
   EXPECT_THROW(pair[1].wait(0, Direction::kReceive, 1, 50ms), std::runtime_error);
 }
 
+TEST(HostExchange, TellsWhyAPeerGaveUp) {
+  Pair pair;
+  ASSERT_TRUE(pair.connected());
+  Bytes before(8, std::byte{3}), got(8), never(8);
+  pair[0].send(1, before, kTag, nullptr);
+  pair[0].give_up("rank 0: no more" + std::string(5000, '.'));
+  pair[0].give_up("a second reason");
+  pair[1].receive(0, got, kTag, nullptr);
+  pair[1].wait(0, Direction::kReceive, 1, 10s);
+  EXPECT_EQ(got, before);
+  pair[1].receive(0, never, kTag, nullptr);
+  pair[1].send(0, before, kTag, nullptr);
+  for (const Direction direction : {Direction::kReceive, Direction::kSend}) {
+    try {
+      pair[1].wait(0, direction, 2, 30s);
+      ADD_FAILURE() << "a rank that gave up went on";
+    } catch (const std::runtime_error& error) {
+      EXPECT_EQ(std::string(error.what()).substr(0, 16), "rank 0: no more.");
+      EXPECT_EQ(std::string(error.what()).size(), kReasonBytes - 1);
+    }
+  }
+}
+
 TEST(HostExchange, RefusesPeersThatDoNotExist) {
   Pair pair;
   Bytes bytes(1);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -78,6 +79,32 @@ def test_a_message_of_another_tag_is_an_error_at_the_receiver(world: World) -> N
     with pytest.raises(RuntimeError, match="rank 0 sent something else in its place"):
         work.wait()
     assert target.tolist() == [3.0] * 5
+
+
+@on_ranks(2, 3)
+def test_who_waits_for_a_rank_that_gave_up_raises_its_reason(world: World) -> None:
+    exchange = fastest_exchange(world.group, 20.0)
+    others = [rank for rank in range(world.size) if rank != world.rank]
+    first, second = torch.full((5,), 1.0 + world.rank), torch.zeros(5)
+    if world.rank == 0:
+        exchange.start([(peer, first) for peer in others], [])
+        exchange.give_up("rank 0: the disk is gone")
+        for sends, receives in (([(1, second)], []), ([], [(1, second)])):
+            with pytest.raises(RuntimeError, match="the disk is gone"):
+                exchange.start(sends, receives)
+        with pytest.raises(RuntimeError, match="the disk is gone"):
+            exchange.all_reduce(torch.zeros(1))
+        world.barrier()
+        return
+    (sent,) = exchange.start([], [(0, second)])
+    sent.wait()
+    assert second.tolist() == [1.0] * 5  # what came before arrives
+    began = time.monotonic()
+    for work in exchange.start([(0, first)], [(0, second)]):
+        with pytest.raises(RuntimeError, match="rank 0: the disk is gone"):
+            work.wait()
+    assert time.monotonic() - began < 10 and second.tolist() == [1.0] * 5
+    world.barrier()
 
 
 def test_bad_arguments_are_named() -> None:

@@ -133,6 +133,7 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "host_buffer_bytes": lambda: (),
     "host_exchange_close": lambda: (host_exchange(),),
     "host_exchange_connect": lambda: (host_exchange(),),
+    "host_exchange_give_up": lambda: (host_exchange(), "no more"),
     "host_exchange_open": lambda: (1, join_again(), 0, 1, False),
     "host_exchange_receive": lambda: (host_exchange(), 1, torch.rand(4), 0),
     "host_exchange_send": lambda: (host_exchange(), 1, torch.rand(4), 0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,48 @@ def test_a_failed_transfer_ends_the_step_on_all_ranks(world: World, writing: boo
         zero_ext.load_checkpoint(saves, model)
         assert [step(world, model, optimizer, number) for number in (1, 2)] == wanted
         world.barrier()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_failed_read_of_parameters_is_told_to_all_ranks_at_once(world: World, backward: bool) -> None:
+    with tempfile.TemporaryDirectory() as nvme:
+        model, optimizer = prepared(world, nvme)
+        step(world, model, optimizer, 0)
+        batch = language_batch(world.seed, 1, 0, world.rank)
+        loss = language_loss(model, batch) if backward else None
+        if world.rank == 1:
+            store = engine_of(model).tiers.store
+            ops.store_inject_fault(store.handle, False, 0, -errno.EIO, 1)
+        began = time.monotonic()
+        with pytest.raises(
+            RuntimeError, match=r"rank 1: the shard of unit '[^']+' .*could not be read"
+        ) as caught:
+            if loss is not None:
+                loss.backward()
+            else:
+                language_loss(model, batch)
+        assert "Input/output error" in str(caught.value) and time.monotonic() - began < 10  # of 30 seconds
+        assert ("from the last checkpoint" in str(caught.value)) == (world.rank == 1)
+        with pytest.raises(RuntimeError, match="could not be read"):
+            language_loss(model, batch)
+        assert time.monotonic() - began < 15
+        world.barrier()
+
+
+@on_ranks(1)
+def test_a_single_rank_goes_on_after_a_failed_read_of_parameters(world: World) -> None:
+    with tempfile.TemporaryDirectory() as nvme:
+        losses = []
+        for faulty in (False, True):
+            model, optimizer = prepared(world, nvme)
+            if faulty:
+                store = engine_of(model).tiers.store
+                ops.store_inject_fault(store.handle, False, 0, -errno.EIO, 1)
+                with pytest.raises(RuntimeError, match=r"could not be read: (?s:.*)Nothing was changed"):
+                    language_loss(model, language_batch(world.seed, 0, 0, 0))
+            losses += [step(world, model, optimizer, number) for number in range(2)]
+        assert losses[:2] == losses[2:]
 
 
 @on_ranks(1)

@@ -95,6 +95,12 @@ class Collectives:
         Pending(label, self.rank, lambda: self._gathers.start(sends, receives, _tag(label))).wait()
         return tensor
 
+    def give_up(self, reason: str) -> None:
+        """Ends this rank's part in all collectives after an error of its own, so that the other ranks, which
+        wait for it, fail with ``reason`` rather than by their time-out."""
+        self._gathers.give_up(reason)
+        self._reductions.give_up(reason)
+
 
 def _tag(label: str) -> int:
     """What ranks at the same place agree on, so that units of equal size are not taken for each other."""

@@ -34,12 +34,23 @@ class Exchange(Protocol):
     def all_reduce(self, tensor: torch.Tensor) -> Waitable:
         """Begins an in-place sum of a small tensor over the group."""
 
+    def give_up(self, reason: str) -> None:
+        """Ends this rank's part: the other ranks' transfers with it fail, where it can be without their
+        time-out, and so does whatever it starts from now on."""
+
 
 class GroupExchange:
     """Exchange over a process group or backend that has send and receive (gloo), for its use alone."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._connections: dist.ProcessGroup | None = group
+        self._reason = ""
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        if self._connections is None:
+            raise RuntimeError(self._reason)
+        return self._connections
 
     def start(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0
@@ -52,6 +63,11 @@ class GroupExchange:
     def all_reduce(self, tensor: torch.Tensor) -> Waitable:
         """Sums ``tensor`` in place over the group."""
         return self._group.allreduce([tensor])
+
+    def give_up(self, reason: str) -> None:
+        """See :class:`Exchange`: connections close with the last transfer under way, and peers notice that
+        they did."""
+        self._connections, self._reason = None, reason
 
 
 class Pending:

@@ -41,6 +41,11 @@ class HostExchange:
         """See :class:`Exchange`."""
         return self._group.all_reduce(tensor)
 
+    def give_up(self, reason: str) -> None:
+        """See :class:`Exchange`: peers raise ``reason`` itself."""
+        ops.host_exchange_give_up(self._handle, reason)
+        self._group.give_up(reason)
+
     def _transfer(self, rank: int, receiving: bool) -> Waitable:
         self._started[rank, receiving] += 1
         return _Transfer(self._handle, rank, self._started[rank, receiving], receiving, self._timeout_seconds)

@@ -25,6 +25,7 @@ from zero_ext.ops.host import host_buffer, host_buffer_bytes
 from zero_ext.ops.host_exchange import (
     host_exchange_close,
     host_exchange_connect,
+    host_exchange_give_up,
     host_exchange_open,
     host_exchange_receive,
     host_exchange_send,
@@ -88,6 +89,7 @@ __all__ = [
     "host_buffer_bytes",
     "host_exchange_close",
     "host_exchange_connect",
+    "host_exchange_give_up",
     "host_exchange_open",
     "host_exchange_receive",
     "host_exchange_send",

@@ -46,6 +46,12 @@ def host_exchange_wait(handle: int, peer: int, count: int, receiving: bool, time
     op("host_exchange_wait")(handle, peer, count, receiving, timeout_seconds)
 
 
+def host_exchange_give_up(handle: int, reason: str) -> None:
+    """Tells the others that this rank takes part no longer: who waits for it, now or later, raises ``reason``
+    (its first 1023 bytes), and so does this rank when it waits. What it sent before still arrives."""
+    op("host_exchange_give_up")(handle, reason)
+
+
 def host_exchange_close(handle: int) -> None:
     """Ends the exchange, once the peers have read what was sent (at most 5 seconds later)."""
     op("host_exchange_close")(handle)
@@ -78,6 +84,11 @@ def _host_exchange_receive(handle: int, peer: int, tensor: Tensor, tag: int) -> 
 
 @fake_kernel("host_exchange_wait")
 def _host_exchange_wait(handle: int, peer: int, count: int, receiving: bool, timeout_seconds: float) -> None:
+    return None
+
+
+@fake_kernel("host_exchange_give_up")
+def _host_exchange_give_up(handle: int, reason: str) -> None:
     return None
 
 

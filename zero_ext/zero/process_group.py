@@ -82,3 +82,6 @@ class _NoPeers:
 
     def all_reduce(self, tensor: torch.Tensor) -> Waitable:
         raise AssertionError("one rank has nobody to reduce with")
+
+    def give_up(self, reason: str) -> None:
+        return None

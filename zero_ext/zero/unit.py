@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -95,18 +96,16 @@ class Unit:
             raise misuse
         self._buffer = self._pool.take(self.layout.nbytes)
         attach(self.flat.untyped_storage(), self._buffer)
-        self._arrival = self.home.fetch(self._own_slice())
         self.state = UnitState.FETCHING
+        with self._giving_up():
+            self._arrival = self.home.fetch(self._own_slice())
 
     def to_gathering(self) -> None:
         """Waits for the shard and starts to exchange it. From FETCHING only; back to RELEASED, to be tried
         again, if the shard could not be read."""
         self._require(UnitState.FETCHING)
-        try:
+        with self._giving_up():
             self._await_shard()
-        except RuntimeError:
-            self._drop_buffer()
-            raise
         self._pending = self.collectives.gather(
             self.flat, self._own_slice(), self.wire_kind("gather"), f"gather of {self.describe()}"
         )
@@ -162,6 +161,21 @@ class Unit:
         self._pool.give(self._buffer)
         self._buffer = self._arrival = None
         self.state = UnitState.RELEASED
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Around what may fail on this rank alone while the others wait for its part of the gather."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._drop_buffer()
+            reason = (
+                f"rank {self.collectives.rank}: the shard of {self.describe()} could not be read: {error}"
+            )
+            self.collectives.give_up(reason)
+            alone = self.collectives.world_size == 1
+            advice = "Nothing was changed." if alone else "Start all ranks again from the last checkpoint."
+            raise RuntimeError(f"{reason}. {advice}") from error
 
     def ensure_gathered(self) -> None:
         """Gathers from whatever state the unit is in, and waits."""
