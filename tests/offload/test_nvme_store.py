@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.full_disk import CAPACITY, limit_file_size, mount_small
 from zero_ext import ops
-from zero_ext.offload import NvmeStore
+from zero_ext.offload import NvmeStore, nvme_store
 
 SECTOR = 4096
 DEPTH = {"queue_depth": 4, "block_bytes": 4 * SECTOR}
@@ -174,6 +174,25 @@ def test_backends_by_name(tmp_path: Path, backend: str) -> None:
         assert torch.equal(read(store, store.allocate(1), SECTOR), torch.zeros(SECTOR, dtype=torch.uint8))
 
 
+def test_what_auto_falls_back_to_is_logged_with_the_reason_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for reasons, lines in (
+        ({"io_uring": "", "libaio": "", "threads": ""}, 0),
+        ({"io_uring": "io_uring_setup: Operation not permitted", "libaio": "", "threads": ""}, 1),
+    ):
+        nvme_store._log_fallback.cache_clear()
+        caplog.clear()
+        monkeypatch.setattr(ops, "aio_backends", lambda found=reasons: found)
+        for _ in range(2):
+            NvmeStore([tmp_path]).close()
+        assert len(caplog.messages) == lines
+        assert not lines or "io_uring is not available: io_uring_setup: Operation not" in caplog.messages[0]
+        NvmeStore([tmp_path], backend="threads").close()
+        assert len(caplog.messages) == lines
+    nvme_store._log_fallback.cache_clear()
+
+
 def test_a_damaged_byte_is_named(store: NvmeStore) -> None:
     offset = store.allocate(4 * SECTOR)
     expected = random_tensor(4 * SECTOR)
@@ -258,7 +277,7 @@ def test_a_closed_store_is_named(store: NvmeStore) -> None:
 
 AT_EXIT = """
 import sys, torch
-from zero_ext.offload import NvmeStore
+from zero_ext.offload import NvmeStore, nvme_store
 store = NvmeStore([sys.argv[1]], reserve_bytes=1 << 22)
 transfer = store.write(store.allocate(1 << 22), torch.ones(1 << 20))
 raise ValueError("the training failed")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import uuid
 import warnings
 import weakref
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
@@ -15,6 +17,8 @@ from torch import Tensor
 
 from zero_ext import ops
 from zero_ext.offload.run_directory import RunDirectory
+
+_log = logging.getLogger(__name__)
 
 
 class NvmeStore:
@@ -30,7 +34,8 @@ class NvmeStore:
 
     Args:
         paths: one or more directories, or block devices.
-        backend: 'io_uring', 'libaio', 'threads', or 'auto' for the best that works here.
+        backend: 'io_uring', 'libaio', 'threads', or 'auto' for the best that works here; where that is not
+            the first of these, a log line says why, once a process.
         queue_depth, block_bytes, submitters: of the I/O engine: blocks in flight a submitter, bytes a block
             (a multiple of 4096), and queues with a thread each.
         stripe_bytes: a multiple of :attr:`alignment`.
@@ -81,6 +86,8 @@ class NvmeStore:
             self.close()
             raise
         _warn_of_buffered(facts)
+        if backend == "auto":
+            _log_fallback(facts.backend)
 
     @property
     def handle(self) -> int:
@@ -198,6 +205,13 @@ def _warn_of_buffered(facts: ops.StoreFacts) -> None:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+@cache
+def _log_fallback(chosen: str) -> None:
+    refused = [f"{name} is not available: {why}" for name, why in ops.aio_backends().items() if why]
+    if refused:
+        _log.warning("aio.backend 'auto' takes '%s' here; %s", chosen, "; ".join(refused))
 
 
 def _close(handle: int, directories: list[RunDirectory], process: int) -> None:
