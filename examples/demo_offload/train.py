@@ -24,6 +24,7 @@ import zero_ext
 from demo_offload.settings import OffloadSettings
 from demo_offload.timeline import Recorder, process_memory
 from zero_ext.zero import engine_of
+from zero_ext.zero.ledger import ledger_by_tier
 
 OUT_OF_MEMORY = 3
 MEGA = 1e6
@@ -125,13 +126,8 @@ def tiers_of_kinds(engine: Any) -> dict[str, str]:
 
 def memory_by_tier(engine: Any) -> tuple[int, int]:
     """Bytes of state and staging in device memory and in host memory."""
-    ledger, tiers = engine.ledger(), tiers_of_kinds(engine)
-    held = {
-        tier: sum(ledger[kind] for kind, place in tiers.items() if place == tier)
-        for tier in ("device", "host")
-    }
-    staging = engine.tiers.staging_bytes()
-    return held["device"] + ledger["staging"] - staging, held["host"] + staging
+    held = ledger_by_tier(engine)
+    return sum(held["device"].values()), sum(held["host"].values())
 
 
 def _say(what: str, held: int) -> None:

@@ -48,7 +48,7 @@ def test_steps_as_the_op_does_from_zeros() -> None:
     inside = torch.ones(COUNT, dtype=torch.bool)
     inside[700:720] = False
     assert torch.equal(output[inside], wanted_output[inside]) and output[~inside].isnan().all()
-    assert owned.state.memory_bytes() == 4 * COUNT + 2 * (COUNT + 4 * 6)
+    assert owned.state.held_bytes() == 4 * COUNT + 2 * (COUNT + 4 * 6)
 
 
 def test_parts_through_staging_equal_the_whole() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.multi.rank import World
 from zero_ext import ops
 from zero_ext.plan import TrainingState, model_state_bytes
 from zero_ext.zero import engine_of
+from zero_ext.zero.ledger import ledger_by_tier
 
 KINDS = ("params", "grads", "optimizer")
 
@@ -102,6 +104,51 @@ def test_bytes_of_a_rank(world: World, stage: int) -> None:
     del model, optimizer, engine, found
     gc.collect()
     assert ops.host_buffer_bytes() == buffers
+
+
+@on_ranks(1, 2)
+def test_bytes_count_in_the_tier_where_they_lie(world: World) -> None:
+    for dtype in ("bf16", "fp32"):
+        for params, grads, optimizer in (
+            ("nvme", "host", "nvme"),
+            ("host", "device", "nvme"),
+            ("device", "host", "host"),
+        ):
+            before = ops.host_buffer_bytes()
+            with tempfile.TemporaryDirectory() as folder:
+                model: Any = TwoMillion()
+                paths = {"nvme_paths": [folder]} if optimizer == "nvme" else {}
+                tiers = {"params": params, "grads": grads, "optimizer": optimizer}
+                config = {
+                    "stage": 3,
+                    "precision": {"dtype": dtype},
+                    "offload": {**tiers, **paths, "ring_bytes": 1 << 20},
+                }
+                made = torch.optim.AdamW(model.parameters())
+                model, made = zero_ext.prepare(model, made, config, process_group=world.group)
+                engine = engine_of(model)
+                assert not engine.tiers.transfers.moved
+                model(torch.randint(0, 1009, (2, 8))).float().square().mean().backward()
+                made.step()
+                held, width = ledger_by_tier(engine), 2 if dtype == "bf16" else 4
+                psi = sum(unit.layout.shard_numel for unit in engine.units)
+                shared = dtype == "fp32" and params == optimizer != "nvme"
+                wanted = {
+                    "params": width * psi,
+                    "grads": width * psi,
+                    "optimizer": (8 if shared else 12) * psi,
+                }
+                for kind, tier in tiers.items():
+                    padding = 4096 * len(engine.units) if (kind, tier) == ("optimizer", "nvme") else 0
+                    assert 0 <= held[tier][kind] - wanted[kind] <= padding, (kind, tier)
+                    assert sum(held[other][kind] for other in held) == held[tier][kind]
+                ledger = engine.ledger()
+                assert sum(ledger.values()) == ops.host_buffer_bytes() - before
+                assert ledger["params"] == (0 if params == "nvme" else width * psi)
+                if optimizer == "nvme":
+                    assert sum(held["nvme"].values()) <= engine.tiers.store.facts().live_bytes
+                del model, made, engine
+                gc.collect()
 
 
 @on_ranks(1, 2)

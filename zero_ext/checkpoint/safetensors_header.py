@@ -82,8 +82,8 @@ def read_header(path: Path) -> list[StoredTensor]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or not 2 <= length <= min(LARGEST_HEADER_BYTES, size - 8):
             raise CheckpointError(
-                f"{path}: not a safetensors file: a table of {length} bytes in a file of {size}; the limit is "
-                f"{LARGEST_HEADER_BYTES}"
+                f"{path}: not a safetensors file: a table of {length} bytes in a file of {size}; the limit "
+                f"is {LARGEST_HEADER_BYTES}"
             )
         text = file.read(length)
     try:

@@ -65,8 +65,10 @@ def load_safetensors(
 
     def plan() -> str:
         session.finish_previous()
-        if engine.damage not in (None, _DAMAGE):
-            raise RuntimeError(f"the optimizer's state is damaged, load a checkpoint first: {engine.damage}")
+        if engine.optimizer_step.damage not in (None, _DAMAGE):
+            raise RuntimeError(
+                f"the optimizer's state is damaged, load a checkpoint first: {engine.optimizer_step.damage}"
+            )
         files = find_weights(path)
         plans.append(plan_weights(engine, files, strict, rename))
         return files.digest()
@@ -75,10 +77,10 @@ def load_safetensors(
         raise CheckpointError(f"{os.fspath(path)}: the ranks see different files there. {_UNCHANGED}")
     (planned,) = plans
     engine.follow_writes()
-    before, engine.damage = engine.damage, _DAMAGE
+    before, engine.optimizer_step.damage = engine.optimizer_step.damage, _DAMAGE
     agreement.stage(lambda: _fill(planned), _DAMAGE)
     state.finish_load()
-    engine.damage = before if planned.missing else None
+    engine.optimizer_step.damage = before if planned.missing else None
     return planned.missing, planned.unexpected
 
 

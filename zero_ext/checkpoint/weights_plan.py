@@ -39,8 +39,8 @@ class WeightsPlan:
 
 
 def plan_weights(engine: Engine, files: WeightFiles, strict: bool, rename: Rename | None) -> WeightsPlan:
-    """The plan for the model of ``engine``. ``ValueError`` names what is missing or unexpected, if ``strict``,
-    or does not fit, always."""
+    """The plan for the model of ``engine``. ``ValueError`` names what is missing or unexpected, if
+    ``strict``, or does not fit, always."""
     key_of = _renamed(files, rename)
     targets = _targets(engine)
     names = _names(engine)

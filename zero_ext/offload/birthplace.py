@@ -37,7 +37,7 @@ class Birthplace:
         nbytes, facts = numel * dtype.itemsize, self._store.facts()
         if facts.largest_free < nbytes:
             self._store.reserve(facts.capacity + max(nbytes, _GROWTH_BYTES), zeros=False)
-        home = StoredHome(self._store, numel, dtype, self._transfers)
+        home = StoredHome(self._store, self._store.allocate(nbytes), numel, dtype, self._transfers)
         weakref.finalize(home, _free, self._store, home.offset).atexit = False
         return home
 

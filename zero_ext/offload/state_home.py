@@ -57,8 +57,8 @@ class StateHome(Protocol):
         """The values of elements [begin, end), to be changed; what was changed is kept when the block ends
         without an exception."""
 
-    def memory_bytes(self) -> int:
-        """Bytes of device or host memory behind it."""
+    def held_bytes(self) -> int:
+        """Bytes it takes in its tier."""
 
 
 class MemoryState:
@@ -106,6 +106,6 @@ class MemoryState:
         """See :class:`StateHome`: changes are live at once."""
         yield self.read(kind, begin, end)
 
-    def memory_bytes(self) -> int:
+    def held_bytes(self) -> int:
         """See :class:`StateHome`."""
         return sum(values.nbytes for values in self.values.values())

@@ -39,8 +39,8 @@ class StateStream:
         self.store = store
         self.kinds = {MASTER: StateField(torch.float32), **kinds}
         self.handle = uuid.uuid4().int >> 65
-        self.ring_bytes = ring_bytes
-        self._transfers = transfers
+        self.staging_bytes = ring_bytes  # what state passes through, whoever has allocated it
+        self.transfers = transfers
         sizes = [field.dtype.itemsize for field in self.kinds.values()]
         elements = [field.elements for field in self.kinds.values()]
         ops.state_stream_open(self.handle, store.handle, ring_bytes, sizes, elements)
@@ -56,8 +56,8 @@ class StateStream:
         """Room for an op's counters; the bytes it moved are recorded."""
         counters = torch.zeros(len(ops.STREAM_COUNTERS), dtype=torch.int64)
         yield counters
-        self._transfers.record("nvme", "host", int(counters[_READ]))
-        self._transfers.record("host", "nvme", int(counters[_WRITTEN]))
+        self.transfers.record("nvme", "host", int(counters[_READ]))
+        self.transfers.record("host", "nvme", int(counters[_WRITTEN]))
 
 
 class NvmeState:
@@ -112,9 +112,9 @@ class NvmeState:
         yield values
         self.write_kinds([kind], begin, end, [values])
 
-    def memory_bytes(self) -> int:
-        """See :class:`StateHome`: none, the ring is staging."""
-        return 0
+    def held_bytes(self) -> int:
+        """See :class:`StateHome`: padding to whole blocks included; the ring is staging."""
+        return self.stream.extent_bytes(self.numel)
 
     def _fields(self, kinds: Sequence[str]) -> list[int]:
         order = list(self.stream.kinds)

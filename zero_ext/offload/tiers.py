@@ -103,4 +103,4 @@ class Tiers:
 
     def staging_bytes(self) -> int:
         """Bytes of memory that steps in other tiers go through."""
-        return self.staging.nbytes + (self._stream.ring_bytes if self._stream is not None else 0)
+        return self.staging.nbytes + (self._stream.staging_bytes if self._stream is not None else 0)

@@ -29,3 +29,7 @@ class TransferLog:
     def begin_step(self) -> None:
         """Closes the current step: its counts become ``last_moved`` and the running ones start at zero."""
         self.last_moved, self.moved = self.moved, Counter()
+
+    def clear(self) -> None:
+        """Forgets what was counted: what sets a model up belongs to no step."""
+        self.moved.clear()

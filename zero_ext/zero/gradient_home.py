@@ -61,8 +61,8 @@ class GradientHome(Protocol):
     def forget(self) -> None:
         """There is no gradient, and no failure, any more."""
 
-    def memory_bytes(self) -> int:
-        """Bytes of memory held from step to step, the pool's left out."""
+    def held_bytes(self) -> int:
+        """Bytes held in ``tier`` from step to step; the pool's do not count."""
 
 
 class MemoryGradients:
@@ -132,7 +132,7 @@ class MemoryGradients:
         """See :class:`GradientHome`; the memory stays."""
         self.valid = False
 
-    def memory_bytes(self) -> int:
+    def held_bytes(self) -> int:
         """See :class:`GradientHome`."""
         return self._tensor.nbytes
 
@@ -244,7 +244,7 @@ class BorrowedGradients:
             self._pool.give(self._buffer)
             self._buffer = None
 
-    def memory_bytes(self) -> int:
+    def held_bytes(self) -> int:
         """See :class:`GradientHome`: none."""
         return 0
 

@@ -8,7 +8,7 @@ import torch
 
 from zero_ext import ops
 from zero_ext.comm import Pending
-from zero_ext.config import ZeroConfig
+from zero_ext.config import Tier, ZeroConfig
 from zero_ext.offload import MemoryHome, ShardHome, Tiers, allocate
 from zero_ext.zero.gradient_home import GradientHome, MemoryGradients, SliceGradients
 from zero_ext.zero.partition import DTYPES
@@ -266,10 +266,12 @@ class UnitGradients:
         self._filled.discard(index)
         self.contributed.discard(index)
 
-    def persistent_bytes(self) -> int:
-        """Bytes kept from step to step."""
-        own = 0 if self._aliased else self.home.memory_bytes()
-        return own + (self.local.nbytes if self.local is not None and self._buffer is None else 0)
+    def held_bytes(self) -> dict[Tier, int]:
+        """Bytes kept from step to step, by tier: unreduced gradients and the reduced shard."""
+        unreduced = self.local.nbytes if self.local is not None and self._buffer is None else 0
+        held: dict[Tier, int] = {"device": unreduced}
+        kept = 0 if self._aliased else self.home.held_bytes()
+        return {**held, self.home.tier: held.get(self.home.tier, 0) + kept}
 
     def _whole(self) -> torch.Tensor | None:
         if self.unit.collectives.world_size == 1:

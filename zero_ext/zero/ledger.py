@@ -1,30 +1,44 @@
-"""Bytes of a rank's state, by kind: what the engine holds, in one table."""
+"""Bytes of a rank's state, by kind and by tier: what the engine holds, in one table."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
+
+from zero_ext.config import Tier
 
 if TYPE_CHECKING:
     from zero_ext.zero.engine import Engine
 
+KINDS = ("params", "grads", "optimizer", "staging")
+
 
 def ledger_of(engine: Engine) -> dict[str, int]:
-    """Bytes this rank holds now: ``params``, ``grads``, ``optimizer`` (master weights and moments), which are
-    model state, and ``staging``, the pool behind gathered units and reductions under way.
+    """Bytes of memory, device and host, that this rank holds now: ``params``, ``grads``, ``optimizer``
+    (master weights and moments), which are model state, and ``staging``, the pool behind gathered units and
+    reductions under way and what offloaded steps pass through.
 
     fp32 parameters are their own master weights and count once, as params.
     """
-    params = sum(
-        unit.home.numel * unit.home.dtype.itemsize if unit.placement.params else unit.flat.nbytes
-        for unit in engine.units
-    )
-    grads = sum(gradients.persistent_bytes() for gradients in engine.reducer.gradients)
-    states = sum(master.memory_bytes() for master in engine.masters)
-    stepper = engine.optimizer_step.stepper
-    beside = stepper.state_bytes() if stepper is not None else 0
-    return {
-        "params": params,
-        "grads": grads,
-        "optimizer": states + beside,
-        "staging": engine.pool.total_bytes + engine.tiers.staging_bytes(),
-    }
+    tiers = ledger_by_tier(engine)
+    return {kind: tiers["device"][kind] + tiers["host"][kind] for kind in KINDS}
+
+
+def ledger_by_tier(engine: Engine) -> dict[Tier, dict[str, int]]:
+    """The same by tier; what lies on NVMe as well, in whole blocks where it is stored so."""
+    held: dict[Tier, Counter[str]] = {"device": Counter(), "host": Counter(), "nvme": Counter()}
+    for unit in engine.units:
+        if unit.placement.params:
+            held[unit.home.tier]["params"] += unit.home.numel * unit.home.dtype.itemsize
+        else:
+            held["device"]["params"] += unit.flat.nbytes
+    for gradients in engine.reducer.gradients:
+        for tier, nbytes in gradients.held_bytes().items():
+            held[tier]["grads"] += nbytes
+    for master in engine.masters:
+        held[master.state.tier]["optimizer"] += master.held_bytes()
+    if engine.optimizer_step.stepper is not None and engine.masters:
+        held[engine.masters[0].state.tier]["optimizer"] += engine.optimizer_step.stepper.state_bytes()
+    held["device"]["staging"] = engine.pool.total_bytes
+    held["host"]["staging"] = engine.tiers.staging_bytes()
+    return {tier: {kind: counts[kind] for kind in KINDS} for tier, counts in held.items()}

@@ -66,8 +66,8 @@ class MasterShard:
         """The master weights of one parameter's owned elements, where they lie."""
         return self.state.run(MASTER, overlap.range_start, overlap.range_start + overlap.numel)
 
-    def memory_bytes(self) -> int:
-        """Bytes of memory behind masters and moments, those of parameters that are their own masters left
-        out."""
+    def held_bytes(self) -> int:
+        """Bytes that masters and moments take in their tier, those of parameters that are their own masters
+        left out."""
         shared = 0 if self.separate else self.state.numel * 4
-        return self.state.memory_bytes() - shared
+        return self.state.held_bytes() - shared

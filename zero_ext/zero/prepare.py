@@ -122,6 +122,7 @@ def prepare(
         engine.state.optimizer_class = type(optimizer).__qualname__
         # A scheduler over the user's own optimizer would warn that it never steps: the prepared one does.
         optimizer._opt_called = True  # type: ignore[attr-defined]
+    tiers.transfers.clear()
     return (ZeroModule(model) if wrap else model), prepared
 
 

@@ -38,9 +38,9 @@ class StoredGradients:
         self._pool = pool
         # Room for the wider one is there from the start: a later micro-batch may be the first to need it.
         widest = max(dtype, accumulation_dtype, key=lambda each: each.itemsize)
-        extent = tiers.stored_home(numel, widest)
-        self._home = extent.seen_as(dtype)
-        self._sums = extent.seen_as(accumulation_dtype)
+        self._extent = tiers.stored_home(numel, widest)
+        self._home = self._extent.seen_as(dtype)
+        self._sums = self._extent.seen_as(accumulation_dtype)
         self._squares: torch.Tensor | None = None  # of the whole gradient, while they are known
         self._reader: PieceReader | None = None
         self._writer = PieceWriter(pool)
@@ -159,9 +159,9 @@ class StoredGradients:
         self.valid = False
         self.failure = None
 
-    def memory_bytes(self) -> int:
-        """See :class:`GradientHome`: none."""
-        return 0
+    def held_bytes(self) -> int:
+        """See :class:`GradientHome`: room in the store for the wider dtype."""
+        return self._extent.padded_bytes(self._extent.numel)
 
     def _finish(self) -> None:
         """Ends the writes; raises what went wrong since the gradient was forgotten last."""
