@@ -147,13 +147,23 @@ def test_buffers_and_pipelines_are_noted_once(key: Any) -> None:
 
 
 @pytest.mark.parametrize("device", [{"device": "cpu"}, nvme()], ids=["cpu", "nvme"])
-def test_partial_and_speculative_steps_are_refused(device: dict[str, object]) -> None:
-    for name, value in (("ratio", 0.3), ("ratio", 0), ("super_offload", True)):
-        error = refused(offload_optimizer={**device, name: value})
-        assert error.paths == (f"{OPTIMIZER}.{name}",)
-        assert "not built" in str(error)
-    for calm in (1, 1.0):
-        assert load(offload_optimizer={**device, "ratio": calm, "super_offload": False}).notes == ()
+def test_speculative_steps_are_refused(device: dict[str, object]) -> None:
+    error = refused(offload_optimizer={**device, "super_offload": True})
+    assert error.paths == (f"{OPTIMIZER}.super_offload",)
+    assert "not built" in str(error)
+    assert load(offload_optimizer={**device, "super_offload": False}).notes == ()
+
+
+@pytest.mark.parametrize("device", [{"device": "cpu"}, nvme()], ids=["cpu", "nvme"])
+def test_partial_offload(device: dict[str, object]) -> None:
+    whole = load(offload_optimizer=device)
+    for ratio in (1, 1.0, "auto"):
+        assert load(offload_optimizer={**device, "ratio": ratio}) == whole
+    found = load(offload_optimizer={**device, "ratio": 0.3})
+    assert found.notes == () and found.config.offload == whole.config.offload.replace(ratio=0.3)
+    assert load(offload_optimizer={**device, "ratio": 0}) == load()
+    for wrong in (-0.1, 1.1, "half", True):
+        assert f"{OPTIMIZER}.ratio" in refused(offload_optimizer={**device, "ratio": wrong}).paths
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

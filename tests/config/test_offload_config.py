@@ -19,6 +19,7 @@ def test_defaults_mean_off() -> None:
         params="device",
         grads="device",
         optimizer="device",
+        ratio=1.0,
         nvme_paths=(),
         ring_bytes=67_108_864,
         checksum=False,
@@ -59,6 +60,20 @@ def test_nvme_wants_folders(kind: str) -> None:
         load_config({"offload": {kind: "nvme"}})
     assert caught.value.paths == ("offload.nvme_paths",)
     assert load_config({"offload": {kind: "nvme", "nvme_paths": ["/a"]}}).offload.nvme_paths == ("/a",)
+
+
+@pytest.mark.parametrize("ratio", [0, -1, 1.01, float("nan"), "1/2", True])
+def test_ratios_that_are_none(ratio: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"offload": {"optimizer": "host", "ratio": ratio}})
+    assert caught.value.paths == ("offload.ratio",)
+
+
+def test_a_ratio_wants_an_offloaded_optimizer() -> None:
+    with pytest.raises(ConfigError, match=r"got 0\.5 .*no effect") as caught:
+        load_config({"offload": {"params": "host", "ratio": 0.5}})
+    assert caught.value.paths == ("offload.ratio",)
+    assert load_config({"offload": {"optimizer": "host", "ratio": 0.5}}).offload.ratio == 0.5
 
 
 def test_direct_construction_checks_too() -> None:

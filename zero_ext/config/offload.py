@@ -43,6 +43,9 @@ class OffloadPolicy(Policy):
         grads: where gradient shards live; other than "device" needs stage 2 or 3.
         optimizer: where master weights and the optimizer's state live, and are updated; other than "device"
             needs stage 1, 2 or 3.
+        ratio: largest fraction of the optimizer's elements that lives in its tier; the other units keep
+            optimizer and gradients on the device, as in Twin-Flow (DeepSpeed's offload_optimizer.ratio).
+            Units are not split, so the fraction is met from below.
         nvme_paths: folders on the NVMe devices, required where a tier is "nvme"; data is striped over them.
         ring_bytes: size in bytes of the memory through which an optimizer step streams what lies in another
             tier; it does not depend on the model.
@@ -52,6 +55,7 @@ class OffloadPolicy(Policy):
     params: Tier = "device"
     grads: Tier = "device"
     optimizer: Tier = "device"
+    ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
     nvme_paths: Names = ()
     ring_bytes: Annotated[Positive, Field(ge=_MIB, multiple_of=_PAGE)] = 64 * _MIB
     checksum: bool = False
@@ -65,6 +69,16 @@ class OffloadPolicy(Policy):
         """The same for a model without an optimizer, which has no other state kind."""
         paths = self.nvme_paths if self.params == "nvme" else ()
         return self.replace(grads="device", optimizer="device", nvme_paths=paths)
+
+    @model_validator(mode="after")
+    def _ratio_splits_something(self) -> OffloadPolicy:
+        if self.ratio < 1 and self.optimizer == "device":
+            raise KeyProblem(
+                "ratio",
+                f"got {show(self.ratio)}, which has no effect: the optimizer lives on 'device'; remove it or "
+                "set optimizer to 'host' or 'nvme'",
+            )
+        return self
 
     @model_validator(mode="after")
     def _paths_fit_the_tiers(self) -> OffloadPolicy:

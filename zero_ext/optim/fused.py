@@ -37,10 +37,12 @@ class AdamStepper:
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`. Gradients may be fp32, bf16 or fp16."""
         stored: list[AdamWork] = []
+        in_storage: list[int] = []
         for update in updates:
             owned = self._ranges[update.index]
             bounds, rows = self._rows(owned, used)
             if isinstance(owned.state, NvmeState):
+                in_storage.append(update.index)
                 stored.append(AdamWork(owned.state, update.gradient, owned.output, bounds, rows))
                 continue
             output, tier = owned.output, owned.state.tier
@@ -50,7 +52,7 @@ class AdamStepper:
         if stored:
             # All ranges in one pipeline: between two of them nothing has to drain.
             stream_adam(stored, scale)
-            yield from (update.index for update in updates)
+            yield from in_storage
 
     def _rows(
         self, owned: OwnedRange, used: frozenset[str]

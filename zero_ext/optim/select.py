@@ -12,6 +12,7 @@ from zero_ext.optim.elementwise import ElementwiseStepper
 from zero_ext.optim.elementwise_stream import ElementwiseStream
 from zero_ext.optim.fused import AdamStepper
 from zero_ext.optim.moments import MomentsDtype, moment_fields
+from zero_ext.optim.split import SplitStepper
 from zero_ext.optim.stepper import OwnedRange, Stepper
 
 
@@ -35,9 +36,13 @@ def make_stepper(
             "precision.moments_dtype '8bit' is for Adam and AdamW without amsgrad; the state of "
             f"{type(optimizer).__name__} stays in fp32: drop the key"
         )
-    if any(owned.state.tier == "nvme" for owned in ranges):
-        return ElementwiseStream(optimizer, ranges, tiers.staging)
-    return ElementwiseStepper(optimizer, ranges, tiers.staging)
+    stored = [number for number, owned in enumerate(ranges) if owned.state.tier == "nvme"]
+    live = [number for number, owned in enumerate(ranges) if owned.state.tier != "nvme"]
+    if not stored:
+        return ElementwiseStepper(optimizer, ranges, tiers.staging)
+    streamed = ElementwiseStream(optimizer, [ranges[number] for number in stored], tiers.staging)
+    in_memory = ElementwiseStepper(optimizer, [ranges[number] for number in live], tiers.staging)
+    return SplitStepper([(in_memory, live), (streamed, stored)])
 
 
 def state_kinds(optimizer: torch.optim.Optimizer, moments_dtype: MomentsDtype) -> dict[str, StateField]:

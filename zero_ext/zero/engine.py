@@ -220,7 +220,7 @@ class Engine:
 
     def _reduces_now(self) -> bool:
         last = self._micro_steps + 1 >= self.config.batch.gradient_accumulation_steps
-        sharded = bool(self.masters) and self.masters[0].unit.placement.grads
+        sharded = any(master.unit.placement.grads for master in self.masters)
         return self._syncs and (sharded or last)
 
     def _begin_backward(self) -> None:

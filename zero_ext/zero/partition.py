@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from zero_ext.config import ZeroConfig
 from zero_ext.zero.layout import ParameterSpec, memory_order
-from zero_ext.zero.placement import Placement
+from zero_ext.zero.placement import Placement, within
 from zero_ext.zero.tiling import Tile
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -110,6 +111,30 @@ def plan_units(
     plans = list(_blocks(model, large, blocks, placement))
     plans += _buckets("persistent", small, placement.persistent(), config.units.bucket_elements, True)
     return plans
+
+
+def split_optimizer(
+    plans: Sequence[UnitPlan], ratio: float, trains: Callable[[UnitPlan], bool], world_size: int
+) -> list[UnitPlan]:
+    """The plans with at most ``ratio`` of the trained elements in the optimizer's tier; the other units keep
+    optimizer and gradients on the device. Warns if no unit is small enough to leave it."""
+    if ratio >= 1:
+        return list(plans)
+    trained = [number for number, plan in enumerate(plans) if trains(plan)]
+    sizes = [sum(item.spec.numel for item in plans[number].members) for number in trained]
+    moved = within(sizes, ratio)
+    if trained and not moved:
+        warnings.warn(
+            f"offload.ratio: {ratio} keeps the whole optimizer on the device: the smallest unit has "
+            f"{min(sizes) / sum(sizes):.3f} of its elements, and units are not split",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    stay = {number for place, number in enumerate(trained) if place not in moved}
+    return [
+        replace(plan, placement=plan.placement.near().over(world_size)) if number in stay else plan
+        for number, plan in enumerate(plans)
+    ]
 
 
 def _kind(item: Owned) -> tuple[torch.dtype, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zero_ext.config import OffloadPolicy, Tier
@@ -33,6 +34,10 @@ class Placement:
             self, params_tier=policy.params, grads_tier=policy.grads, optimizer_tier=policy.optimizer
         )
 
+    def near(self) -> Placement:
+        """The same with optimizer and gradients on the device."""
+        return replace(self, grads_tier="device", optimizer_tier="device")
+
     def persistent(self) -> Placement:
         """The same with replicated parameters: for units too small to be worth gathering."""
         return replace(self, params=False, params_tier="device")
@@ -49,3 +54,15 @@ class Placement:
             grads=self.grads_tier != "device",
             optimizer={self.optimizer_tier, self.params_tier} != {"device"},
         )
+
+
+def within(sizes: Sequence[int], ratio: float) -> frozenset[int]:
+    """Indices of ``sizes`` whose sum is at most ``ratio`` of the whole: from the largest down, each that
+    fits, of equal ones the earlier. The same on every rank that asks the same."""
+    room = ratio * sum(sizes)
+    chosen = []
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        if sizes[index] <= room:
+            chosen.append(index)
+            room -= sizes[index]
+    return frozenset(chosen)

@@ -32,7 +32,7 @@ from zero_ext.zero.meta import leave_meta
 from zero_ext.zero.module import ZeroModule
 from zero_ext.zero.optimizer import ZeroOptimizer
 from zero_ext.zero.parameter_hooks import watch_all
-from zero_ext.zero.partition import DTYPES, Owned, UnitPlan, owned_parameters, plan_units
+from zero_ext.zero.partition import DTYPES, Owned, UnitPlan, owned_parameters, plan_units, split_optimizer
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.process_group import join_world, make_collectives
 from zero_ext.zero.tiling.replace import apply_tiling, plan_tiling
@@ -95,8 +95,9 @@ def prepare(
     if values == "empty":
         leave_meta(model)
     owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
-    plans = plan_units(model, owned, settings, collectives.world_size)
     trains = _trains(optimizer)
+    plans = plan_units(model, owned, settings, collectives.world_size)
+    plans = split_optimizer(plans, settings.offload.ratio, trains, collectives.world_size)
     pool, tiers = BufferPool(), _make_tiers(settings, optimizer, plans, collectives)
     built = [build_unit(plan, collectives, pool, tiers, values == "keep", trains(plan)) for plan in plans]
     if settings.precision.dtype != "keep":

@@ -20,10 +20,17 @@ def _device(section: str, native: str, why: str) -> Key:
 
 
 def _field(
-    section: str, name: str, kind: Kind, fate: Fate, why: str, harmless: tuple[object, ...] = ()
+    section: str,
+    name: str,
+    kind: Kind,
+    fate: Fate,
+    why: str,
+    harmless: tuple[object, ...] = (),
+    native: str = "",
 ) -> Key:
     """A key of a section that acts while the section names a device."""
-    return Key(f"{section}.{name}", kind, fate, why, harmless=harmless, auto=True, switch=f"{section}.device")
+    path, switch = f"{section}.{name}", f"{section}.device"
+    return Key(path, kind, fate, why, native, harmless, auto=True, switch=switch)
 
 
 def _aio(name: str, kind: Kind, fate: Fate, why: str, *harmless: object, native: str = "") -> Key:
@@ -72,9 +79,9 @@ OPTIMIZER_KEYS = (
         OPTIMIZER,
         "ratio",
         number(0, 1),
-        "refused",
-        "partial offload is not built here; write 1.0 or remove it",
-        (1, 1.0),
+        "honoured",
+        "stages 1 to 3; by whole units, met from below; 0 is device 'none'",
+        native="offload.ratio",
     ),
     _field(
         OPTIMIZER,

@@ -11,10 +11,13 @@ from .settle import Settled
 
 
 def settle_tiers(settled: Settled) -> list[Note]:
-    """Put old flags into their new form, take out the `aio` section where nothing lives on NVMe, and add the
-    problem of a device 'nvme' without its nvme_path. Returns notes on what was ignored."""
+    """Put old flags, and a ratio of zero, into their new form, take out the `aio` section where nothing lives
+    on NVMe, and add the problem of a device 'nvme' without its nvme_path. Returns notes on what was ignored.
+    """
     for path, section in OLD_FORMS.items():
         _renew(path, section, settled)
+    if settled.values.get(f"{OPTIMIZER}.ratio") == 0:
+        settled.values[f"{OPTIMIZER}.device"] = "none"
     notes = []
     for section in (PARAM, OPTIMIZER):
         device, path = _device(section, settled), f"{section}.nvme_path"

@@ -1,0 +1,64 @@
+"""One optimizer over ranges in several tiers, each kind of tier with a stepper of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from zero_ext.offload import Values
+from zero_ext.optim.stepper import Segment, Stepper, Update
+
+
+class SplitStepper:
+    """Hands every range to one of several steppers: a :class:`Stepper`. A parameter lies in one range.
+
+    ``parts`` are steppers with the indices, counted here, of the ranges that they were made for.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Stepper, Sequence[int]]]) -> None:
+        self._parts = [(stepper, tuple(indices)) for stepper, indices in parts]
+        self._owner = {
+            index: (stepper, place) for stepper, indices in self._parts for place, index in enumerate(indices)
+        }
+
+    def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
+        """See :class:`Stepper`."""
+        for stepper, indices in self._parts:
+            own = [
+                replace(update, index=indices.index(update.index))
+                for update in updates
+                if update.index in indices
+            ]
+            for place in stepper.step(own, scale, used):
+                yield indices[place]
+
+    def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
+        """See :class:`Stepper`."""
+        stepper, place = self._owner[index]
+        return stepper.values(place)
+
+    def scalars(self) -> dict[str, Any]:
+        """See :class:`Stepper`."""
+        return {name: entry for stepper, _ in self._parts for name, entry in stepper.scalars().items()}
+
+    def load_scalars(self, state: dict[str, Any]) -> None:
+        """See :class:`Stepper`."""
+        for stepper, _ in self._parts:
+            stepper.load_scalars(state)
+
+    def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
+        """See :class:`Stepper`."""
+        undo = [stepper.make_state(kinds) for stepper, _ in self._parts]
+
+        def undo_all() -> None:
+            for each in undo:
+                each()
+
+        return undo_all
+
+    def state_bytes(self) -> int:
+        """See :class:`Stepper`."""
+        return sum(stepper.state_bytes() for stepper, _ in self._parts)
