@@ -11,7 +11,7 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import WIDTH, Block, feature_batch, feature_loss
-from tests.zero.training import adamw, check_against_plain, configuration
+from tests.zero.training import adamw, check_against_plain, configuration, sgd
 from zero_ext.zero import engine_of
 
 
@@ -47,6 +47,31 @@ class Checkpointed(nn.Module):
                 else:
                     hidden = block(hidden)
         return hidden
+
+
+class Shared(nn.Module):
+    """One block twice under reentrant checkpointing: its gradients come once a use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block()])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)
+        for _ in range(2):
+            hidden = checkpoint(self.blocks[0], hidden, use_reentrant=True)
+        return hidden
+
+
+@on_ranks(1, 2, 3)
+def test_gradients_that_come_while_others_of_their_unit_are_reduced(world: World) -> None:
+    units = {"bucket_elements": 150, "persistence_threshold": 0}
+    for stage in (0, 1, 2, 3):
+        torch.manual_seed(world.seed)
+        check_against_plain(
+            world, Shared(), feature_loss, feature_batch, stage, make_optimizer=sgd, units=units
+        )
 
 
 MODES = [("inside", True, True), ("inside", False, True), ("inside", False, False)]

@@ -77,6 +77,9 @@ class UnitGradients:
                 f"parameter '{spec.name}' got a {gradient.layout} gradient; sharded gradients are dense. "
                 "Build its module with sparse=False."
             )
+        # After a gradient that was thought the last: ``local`` is still being read or gathered.
+        self.finish_reduction()
+        self.finish_gather()
         if self.local is None:
             self.local = self._take_local(keep_local)
         elif self._must_part():
