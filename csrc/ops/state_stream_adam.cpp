@@ -7,7 +7,7 @@ namespace zero_ext::ops {
 namespace {
 
 constexpr const char* kOp = "state_stream_adam_";
-constexpr std::int64_t kColumns = 5;
+constexpr std::int64_t kColumns = 6;
 
 core::AdamMoments moments_of(const StateStream& stream) {
   for (const auto moments :
@@ -22,8 +22,8 @@ void check_shapes(const Tensor& ranges, const std::vector<Tensor>& params,
   check_dtype(ranges, {kOp, "ranges"}, ScalarType::Long);
   STD_TORCH_CHECK(ranges.dim() == 2 && ranges.size(1) == kColumns, kOp,
                   ": argument 'ranges' has shape ", shape_text(ranges),
-                  "; it must be [R, 5] (elements, offset of the state, of the gradient, of the "
-                  "parameters, number of segments)");
+                  "; it must be [R, 6] (elements, offset of the state, of the gradient, of the "
+                  "parameters, number of segments, offset of the state after the step)");
   const auto count = static_cast<std::size_t>(ranges.size(0));
   STD_TORCH_CHECK(params.size() == count && grads.size() == count, kOp, ": ", count, " ranges, ",
                   params.size(), " params and ", grads.size(),
@@ -59,7 +59,8 @@ Tensor rows_of(Tensor tensor, std::int64_t first, std::int64_t count) {
   return torch::stable::narrow(tensor, 0, first, count);
 }
 
-// Row of `ranges`: elements, offsets in the store of state, gradient and parameters.
+// Row of `ranges`: elements, offsets in the store of state, gradient and parameters, number of
+// segments, offset of the state after the step.
 core::AdamRange read_range(const StateStream& stream, const std::int64_t* row, std::size_t index,
                            const Tensor& param, const Tensor& grad) {
   const Argument grad_argument{kOp, "grads[" + std::to_string(index) + "]"};
@@ -69,7 +70,8 @@ core::AdamRange read_range(const StateStream& stream, const std::int64_t* row, s
                         row[1],
                         {check_numeric(grad, grad_argument), nullptr, row[2]},
                         std::nullopt,
-                        {}};
+                        {},
+                        row[5]};
   if (in_memory(grad, grad_argument, elements, row[2])) {
     range.gradient.data = static_cast<const std::byte*>(grad.const_data_ptr());
   }

@@ -73,6 +73,7 @@ struct Range {
   bool grad_stored = false;
   bool param_stored = false;
   std::int64_t offset = 0, grad_offset = 0, param_offset = 0;
+  std::int64_t target = -1;  // of the state after the step; negative: at offset
 
   std::int64_t padded(NumericType type) const {
     return round_up(layout.elements() * element_size(type), layout.alignment());
@@ -107,7 +108,8 @@ struct Range {
         offset,
         {grad_type, grad_stored ? nullptr : grad.data(), grad_stored ? grad_offset : -1},
         std::nullopt,
-        segments};
+        segments,
+        target};
     if (param_type) {
       result.param = {*param_type, param_stored ? nullptr : param.data(),
                       param_stored ? param_offset : -1};
@@ -117,9 +119,9 @@ struct Range {
 
   // Copies between the state in memory and its chunks in the store.
   template <class Move>
-  void each_field(MemoryStore& store, const Move& move) {
+  void each_field(MemoryStore& store, std::int64_t extent, const Move& move) {
     for (std::int64_t chunk = 0; chunk < layout.chunks(); ++chunk) {
-      std::byte* stored = store.data.data() + offset + layout.offset(chunk);
+      std::byte* stored = store.data.data() + extent + layout.offset(chunk);
       for (std::size_t i = 0; i < fields.size(); ++i) {
         const auto [bytes, elements] = layout.fields()[i];
         const std::int64_t length = (layout.count(chunk) + elements - 1) / elements * bytes;
@@ -130,7 +132,7 @@ struct Range {
   }
 
   void save(MemoryStore& store) {
-    each_field(store, [](std::byte* memory, std::byte* stored, std::int64_t length) {
+    each_field(store, offset, [](std::byte* memory, std::byte* stored, std::int64_t length) {
       std::memcpy(stored, memory, static_cast<std::size_t>(length));
     });
     if (grad_stored) std::ranges::copy(grad, store.data.begin() + grad_offset);
@@ -138,9 +140,10 @@ struct Range {
   }
 
   void expect_stored(MemoryStore& store) {
-    each_field(store, [](const std::byte* memory, const std::byte* stored, std::int64_t length) {
-      EXPECT_EQ(std::memcmp(stored, memory, static_cast<std::size_t>(length)), 0);
-    });
+    each_field(store, target < 0 ? offset : target,
+               [](const std::byte* memory, const std::byte* stored, std::int64_t length) {
+                 EXPECT_EQ(std::memcmp(stored, memory, static_cast<std::size_t>(length)), 0);
+               });
     if (param_stored) {
       EXPECT_TRUE(std::ranges::equal(
           param,
@@ -182,6 +185,7 @@ void place_extents(std::mt19937_64& generator, Problem& problem) {
   std::vector<std::pair<std::int64_t*, std::int64_t>> extents;
   for (Range& range : problem.ranges) {
     extents.emplace_back(&range.offset, range.layout.extent_bytes());
+    if (range.target >= 0) extents.emplace_back(&range.target, range.layout.extent_bytes());
     if (range.grad_stored) extents.emplace_back(&range.grad_offset, range.padded(range.grad_type));
     if (range.param_stored) {
       extents.emplace_back(&range.param_offset, range.padded(*range.param_type));
@@ -216,6 +220,7 @@ Problem random_problem(std::mt19937_64& generator, int ranges, std::int64_t alig
                 random_segments(generator, elements)};
     range.grad = random_values(generator, elements, range.grad_type);
     range.grad_stored = pick(generator, 0, 1) == 0;
+    range.target = pick(generator, 0, 1) - 1;  // none, or a place to be chosen
     if (const std::int64_t type = pick(generator, 0, 3); type < 3) {
       range.param_type = kTypes[type];
       range.param_stored = pick(generator, 0, 1) == 0;
@@ -406,6 +411,9 @@ TEST(AdamStream, RefusesBeforeAnythingMoves) {
   requests.push_back(requests[0]);
   EXPECT_NE(message(1 << 20).find("overlap"), std::string::npos);
   requests = {requests[0]};
+  requests[0].target = requests[0].offset;
+  EXPECT_NE(message(1 << 20).find("overlap"), std::string::npos);
+  requests[0].target = -1;
   requests[0].segments = {};
   EXPECT_EQ(message(Ring::kAlignment), "");
   const ChunkLayout large(10240, adam_fields(problem.moments), 10240, 512);

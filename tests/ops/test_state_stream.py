@@ -39,7 +39,7 @@ def test_opcheck(store: int) -> None:
     stream = open_stream(store, SMALLEST_RING)
     hyper = torch.tensor([[1e-3, 0.9, 0.999, 1e-8, 0.1, 1, 1, 0]], dtype=torch.float64)
     bounds = torch.tensor([[0, 9]])
-    ranges = torch.tensor([[9, 0, -1, -1, 1]])
+    ranges = torch.tensor([[9, 0, -1, -1, 1, -1]])
     step = ([torch.rand(9).half()], [torch.rand(9)], bounds, hyper, torch.tensor(1.0), counters())
     part = (0, 16, 2, 7, [0, 2], [torch.rand(5), torch.rand(5)], counters())
     fields = ops.ADAM_FIELDS[torch.bfloat16]
@@ -63,6 +63,7 @@ class Range:
     bounds: list[tuple[int, int]]
     rows: list[list[float]]
     offsets: list[int] = field(default_factory=lambda: [-1, -1, -1])
+    target: int = -1  # where the state goes, if not back
 
     @property
     def elements(self) -> int:
@@ -104,6 +105,9 @@ def place(random: Random, stream: int, ranges: list[Range]) -> None:
     """Gives every range extents in the store; gradients and parameters stay in memory at random."""
     end = 0
     for each in ranges:
+        if random.random() < 0.5:
+            each.target = end
+            end += ops.state_stream_extent_bytes(stream, each.elements) + ALIGNMENT
         sizes = [ops.state_stream_extent_bytes(stream, each.elements), 0, 0]
         if random.random() < 0.5:
             sizes[1] = each.grad.nbytes
@@ -140,7 +144,7 @@ def save(stream: int, raw: int, each: Range) -> None:
 
 
 def step(stream: int, ranges: list[Range], params: list[Tensor], scale: Tensor, count: Tensor) -> None:
-    rows = [[each.elements, *each.offsets, len(each.bounds)] for each in ranges]
+    rows = [[each.elements, *each.offsets, len(each.bounds), each.target] for each in ranges]
     grads = [each.grad if each.offsets[1] < 0 else each.grad[:0] for each in ranges]
     bounds = [pair for each in ranges for pair in each.bounds]
     hyper = [row for each in ranges for row in each.rows]
@@ -176,6 +180,7 @@ def test_equals_the_step_in_memory_bit_for_bit(
     place(random, stream, ranges)
     for each in ranges:
         save(stream, 8, each)
+    before = [[value.clone() for value in each.state] for each in ranges]
     params = [
         torch.empty(0)
         if each.param is None
@@ -186,16 +191,21 @@ def test_equals_the_step_in_memory_bit_for_bit(
     ]
     scale = torch.tensor(0.25)
     step(stream, ranges, params, scale, counters())
-    for each, output in zip(ranges, params, strict=True):
+    for each, output, old in zip(ranges, params, before, strict=True):
         each.step_in_memory(scale)
-        found = [torch.full_like(value, 77) for value in each.state]
-        part = (each.offsets[0], each.elements, 0, each.elements, [*range(len(found))])
-        ops.state_stream_read_(stream, *part, found, counters())
-        for value, wanted in zip(found, each.state, strict=True):
-            assert torch.equal(value, wanted)
+        stored = [(each.offsets[0], each.state)]
+        if each.target >= 0:
+            stored = [(each.offsets[0], old), (each.target, each.state)]
+        for offset, state in stored:
+            found = [torch.full_like(value, 77) for value in state]
+            part = (offset, each.elements, 0, each.elements, [*range(len(found))])
+            ops.state_stream_read_(stream, *part, found, counters())
+            for value, wanted in zip(found, state, strict=True):
+                assert torch.equal(value.view(torch.uint8), wanted.view(torch.uint8))
         if each.param is not None:
-            stored = each.offsets[2] >= 0
-            assert torch.equal(raw_read(8, each.offsets[2], each.param) if stored else output, each.param)
+            if each.offsets[2] >= 0:
+                output = raw_read(8, each.offsets[2], each.param)
+            assert torch.equal(output, each.param)
     ops.state_stream_close(8)
     ops.state_stream_close(stream)
 
@@ -327,18 +337,19 @@ def test_bad_steps_are_refused(store: int) -> None:
         with pytest.raises(RuntimeError, match=match):
             ops.state_stream_adam_(stream, **arguments)  # type: ignore[arg-type]
 
-    good = [10, 0, -1, -1, 1]
+    good = [10, 0, -1, -1, 1, -1]
     refused(r"range 0: segments\[0\] is \[0, 11\)", [good], [[0, 11]])
-    refused(r"must be \[R, 5\]", [[10, 0, -1, -1]], [[0, 10]])
+    refused(r"must be \[R, 6\]", [[10, 0, -1, -1, 1]], [[0, 10]])
     refused("ranges have 1 segments", [good], [[0, 5], [5, 10]])
-    refused("has -1 segments", [[10, 0, -1, -1, -1]], [])
+    refused("has -1 segments", [[10, 0, -1, -1, -1, -1]], [])
     refused("overlap; give each range its own", [good, good], [[0, 10], [0, 10]])
-    refused("multiple of", [[10, 100, -1, -1, 1]], [[0, 10]])
-    refused("range of -10 elements", [[-10, 0, -1, -1, 0]], [], grads=[torch.empty(0)])
+    refused("overlap; give each range its own", [[10, 0, -1, -1, 1, 0]], [[0, 10]])
+    refused("multiple of", [[10, 100, -1, -1, 1, -1]], [[0, 10]])
+    refused("range of -10 elements", [[-10, 0, -1, -1, 0, -1]], [], grads=[torch.empty(0)])
     refused("1 ranges, 2 params", [good], [[0, 10]], params=[torch.empty(0)] * 2)
     refused(r"grads\[0\]' has shape \[9\]", [good], [[0, 10]], grads=[torch.zeros(9)])
     refused(r"params\[0\]' has shape \[9\]", [good], [[0, 10]], params=[torch.zeros(9)])
-    refused(r"grads\[0\]' has shape \[10\]", [[10, 0, 8192, -1, 1]], [[0, 10]])
+    refused(r"grads\[0\]' has shape \[10\]", [[10, 0, 8192, -1, 1, -1]], [[0, 10]])
     refused("grad_scale is inf", [good], [[0, 10]], grad_scale=torch.tensor(float("inf")))
     shared = torch.zeros(10)
     refused("overlaps the memory", [good], [[0, 10]], params=[shared], grads=[shared])

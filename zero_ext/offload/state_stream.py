@@ -164,7 +164,7 @@ def stream_adam(works: Sequence[AdamWork], scale: torch.Tensor) -> None:
     for work in works:
         source, gradient = _place_of(work.gradient)
         target, output = _place_of(work.output)
-        ranges.append([work.state.numel, work.state.offset, source, target, len(work.bounds)])
+        ranges.append([work.state.numel, work.state.offset, source, target, len(work.bounds), -1])
         gradients.append(gradient)
         outputs.append(output)
         bounds += work.bounds

@@ -140,11 +140,12 @@ def state_stream_adam_(
 
     Reads, computation and writes of different chunks are in flight at once; several threads compute only
     where that is faster and storage is not what the step waits for. Chunks that no segment touches are left
-    alone.
+    alone unless the state goes elsewhere.
 
     Args:
-        ranges: int64 [R, 5]: elements, offset in the store of the state, of the gradient, of the parameters
-            (-1: in memory), number of segments.
+        ranges: int64 [R, 6]: elements, offset in the store of the state, of the gradient, of the parameters
+            (-1: in memory), number of segments, offset that the state after the step is written to, all of
+            it, while the state before stays as it is (-1: it takes its place).
         params: R tensors, float32, bfloat16 or float16: [elements] to receive the rounded master weights, or
             empty where parameters go to the store in that dtype or nowhere. Elements outside all segments
             keep their value in memory; in the store they are rounded from the master weights.

@@ -28,6 +28,7 @@ void check_ranges(const ByteStore& store, std::span<const AdamRange> ranges) {
   extents.reserve(ranges.size());
   for (const AdamRange& range : ranges) {
     extents.push_back({range.offset, range.layout.extent_bytes()});
+    if (range.target >= 0) extents.push_back({range.target, range.layout.extent_bytes()});
     if (in_store(range.gradient)) {
       add_extent(extents, range.layout, range.gradient.type, range.gradient.offset);
     }
@@ -54,6 +55,7 @@ Job make_job(const AdamRange& range, std::size_t index, std::int64_t chunk) {
   job.reads[0] = {range.offset + layout.offset(chunk), 0, padded,
                   padded - layout.state_bytes(chunk)};
   job.writes[0] = job.reads[0];
+  if (range.target >= 0) job.writes[0].offset = range.target + layout.offset(chunk);
   if (in_store(range.gradient)) {
     const std::int64_t place = round_up(job.bytes, Ring::kAlignment);
     job.reads[1] = chunk_of(layout, chunk, range.gradient.type, range.gradient.offset, place);
@@ -67,15 +69,15 @@ Job make_job(const AdamRange& range, std::size_t index, std::int64_t chunk) {
   return job;
 }
 
-// The chunks of all ranges that a segment touches, in order.
-class TouchedChunks {
+// The chunks of all ranges that a segment touches or that move to another extent, in order.
+class MovedChunks {
  public:
-  explicit TouchedChunks(std::span<const AdamRange> ranges) : ranges_(ranges) {}
+  explicit MovedChunks(std::span<const AdamRange> ranges) : ranges_(ranges) {}
 
   std::optional<Job> operator()() {
     for (; range_ < ranges_.size(); ++range_, chunk_ = 0, segment_ = 0) {
       const AdamRange& range = ranges_[range_];
-      if (const std::optional<std::int64_t> element = next_touched(range)) {
+      if (const std::optional<std::int64_t> element = next_element(range)) {
         const std::int64_t chunk = *element / range.layout.chunk_elements();
         chunk_ = chunk + 1;
         return make_job(range, range_, chunk);
@@ -85,9 +87,12 @@ class TouchedChunks {
   }
 
  private:
-  // First element at or after the next chunk that is inside a segment.
-  std::optional<std::int64_t> next_touched(const AdamRange& range) {
+  // First element at or after the next chunk whose chunk is to move.
+  std::optional<std::int64_t> next_element(const AdamRange& range) {
     const std::int64_t first = range.layout.begin(chunk_);
+    if (range.target >= 0) {
+      return first < range.layout.elements() ? std::optional(first) : std::nullopt;
+    }
     for (; segment_ < range.segments.size(); ++segment_) {
       const AdamSegment& segment = range.segments[segment_];
       const std::int64_t element = std::max(first, segment.begin);
@@ -223,7 +228,7 @@ class ChunkStep {
 PipelineCounters adam_stream(ByteStore& store, Ring& ring, std::span<const AdamRange> ranges,
                              AdamMoments moments, const ChunkParts& parts) {
   check_ranges(store, ranges);
-  ChunkPipeline pipeline(store, ring, TouchedChunks(ranges));
+  ChunkPipeline pipeline(store, ring, MovedChunks(ranges));
   ChunkStep step(moments, parts);
   while (const ChunkPipeline::Slot* const slot = pipeline.next()) {
     step(ranges[slot->job.range], *slot, pipeline.counters());

@@ -35,9 +35,12 @@ struct AdamRange {
   ElementSource gradient;
   std::optional<ElementTarget> param;
   // Sorted, disjoint, inside the range. Other elements keep their state, and their parameters in
-  // memory; chunks without any element of a segment are not transferred. Parameters in the store
-  // are rounded from the master weights for all elements of a chunk.
+  // memory; chunks without any element of a segment are not transferred, unless `target` wants
+  // all. Parameters in the store are rounded from the master weights for all elements of a chunk.
   std::span<const AdamSegment> segments;
+  // Another extent that the state after the step goes to, all of it: the one at `offset` stays as
+  // it is. Negative: it goes back to `offset`.
+  std::int64_t target = -1;
 };
 
 // Runs function over [0, count), given the counters so far; parts of `grain` are worth a thread.
