@@ -57,6 +57,16 @@ class StateHome(Protocol):
         """The values of elements [begin, end), to be changed; what was changed is kept when the block ends
         without an exception."""
 
+    def keep(self) -> None:
+        """A step begins that may be taken back: the values of now are kept beside those after it until
+        :meth:`settle` or :meth:`take_back`. Meanwhile values are not read or edited from elsewhere."""
+
+    def settle(self) -> None:
+        """The step since :meth:`keep` counts. Nothing happens if there is none."""
+
+    def take_back(self) -> None:
+        """Every value is what it was at :meth:`keep`, bit for bit."""
+
     def held_bytes(self) -> int:
         """Bytes it takes in its tier."""
 
@@ -69,6 +79,7 @@ class MemoryState:
         self.numel = master.numel()
         self.values = {MASTER: master}
         self._fields = {MASTER: StateField(torch.float32)}
+        self._kept: dict[str, torch.Tensor] = {}
 
     def add(self, kind: str, field: StateField) -> None:
         """See :class:`StateHome`."""
@@ -106,6 +117,21 @@ class MemoryState:
         """See :class:`StateHome`: changes are live at once."""
         yield self.read(kind, begin, end)
 
+    def keep(self) -> None:
+        """See :class:`StateHome`; the memory for it is allocated at the first call."""
+        for kind, values in self.values.items():
+            if kind not in self._kept:
+                self._kept[kind] = allocate(values.numel(), values.dtype)
+            self._kept[kind].copy_(values)
+
+    def settle(self) -> None:
+        """See :class:`StateHome`."""
+
+    def take_back(self) -> None:
+        """See :class:`StateHome`."""
+        for kind, values in self.values.items():
+            values.copy_(self._kept[kind])
+
     def held_bytes(self) -> int:
         """See :class:`StateHome`."""
-        return sum(values.nbytes for values in self.values.values())
+        return sum(values.nbytes for values in (*self.values.values(), *self._kept.values()))

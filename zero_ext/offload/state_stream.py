@@ -61,14 +61,20 @@ class StateStream:
 
 
 class NvmeState:
-    """State of ``numel`` elements in one extent of the store: a :class:`StateHome`."""
+    """State of ``numel`` elements in one extent of the store: a :class:`StateHome`.
+
+    With ``shadow`` there is a second extent, so that a step may be taken back: it reads from ``offset`` and
+    writes to ``target``, and what counts is the choice between the two.
+    """
 
     tier: Tier = "nvme"
 
-    def __init__(self, stream: StateStream, numel: int) -> None:
+    def __init__(self, stream: StateStream, numel: int, shadow: bool = False) -> None:
         self.stream = stream
         self.numel = numel
         self.offset = stream.store.allocate(stream.extent_bytes(numel))
+        self.target = self.offset
+        self._shadow = stream.store.allocate(stream.extent_bytes(numel)) if shadow else None
 
     def add(self, kind: str, field: StateField) -> None:
         """See :class:`StateHome`: the kinds are those of the stream, zero from the start."""
@@ -95,10 +101,10 @@ class NvmeState:
         return values
 
     def write_kinds(self, kinds: Sequence[str], begin: int, end: int, values: Sequence[torch.Tensor]) -> None:
-        """See :class:`StateHome`."""
+        """See :class:`StateHome`; between :meth:`keep` and what ends it all of a state must be replaced."""
         with self.stream.counters() as counters:
             ops.state_stream_write_(
-                self.stream.handle, self.offset, self.numel, begin, end, self._fields(kinds), values, counters
+                self.stream.handle, self.target, self.numel, begin, end, self._fields(kinds), values, counters
             )
 
     def run(self, kind: str, begin: int, end: int) -> Values:
@@ -112,9 +118,24 @@ class NvmeState:
         yield values
         self.write_kinds([kind], begin, end, [values])
 
+    def keep(self) -> None:
+        """See :class:`StateHome`: nothing moves, the step writes to the other extent."""
+        if self._shadow is None:
+            raise AssertionError("no room was reserved for state after a step that may be taken back")
+        self.target = self._shadow
+
+    def settle(self) -> None:
+        """See :class:`StateHome`: the extents change places."""
+        if self.target != self.offset:
+            self._shadow, self.offset = self.offset, self.target
+
+    def take_back(self) -> None:
+        """See :class:`StateHome`."""
+        self.target = self.offset
+
     def held_bytes(self) -> int:
         """See :class:`StateHome`: padding to whole blocks included; the ring is staging."""
-        return self.stream.extent_bytes(self.numel)
+        return self.stream.extent_bytes(self.numel) * (1 if self._shadow is None else 2)
 
     def _fields(self, kinds: Sequence[str]) -> list[int]:
         order = list(self.stream.kinds)
@@ -164,12 +185,13 @@ def stream_adam(works: Sequence[AdamWork], scale: torch.Tensor) -> None:
     for work in works:
         source, gradient = _place_of(work.gradient)
         target, output = _place_of(work.output)
-        ranges.append([work.state.numel, work.state.offset, source, target, len(work.bounds), -1])
+        moved = work.state.target if work.state.target != work.state.offset else -1
+        ranges.append([work.state.numel, work.state.offset, source, target, len(work.bounds), moved])
         gradients.append(gradient)
         outputs.append(output)
         bounds += work.bounds
         rows += work.rows
-    if not bounds:
+    if not bounds and all(work.state.target == work.state.offset for work in works):
         return
     stream = works[0].state.stream
     with stream.counters() as counters:
@@ -178,8 +200,8 @@ def stream_adam(works: Sequence[AdamWork], scale: torch.Tensor) -> None:
             torch.tensor(ranges, dtype=torch.int64),
             outputs,
             gradients,
-            torch.tensor(bounds, dtype=torch.int64),
-            torch.tensor(rows, dtype=torch.float64),
+            torch.tensor(bounds, dtype=torch.int64).view(-1, 2),
+            torch.tensor(rows, dtype=torch.float64).view(-1, 8),
             scale,
             counters,
         )

@@ -33,7 +33,8 @@ class Tiers:
 
     ``transfers`` counts what moves between the tiers, ``staging`` is what a step in another tier than its
     gradients or parameters goes through. ``kinds`` is the state that the optimizer keeps beside the master
-    weights; None where there is no optimizer.
+    weights; None where there is no optimizer. ``shadows`` says that state in storage has room for what it is
+    after a step that may be taken back.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Tiers:
         policy: OffloadPolicy,
         aio: AioPolicy,
         kinds: Mapping[str, StateField] | None = None,
+        shadows: bool = False,
     ) -> None:
         self.transfers = TransferLog()
+        self._shadows = shadows
         self.staging = StepStaging(policy.ring_bytes, self.transfers)
         self._store: NvmeStore | None = None
         self._stream: StateStream | None = None
@@ -57,7 +60,7 @@ class Tiers:
 
     def stored_state_bytes(self, tier: Tier, numel: int) -> int:
         """Bytes of the store that the optimizer state of ``numel`` elements takes in ``tier``."""
-        return self.stream.extent_bytes(numel) if tier == "nvme" else 0
+        return self.stream.extent_bytes(numel) * (2 if self._shadows else 1) if tier == "nvme" else 0
 
     def reserve(self, nbytes: int) -> None:
         """Makes room for ``nbytes`` in the store, written once here; ``RuntimeError`` if there is too
@@ -84,7 +87,7 @@ class Tiers:
         """Room for the optimizer state of ``numel`` elements in ``tier``: ``master`` if given, else zeroed
         fp32 values."""
         if tier == "nvme":
-            return NvmeState(self.stream, numel)
+            return NvmeState(self.stream, numel, self._shadows)
         return MemoryState(tier, allocate(numel, torch.float32) if master is None else master)
 
     @property

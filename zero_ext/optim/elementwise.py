@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ class ElementwiseStepper:
             ]
             for owned in ranges
         ]
-
+        self._kept: dict[int, list[dict[str, Any] | None]] = {}  # by range, of each of its segments
         for owned, values in zip(self._ranges, self._tensors, strict=True):
             for segment, value in zip(owned.segments, values, strict=True):
                 state = initial_state(optimizer, value, self._live_groups[segment.group])
@@ -76,6 +77,28 @@ class ElementwiseStepper:
         for segment, value in zip(self._ranges[index].segments, self._tensors[index], strict=True):
             groups[segment.group]["params"].append(value)
         return groups
+
+    def keep(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        self._ranges[index].state.keep()
+        self._kept[index] = [
+            copy.deepcopy(self._inner.state[value]) if value in self._inner.state else None
+            for value in self._tensors[index]
+        ]
+
+    def settle(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        self._ranges[index].state.settle()
+        self._kept.pop(index, None)
+
+    def take_back(self, index: int) -> None:
+        """See :class:`Stepper`; state that the step made is gone again."""
+        self._ranges[index].state.take_back()
+        for value, state in zip(self._tensors[index], self._kept.pop(index), strict=True):
+            if state is not None:
+                self._inner.state[value] = state
+            else:
+                self._inner.state.pop(value, None)
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Stepper`: every state entry that has one value an element."""

@@ -34,6 +34,7 @@ class ElementwiseStream:
         self._staging = staging
         self._kinds = [elementwise_kinds(optimizer, group) for group in self._groups]
         self._scalars: dict[str, dict[str, Any]] = {}
+        self._kept: dict[int, tuple[dict[str, dict[str, Any]], dict[str, bool]]] = {}
         self._made: dict[str, bool] = {}  # whether a parameter's state exists: from its first step on
         for owned in ranges:
             for segment in owned.segments:
@@ -81,6 +82,8 @@ class ElementwiseStream:
             groups[segment.group]["params"].append(value)
             stepped.append((segment, value))
         if not stepped:
+            if state.target != state.offset:
+                state.write_kinds(kinds, begin, end, list(values.values()))
             return {}
         self._inner.param_groups = groups
         self._inner.step()
@@ -114,6 +117,27 @@ class ElementwiseStream:
 
     def _scalars_of(self, value: torch.Tensor) -> dict[str, Any]:
         return {name: entry for name, entry in self._inner.state[value].items() if not per_element(entry)}
+
+    def keep(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        owned = self._ranges[index]
+        owned.state.keep()
+        names = {segment.name for segment in owned.segments}
+        self._kept[index] = (
+            {name: self._scalars[name] for name in names},
+            {name: self._made[name] for name in names},
+        )
+
+    def settle(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        self._ranges[index].state.settle()
+
+    def take_back(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        scalars, made = self._kept[index]
+        self._scalars.update(scalars)  # a step replaces them, so those of before are as they were
+        self._made.update(made)
+        self._ranges[index].state.take_back()
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Stepper`: what a parameter has since its first step."""

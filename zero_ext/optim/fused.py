@@ -30,6 +30,7 @@ class AdamStepper:
         self._ranges = tuple(ranges)
         self._staging = staging
         self._steps = {segment.name: 0 for owned in ranges for segment in owned.segments}
+        self._kept_steps: dict[int, dict[str, int]] = {}
         self._moments: Moments = (
             EightBitMoments(ranges) if moments_dtype == "8bit" else FloatMoments(ranges, moments_dtype)
         )
@@ -109,6 +110,21 @@ class AdamStepper:
             float(bool(decoupled)),
             float(bool(group["maximize"])),
         ]
+
+    def keep(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        owned = self._ranges[index]
+        self._kept_steps[index] = {segment.name: self._steps[segment.name] for segment in owned.segments}
+        owned.state.keep()
+
+    def settle(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        self._ranges[index].state.settle()
+
+    def take_back(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        self._steps.update(self._kept_steps[index])
+        self._ranges[index].state.take_back()
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Stepper`: ``exp_avg`` and ``exp_avg_sq``."""

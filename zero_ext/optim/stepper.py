@@ -50,6 +50,16 @@ class Stepper(Protocol):
         Yields the index of a range as soon as its parameters are in place.
         """
 
+    def keep(self, index: int) -> None:
+        """Before a step on one range that may be taken back: keeps what it changes, the parameters that
+        follow the master weights left out. Every such step ends by :meth:`settle` or :meth:`take_back`."""
+
+    def settle(self, index: int) -> None:
+        """The step on a range since :meth:`keep` counts. Nothing happens if there is none."""
+
+    def take_back(self, index: int) -> None:
+        """State and scalars of a range are what they were at :meth:`keep`, bit for bit."""
+
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """State of a range beside the master weights, by segment: torch's name for it, segment, its values
         where they lie."""
