@@ -18,6 +18,8 @@ class StepEnd:
         skipped: True when non-finite gradients made all ranks leave the parameters as they were.
         loss_scale: scale the losses were multiplied with (1.0 without loss scaling).
         seconds: wall time since the step before ended.
+        taken_back: True when updates made in backward were taken back, because gradients were to be clipped
+            or had overflowed.
     """
 
     step: int
@@ -27,6 +29,7 @@ class StepEnd:
     skipped: bool
     loss_scale: float
     seconds: float
+    taken_back: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,12 @@ class OffloadPolicy(Policy):
         nvme_paths: folders on the NVMe devices, required where a tier is "nvme"; data is striped over them.
         ring_bytes: size in bytes of the memory through which an optimizer step streams what lies in another
             tier; it does not depend on the model.
+        step: when a unit's update runs. "after_backward": all of them in ``optimizer.step()``.
+            "in_backward": each as soon as its gradients are reduced in the last backward pass of a step.
+            Without gradient clipping and loss scaling, and with one micro-batch a step, its gradient's memory
+            is then free again, so gradients of the whole model never exist. With clipping or loss scaling the
+            update is made on trial and taken back, exactly, if they strike (as in SuperOffload,
+            arXiv 2509.21271); master weights and the optimizer's state then take twice their room.
         checksum: keep a CRC32C of everything written to NVMe and verify it at every read.
     """
 
@@ -58,6 +64,7 @@ class OffloadPolicy(Policy):
     ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
     nvme_paths: Names = ()
     ring_bytes: Annotated[Positive, Field(ge=_MIB, multiple_of=_PAGE)] = 64 * _MIB
+    step: Literal["after_backward", "in_backward"] = "after_backward"
     checksum: bool = False
 
     @property

@@ -19,8 +19,9 @@ def in_backward() -> bool:
 class BackwardPass:
     """Knows whether a backward pass of the model is under way and which calls hold units in it.
 
-    ``on_begin`` runs when the first hook of a pass fires, ``on_end`` after the last gradient, ``on_abandon``
-    when a new forward or ``zero_grad`` finds a pass that an exception has cut off.
+    ``on_begin`` runs when the first hook of a pass fires and may refuse it by raising, ``on_end`` after the
+    last gradient, ``on_abandon`` when a new forward or ``zero_grad`` finds a pass that an exception has cut
+    off.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class BackwardPass:
         """Called by every hook that fires in backward; the first call of a pass begins it."""
         if self.running:
             return
+        self._on_begin()
         self.running = True
         weak = weakref.ref(self)
 
@@ -52,7 +54,6 @@ class BackwardPass:
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._residency.release_idle()  # fetched ahead by a forward without autograd: updates may run in here
         self._residency.backward_order.begin()
-        self._on_begin()
 
     def hold(self, call: Call) -> None:
         """Notes that ``call`` holds units until :meth:`let_go` or the end."""

@@ -20,9 +20,9 @@ from zero_ext.zero.gradient_view import GradientViews
 from zero_ext.zero.gradients import UnitGradients, make_gradients
 from zero_ext.zero.hooks import ForwardHooks
 from zero_ext.zero.ledger import ledger_of
-from zero_ext.zero.master import MasterShard
+from zero_ext.zero.master import MasterShard, follow_writes
 from zero_ext.zero.norms import GradientNorms
-from zero_ext.zero.partition import Owned
+from zero_ext.zero.partition import Owned, uses_up_gradients
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.postponed import Postponed
 from zero_ext.zero.reducer import GradientReducer
@@ -68,16 +68,17 @@ class Engine:
         self._loss_scaled = False
         self._collected = False
         self._bus = Bus()
+        used_up = uses_up_gradients(config, (unit.layout.dtype for unit in self.units))
         self._gradients = {
-            master.unit: make_gradients(master.unit, pool, tiers, config) for master in self.masters
+            master.unit: make_gradients(master.unit, pool, tiers, config, used_up) for master in self.masters
         }
         trained = list(self._gradients.values())
-        self.reducer = GradientReducer(trained, collectives, self._bus)
         self.norms = GradientNorms(trained, collectives)
         scales_loss = any(unit.layout.dtype is torch.float16 for unit in self.units)
         self.optimizer_step = OptimizerStep(
             self.masters, self._gradients, self.norms, collectives, tiers, config, self._bus, scales_loss
         )
+        self.reducer = GradientReducer(trained, collectives, self._bus, self.optimizer_step.reduced)
         self.residency = Residency(
             self.units, config.units.live_elements, config.units.prefetch_elements, self._bus
         )
@@ -152,6 +153,7 @@ class Engine:
 
     def _check_parameters(self) -> None:
         self.optimizer_step.refuse_damage()
+        self.optimizer_step.refuse_pending("a forward")
         for parameter, name, place in self._places:
             owner = place()
             if owner is None or dict.get(owner._parameters, name.rpartition(".")[2]) is not parameter:
@@ -209,6 +211,7 @@ class Engine:
                 "model.scale_loss(loss).backward(), instead of loss.backward()"
             )
         self._collected = True
+        self.optimizer_step.came(gradients)
         self.reducer.settled = False
         self.norms.forget()
         if not self._reduces_now():
@@ -219,11 +222,14 @@ class Engine:
             self.reducer.arrived(gradients)
 
     def _reduces_now(self) -> bool:
-        last = self._micro_steps + 1 >= self.config.batch.gradient_accumulation_steps
         sharded = any(master.unit.placement.grads for master in self.masters)
-        return self._syncs and (sharded or last)
+        return self._ends_accumulation() or (self._syncs and sharded)
+
+    def _ends_accumulation(self) -> bool:
+        return self._syncs and self._micro_steps + 1 >= self.config.batch.gradient_accumulation_steps
 
     def _begin_backward(self) -> None:
+        self.optimizer_step.begin_backward(self._ends_accumulation())
         self._collected = False
         self.views.note_cleared()
         for gradients in self.reducer.gradients:
@@ -243,12 +249,14 @@ class Engine:
             self.views.publish()
 
     def _abandon_backward(self) -> None:
+        self.optimizer_step.abandon()
         self.reducer.end_backward(False)
         self._loss_scaled = False
         self.clear_gradients()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """See :meth:`ZeroModule.clip_grad_norm_`."""
+        self.optimizer_step.refuse_pending("clip_grad_norm_")
         self.settle_gradients()
         step = self.optimizer_step
         unscale = 1.0 / step.scaler.scale if step.scales_loss else 1.0
@@ -298,6 +306,7 @@ class Engine:
         """Forgets all gradients, as ``optimizer.zero_grad()`` does."""
         if not in_backward():
             self.backward_pass.abandon()
+        self.optimizer_step.forget_gradients()
         for gradients in self._gradients.values():
             gradients.clear()
             for parameter in gradients.unit.parameters:
@@ -315,6 +324,8 @@ class Engine:
         self.settle_gradients()
         stepped = self.optimizer_step.run()
         self._micro_steps = 0
+        if self.optimizer_step.clears_gradients:
+            self.clear_gradients()
         return stepped
 
     def _refuse_early_step(self) -> None:
@@ -326,14 +337,16 @@ class Engine:
                 else "optimizer.step() after a backward pass that raised: its gradients are incomplete. Call "
                 "optimizer.zero_grad() and go on with a new forward"
             )
-        self.follow_writes()
+        for unit in self.units:
+            if not unit.placement.params and unit.written():
+                self.optimizer_step.refuse_pending(f"a write to parameters of {unit.describe()}")
+        follow_writes(self.masters)
 
     def follow_writes(self) -> None:
-        """Master weights take over what the user wrote in place to replicated parameters."""
-        for master in self.masters:
-            if not master.unit.placement.params and master.unit.written():
-                master.follow_output()
-                master.unit.accept_writes()
+        """See :func:`zero_ext.zero.master.follow_writes`; before master weights are read. Raises
+        ``RuntimeError`` between updates in backward and their step."""
+        self.optimizer_step.refuse_pending("reading the state")
+        follow_writes(self.masters)
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

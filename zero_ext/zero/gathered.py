@@ -33,6 +33,7 @@ def gathered(
     """
     units = _units_of(parameters)
     for engine, _ in units:
+        engine.optimizer_step.refuse_pending("gathered")
         if modifier_rank is not None and modifier_rank not in range(engine.world_size):
             raise ValueError(
                 f"modifier_rank: {modifier_rank!r} given, a rank from 0 to {engine.world_size - 1} wanted"
@@ -207,6 +208,7 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     parameters it is still multiplied by the loss scale.
     """
     engine = engine_of_parameter(parameter)
+    engine.optimizer_step.refuse_pending("full_gradient")
     engine.settle_gradients()
     unit, number = engine.index[parameter]
     if unit not in {master.unit for master in engine.masters}:
@@ -230,8 +232,14 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 def double_backward(model: nn.Module) -> Iterator[None]:
     """Around forward and backward of a step that differentiates twice (``create_graph=True``), or whose
     blocks return objects in which no tensor can be found: saved parameters are gathered when autograd
-    unpacks them, whatever the order. About 10% slower on a small model."""
+    unpacks them, whatever the order. About 10% slower on a small model. Raises ``RuntimeError`` where units
+    are updated in backward."""
     engine = engine_of(model)
+    if engine.config.offload.step == "in_backward":
+        raise RuntimeError(
+            "double_backward: offload.step is 'in_backward', so parameters change while backward may still "
+            "need them; set it to 'after_backward'"
+        )
     by_storage = {unit.flat.untyped_storage()._cdata: unit for unit in engine.units if unit.placement.params}
     holder = object()
 

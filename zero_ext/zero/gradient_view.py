@@ -29,11 +29,12 @@ class GradientViews:
 
     def publish(self) -> None:
         """Makes every contributed gradient visible as ``param.grad``."""
+        readable = not self._engine.optimizer_step.pending
         self._shown = {}
         for gradients in self._engine.reducer.gradients:
             for number in gradients.contributed:
                 parameter = gradients.unit.parameters[number]
-                shown = gradients.full_view(number) if gradients.reduced_valid else None
+                shown = gradients.full_view(number) if gradients.reduced_valid and readable else None
                 if shown is None:
                     shown = self._placeholder(parameter, gradients, number)
                 self._shown[parameter] = shown
@@ -50,6 +51,8 @@ class GradientViews:
                         cleared.append(number)
                 elif shown is not self._shown.get(parameter):
                     self._replace(gradients, number, shown)
+            if cleared:
+                self._engine.optimizer_step.refuse_pending("clearing param.grad")
             if cleared and len(cleared) == len(gradients.contributed):
                 gradients.clear()
             else:
@@ -58,6 +61,7 @@ class GradientViews:
 
     def norm_of(self, key: object, norm_type: float) -> torch.Tensor:
         """See :class:`GradientAccess`."""
+        self._engine.optimizer_step.refuse_pending("a norm of param.grad")
         gradients, number = self._find(key)
         self._settle()
         if norm_type == 2:
@@ -72,6 +76,7 @@ class GradientViews:
 
     def scale(self, key: object, factor: torch.Tensor | float) -> None:
         """See :class:`GradientAccess`."""
+        self._engine.optimizer_step.refuse_pending("scaling param.grad")
         gradients, number = self._find(key)
         self._settle()
         gradients.scale_parameter(number, factor)
@@ -79,6 +84,7 @@ class GradientViews:
 
     def zero(self, key: object) -> None:
         """See :class:`GradientAccess`."""
+        self._engine.optimizer_step.refuse_pending("zeroing param.grad")
         gradients, number = self._find(key)
         gradients.zero_parameter(number)
         self._engine.norms.forget()
@@ -105,6 +111,7 @@ class GradientViews:
         return self._placeholders[parameter]
 
     def _replace(self, gradients: UnitGradients, number: int, value: torch.Tensor) -> None:
+        self._engine.optimizer_step.refuse_pending("assigning param.grad")
         view, name = gradients.full_view(number), gradients.unit.layout.specs[number].name
         if view is None or isinstance(value, ShardedGradient):
             raise RuntimeError(

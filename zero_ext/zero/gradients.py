@@ -10,7 +10,7 @@ from zero_ext import ops
 from zero_ext.comm import Pending
 from zero_ext.config import Tier, ZeroConfig
 from zero_ext.offload import MemoryHome, ShardHome, Tiers, allocate
-from zero_ext.zero.gradient_home import GradientHome, MemoryGradients, SliceGradients
+from zero_ext.zero.gradient_home import BorrowedGradients, GradientHome, MemoryGradients, SliceGradients
 from zero_ext.zero.partition import DTYPES
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.stored_gradients import StoredGradients
@@ -34,6 +34,7 @@ class UnitGradients:
         accumulation_dtype: torch.dtype,
         accumulates: bool,
         wire_dtype: torch.dtype | None,
+        used_up: bool,
     ) -> None:
         self.unit = unit
         self._pool = pool
@@ -53,7 +54,8 @@ class UnitGradients:
         self._slice: SliceGradients | None = None
         self.home: GradientHome
         if unit.placement.grads:
-            self.home = _sharded_home(unit, dtype, accumulation_dtype, pool, tiers)
+            make = _borrowed_home if used_up else _sharded_home
+            self.home = make(unit, dtype, accumulation_dtype, pool, tiers)
         else:
             self.local = allocate(unit.layout.numel, dtype)
             begin, end = unit.layout.shard_range(unit.collectives.rank)
@@ -111,6 +113,11 @@ class UnitGradients:
     def frozen(self) -> bool:
         """Whether nothing can come: no parameter is trainable now, and none brought a gradient before."""
         return not self._filled and not any(parameter.requires_grad for parameter in self.unit.parameters)
+
+    @property
+    def reducing(self) -> bool:
+        """Whether a reduction is under way."""
+        return self._pending is not None
 
     @property
     def has_local(self) -> bool:
@@ -218,6 +225,10 @@ class UnitGradients:
         self.home.forget()
         if self.unit.placement.grads:
             self._drop_local()
+
+    def use_up(self) -> None:
+        """An update has read the reduced gradient, which nobody needs any more."""
+        self.home.forget()
 
     def zero_parameter(self, index: int) -> None:
         """Sets the gradient of one parameter to zero, where it is held here."""
@@ -356,6 +367,15 @@ class UnitGradients:
         )
 
 
+def _borrowed_home(
+    unit: Unit, dtype: torch.dtype, accumulation_dtype: torch.dtype, pool: BufferPool, tiers: Tiers
+) -> GradientHome:
+    """Where the shard of ``unit``'s gradient lives from its reduction to its update, if that follows."""
+    if unit.placement.grads_tier != "device":
+        return _sharded_home(unit, dtype, accumulation_dtype, pool, tiers)
+    return BorrowedGradients(unit.layout.shard_numel, dtype, accumulation_dtype, pool, tiers.transfers)
+
+
 def _sharded_home(
     unit: Unit, dtype: torch.dtype, accumulation_dtype: torch.dtype, pool: BufferPool, tiers: Tiers
 ) -> GradientHome:
@@ -366,8 +386,11 @@ def _sharded_home(
     return MemoryGradients(tier, allocate(numel, dtype), accumulation_dtype, pool, tiers.transfers)
 
 
-def make_gradients(unit: Unit, pool: BufferPool, tiers: Tiers, config: ZeroConfig) -> UnitGradients:
-    """The gradient buffers of ``unit`` in the precisions that ``config`` asks for."""
+def make_gradients(
+    unit: Unit, pool: BufferPool, tiers: Tiers, config: ZeroConfig, used_up: bool
+) -> UnitGradients:
+    """The gradient buffers of ``unit`` in the precisions that ``config`` asks for; ``used_up`` says that
+    each is read once, by an update in backward."""
     wire = config.precision.communication_dtype
     return UnitGradients(
         unit,
@@ -376,4 +399,5 @@ def make_gradients(unit: Unit, pool: BufferPool, tiers: Tiers, config: ZeroConfi
         DTYPES[config.precision.grad_accum_dtype],
         config.batch.gradient_accumulation_steps > 1,
         DTYPES[wire] if wire is not None else None,
+        used_up,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from zero_ext.offload import MASTER, ShardHome, Tiers, Values, part_of, replace
@@ -71,3 +73,11 @@ class MasterShard:
         left out."""
         shared = 0 if self.separate else self.state.numel * 4
         return self.state.held_bytes() - shared
+
+
+def follow_writes(masters: Iterable[MasterShard]) -> None:
+    """Master weights take over what the user wrote in place to replicated parameters."""
+    for master in masters:
+        if not master.unit.placement.params and master.unit.written():
+            master.follow_output()
+            master.unit.accept_writes()

@@ -33,6 +33,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Steps skipped so far because fp16 gradients overflowed."""
         return self.engine.skipped_steps
 
+    @property
+    def taken_back_steps(self) -> int:
+        """Steps whose updates were made in backward and taken back, since gradients had to be clipped or had
+        overflowed (``offload.step`` "in_backward")."""
+        updates = self.engine.optimizer_step.updates
+        return updates.taken_back_steps if updates is not None else 0
+
+    @property
+    def kept_steps(self) -> int:
+        """Steps whose updates were made in backward before it was known that they are right, and were."""
+        updates = self.engine.optimizer_step.updates
+        return updates.kept_steps if updates is not None else 0
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Unscales, clips, updates and publishes the parameters; a collective of all ranks.

@@ -96,11 +96,32 @@ def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
     return blocks
 
 
+def uses_up_gradients(config: ZeroConfig, dtypes: Iterable[torch.dtype]) -> bool:
+    """Whether each unit's gradient ends with its update in backward: nothing has to be known of all of them,
+    and none waits for another micro-batch."""
+    return (
+        config.offload.step == "in_backward"
+        and config.batch.gradient_accumulation_steps == 1
+        and not updates_on_trial(config, dtypes)
+    )
+
+
+def updates_on_trial(config: ZeroConfig, dtypes: Iterable[torch.dtype]) -> bool:
+    """Whether updates run in backward before it is known that gradients are neither clipped nor skipped.
+    ``dtypes`` are those of the parameters."""
+    return config.offload.step == "in_backward" and (
+        config.gradient_clipping > 0 or torch.float16 in set(dtypes)
+    )
+
+
 def plan_units(
     model: nn.Module, owned: Iterable[Owned], config: ZeroConfig, world_size: int
 ) -> list[UnitPlan]:
     """Groups the parameters into units for the configured stage on ``world_size`` ranks."""
+    owned = tuple(owned)
     placement = Placement.of_stage(config.stage).on_tiers(config.offload).over(world_size)
+    if uses_up_gradients(config, (item.spec.dtype for item in owned)):
+        placement = placement.using_up(world_size)
     blocks = find_blocks(model, config)  # checks the names also where no unit is a block
     if not placement.params:
         return list(_buckets("bucket", owned, placement, config.units.bucket_elements, False))

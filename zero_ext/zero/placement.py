@@ -42,6 +42,11 @@ class Placement:
         """The same with replicated parameters: for units too small to be worth gathering."""
         return replace(self, params=False, params_tier="device")
 
+    def using_up(self, world_size: int) -> Placement:
+        """The same where a unit's gradient is used up by its update in backward: it is not replicated
+        for longer than its reduction unless a replicated optimizer needs it."""
+        return replace(self, grads=self.grads or self.optimizer or world_size == 1)
+
     def over(self, world_size: int) -> Placement:
         """What remains of it on ``world_size`` ranks: a single rank's shard is the whole, and is a shard in
         its own right only if it lies elsewhere than on the device. The optimizer works on the parameters'

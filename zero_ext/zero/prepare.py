@@ -32,7 +32,15 @@ from zero_ext.zero.meta import leave_meta
 from zero_ext.zero.module import ZeroModule
 from zero_ext.zero.optimizer import ZeroOptimizer
 from zero_ext.zero.parameter_hooks import watch_all
-from zero_ext.zero.partition import DTYPES, Owned, UnitPlan, owned_parameters, plan_units, split_optimizer
+from zero_ext.zero.partition import (
+    DTYPES,
+    Owned,
+    UnitPlan,
+    owned_parameters,
+    plan_units,
+    split_optimizer,
+    updates_on_trial,
+)
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.process_group import join_world, make_collectives
 from zero_ext.zero.tiling.replace import apply_tiling, plan_tiling
@@ -160,9 +168,10 @@ def _make_tiers(
     """The tiers with room for everything, or an error on all ranks with nothing changed."""
     moments = moments_dtype_named(settings.precision.moments_dtype)
     kinds = state_kinds(optimizer, moments) if optimizer is not None else None
+    on_trial = updates_on_trial(settings, (item.spec.dtype for plan in plans for item in plan.members))
 
     def make() -> Tiers:
-        tiers = Tiers(settings.offload, settings.aio, kinds)
+        tiers = Tiers(settings.offload, settings.aio, kinds, on_trial)
         sums = DTYPES[settings.precision.grad_accum_dtype]
         reserve_storage(plans, tiers, collectives.world_size, _trains(optimizer), sums)
         return tiers

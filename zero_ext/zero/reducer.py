@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,10 +23,17 @@ class GradientReducer:
     The order must be the same on every rank although gradients may arrive in different ones (unused
     parameters, other branches). It starts as the reverse of construction and becomes rank 0's order of
     arrival after the first step. Gradients that come after their unit's reduction stay local until the
-    next backward pass or :meth:`settle`.
+    next backward pass or :meth:`settle`. ``on_reduced`` hears of every reduction that is finished.
     """
 
-    def __init__(self, gradients: Sequence[UnitGradients], collectives: Collectives, bus: Bus) -> None:
+    def __init__(
+        self,
+        gradients: Sequence[UnitGradients],
+        collectives: Collectives,
+        bus: Bus,
+        on_reduced: Callable[[UnitGradients], None],
+    ) -> None:
+        self._on_reduced = on_reduced
         self.gradients = tuple(gradients)
         self._collectives = collectives
         self._bus = bus
@@ -81,8 +88,8 @@ class GradientReducer:
         if self._collectives.world_size == 1:
             for gradients in self.gradients:
                 if gradients.has_local:
-                    gradients.start_reduction()
-                    gradients.home.settle()
+                    self._start(gradients)
+            self._drain()
             return True
         flags = [int(gradients.has_local) for gradients in self.gradients]
         for gradients in self.gradients:
@@ -122,6 +129,8 @@ class GradientReducer:
             self._finish_oldest()
         gradients.start_reduction()
         self._flying.append(gradients)
+        if not gradients.reducing:
+            self._finish_oldest()  # a single rank's
 
     def _finish_oldest(self) -> None:
         began = time.perf_counter()
@@ -133,6 +142,7 @@ class GradientReducer:
         if self._bus:
             unit = gradients.unit
             self._bus.publish(ReduceEvent(unit.name, unit.layout.numel, time.perf_counter() - began))
+        self._on_reduced(gradients)
 
     def _drain(self) -> None:
         while self._flying:

@@ -220,9 +220,9 @@ class EngineState:
 
     def finish_load(self) -> None:
         """Parameters follow the loaded master weights, on all ranks."""
+        self._engine.optimizer_step.forget_damage()
         self._engine.clear_gradients()
         self._engine.refresh_parameters()
-        self._engine.optimizer_step.damage = None
 
 
 def _plain(value: Any) -> Any:

@@ -14,21 +14,22 @@ from zero_ext.config.events import Bus, StepEnd
 from zero_ext.offload import Tiers
 from zero_ext.optim import OwnedRange, Segment, Stepper
 from zero_ext.zero.gradients import UnitGradients
+from zero_ext.zero.in_backward import InBackward
 from zero_ext.zero.layout import Overlap
 from zero_ext.zero.loss_scaler import LossScaler
 from zero_ext.zero.master import MasterShard
 from zero_ext.zero.norms import GradientNorms
 from zero_ext.zero.together import FailedTogether
 from zero_ext.zero.unit import Unit
-from zero_ext.zero.update import AfterBackward, Updates
+from zero_ext.zero.update import AfterBackward
 
 
 class OptimizerStep:
     """Steps the master shards by their reduced gradients and keeps count.
 
-    ``updates`` decides when the updates run, see :class:`Updates`. ``steps`` counts all steps, those skipped
-    for overflow too; ``grad_norm`` is the last step's, None when nothing asked for it; ``damage`` says why
-    the state is a mixture, until a checkpoint is loaded.
+    ``updates`` decides when the updates run; None without an optimizer. ``steps`` counts all steps, those
+    skipped for overflow too; ``grad_norm`` is the last step's, None when nothing asked for it; ``damage``
+    says why the state is a mixture, until a checkpoint is loaded.
     """
 
     def __init__(
@@ -48,12 +49,13 @@ class OptimizerStep:
         self._collectives = collectives
         self._transfers = tiers.transfers
         self._clipping = config.gradient_clipping
+        self._in_backward = config.offload.step == "in_backward"
         self._bus = bus
         self._began = time.perf_counter()
         self.scaler = LossScaler(config.loss_scale)
         self.scales_loss = scales_loss
         self.stepper: Stepper | None = None
-        self.updates: Updates | None = None
+        self.updates: AfterBackward | None = None
         self.groups: list[dict[str, Any]] = []
         self.steps = 0
         self.skipped_steps = 0
@@ -78,7 +80,62 @@ class OptimizerStep:
             ranges.append(OwnedRange(master.state, master.output, tuple(segments)))
         self.groups = groups
         self.stepper = make(ranges)
-        self.updates = AfterBackward(self.stepper, self._masters, self._gradients, self._collectives)
+        parts = (self.stepper, self._masters, self._gradients, self._collectives)
+        if self._in_backward:
+            on_trial = bool(self._clipping) or self.scales_loss
+            self.updates = InBackward(*parts, groups, on_trial)
+        else:
+            self.updates = AfterBackward(*parts)
+
+    @property
+    def pending(self) -> bool:
+        """Whether updates may have been made in backward that no step has finished."""
+        return self.updates is not None and self.updates.pending
+
+    @property
+    def clears_gradients(self) -> bool:
+        """Whether a step forgets its gradients."""
+        return self.updates is not None and self.updates.clears
+
+    def begin_backward(self, last: bool) -> None:
+        """A backward pass begins; ``last`` says that it is the last of its step."""
+        if self.updates is not None:
+            self.updates.begin_backward(last, self._unscale())
+
+    def came(self, gradients: UnitGradients) -> None:
+        """A gradient of this unit arrives."""
+        if self.updates is not None:
+            self.updates.came(gradients)
+
+    def reduced(self, gradients: UnitGradients) -> None:
+        """A reduction of this unit is finished."""
+        if self.updates is not None:
+            self.updates.reduced(gradients)
+
+    def forget_gradients(self) -> None:
+        """The gradients are cleared. Raises ``RuntimeError`` if a step in backward has used them."""
+        if self.updates is not None:
+            self.damage = self.updates.forget() or self.damage
+
+    def abandon(self) -> None:
+        """A backward pass broke off."""
+        if self.updates is not None:
+            self.damage = self.updates.abandon() or self.damage
+
+    def forget_damage(self) -> None:
+        """State and parameters were replaced."""
+        self.damage = None
+        if self.updates is not None:
+            self.updates.drop()
+
+    def refuse_pending(self, what: str) -> None:
+        """Raises ``RuntimeError`` between a backward pass that makes updates and its step."""
+        if self.pending:
+            raise RuntimeError(
+                f"{what} between backward and optimizer.step(): offload.step is 'in_backward', so some units "
+                "are updated, some are not, and gradients are used up. Call optimizer.step() first. To clip, "
+                "set gradient_clipping; to read or change gradients, set offload.step to 'after_backward'."
+            )
 
     def refuse_damage(self) -> None:
         """Raises ``RuntimeError`` if an earlier step broke off half-way."""
@@ -108,27 +165,37 @@ class OptimizerStep:
         if overflow:
             self.skipped_steps += 1
         else:
-            try:
-                self.updates.run(scale, used)
-            except FailedTogether as error:
-                self.damage = str(error)
-                raise
+            self._guarded(lambda updates: updates.run(scale, used))
         self.steps += 1
         self._collectives.wire.begin_step()
         self._transfers.begin_step()
         self._tell(overflow)
         return not overflow
 
-    def _gradient_scale(self) -> tuple[torch.Tensor, bool]:
+    def _guarded(self, action: Callable[[AfterBackward], None]) -> None:
+        if self.updates is None:
+            raise AssertionError("a step without an optimizer")
+        try:
+            action(self.updates)
+        except FailedTogether as error:
+            self.damage = str(error)
+            raise
+
+    def _unscale(self) -> torch.Tensor:
         scale = torch.ones((), dtype=torch.float32)
         if self.scales_loss:
             scale /= self.scaler.scale
+        return scale
+
+    def _gradient_scale(self) -> tuple[torch.Tensor, bool]:
+        scale = self._unscale()
         self.grad_norm = None
         if not (self._clipping or self.scales_loss):
             return scale, False
         norm = self._norms.total() * scale.double()
         self.grad_norm = float(norm)
         if not torch.isfinite(norm):
+            self._guarded(lambda updates: updates.take_back())
             if self.scales_loss:
                 return scale, True
             raise FloatingPointError(
@@ -151,5 +218,6 @@ class OptimizerStep:
             skipped=skipped,
             loss_scale=self.scaler.scale if self.scales_loss else 1.0,
             seconds=seconds,
+            taken_back=self.updates is not None and self.updates.taken_back,
         )
         self._bus.publish(event)

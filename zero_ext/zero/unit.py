@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -233,6 +233,13 @@ class Unit:
     def accept_writes(self) -> None:
         """Declares what was written to the parameters so far as intended."""
         self._versions = [parameter._version for parameter in self.parameters]
+
+    def forbid_saved(self, indices: Iterable[int]) -> None:
+        """These parameters were updated while a backward pass goes on: autograd raises if it still needs the
+        values that it saved of them."""
+        if not self.written():
+            torch.autograd.graph.increment_version([self.parameters[index] for index in indices])
+            self.accept_writes()
 
     def written(self) -> list[int]:
         """Indices of parameters that were written in place since the engine last looked."""

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from zero_ext.comm import Collectives, Pending
+from zero_ext.comm import Collectives
 from zero_ext.optim import Stepper, Update
 from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.master import MasterShard
 from zero_ext.zero.together import together
 from zero_ext.zero.unit import Unit
 
-
-class Updates(Protocol):
-    """When the updates of a step run."""
-
-    def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
-        """``optimizer.step()`` has settled the gradients: their factor (0-d float32) and the names of the
-        parameters that have one on any rank. A collective."""
+MIXTURE = (
+    "State and parameters are now a mixture of before and after it; load the last checkpoint before going on."
+)
 
 
 class AfterBackward:
-    """All updates of a step run inside ``optimizer.step()``, from the gradients of all units."""
+    """All updates of a step run inside ``optimizer.step()``, from the gradients of all units.
+
+    The methods are what the engine tells whoever decides when updates run; here only :meth:`run` does
+    something. ``pending`` says that updates may have been made which ``optimizer.step()`` has not finished,
+    ``clears`` that a step forgets its gradients, ``taken_back`` that the last step took updates back.
+    ``kept_steps`` and ``taken_back_steps`` count the steps whose updates on trial were right and wrong.
+    """
+
+    pending = False
+    clears = False
+    taken_back = False
+    kept_steps = 0
+    taken_back_steps = 0
 
     def __init__(
         self,
@@ -38,44 +45,70 @@ class AfterBackward:
         self._gradients = [gradients[master.unit] for master in masters]
         self._collectives = collectives
 
+    def begin_backward(self, last: bool, scale: torch.Tensor) -> None:
+        """A backward pass begins; ``last`` says that it is the last of its step, ``scale`` (0-d float32) what
+        gradients are multiplied with unless they are clipped. Raises ``RuntimeError`` to refuse the pass."""
+
+    def came(self, gradients: UnitGradients) -> None:
+        """A gradient of this unit arrives."""
+
+    def reduced(self, gradients: UnitGradients) -> None:
+        """A reduction of this unit is finished."""
+
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
-        """See :class:`Updates`."""
-        updates = [
+        """``optimizer.step()`` has settled the gradients: their factor (0-d float32) and the names of the
+        parameters that have one on any rank. A collective; :class:`FailedTogether` on all ranks if it failed
+        on some and left a mixture.
+
+        Where state lies in storage, which may fail on one rank alone, all ranks agree before anything is
+        published.
+        """
+        publishing: Iterable[Unit]
+        stored = any(
+            "nvme" in (master.state.tier, master.unit.home.tier, gradients.home.tier)
+            for master, gradients in zip(self._masters, self._gradients, strict=True)
+        )
+        if stored:
+            publishing = together(
+                self._collectives,
+                lambda: list(self._step(scale, used)),
+                "the optimizer step",
+                MIXTURE,
+            )
+        else:
+            publishing = self._step(scale, used)
+        publish(publishing)
+
+    def _step(self, scale: torch.Tensor, used: frozenset[str]) -> Iterator[Unit]:
+        for number in self._stepper.step(self._updates(), scale, used):
+            yield self._masters[number].unit
+
+    def take_back(self) -> None:
+        """``optimizer.step()`` is skipped: state and parameters are what they were before backward. A
+        collective."""
+
+    def forget(self) -> str | None:
+        """The gradients are cleared, as by ``optimizer.zero_grad()``; returns what is damaged by it, if
+        anything is."""
+        return None
+
+    def abandon(self) -> str | None:
+        """A backward pass broke off; returns what is damaged by it, if anything is."""
+        return None
+
+    def drop(self) -> None:
+        """State and parameters were replaced, as by a checkpoint."""
+
+    def _updates(self, done: Container[int] = ()) -> list[Update]:
+        return [
             Update(number, gradients.for_optimizer())
             for number, gradients in enumerate(self._gradients)
-            if gradients.contributed
+            if gradients.contributed and number not in done
         ]
-        update_parameters(self._stepper, self._masters, updates, scale, used, self._collectives)
 
 
-def update_parameters(
-    stepper: Stepper,
-    masters: Sequence[MasterShard],
-    updates: Sequence[Update],
-    scale: torch.Tensor,
-    used: frozenset[str],
-    collectives: Collectives,
-) -> None:
-    """Steps ``updates`` and publishes the parameters that other ranks need.
-
-    Where state lies in storage, which may fail on one rank alone, all ranks agree before anything is
-    published, and :class:`FailedTogether` is raised on all of them: state and parameters are then a mixture.
-    """
-    publishing: list[Pending | None] = []
-    stored = any(master.state.tier == "nvme" or master.unit.home.tier == "nvme" for master in masters)
-    stored = stored or any(update.gradient.tier == "nvme" for update in updates)
-    if stored:
-        numbers = together(
-            collectives,
-            lambda: list(stepper.step(updates, scale, used)),
-            "the optimizer step",
-            "State and parameters are now a mixture of before and after it; load the last checkpoint before "
-            "going on.",
-        )
-        publishing = [masters[number].unit.start_publishing() for number in numbers]
-    else:
-        for number in stepper.step(updates, scale, used):
-            publishing.append(masters[number].unit.start_publishing())
-    for pending in publishing:
+def publish(units: Iterable[Unit]) -> None:
+    """Sends the parameters of ``units`` that other ranks need; a collective, alike on all ranks."""
+    for pending in [unit.start_publishing() for unit in units]:
         if pending is not None:
             pending.wait()

@@ -88,7 +88,7 @@ OPTIMIZER_KEYS = (
         "super_offload",
         FLAG,
         "refused",
-        "speculative steps are not built here; set it to false or remove it",
+        "set it to false or remove it; the native key offload.step 'in_backward' is its speculative step",
         (False,),
     ),
     _field(
