@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -127,6 +129,22 @@ def about_checkpoints(world: World, folder: str) -> None:
     assert names["loaded"].step == 0 and names["handle"].done()
 
 
+def generation(world: World, folder: str) -> None:
+    from transformers import LlamaConfig
+
+    os.chdir(folder)
+    (code,) = blocks("docs/offload.md")
+    sizes = {"vocab_size": 23, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2}
+    shape = LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=0, eos_token_id=None)
+    (Path(folder) / f"nvme-{world.rank}").mkdir()
+    named = {"shape": shape, "prompt": torch.arange(4 + world.rank).unsqueeze(0)}
+    with mock.patch.object(zero_ext, "load_checkpoint"):  # random weights do
+        names = run_block(world, code.replace("/nvme", f"nvme-{world.rank}"), "docs/offload.md", named)
+    assert names["ids"].shape == (1, 12 + world.rank)
+    del names["model"]
+    gc.collect()
+
+
 def restored(world: World, page: str, folder: str) -> None:
     """One page's code on one rank, which is left where it was."""
     before = Path.cwd()
@@ -138,7 +156,8 @@ def restored(world: World, page: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["first_page", "all_else", "engine_loop", "for_deepspeed_users", "about_checkpoints"]
+    "page",
+    ["first_page", "all_else", "engine_loop", "for_deepspeed_users", "about_checkpoints", "generation"],
 )
 def test_the_code_runs(rank_pool: RankPool, tmp_path: Path, page: str) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")

@@ -35,6 +35,21 @@ class SplitStepper:
             for place in stepper.step(own, scale, used):
                 yield indices[place]
 
+    def keep(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        stepper, place = self._owner[index]
+        stepper.keep(place)
+
+    def settle(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        stepper, place = self._owner[index]
+        stepper.settle(place)
+
+    def take_back(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        stepper, place = self._owner[index]
+        stepper.take_back(place)
+
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Stepper`."""
         stepper, place = self._owner[index]
