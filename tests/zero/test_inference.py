@@ -258,6 +258,16 @@ def test_an_evaluation_between_steps_changes_nothing_and_sees_every_step(world: 
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(loss.item())
+            if evaluates:
+                saved = optimizer.state_dict()
+                with torch.no_grad():
+                    wanted = model(ids)
+                language_loss(model, ids).backward()
+                optimizer.step()
+                with torch.no_grad():
+                    assert not torch.equal(model(ids), wanted)
+                    optimizer.load_state_dict(saved)
+                    assert torch.equal(model(ids), wanted)
             values = zero_ext.full_state_dict(model)
             curves.append((losses, values))
             del model, optimizer, loss
