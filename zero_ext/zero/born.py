@@ -25,12 +25,13 @@ PIECE_BYTES = 16 << 20
 class Lost:
     """The home of a shard that could not be stored."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, reason: Exception | None) -> None:
         self.tier = tier
+        self._reason = str(reason)
 
     def fetch(self, into: torch.Tensor, begin: int = 0) -> Arrival:
         """Raises ``RuntimeError``."""
-        raise RuntimeError("the shard of a parameter could not be stored when it was made")
+        raise RuntimeError(f"a parameter's shard could not be stored when it was made: {self._reason}")
 
 
 class BornShard:
@@ -145,7 +146,7 @@ def shard_at_birth(
         homes.append(home)
 
     failures.attempt(keep)
-    set_born(parameter, BornShard(spec, cut, homes[0] if homes else Lost(place.tier)))
+    set_born(parameter, BornShard(spec, cut, homes[0] if homes else Lost(place.tier, failures.error)))
 
 
 def set_born(parameter: nn.Parameter, born: BornShard) -> None:

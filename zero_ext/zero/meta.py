@@ -19,29 +19,30 @@ def materialise(modules: Iterable[nn.Module]) -> None:
     for meta tensors that no ``reset_parameters`` of their module initialises.
     """
     made: dict[torch.Tensor, torch.Tensor] = {}
-    done: dict[nn.Module, bool] = {}  # whether the module, or one inside it, had meta tensors
-
-    def visit(module: nn.Module) -> bool:
-        if module in done:
-            return done[module]
-        done[module] = False
-        inside = [visit(child) for child in module.children()]
-        fresh = _replace(module, made, lambda old: torch.empty_like(old, device="cpu"))
-        if fresh or any(inside):
-            done[module] = True
-            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-            if callable(reset):
-                reset()
-            elif fresh:
-                raise ValueError(
-                    f"{type(module).__name__} was built on the meta device with {fresh} and has no "
-                    "reset_parameters to initialise them. Build it inside zero_ext.Init without "
-                    "torch.device('meta'), or pass values='empty' to zero_ext.prepare and load a checkpoint."
-                )
-        return done[module]
-
+    done: dict[nn.Module, bool] = {}
     for module in modules:
-        visit(module)
+        _visit(module, made, done)
+
+
+def _visit(module: nn.Module, made: dict[torch.Tensor, torch.Tensor], done: dict[nn.Module, bool]) -> bool:
+    """Whether ``module``, or one inside it, had meta tensors."""
+    if module in done:
+        return done[module]
+    done[module] = False
+    inside = [_visit(child, made, done) for child in module.children()]
+    fresh = _replace(module, made, lambda old: torch.empty_like(old, device="cpu"))
+    if fresh or any(inside):
+        done[module] = True
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if callable(reset):
+            reset()
+        elif fresh:
+            raise ValueError(
+                f"{type(module).__name__} was built on the meta device with {fresh} and has no "
+                "reset_parameters to initialise them. Build it inside zero_ext.Init without "
+                "torch.device('meta'), or pass values='empty' to zero_ext.prepare and load a checkpoint."
+            )
+    return done[module]
 
 
 def leave_meta(model: nn.Module) -> None:

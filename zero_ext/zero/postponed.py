@@ -12,18 +12,18 @@ class Postponed:
     """The first error of what was attempted; nothing is attempted after it. True once there is one."""
 
     def __init__(self) -> None:
-        self._error: Exception | None = None
+        self.error: Exception | None = None
 
     def __bool__(self) -> bool:
-        return self._error is not None
+        return self.error is not None
 
     def attempt(self, action: Callable[[], object]) -> None:
         """Does ``action``, unless something failed before; keeps the error if it fails."""
-        if self._error is None:
+        if self.error is None:
             try:
                 action()
             except Exception as error:
-                self._error = error
+                self.error = error
 
     def settle(self, collectives: Collectives, what: str, advice: str = "") -> None:
         """Raises :class:`~zero_ext.zero.together.FailedTogether` on all ranks if any has an error; a
@@ -31,5 +31,5 @@ class Postponed:
         together(collectives, self._raise, what, advice)
 
     def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
