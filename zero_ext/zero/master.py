@@ -10,6 +10,9 @@ from zero_ext.offload import MASTER, ShardHome, Tiers, Values, part_of, replace
 from zero_ext.zero.layout import Overlap
 from zero_ext.zero.unit import Unit
 
+# Several chunks of the state at once, so that transfers from and to storage are long ones.
+_PIECE_ELEMENTS = 4 << 20
+
 
 class MasterShard:
     """The optimizer's view of a unit: of its shard, or of all of it where the optimizer is replicated.
@@ -61,7 +64,8 @@ class MasterShard:
         """Rounds the master weights into the parameter memory."""
         if self.output is None:
             return
-        for begin, end in self.state.spans():
+        for begin in range(0, self.state.numel, _PIECE_ELEMENTS):
+            end = min(begin + _PIECE_ELEMENTS, self.state.numel)
             self.output.store(begin, self.state.read(MASTER, begin, end), self.state.tier)
 
     def part(self, overlap: Overlap) -> Values:
