@@ -3,6 +3,7 @@
 from zero_ext.offload.birthplace import Birthplace
 from zero_ext.offload.nvme_store import NvmeStore, Transfer
 from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, Arrival, MemoryHome, ShardHome, allocate
+from zero_ext.offload.state_chunks import StateChunk, StateChunks
 from zero_ext.offload.state_home import MASTER, StateField, StateHome
 from zero_ext.offload.state_stream import AdamWork, NvmeState, stream_adam
 from zero_ext.offload.step_parts import StepPart, StepStaging
@@ -21,6 +22,8 @@ __all__ = [
     "NvmeState",
     "NvmeStore",
     "ShardHome",
+    "StateChunk",
+    "StateChunks",
     "StateField",
     "StateHome",
     "StepPart",

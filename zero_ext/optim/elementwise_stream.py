@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zero_ext.config import Tier
-from zero_ext.offload import MASTER, NvmeState, StepStaging, Values
+from zero_ext.offload import MASTER, NvmeState, StateChunk, StateChunks, StepStaging, Values, allocate
 from zero_ext.optim.compatibility import (
     elementwise_kinds,
     initial_state,
@@ -21,8 +22,9 @@ from zero_ext.optim.stepper import OwnedRange, Segment, Update
 
 
 class ElementwiseStream:
-    """Runs a copy of the user's optimizer over chunks of fp32 master segments, read for the step and written
-    back after it. Scalar state (step counts, averages' coefficients) stays in memory, one set a parameter.
+    """Runs a copy of the user's optimizer over chunks of fp32 master segments; the next chunk is read and the
+    last one written meanwhile. Scalar state (step counts, averages' coefficients) stays in memory, one set a
+    parameter.
     """
 
     def __init__(
@@ -36,6 +38,10 @@ class ElementwiseStream:
         self._scalars: dict[str, dict[str, Any]] = {}
         self._kept: dict[int, tuple[dict[str, dict[str, Any]], dict[str, bool]]] = {}
         self._made: dict[str, bool] = {}  # whether a parameter's state exists: from its first step on
+        stream = _stored(ranges[0]).stream
+        self._chunks = StateChunks(stream)
+        self._gradient = allocate(stream.chunk_elements, torch.float32)
+        stream.staging_bytes += self._gradient.nbytes
         for owned in ranges:
             for segment in owned.segments:
                 state = initial_state(optimizer, torch.zeros(1), self._groups[segment.group])
@@ -49,24 +55,26 @@ class ElementwiseStream:
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`; the gradient of one chunk exists in fp32 while it runs."""
-        for update in updates:
-            owned, gradients = self._ranges[update.index], update.gradient
-            near: Tier = "host" if gradients.tier == "nvme" else gradients.tier
-            after: dict[str, dict[str, Any]] = {}
-            for begin, end in _stored(owned).spans():
-                gradient = self._staging.bring(gradients, begin, end, near).float() * scale
-                after.update(self._step_chunk(owned, begin, end, gradient, used))
-            for name, scalars in after.items():
-                self._scalars[name], self._made[name] = scalars, True
-            yield update.index
+        gradients = {update.index: update.gradient for update in updates}
+        states = [(update.index, _stored(self._ranges[update.index])) for update in updates]
+        after: dict[str, dict[str, Any]] = {}
+        with contextlib.closing(self._chunks.visit(states)) as chunks:
+            for chunk in chunks:
+                home = gradients[chunk.index]
+                near: Tier = "host" if home.tier == "nvme" else home.tier
+                part = self._staging.bring(home, chunk.begin, chunk.end, near)
+                gradient = self._gradient[: chunk.end - chunk.begin].copy_(part).mul_(scale)
+                after.update(self._step_chunk(chunk, gradient, used))
+        for name, scalars in after.items():
+            self._scalars[name], self._made[name] = scalars, True
+        yield from gradients
 
     def _step_chunk(
-        self, owned: OwnedRange, begin: int, end: int, gradient: torch.Tensor, used: frozenset[str]
+        self, chunk: StateChunk, gradient: torch.Tensor, used: frozenset[str]
     ) -> dict[str, dict[str, Any]]:
-        """Steps elements [begin, end); returns the scalars that the parameters in it have then."""
-        state = _stored(owned)
-        kinds = list(state.stream.kinds)
-        values = dict(zip(kinds, state.read_kinds(kinds, begin, end), strict=True))
+        """Steps one chunk; returns the scalars that the parameters in it have then."""
+        owned, values = self._ranges[chunk.index], chunk.values
+        begin, end = chunk.begin, chunk.end
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in self._groups]
         stepped: list[tuple[Segment, torch.Tensor]] = []
         for segment in owned.segments:
@@ -89,10 +97,14 @@ class ElementwiseStream:
         self._inner.step()
         for segment, value in stepped:
             self._keep(segment, value, values, begin)
-        state.write_kinds(kinds, begin, end, list(values.values()))
+        chunk.changed = True
         if owned.output is not None:
-            for segment, value in stepped:
-                owned.output.store(max(segment.begin, begin), value, "host")
+            # Parameters in storage follow the masters everywhere: one write, of whole blocks.
+            runs = [(begin, values[MASTER])]
+            if owned.output.tier != "nvme":
+                runs = [(max(segment.begin, begin), value) for segment, value in stepped]
+            for first, run in runs:
+                owned.output.store(first, run, "host")
         found = {segment.name: self._scalars_of(value) for segment, value in stepped}
         self._inner.state.clear()
         return found
