@@ -1,4 +1,4 @@
-"""State on NVMe chunk by chunk: what comes, what is kept, what is under way meanwhile, what a failure does."""
+"""State on NVMe chunk by chunk: what comes and is kept, what is under way meanwhile, what a failure does."""
 
 from __future__ import annotations
 
