@@ -87,6 +87,15 @@ CONTENDERS = {
         *(contender for stage in (0, 1, 2, 3) for contender in _pair(stage)),
         *(contender for tiers in ("host", "nvme") for contender in _offloaded(tiers)),
         *(contender for ranks in (1, 2) for contender in _stored(ranks)),
+        Contender(
+            "consumed@1",
+            "zero_ext 3, all on NVMe, gradients used up in backward",
+            "zero_ext",
+            {"stage": 3, "optimizer": "nvme", "params": "nvme", "tiles": 16, "frugal": True},
+            1,
+            2,
+            2.0,
+        ),
     )
 }
 

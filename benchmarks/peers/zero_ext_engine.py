@@ -1,5 +1,9 @@
 """zero_ext stages 0 to 3: `prepare`, then the plain loop."""
 
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 import zero_ext
@@ -9,23 +13,25 @@ from zero_ext.zero import engine_of
 
 
 class ZeroExtTrainer:
-    """The loop of the README: the optimizer is the user's AdamW, clipping is configured; ``tiers`` by state
-    kind; ``tiles`` cut embedding and output layer, 0 leaves them whole."""
+    """The loop of the README: the optimizer is the user's AdamW.
 
-    def __init__(self, shape: Shape, stage: int, tiles: int = 0, **tiers: str) -> None:
-        cut = {"Embedding": tiles, "lm_head": tiles} if tiles else {}
-        paths = {"nvme_paths": [nvme_folder()]} if "nvme" in tiers.values() else {}
-        model = build_model(shape)
-        self.model, self.optimizer = zero_ext.prepare(
-            model,
-            adamw(list(model.parameters())),
-            config={
-                "stage": stage,
-                "gradient_clipping": CLIP_NORM,
-                "units": {"persistence_threshold": 0, "tiles": cut},
-                "offload": {**tiers, **paths},
-            },
-        )
+    ``tiers`` by state kind. ``tiles`` cut embedding and output layer, 0 leaves them whole. ``frugal`` is for
+    models larger than memory: born in their tier, updated inside backward, unclipped.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        stage: int,
+        tiles: int = 0,
+        frugal: bool = False,
+        moments: str = "fp32",
+        **tiers: str,
+    ) -> None:
+        config = configuration(stage, tiles, frugal, moments, tiers)
+        with zero_ext.Init(config) if frugal else contextlib.nullcontext():
+            model = build_model(shape)
+        self.model, self.optimizer = zero_ext.prepare(model, adamw(list(model.parameters())), config=config)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         loss = loss_of(self.model, tokens)
@@ -43,3 +49,22 @@ class ZeroExtTrainer:
 
     def ledger_bytes(self) -> dict[str, int]:
         return dict(engine_of(self.model).ledger())
+
+
+def configuration(
+    stage: int, tiles: int, frugal: bool, moments: str, tiers: Mapping[str, str]
+) -> dict[str, Any]:
+    """The configuration of :class:`ZeroExtTrainer`, of the same arguments."""
+    offload: dict[str, Any] = {**tiers, "step": "in_backward" if frugal else "after_backward"}
+    if "nvme" in tiers.values():
+        offload["nvme_paths"] = [nvme_folder()]
+    return {
+        "stage": stage,
+        "gradient_clipping": 0.0 if frugal else CLIP_NORM,
+        "precision": {"dtype": "bf16", "moments_dtype": moments},
+        "units": {
+            "persistence_threshold": 0,
+            "tiles": {"Embedding": tiles, "lm_head": tiles} if tiles else {},
+        },
+        "offload": offload,
+    }
