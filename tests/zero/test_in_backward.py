@@ -28,7 +28,7 @@ from zero_ext.config.events import StepEnd
 from zero_ext.zero import engine_of
 
 RING = {"ring_bytes": 1 << 20}
-TIERS: list[tuple[int, dict[str, str]]] = [
+TIERS: list[tuple[int, dict[str, Any]]] = [
     (0, {}),
     (1, {"optimizer": "nvme"}),
     (2, {"optimizer": "host", "grads": "host"}),
@@ -38,6 +38,8 @@ TIERS: list[tuple[int, dict[str, str]]] = [
     (3, {"optimizer": "nvme", "params": "nvme"}),
     (3, {"optimizer": "nvme", "params": "host", "grads": "host"}),
     (3, {"optimizer": "nvme", "params": "nvme", "grads": "nvme"}),
+    (3, {"optimizer": "nvme", "ratio": 0.5}),
+    (3, {"grads": "nvme"}),
 ]
 OPTIMIZERS: dict[str, Any] = {
     "sgd": sgd,

@@ -19,15 +19,17 @@ _BUFFERS = 3  # one is read, one worked on, one written
 class StateChunk:
     """Elements [begin, end) of the range ``index``: their ``values`` by kind, memory that may be changed.
 
-    Who changes them sets ``changed``; else they are not written back.
+    Who changes them sets ``changed``; else they are not written back, unless all of the state ``moves``.
     """
 
-    def __init__(self, index: int, begin: int, end: int, values: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, index: int, begin: int, end: int, values: dict[str, torch.Tensor], moves: bool
+    ) -> None:
         self.index = index
         self.begin = begin
         self.end = end
         self.values = values
-        self.changed = False
+        self.changed = moves
 
 
 class _Place(NamedTuple):
@@ -65,7 +67,9 @@ class StateChunks:
                         _wait(writes.popleft())
                     reads.append(self._start(places[number + 1], number + 1, writing=False))
                 reads.popleft().wait()
-                chunk = StateChunk(place.owner, place.begin, place.end, self._values(place, number))
+                moves = place.state.target != place.state.offset
+                values = self._values(place, number)
+                chunk = StateChunk(place.owner, place.begin, place.end, values, moves)
                 yield chunk
                 writes.append(self._start(place, number, writing=True) if chunk.changed else None)
             while writes:
@@ -78,7 +82,8 @@ class StateChunks:
     def _start(self, place: _Place, number: int, writing: bool) -> Transfer:
         stream = self._stream
         chunks_before = place.begin // stream.chunk_elements
-        offset = place.state.offset + chunks_before * stream.extent_bytes(stream.chunk_elements)
+        extent = place.state.target if writing else place.state.offset
+        offset = extent + chunks_before * stream.extent_bytes(stream.chunk_elements)
         memory = self._buffers[number % _BUFFERS][: stream.extent_bytes(place.end - place.begin)]
         if writing:
             stream.transfers.record("host", "nvme", memory.nbytes)

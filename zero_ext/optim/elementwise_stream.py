@@ -90,8 +90,6 @@ class ElementwiseStream:
             groups[segment.group]["params"].append(value)
             stepped.append((segment, value))
         if not stepped:
-            if state.target != state.offset:
-                state.write_kinds(kinds, begin, end, list(values.values()))
             return {}
         self._inner.param_groups = groups
         self._inner.step()

@@ -201,6 +201,14 @@ class UnitGradients:
             if self.local is not None and self._slice is not None and not self._aliased:
                 self._slice.to_slice_of(self.local)
 
+    def finish(self) -> None:
+        """After a reduction: waits for all that its result goes through. Raises ``RuntimeError`` if it could
+        not be kept."""
+        self.finish_gather()
+        self.home.settle()
+        if self.home.failure is not None:
+            raise self.home.failure
+
     # -- reading ------------------------------------------------------------------------------------------
 
     def for_optimizer(self) -> ShardHome:

@@ -83,7 +83,7 @@ class InBackward(AfterBackward):
         self._early[number] = frozenset(specs[index].name for index in gradients.contributed)
         try:
             with torch.no_grad():
-                gradients.finish_gather()
+                gradients.finish()
                 if self._on_trial:
                     self._stepper.keep(number)
                 update = Update(number, gradients.for_optimizer())
