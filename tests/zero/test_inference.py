@@ -116,7 +116,7 @@ def test_logits_and_generation_are_those_of_the_plain_model(world: World, family
 
 @on_ranks(1, 2)
 def test_nothing_is_kept_for_training(world: World) -> None:
-    everything = {"optimizer": "nvme", "grads": "host"}
+    everything = {"optimizer": "nvme", "grads": "nvme", "ratio": 0.5}
     for stage, offload in (
         (0, {}),
         (1, {"optimizer": "nvme"}),

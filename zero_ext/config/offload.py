@@ -75,7 +75,7 @@ class OffloadPolicy(Policy):
     def of_params_alone(self) -> OffloadPolicy:
         """The same for a model without an optimizer, which has no other state kind."""
         paths = self.nvme_paths if self.params == "nvme" else ()
-        return self.replace(grads="device", optimizer="device", nvme_paths=paths)
+        return self.replace(grads="device", optimizer="device", ratio=1.0, nvme_paths=paths)
 
     @model_validator(mode="after")
     def _ratio_splits_something(self) -> OffloadPolicy:

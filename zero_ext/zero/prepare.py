@@ -82,9 +82,7 @@ def prepare(
         ValueError: bad configuration, foreign optimizer parameters, an optimizer that needs whole tensors.
         RuntimeError: the ranks hold different models (raised on all of them).
     """
-    settings = load_config(config)
-    if optimizer is None:
-        settings = settings.replace(offload=settings.offload.of_params_alone())
+    settings = _settings(config, optimizer)
     _check_model(model)
     tiling = plan_tiling(model, settings.units.tiles)
     join_world(settings.timeout_seconds)
@@ -133,6 +131,13 @@ def prepare(
         optimizer._opt_called = True  # type: ignore[attr-defined]
     tiers.transfers.clear()
     return (ZeroModule(model) if wrap else model), prepared
+
+
+def _settings(
+    config: ZeroConfig | Mapping[str, Any] | str | Path | None, optimizer: torch.optim.Optimizer | None
+) -> ZeroConfig:
+    settings = load_config(config)
+    return settings if optimizer is not None else settings.replace(offload=settings.offload.of_params_alone())
 
 
 def _check_model(model: nn.Module) -> None:
