@@ -173,3 +173,28 @@ def test_without_an_optimizer_only_parameters_are_held(world: World) -> None:
         assert ledger["grads"] == ledger["optimizer"] == 0
         padded = sum(unit.layout.numel for unit in engine_of(model).units)
         assert ledger["params"] == 4 * padded // (world.size if stage == 3 else 1)
+
+
+@on_ranks(1, 2)
+def test_state_of_torchs_own_optimizers_counts_where_its_part_lies(world: World) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model: Any = TwoMillion()
+        offload = {"optimizer": "nvme", "ratio": 0.5, "nvme_paths": [folder], "ring_bytes": 1 << 20}
+        config = {
+            "stage": 2,
+            "precision": {"dtype": "bf16"},
+            "offload": offload,
+            "units": {"bucket_elements": 300_000},
+        }
+        made = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, made = zero_ext.prepare(model, made, config, process_group=world.group)
+        model(torch.randint(0, 1009, (2, 8))).float().square().mean().backward()
+        made.step()
+        engine = engine_of(model)
+        held = ledger_by_tier(engine)
+        live = sum(master.state.numel for master in engine.masters if master.state.tier == "device")
+        stored = sum(master.state.numel for master in engine.masters if master.state.tier == "nvme")
+        assert live and stored and held["host"]["optimizer"] == 0
+        gaps = 64 * 8 * len(engine.masters)
+        assert 0 <= 8 * live - held["device"]["optimizer"] <= gaps
+        assert 0 <= held["nvme"]["optimizer"] - 8 * stored <= 4096 * len(engine.masters)

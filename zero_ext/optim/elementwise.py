@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from zero_ext.config import Tier
 from zero_ext.offload import MASTER, StepStaging, Values
 from zero_ext.optim.compatibility import (
     elementwise_kinds,
@@ -139,11 +141,11 @@ class ElementwiseStepper:
 
         return undo
 
-    def state_bytes(self) -> int:
+    def state_bytes(self) -> Mapping[Tier, int]:
         """See :class:`Stepper`."""
-        return sum(
-            entry.nbytes
-            for state in self._inner.state.values()
-            for entry in state.values()
-            if per_element(entry)
-        )
+        held: Counter[Tier] = Counter()
+        for owned, values in zip(self._ranges, self._tensors, strict=True):
+            for value in values:
+                entries = self._inner.state.get(value, {}).values()
+                held[owned.state.tier] += sum(entry.nbytes for entry in entries if per_element(entry))
+        return held

@@ -180,9 +180,9 @@ class ElementwiseStream:
 
         return undo
 
-    def state_bytes(self) -> int:
+    def state_bytes(self) -> Mapping[Tier, int]:
         """See :class:`Stepper`: none."""
-        return 0
+        return {}
 
 
 def _stored(owned: OwnedRange) -> NvmeState:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zero_ext.config import Tier
 from zero_ext.offload import MASTER, AdamWork, NvmeState, StepPart, StepStaging, Values, stream_adam
 from zero_ext.optim.moments import EightBitMoments, FloatMoments, Moments, MomentsDtype
 from zero_ext.optim.stepper import OwnedRange, Segment, Update
@@ -143,6 +144,6 @@ class AdamStepper:
         """See :class:`Stepper`; the moments exist from the start."""
         return lambda: None
 
-    def state_bytes(self) -> int:
+    def state_bytes(self) -> Mapping[Tier, int]:
         """See :class:`Stepper`: none, the moments lie beside the master weights."""
-        return 0
+        return {}

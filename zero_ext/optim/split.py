@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from zero_ext.config import Tier
 from zero_ext.offload import Values
 from zero_ext.optim.stepper import Segment, Stepper, Update
 
@@ -74,6 +76,9 @@ class SplitStepper:
 
         return undo_all
 
-    def state_bytes(self) -> int:
+    def state_bytes(self) -> Mapping[Tier, int]:
         """See :class:`Stepper`."""
-        return sum(stepper.state_bytes() for stepper, _ in self._parts)
+        held: Counter[Tier] = Counter()
+        for stepper, _ in self._parts:
+            held.update(stepper.state_bytes())
+        return held

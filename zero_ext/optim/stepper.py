@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from zero_ext.config import Tier
 from zero_ext.offload import ShardHome, StateHome, Values
 
 
@@ -74,5 +75,5 @@ class Stepper(Protocol):
         """Makes state tensors exist that are created late, for the kinds named for each parameter, as far as
         this optimizer has such a kind. Returns what undoes it."""
 
-    def state_bytes(self) -> int:
-        """Bytes of memory of the state that this stepper keeps beside the ranges' own."""
+    def state_bytes(self) -> Mapping[Tier, int]:
+        """Bytes of memory of the state that this stepper keeps beside the ranges' own, by their tier."""

@@ -37,8 +37,9 @@ def ledger_by_tier(engine: Engine) -> dict[Tier, dict[str, int]]:
             held[tier]["grads"] += nbytes
     for master in engine.masters:
         held[master.state.tier]["optimizer"] += master.held_bytes()
-    if engine.optimizer_step.stepper is not None and engine.masters:
-        held[engine.masters[0].state.tier]["optimizer"] += engine.optimizer_step.stepper.state_bytes()
+    if engine.optimizer_step.stepper is not None:
+        for tier, nbytes in engine.optimizer_step.stepper.state_bytes().items():
+            held[tier]["optimizer"] += nbytes
     held["device"]["staging"] = engine.pool.total_bytes
     held["host"]["staging"] = engine.tiers.staging_bytes()
     return {tier: {kind: counts[kind] for kind in KINDS} for tier, counts in held.items()}

@@ -122,13 +122,7 @@ def prepare(
     if settings.precision.dtype != "keep":
         cast_inputs(model, DTYPES[settings.precision.dtype])
     attach_engine(model, engine)
-    prepared = None
-    if optimizer is not None:
-        watch_all(engine.index, engine)
-        prepared = ZeroOptimizer(engine, optimizer, elementwise)
-        engine.state.optimizer_class = type(optimizer).__qualname__
-        # A scheduler over the user's own optimizer would warn that it never steps: the prepared one does.
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+    prepared = _prepared_optimizer(engine, optimizer, elementwise) if optimizer is not None else None
     tiers.transfers.clear()
     return (ZeroModule(model) if wrap else model), prepared
 
@@ -138,6 +132,15 @@ def _settings(
 ) -> ZeroConfig:
     settings = load_config(config)
     return settings if optimizer is not None else settings.replace(offload=settings.offload.of_params_alone())
+
+
+def _prepared_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, elementwise: bool) -> ZeroOptimizer:
+    watch_all(engine.index, engine)
+    prepared = ZeroOptimizer(engine, optimizer, elementwise)
+    engine.state.optimizer_class = type(optimizer).__qualname__
+    # A scheduler over the user's own optimizer would warn that it never steps: the prepared one does.
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    return prepared
 
 
 def _check_model(model: nn.Module) -> None:
