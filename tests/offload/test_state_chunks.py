@@ -61,6 +61,27 @@ def test_every_chunk_comes_once_and_only_what_changed_is_written(
         assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))
 
 
+def test_state_that_moves_is_written_whole_and_can_be_taken_back(states: list[tuple[int, NvmeState]]) -> None:
+    stream = states[0][1].stream
+    store, numel = stream.store, 70_001
+    store.reserve(store.facts().capacity + 2 * stream.extent_bytes(numel))
+    state = NvmeState(stream, numel, shadow=True)
+    state.write_kinds([MASTER, "momentum"], 0, numel, [torch.randn(numel), torch.randn(numel)])
+    moved = [(0, state)]
+    before, chunks = whole(moved), StateChunks(stream)
+    for settled in (False, True):
+        state.keep()
+        for chunk in chunks.visit(moved):
+            if chunk.begin:
+                chunk.values[MASTER].mul_(2)
+                chunk.changed = True
+            else:
+                first = chunk.end
+        (state.settle if settled else state.take_back)()
+        before[0][0][first:] *= 2 if settled else 1
+        assert all(torch.equal(*pair) for pair in zip(whole(moved)[0], before[0], strict=True))
+
+
 def test_reads_run_ahead_and_writes_behind(states: list[tuple[int, NvmeState]]) -> None:
     stream, log = states[0][1].stream, []
 
