@@ -129,7 +129,7 @@ def check_loaded(world: World, stage: int, offload: dict[str, Any], stored: str,
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(found[name], value), f"{name} differs"
-        assert engine_of(model).damage is None
+        assert engine_of(model).optimizer_step.damage is None
         losses = []
         for each in (model, wanted):
             torch.manual_seed(world.seed)  # dropout
@@ -292,7 +292,7 @@ def test_a_failure_half_way_is_told_to_all_ranks(world: World, fault: str) -> No
 def test_after_a_failed_step_weights_alone_do_not_do(world: World) -> None:
     with weights(world, values_of(TinyModel(), torch.float32)) as (folder, storage):
         model, _ = prepared(world, TinyModel(), storage)
-        engine_of(model).damage = "the step broke off"
+        engine_of(model).optimizer_step.damage = "the step broke off"
         with pytest.raises(CheckpointError, match="load a checkpoint first: the step broke off"):
             zero_ext.load_safetensors(model, folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -25,7 +26,7 @@ from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.test_init import MODELS, check_nothing_left, llama
 from tests.zero.training import adamw, configuration
 from zero_ext import ops
-from zero_ext.offload import birthplace
+from zero_ext.offload import birthplace, copy_of, count
 from zero_ext.zero import born as born_module
 from zero_ext.zero import engine_of
 from zero_ext.zero import init as init_module
@@ -96,6 +97,7 @@ def test_training_is_that_of_a_plain_model(world: World, tiles: dict[str, int]) 
         for born in (False, True):
             torch.manual_seed(world.seed)
             model = TinyModel(tied=True)
+            plain = copy.deepcopy(model)
             if born:
                 model = build(world, config, lambda: TinyModel(tied=True), limit=100)  # type: ignore[assignment]
             shards = [one for parameter in model.parameters() if (one := born_shard(parameter))]
@@ -110,6 +112,11 @@ def test_training_is_that_of_a_plain_model(world: World, tiles: dict[str, int]) 
                 )
             if not tiles:
                 assert sum(read) == stored
+            wanted = {name: value.flatten() for name, value in plain.state_dict().items()}
+            for piece in engine_of(prepared).state.load_pieces():
+                if piece.kind == "master":  # as they were made, without rounding
+                    end = piece.start + count(piece.tensor)
+                    assert torch.equal(copy_of(piece.tensor), wanted[piece.name][piece.start : end])
             del model
             losses.append([])
             for step in range(3):
