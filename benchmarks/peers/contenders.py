@@ -96,6 +96,15 @@ CONTENDERS = {
             2,
             2.0,
         ),
+        Contender(
+            "huge@1",
+            "zero_ext 3, all on NVMe, 8-bit moments",
+            "zero_ext",
+            {"stage": 3, "optimizer": "nvme", "params": "nvme", "frugal": True, "moments": "8bit"},
+            1,
+            2,
+            2.0,
+        ),
     )
 }
 

@@ -1,0 +1,181 @@
+"""One training step of a model far larger than memory: disk and memory predicted first, then measured.
+
+Run from the repository root: python -m benchmarks.huge [--model 7b] [--steps 1]
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchmarks.harness.activations import activation_bytes
+from benchmarks.harness.environment import describe, total_bytes
+from benchmarks.harness.ranks import Team
+from benchmarks.harness.report import Table, megabytes, terminal, write_results
+from benchmarks.harness.shapes import SEQUENCE_LENGTH, LlamaShape, build_model, shape_named
+from benchmarks.peers import contender_named
+from benchmarks.peers.base import adamw, nvme_folder
+from benchmarks.peers.zero_ext_engine import configuration
+from zero_ext.plan import TrainingState, model_staging, model_state_bytes
+
+CONTENDER = "huge@1"
+TOLERANCE = 0.05
+LIMIT_SECONDS = 20 * 60.0
+
+
+def predict(shape: LlamaShape) -> dict[str, int]:
+    """Bytes of the store, and of memory beside interpreter and libraries, by the formulas of `zero_ext.plan`.
+
+    Memory: staging and the activations of one micro-batch; gradients are used up in backward.
+    """
+    options = contender_named(CONTENDER).options
+    tiers = {kind: str(options[kind]) for kind in ("params", "optimizer")}
+    moments = str(options["moments"])
+    config = configuration(3, int(options.get("tiles", 0)), True, moments, tiers)
+    with torch.device("meta"):
+        model = build_model(shape)
+    staging = model_staging(model, adamw(list(model.parameters())), config, world_size=1)
+    state = TrainingState(trainable={"bf16": shape.parameters}, moments_dtype=moments)
+    kept = model_state_bytes(3, 1, state)
+    return {
+        "store": kept.params + kept.optimizer,
+        "born": kept.params,
+        "staging": staging.total,
+        "activations": activation_bytes(shape),
+    }
+
+
+def stored_bytes(folder: Path) -> int:
+    """Bytes that the files below `folder` take on their device."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            total += path.stat().st_blocks * 512 if path.is_file() else 0
+    return total
+
+
+@contextlib.contextmanager
+def watched(folder: Path) -> Iterator[list[int]]:
+    """A list of `stored_bytes`, one for every second that the block runs."""
+    found, ended = [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(1.0):
+            found.append(stored_bytes(folder))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
+
+
+def measure(shape: LlamaShape, steps: int, folder: Path) -> dict[str, Any]:
+    """Builds, prepares and trains in a fresh process; seconds and bytes."""
+    contender = contender_named(CONTENDER)
+    with Team(contender.title, 1, contender.threads, timeout_seconds=3600) as team:
+        began = time.perf_counter()
+        with watched(folder) as found:
+            (started,) = team.ask(
+                "start",
+                family=contender.family,
+                options=contender.options,
+                shape=shape.name,
+                threads=contender.threads,
+            )
+        built = time.perf_counter() - began
+        stored = stored_bytes(folder)
+        (answer,) = team.ask("steps", unmeasured=0, measured=steps)
+        (memory,) = team.ask("memory")
+        (staging,) = team.ask("staging")
+    return {
+        "build_seconds": built,
+        "step_seconds": answer["seconds"] / steps,
+        "losses": answer["losses"],
+        "store": stored,
+        "store_peak": max(found),
+        "libraries": started["before"],
+        "construction_peak": started["peak"],
+        "peak": memory["peak"],
+        "staging": sum(staging.values()),
+    }
+
+
+def compare(predicted: dict[str, int], measured: dict[str, Any]) -> list[dict[str, Any]]:
+    """Predicted and measured bytes of the store and of memory; libraries count as they were found."""
+    memory = measured["libraries"] + predicted["staging"] + predicted["activations"]
+    rows = [
+        ("NVMe, while it trains", predicted["store"], measured["store"]),
+        ("NVMe, peak while it is prepared", predicted["store"] + predicted["born"], measured["store_peak"]),
+        ("peak memory", memory, measured["peak"]),
+    ]
+    return [
+        {"what": what, "predicted": before, "measured": after, "off_by": after / before - 1}
+        for what, before, after in rows
+    ]
+
+
+def table_of(shape: LlamaShape, rows: list[dict[str, Any]], measured: dict[str, Any]) -> Table:
+    """Predictions beside what was measured."""
+    losses = ", ".join(f"{loss:.4f}" for loss in measured["losses"])
+    table = Table(
+        f"{shape.parameters / 1e9:.2f}B parameters on one machine of {total_bytes() / 2**30:.0f} GiB",
+        ("what", "predicted MB", "measured MB", "off by", f"within {TOLERANCE:.0%}"),
+        note=f"Built and prepared in {measured['build_seconds']:.0f} s, a step took"
+        f" {measured['step_seconds']:.0f} s; loss {losses}. 1 × {SEQUENCE_LENGTH} tokens, bfloat16"
+        " parameters, float32 masters, 8-bit moments, AdamW, gradients used up in backward. Peak"
+        " memory: VmHWM of the process from its start; predicted: libraries as found, staging, activations.",
+    )
+    for row in rows:
+        within = "yes" if abs(row["off_by"]) <= TOLERANCE else "NO"
+        cells = [megabytes(row["predicted"]), megabytes(row["measured"]), f"{row['off_by']:+.1%}", within]
+        table.rows.append([row["what"], *cells])
+    return table
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Shape, such as 7b or llama-1024x16.")] = "7b",
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 1,
+    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "huge",
+) -> None:
+    """Train a model that memory cannot hold; write benchmarks/results/huge.{json,md}."""
+    console = terminal()
+    shape = shape_named(model)
+    if not isinstance(shape, LlamaShape):
+        raise typer.BadParameter(f"--model: {model!r} is no Llama")
+    folder = Path(nvme_folder()) / f"zero-ext-huge-{os.getpid()}"
+    folder.mkdir()
+    os.environ["ZERO_EXT_BENCH_NVME"] = str(folder)
+    try:
+        predicted = predict(shape)
+        console.print({name: f"{megabytes(nbytes)} MB" for name, nbytes in predicted.items()})
+        measured = measure(shape, steps, folder)
+        left = sorted(path.name for path in folder.iterdir())
+    finally:
+        for path in folder.iterdir():
+            console.print(f"left behind: {path}")
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    rows = compare(predicted, measured)
+    table = table_of(shape, rows, measured)
+    table.show(console)
+    data = {"environment": describe(), "predicted": predicted, "measured": measured, "comparison": rows}
+    for path in write_results(output, "A model far larger than memory", [table], data):
+        console.print(f"wrote {path}")
+    seconds = measured["build_seconds"] + steps * measured["step_seconds"]
+    if left or seconds > LIMIT_SECONDS or any(abs(row["off_by"]) > TOLERANCE for row in rows):
+        print(f"FAILED: {seconds:.0f} s, left behind {left}; see the table", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
