@@ -22,6 +22,8 @@ def test_defaults_mean_off() -> None:
         ratio=1.0,
         nvme_paths=(),
         ring_bytes=67_108_864,
+        step="after_backward",
+        delay_after_steps=0,
         checksum=False,
     )
     assert not config.offload.any_nvme
@@ -146,3 +148,17 @@ def test_limits_belong_to_the_range(aio: dict[str, int]) -> None:
     config = load_config({"aio": {**aio, "block_bytes": 4096.0}, "offload": {"ring_bytes": 2**20}})
     assert config.aio == AioPolicy(**aio, block_bytes=4096)
     assert config.offload.ring_bytes == 2**20
+
+
+def test_only_the_host_delays_updates() -> None:
+    for tier in ("host", "nvme"):
+        paths = {"nvme_paths": ["/a"]} if tier == "nvme" else {}
+        policy = {"optimizer": tier, "step": "delayed", "delay_after_steps": 40, **paths}
+        config = load_config({"offload": policy})
+        assert (config.offload.step, config.offload.delay_after_steps) == ("delayed", 40)
+    with pytest.raises(ConfigError, match="got 'delayed', but optimizer lives on 'device'") as caught:
+        load_config({"offload": {"step": "delayed"}})
+    assert caught.value.paths == ("offload.step",)
+    with pytest.raises(ConfigError, match="got 40, which has no effect") as caught:
+        load_config({"offload": {"optimizer": "host", "delay_after_steps": 40}})
+    assert caught.value.paths == ("offload.delay_after_steps",)

@@ -50,6 +50,7 @@ def save_checkpoint(
     :func:`zero_ext.checkpoint.save_checkpoint`.
     """
     engine = engine_of(model)
+    engine.finish_updates()
     extra: dict[str, Any] = {"random": _random_states(engine)}
     for name, part in (("scheduler", scheduler), ("loader", loader)):
         if part is not None:
@@ -81,6 +82,7 @@ def load_checkpoint(
     does not fit, ``CheckpointError`` for anything missing, damaged or foreign; nothing has changed then.
     """
     engine = engine_of(model)
+    engine.finish_updates(replaced=True)
     parts = {name: part for name, part in (("scheduler", scheduler), ("loader", loader)) if part is not None}
     states = _saved_states(directory, engine, step, parts) if parts else {}
     before = {name: copy.deepcopy(parts[name].state_dict()) for name in states}

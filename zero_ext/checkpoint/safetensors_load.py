@@ -58,6 +58,8 @@ def load_safetensors(
     engine = engine_of(model)
     state = engine.state
     session = session_of(state)
+    if engine.optimizer_step.under_way:
+        engine.finish_updates()
     agreement = Agreement(
         state.rank, state.world_size, session.group_of(state), f"loading weights from {os.fspath(path)}"
     )

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from .errors import show
-from .policy import KeyProblem, Names, Policy, Positive
+from .policy import Count, KeyProblem, Names, Policy, Positive
 
 Tier = Literal["device", "host", "nvme"]
 KINDS = ("params", "grads", "optimizer")
@@ -55,6 +55,9 @@ class OffloadPolicy(Policy):
             is then free again, so gradients of the whole model never exist. With clipping or loss scaling the
             update is made on trial and taken back, exactly, if they strike (as in SuperOffload,
             arXiv 2509.21271); master weights and the optimizer's state then take twice their room.
+            "delayed": beside the forward and backward of the next step, which use the parameters from before
+            them (one-step delayed parameter update, ZeRO-Offload); the optimizer lives on "host" or "nvme".
+        delay_after_steps: steps at the start that are not delayed yet, with step "delayed".
         checksum: keep a CRC32C of everything written to NVMe and verify it at every read.
     """
 
@@ -64,7 +67,8 @@ class OffloadPolicy(Policy):
     ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
     nvme_paths: Names = ()
     ring_bytes: Annotated[Positive, Field(ge=_MIB, multiple_of=_PAGE)] = 64 * _MIB
-    step: Literal["after_backward", "in_backward"] = "after_backward"
+    step: Literal["after_backward", "in_backward", "delayed"] = "after_backward"
+    delay_after_steps: Count = 0
     checksum: bool = False
 
     @property
@@ -112,6 +116,22 @@ class OffloadPolicy(Policy):
                     f"nvme_paths.{index}",
                     f"got {show(path)}, the same folder as nvme_paths.{first}; name each folder once",
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _only_the_host_delays(self) -> OffloadPolicy:
+        if self.step == "delayed" and self.optimizer == "device":
+            raise KeyProblem(
+                "step",
+                "got 'delayed', but optimizer lives on 'device', whose time the update would take from "
+                "forward and backward; set optimizer to 'host' or 'nvme', or step to 'after_backward'",
+            )
+        if self.delay_after_steps and self.step != "delayed":
+            raise KeyProblem(
+                "delay_after_steps",
+                f"got {self.delay_after_steps}, which has no effect: step is {show(self.step)}; remove it or "
+                "set step to 'delayed'",
+            )
         return self
 
     def _on_nvme(self) -> list[str]:

@@ -34,7 +34,8 @@ class Tiers:
     ``transfers`` counts what moves between the tiers, ``staging`` is what a step in another tier than its
     gradients or parameters goes through. ``kinds`` is the state that the optimizer keeps beside the master
     weights; None where there is no optimizer. ``shadows`` says that state in storage has room for what it is
-    after a step that may be taken back.
+    after a step that may be taken back, ``delays_updates`` that master weights are updated while forward and
+    backward use the parameters.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Tiers:
         shadows: bool = False,
     ) -> None:
         self.transfers = TransferLog()
+        self.delays_updates = policy.step == "delayed"
         self._shadows = shadows
         self.staging = StepStaging(policy.ring_bytes, self.transfers)
         self._store: NvmeStore | None = None

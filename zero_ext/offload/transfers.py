@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -15,20 +16,24 @@ class TransferLog:
     """Bytes this rank moved between tiers since :meth:`begin_step`, and in the last finished step.
 
     A byte counts once for every copy that an accelerator would need; memory that is used where it lies
-    counts nothing. Storage counts what was asked of it, padding to its blocks included.
+    counts nothing. Storage counts what was asked of it, padding to its blocks included. Threads may record at
+    once.
     """
 
     moved: Counter[Route] = field(default_factory=Counter)
     last_moved: Counter[Route] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def record(self, source: Tier, target: Tier, nbytes: int) -> None:
         """Adds one copy of ``nbytes`` bytes; none if both tiers are the same."""
         if source != target and nbytes:
-            self.moved[source, target] += nbytes
+            with self._lock:
+                self.moved[source, target] += nbytes
 
     def begin_step(self) -> None:
         """Closes the current step: its counts become ``last_moved`` and the running ones start at zero."""
-        self.last_moved, self.moved = self.moved, Counter()
+        with self._lock:
+            self.last_moved, self.moved = self.moved, Counter()
 
     def clear(self) -> None:
         """Forgets what was counted: what sets a model up belongs to no step."""

@@ -66,13 +66,15 @@ class StateBytes:
 
 
 def model_state_bytes(
-    stage: int, world_size: int, state: TrainingState, *, no_sync: bool = False
+    stage: int, world_size: int, state: TrainingState, *, no_sync: bool = False, delayed: bool = False
 ) -> StateBytes:
     """Bytes that one rank keeps in a ZeRO stage (0 to 3) on `world_size` ranks.
 
     A shard is a rank's N-th part, rounded up to whole elements. fp32 parameters are their own master
     weights. Under `no_sync` (gradients reduced once a step, after all its micro-batches) each rank holds the
     whole accumulated gradient, beside the shard that it is reduced into where gradients are sharded.
+    ``delayed`` updates read gradients of their own, and have master weights beside fp32 parameters too; the
+    room for updated parameters that they need besides with the optimizer on NVMe is not counted here.
 
     Raises ValueError for a stage, world size, dtype or count that does not exist.
     """
@@ -90,8 +92,9 @@ def model_state_bytes(
         if no_sync and placement.grads:
             grads += elements * accumulated
         owned = _part(elements, placement.optimizer, world_size)
+        grads += owned * grad_width if delayed else 0
         optimizer += state.moments * _moment_bytes(owned, state.moments_dtype)
-        optimizer += owned * 4 if dtype != "fp32" else 0
+        optimizer += owned * 4 if dtype != "fp32" or delayed else 0
     return StateBytes(params, grads, optimizer)
 
 

@@ -30,6 +30,7 @@ from zero_ext.zero.residency import Residency
 from zero_ext.zero.state import EngineState
 from zero_ext.zero.step import OptimizerStep
 from zero_ext.zero.tiling import Wholes
+from zero_ext.zero.together import FailedTogether
 from zero_ext.zero.unit import Unit
 
 
@@ -340,13 +341,49 @@ class Engine:
         for unit in self.units:
             if not unit.placement.params and unit.written():
                 self.optimizer_step.refuse_pending(f"a write to parameters of {unit.describe()}")
-        follow_writes(self.masters)
+        self._follow_writes()
 
     def follow_writes(self) -> None:
         """See :func:`zero_ext.zero.master.follow_writes`; before master weights are read. Raises
         ``RuntimeError`` between updates in backward and their step."""
         self.optimizer_step.refuse_pending("reading the state")
+        self._follow_writes()
+
+    def _follow_writes(self) -> None:
+        written = [unit for unit in self.units if not unit.placement.params and unit.written()]
+        if written and self.optimizer_step.under_way:
+            name = written[0].layout.specs[written[0].written()[0]].name
+            raise RuntimeError(
+                f"parameter '{name}' was written to while a delayed update was under way (offload.step is "
+                "'delayed'), which would undo the write. Write inside 'with zero_ext.gathered(params, "
+                "modifier_rank=0):', or call model.finish_update() first. Load a checkpoint to go on."
+            )
         follow_writes(self.masters)
+
+    def finish_updates(self, replaced: bool = False) -> None:
+        """Before state is read or written from outside: the parameters follow a delayed update. A collective.
+
+        Raises ``RuntimeError`` if the model is damaged, or if it is in use while such an update is under way;
+        not if all its state is about to be ``replaced``.
+        """
+        step = self.optimizer_step
+        if not replaced:
+            step.refuse_damage()
+        if not step.under_way:
+            return
+        if not replaced:
+            if self.hooks.calls or self.backward_pass.running or any(unit.holders for unit in self.units):
+                raise RuntimeError(
+                    "state is read, or parameters are to be written, inside forward, backward or 'with "
+                    "zero_ext.gathered(...)', while a delayed update is under way (offload.step is "
+                    "'delayed'): parameters in use would change. Do it between steps, or call "
+                    "model.finish_update() before. After a backward pass that raised call "
+                    "optimizer.zero_grad() first."
+                )
+            self._follow_writes()
+        self.residency.release_idle()  # what was fetched ahead has the values before the update
+        with contextlib.suppress(*([FailedTogether] if replaced else [])):
+            step.finish()
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

@@ -29,7 +29,8 @@ def gathered(
     that were not changed keep their master's full precision). Works for every stage. If the block raises,
     or writes what it may only read, edits of sharded parameters are dropped; those of replicated ones
     (stages 0 to 2) stay on this rank. Raises ``ValueError`` for a parameter of no prepared model or a rank
-    that does not exist.
+    that does not exist. Values for reading are those that forward uses; before an edit delayed updates are
+    finished.
     """
     units = _units_of(parameters)
     for engine, _ in units:
@@ -38,6 +39,9 @@ def gathered(
             raise ValueError(
                 f"modifier_rank: {modifier_rank!r} given, a rank from 0 to {engine.world_size - 1} wanted"
             )
+    if modifier_rank is not None:
+        for engine in dict.fromkeys(engine for engine, _ in units):
+            engine.finish_updates()
     holder = object()
     # An order of its own: to look ahead from here would gather units that the block does not use.
     order = GatherOrder()
@@ -116,6 +120,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     ``rank0_only`` the other ranks get an empty dict. Units are gathered one at a time.
     """
     engine = engine_of(model)
+    engine.finish_updates()
     keep = not rank0_only or engine.rank == 0
     whole: dict[nn.Parameter, torch.Tensor] = {}
     tiled: dict[str, torch.Tensor] = {}
@@ -149,6 +154,7 @@ def load_full_state_dict(
     """
     engine = engine_of(model)
     _check_shapes(state, engine.wholes.shapes())
+    engine.finish_updates()
     state = engine.wholes.cut(state)
     names, buffers = _names_of(engine), persistent_buffers(engine.model)
     found = {parameter: [name for name in own if name in state] for parameter, own in names.items()}

@@ -13,7 +13,7 @@ from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.master import MasterShard, follow_writes
 from zero_ext.zero.together import together
 from zero_ext.zero.unit import Unit
-from zero_ext.zero.update import MIXTURE, AfterBackward, publish
+from zero_ext.zero.update import MIXTURE, AfterBackward, publish, settings_of
 
 _INSTEAD = "set offload.step to 'after_backward'"
 
@@ -60,7 +60,7 @@ class InBackward(AfterBackward):
                 f"'with model.no_sync():'; or {_INSTEAD}."
             )
         self._last, self._scale = last, scale
-        self._settings = _settings(self._groups)
+        self._settings = settings_of(self._groups)
         if last:
             follow_writes(self._masters)
 
@@ -117,7 +117,7 @@ class InBackward(AfterBackward):
         if self._error is not None:
             raise self._error
         if self._early:
-            _refuse_changes(self._settings, _settings(self._groups))
+            _refuse_changes(self._settings, settings_of(self._groups))
         for number, names in self._early.items():
             specs = self._gradients[number].unit.layout.specs
             missed = sorted(used.intersection(spec.name for spec in specs) - names)
@@ -179,18 +179,6 @@ class InBackward(AfterBackward):
         self._early = {}
         self._error = None
         self._last = self.pending = False
-
-
-def _settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The param groups' settings as they are now."""
-    return [
-        {
-            key: value.clone() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-            if key != "params"
-        }
-        for group in groups
-    ]
 
 
 def _refuse_changes(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> None:

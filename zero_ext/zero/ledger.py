@@ -18,7 +18,8 @@ def ledger_of(engine: Engine) -> dict[str, int]:
     (master weights and moments), which are model state, and ``staging``, the pool behind gathered units and
     reductions under way and what offloaded steps pass through.
 
-    fp32 parameters are their own master weights and count once, as params.
+    fp32 parameters are their own master weights and count once, as params. Where updates are delayed they are
+    not; gradients and, with the optimizer on NVMe, parameters that a delayed update uses count besides.
     """
     tiers = ledger_by_tier(engine)
     return {kind: tiers["device"][kind] + tiers["host"][kind] for kind in KINDS}
@@ -26,6 +27,8 @@ def ledger_of(engine: Engine) -> dict[str, int]:
 
 def ledger_by_tier(engine: Engine) -> dict[Tier, dict[str, int]]:
     """The same by tier; what lies on NVMe as well, in whole blocks where it is stored so."""
+    step = engine.optimizer_step
+    step.wait()
     held: dict[Tier, Counter[str]] = {"device": Counter(), "host": Counter(), "nvme": Counter()}
     for unit in engine.units:
         if unit.placement.params:
@@ -37,9 +40,13 @@ def ledger_by_tier(engine: Engine) -> dict[Tier, dict[str, int]]:
             held[tier]["grads"] += nbytes
     for master in engine.masters:
         held[master.state.tier]["optimizer"] += master.held_bytes()
-    if engine.optimizer_step.stepper is not None:
-        for tier, nbytes in engine.optimizer_step.stepper.state_bytes().items():
+        held["host"]["optimizer"] += master.ahead_bytes()
+    if step.stepper is not None:
+        for tier, nbytes in step.stepper.state_bytes().items():
             held[tier]["optimizer"] += nbytes
+    if step.updates is not None:
+        for tier, nbytes in step.updates.held_bytes().items():
+            held[tier]["grads"] += nbytes
     held["device"]["staging"] = engine.pool.total_bytes
     held["host"]["staging"] = engine.tiers.staging_bytes()
     return {tier: {kind: counts[kind] for kind in KINDS} for tier, counts in held.items()}

@@ -20,6 +20,11 @@ class MasterShard:
     ``state`` [owned] holds the fp32 master weights and, once an optimizer added them, its moments. If the
     unit computes in fp32 in the same memory, the masters are the parameters themselves and ``output`` is
     None; otherwise ``output`` [owned] is where the parameters, in compute precision, follow them.
+
+    ``step_output`` is where a step leaves the parameters: in ``output``, unless updates run beside forward
+    and backward. The masters never are the parameters then, and :meth:`publish` makes these follow: from the
+    masters, or, where those would have to be read from storage, from host memory [owned] in compute
+    precision.
     """
 
     def __init__(self, unit: Unit, tiers: Tiers) -> None:
@@ -29,10 +34,15 @@ class MasterShard:
             layout.shard_range(unit.collectives.rank) if placement.optimizer else (0, layout.numel)
         )
         live: ShardHome = unit.home if placement.optimizer else tiers.in_memory(unit.flat)
-        shared = live.memory(placement.optimizer_tier) if layout.dtype == torch.float32 else None
+        shares = layout.dtype == torch.float32 and not tiers.delays_updates
+        shared = live.memory(placement.optimizer_tier) if shares else None
         self.separate = shared is None
         self.state = tiers.state_home(placement.optimizer_tier, self.end - self.begin, shared)
         self.output: ShardHome | None = live if self.separate else None
+        self.step_output = self.output
+        if tiers.delays_updates:
+            stored = self.state.tier == "nvme"
+            self.step_output = tiers.shard_home("host", live.numel, live.dtype) if stored else None
         self.overlaps: tuple[Overlap, ...] = tuple(layout.overlaps(self.begin, self.end))
         self._overlap_of = {overlap.index: overlap for overlap in self.overlaps}
 
@@ -67,6 +77,30 @@ class MasterShard:
         for begin in range(0, self.state.numel, _PIECE_ELEMENTS):
             end = min(begin + _PIECE_ELEMENTS, self.state.numel)
             self.output.store(begin, self.state.read(MASTER, begin, end), self.state.tier)
+
+    def publish(self, used: frozenset[str]) -> None:
+        """The parameters named in ``used`` follow a step that did not write them itself."""
+        if self.output is None:
+            raise AssertionError("parameters that are their own masters follow every step")
+        if self.step_output is None:
+            self.write_output()
+            return
+        specs = self.unit.layout.specs
+        stepped = [
+            (overlap.range_start, overlap.range_start + overlap.numel)
+            for overlap in self.overlaps
+            if specs[overlap.index].name in used
+        ]
+        if stepped and len(stepped) == len(self.overlaps):
+            stepped = [(0, self.output.numel)]
+        for begin, end in stepped:
+            self.output.store(begin, self.step_output.read(begin, end), "host")
+
+    def ahead_bytes(self) -> int:
+        """Bytes of host memory for parameters that are ahead of those in use."""
+        if self.step_output is None or self.step_output is self.output:
+            return 0
+        return self.step_output.numel * self.step_output.dtype.itemsize
 
     def part(self, overlap: Overlap) -> Values:
         """The master weights of one parameter's owned elements, where they lie."""

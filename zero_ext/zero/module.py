@@ -17,7 +17,7 @@ class ZeroModule(nn.Module):
     """A prepared model: calls, attributes and state_dict keys are those of ``module``.
 
     Adds what a sharded model needs: :meth:`backward` (scales the loss), :meth:`no_sync`,
-    :meth:`clip_grad_norm_`, :meth:`full_state_dict`.
+    :meth:`clip_grad_norm_`, :meth:`full_state_dict`, :meth:`finish_update`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -69,6 +69,12 @@ class ZeroModule(nn.Module):
         norm without the loss scale.
         """
         return engine_of(self).clip_grad_norm_(max_norm, norm_type)
+
+    def finish_update(self) -> None:
+        """Makes the parameters follow a delayed update now rather than in the next step, as before an
+        evaluation of the newest parameters; a collective. Nothing to do unless ``offload.step`` is "delayed".
+        """
+        engine_of(self).finish_updates()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients."""

@@ -9,6 +9,7 @@ import torch
 
 from zero_ext.offload import Values, copy_of, count, replace
 from zero_ext.optim import Stepper, make_stepper, moments_dtype_named
+from zero_ext.optim.compatibility import on_other_tensors
 from zero_ext.zero.engine import Engine
 
 
@@ -25,7 +26,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         moments = moments_dtype_named(engine.config.precision.moments_dtype)
         engine.optimizer_step.attach(
             self.param_groups,
-            lambda ranges: make_stepper(optimizer, ranges, moments, elementwise, engine.tiers),
+            lambda ranges, groups: make_stepper(
+                on_other_tensors(optimizer, groups), ranges, moments, elementwise, engine.tiers
+            ),
         )
 
     @property
@@ -50,8 +53,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Unscales, clips, updates and publishes the parameters; a collective of all ranks.
 
-        Returns the closure's value. Raises ``RuntimeError`` without gradients or inside backward,
-        ``FloatingPointError`` if clipping meets a norm that is not finite.
+        With delayed updates (``offload.step``) the parameters follow the step before. Returns the closure's
+        value. Raises ``RuntimeError`` without gradients or inside backward, ``FloatingPointError`` if
+        clipping meets a norm that is not finite.
         """
         value = None
         if closure is not None:
@@ -79,8 +83,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's optimizer state: ``shards`` by kind and parameter, ``scalars``, ``param_groups``."""
+        """This rank's optimizer state: ``shards`` by kind and parameter, ``scalars``, ``param_groups``. A
+        delayed update is waited for, and is in it."""
         stepper = self._stepper()
+        self.engine.optimizer_step.wait()
         self.engine.follow_writes()
         shards = {key: copy_of(values) for key, values in self._live_shards().items()}
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
@@ -98,6 +104,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Else ``ValueError``, with nothing changed.
         """
+        self.engine.finish_updates()
         own = self.state_dict()
         if state_dict.get("layout") != own["layout"]:
             raise ValueError(

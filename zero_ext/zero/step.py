@@ -13,6 +13,7 @@ from zero_ext.config import ZeroConfig
 from zero_ext.config.events import Bus, StepEnd
 from zero_ext.offload import Tiers
 from zero_ext.optim import OwnedRange, Segment, Stepper
+from zero_ext.zero.delayed import Delayed
 from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.in_backward import InBackward
 from zero_ext.zero.layout import Overlap
@@ -21,7 +22,9 @@ from zero_ext.zero.master import MasterShard
 from zero_ext.zero.norms import GradientNorms
 from zero_ext.zero.together import FailedTogether
 from zero_ext.zero.unit import Unit
-from zero_ext.zero.update import AfterBackward
+from zero_ext.zero.update import AfterBackward, settings_of
+
+Groups = list[dict[str, Any]]
 
 
 class OptimizerStep:
@@ -49,21 +52,23 @@ class OptimizerStep:
         self._collectives = collectives
         self._transfers = tiers.transfers
         self._clipping = config.gradient_clipping
-        self._in_backward = config.offload.step == "in_backward"
+        self._when = config.offload.step
+        self._delays_after = config.offload.delay_after_steps
         self._bus = bus
         self._began = time.perf_counter()
         self.scaler = LossScaler(config.loss_scale)
         self.scales_loss = scales_loss
         self.stepper: Stepper | None = None
         self.updates: AfterBackward | None = None
-        self.groups: list[dict[str, Any]] = []
+        self.groups: Groups = []
         self.steps = 0
         self.skipped_steps = 0
         self.grad_norm: float | None = None
         self.damage: str | None = None
 
-    def attach(self, groups: list[dict[str, Any]], make: Callable[[list[OwnedRange]], Stepper]) -> None:
-        """Gives every master shard its optimizer; ``groups`` are the live param groups of the user's."""
+    def attach(self, groups: Groups, make: Callable[[list[OwnedRange], Groups], Stepper]) -> None:
+        """Gives every master shard its optimizer; ``groups`` are the live param groups of the user's, and
+        ``make`` is given those that the stepper is to read."""
         group_of = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
         ranges = []
         for master in self._masters:
@@ -77,13 +82,16 @@ class OptimizerStep:
                 segments.append(
                     Segment(name, group_of[parameter], part.parameter_start, part.range_start, part.numel)
                 )
-            ranges.append(OwnedRange(master.state, master.output, tuple(segments)))
+            ranges.append(OwnedRange(master.state, master.step_output, tuple(segments)))
         self.groups = groups
-        self.stepper = make(ranges)
+        settings = settings_of(groups) if self._when == "delayed" else groups
+        self.stepper = make(ranges, settings)
         parts = (self.stepper, self._masters, self._gradients, self._collectives)
-        if self._in_backward:
+        if self._when == "in_backward":
             on_trial = bool(self._clipping) or self.scales_loss
             self.updates = InBackward(*parts, groups, on_trial)
+        elif self._when == "delayed":
+            self.updates = Delayed(*parts, groups, settings, self._transfers)
         else:
             self.updates = AfterBackward(*parts)
 
@@ -91,6 +99,21 @@ class OptimizerStep:
     def pending(self) -> bool:
         """Whether updates may have been made in backward that no step has finished."""
         return self.updates is not None and self.updates.pending
+
+    @property
+    def under_way(self) -> bool:
+        """Whether parameters are still to follow the updates of the last step."""
+        return self.updates is not None and self.updates.under_way
+
+    def wait(self) -> None:
+        """Returns when no update runs any more. Raises what made it fail on this rank."""
+        if self.updates is not None:
+            self.updates.wait()
+
+    def finish(self) -> None:
+        """Makes the parameters follow the updates of the last step; a collective."""
+        if self.updates is not None:
+            self._guarded(lambda updates: updates.finish())
 
     @property
     def clears_gradients(self) -> bool:
@@ -160,15 +183,19 @@ class OptimizerStep:
                 "zero_grad(). Call loss.backward() on a loss that depends on the model."
             )
         scale, overflow = self._gradient_scale()
+        self.finish()
         if self.scales_loss:
             self.scaler.update(overflow)
         if overflow:
             self.skipped_steps += 1
         else:
             self._guarded(lambda updates: updates.run(scale, used))
+            if self.steps < self._delays_after:
+                self.finish()
         self.steps += 1
         self._collectives.wire.begin_step()
         self._transfers.begin_step()
+        self.updates.begin_delayed()
         self._tell(overflow)
         return not overflow
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from zero_ext.comm import Collectives
+from zero_ext.config import Tier
 from zero_ext.optim import Stepper, Update
 from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.master import MasterShard
@@ -23,13 +25,15 @@ class AfterBackward:
 
     The methods are what the engine tells whoever decides when updates run; here only :meth:`run` does
     something. ``pending`` says that updates may have been made which ``optimizer.step()`` has not finished,
-    ``clears`` that a step forgets its gradients, ``taken_back`` that the last step took updates back.
+    ``clears`` that a step forgets its gradients, ``taken_back`` that the last step took updates back,
+    ``under_way`` that parameters are still to follow updates of a step that has ended.
     ``kept_steps`` and ``taken_back_steps`` count the steps whose updates on trial were right and wrong.
     """
 
     pending = False
     clears = False
     taken_back = False
+    under_way = False
     kept_steps = 0
     taken_back_steps = 0
 
@@ -83,6 +87,20 @@ class AfterBackward:
         for number in self._stepper.step(self._updates(), scale, used):
             yield self._masters[number].unit
 
+    def begin_delayed(self) -> None:
+        """The step is counted: updates that run beside the next forward and backward may start."""
+
+    def wait(self) -> None:
+        """Returns when no update runs any more, the parameters as they are; raises what made it fail here."""
+
+    def finish(self) -> None:
+        """Returns when the parameters have followed all updates, on all ranks. A collective;
+        :class:`FailedTogether` as of :meth:`run`."""
+
+    def held_bytes(self) -> Mapping[Tier, int]:
+        """Bytes by tier that hold gradients for updates, beside the units' own."""
+        return {}
+
     def take_back(self) -> None:
         """``optimizer.step()`` is skipped: state and parameters are what they were before backward. A
         collective."""
@@ -105,6 +123,18 @@ class AfterBackward:
             for number, gradients in enumerate(self._gradients)
             if gradients.contributed and number not in done
         ]
+
+
+def settings_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The param groups' settings as they are now."""
+    return [
+        {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in groups
+    ]
 
 
 def publish(units: Iterable[Unit]) -> None:
