@@ -27,9 +27,8 @@ class Delayed(AfterBackward):
 
     Forward and backward in between use the parameters from before them: the thread changes master weights and
     the optimizer's state alone, from copies of the gradients (in the host's memory, as many bytes as a rank's
-    part of them) and of the hyper-parameters: the stepper reads ``settings``, which are
-    copied from the live ``groups`` when a step is called. :meth:`finish` makes the parameters follow, see
-    :meth:`MasterShard.publish`.
+    part of them) and of the hyper-parameters: the stepper reads ``settings``, which :meth:`run` copies from
+    the live ``groups``. :meth:`finish` makes the parameters follow, see :meth:`MasterShard.publish`.
     """
 
     def __init__(
