@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zero_ext
 from tests.multi.on_ranks import on_ranks
@@ -384,3 +385,35 @@ def test_events_say_what_was_taken_back(world: World) -> None:
     optimizer.step()
     assert [end.taken_back for end in ends] == [True]
     assert (optimizer.kept_steps, optimizer.taken_back_steps) == (0, 1)
+
+
+class Hinted(nn.Module):
+    """Blocks that also use the head's weight, which gets no gradient there; run again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Linear(WIDTH, WIDTH) for _ in "abcdef"
+        )  # two reductions stay in flight
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def _part(self, block: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            hint = self.head(torch.ones(WIDTH))
+        return block(hidden * hint).tanh()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = checkpoint(self._part, block, hidden, use_reentrant=False)
+        return self.head(hidden)
+
+
+@on_ranks(1, 2)
+def test_a_forward_run_again_does_not_read_updated_parameters(world: World) -> None:
+    for stage in (1, 3):
+        for clipping in (0.0, 1e-3):
+            units = {"bucket_elements": 100, "persistence_threshold": 0}
+            model, optimizer = prepared(world, Hinted(), stage=stage, gradient_clipping=clipping, units=units)
+            model.backward(feature_loss(model, feature_batch(world.seed, 0, 0, world.rank)))
+            with pytest.raises(RuntimeError, match=r"'head\.weight' was read after its update"):
+                optimizer.step()

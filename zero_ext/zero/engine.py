@@ -222,6 +222,13 @@ class Engine:
         if gradients.complete:
             self.reducer.arrived(gradients)
 
+    def parameter_read(self, parameter: nn.Parameter) -> None:
+        """Code of the model reads a parameter of its own, in forward or as backward runs it again."""
+        if in_backward() and parameter in self.index:
+            unit, number = self.index[parameter]
+            if unit in self._gradients:
+                self.optimizer_step.read(self._gradients[unit], number)
+
     def _reduces_now(self) -> bool:
         sharded = any(master.unit.placement.grads for master in self.masters)
         return self._ends_accumulation() or (self._syncs and sharded)

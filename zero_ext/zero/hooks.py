@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from typing import Any
 
@@ -130,18 +130,19 @@ def _uses_of(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]] | Non
 
 
 class GatheringParameters(dict[str, "nn.Parameter | None"]):
-    """A module's ``_parameters``: reading one by name makes its unit present for the running call."""
+    """A module's ``_parameters``: reading one by name makes its unit present for the running call, or does
+    whatever else ``touch`` does."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter | None], touch: Callable[[nn.Parameter], None]
     ) -> None:
         super().__init__(parameters)
-        self._touch = touch
+        self.touch = touch
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
         if parameter is not None:
-            self._touch(parameter)
+            self.touch(parameter)
         return parameter
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
@@ -195,6 +196,39 @@ def _install_owner_hook(module: nn.Module, touch: Callable[[nn.Parameter], None]
                 touch(parameter)
 
     module.register_forward_pre_hook(before, prepend=True)
+
+
+def watch_reads(
+    model: nn.Module, parameters: Container[nn.Parameter], read: Callable[[nn.Parameter], None]
+) -> None:
+    """Has the bound method ``read``, held weakly, called with every parameter that a module's call or code in
+    a forward reads, in modules with some of ``parameters``."""
+    inside_compiled = _modules_inside_compiled(model)
+    weak = weakref.WeakMethod(read)
+
+    @torch._dynamo.disable
+    def watched(parameter: nn.Parameter) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(parameter)
+
+    for module in model.modules():
+        before = module._parameters
+        if module in inside_compiled or not any(own in parameters for own in before.values()):
+            continue
+        gather = before.touch if isinstance(before, GatheringParameters) else None
+        module._parameters = GatheringParameters(before, partial(_read_after, gather, watched))
+        _install_owner_hook(module, watched)
+
+
+def _read_after(
+    gather: Callable[[nn.Parameter], None] | None,
+    read: Callable[[nn.Parameter], None],
+    parameter: nn.Parameter,
+) -> None:
+    if gather is not None:
+        gather(parameter)
+    read(parameter)
 
 
 def _install_block_hooks(

@@ -48,6 +48,7 @@ class InBackward(AfterBackward):
         self._settings: list[dict[str, Any]] = []
         self._early: dict[int, frozenset[str]] = {}  # the parameters updated in backward, by range
         self._error: Exception | None = None  # why the step cannot be finished
+        self._stale: str | None = None  # a parameter that was read after its update
 
     def begin_backward(self, last: bool, scale: torch.Tensor) -> None:
         """See :class:`AfterBackward`. Raises ``RuntimeError`` if the step of the pass before is still
@@ -101,6 +102,12 @@ class InBackward(AfterBackward):
             f"{_INSTEAD}"
         )
 
+    def read(self, gradients: UnitGradients, index: int) -> None:
+        """See :class:`AfterBackward`: a value from after the update would go into other gradients."""
+        name = gradients.unit.layout.specs[index].name
+        if name in self._early.get(self._number_of[gradients], ()):
+            self._stale = self._stale or name
+
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
         """See :class:`AfterBackward`: agrees on what happened in backward, judges updates made on trial,
         makes those that are left, publishes parameters."""
@@ -116,6 +123,12 @@ class InBackward(AfterBackward):
     def _finish(self, scale: torch.Tensor, used: frozenset[str]) -> None:
         if self._error is not None:
             raise self._error
+        if self._stale is not None:
+            raise RuntimeError(
+                f"parameter '{self._stale}' was read after its update inside backward: activation "
+                "checkpointing runs a part of the model again that uses it detached, or a hook reads it; "
+                f"{_INSTEAD}"
+            )
         if self._early:
             _refuse_changes(self._settings, settings_of(self._groups))
         for number, names in self._early.items():
@@ -177,7 +190,7 @@ class InBackward(AfterBackward):
             for number in self._early:
                 self._stepper.settle(number)
         self._early = {}
-        self._error = None
+        self._error = self._stale = None
         self._last = self.pending = False
 
 

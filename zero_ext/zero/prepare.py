@@ -25,7 +25,7 @@ from zero_ext.zero.construction import (
 )
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.guards import guard_module
-from zero_ext.zero.hooks import install
+from zero_ext.zero.hooks import install, watch_reads
 from zero_ext.zero.input_cast import cast_inputs, cast_running_statistics
 from zero_ext.zero.lookup import MODULE_ATTRIBUTE, PARAMETER_ATTRIBUTE, attach_engine
 from zero_ext.zero.meta import leave_meta
@@ -136,6 +136,9 @@ def _settings(
 
 def _prepared_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, elementwise: bool) -> ZeroOptimizer:
     watch_all(engine.index, engine)
+    if engine.config.offload.step == "in_backward":
+        trained = {parameter for master in engine.masters for parameter in master.unit.parameters}
+        watch_reads(engine.model, trained, engine.parameter_read)
     prepared = ZeroOptimizer(engine, optimizer, elementwise)
     engine.state.optimizer_class = type(optimizer).__qualname__
     # A scheduler over the user's own optimizer would warn that it never steps: the prepared one does.

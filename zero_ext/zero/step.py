@@ -135,6 +135,11 @@ class OptimizerStep:
         if self.updates is not None:
             self.updates.reduced(gradients)
 
+    def read(self, gradients: UnitGradients, index: int) -> None:
+        """Backward runs code of the model again that reads parameter ``index`` of this unit."""
+        if self.updates is not None:
+            self.updates.read(gradients, index)
+
     def forget_gradients(self) -> None:
         """The gradients are cleared. Raises ``RuntimeError`` if a step in backward has used them."""
         if self.updates is not None:

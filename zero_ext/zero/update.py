@@ -59,6 +59,9 @@ class AfterBackward:
     def reduced(self, gradients: UnitGradients) -> None:
         """A reduction of this unit is finished."""
 
+    def read(self, gradients: UnitGradients, index: int) -> None:
+        """Backward runs code of the model again that reads parameter ``index`` of this unit."""
+
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
         """``optimizer.step()`` has settled the gradients: their factor (0-d float32) and the names of the
         parameters that have one on any rank. A collective; :class:`FailedTogether` on all ranks if it failed
