@@ -292,6 +292,34 @@ def test_assigning_a_gradient(world: World) -> None:
                 optimizer.step()
 
 
+@on_ranks(1)
+def test_a_gradient_assigned_before_backward_counts_alone(world: World) -> None:
+    """The pass after it adds to it, and to nothing of the step before."""
+    for stage in STAGES:
+        model, optimizer, twin = after_backward(world, stage)
+        plain = sgd(twin.parameters())
+        for number in range(3):
+            for each, stepping in ((model, optimizer), (twin, plain)):
+                stepping.step()
+                stepping.zero_grad()
+                each.blocks[0].up.bias.grad = torch.full((2 * WIDTH + 1,), 0.1 * number)
+                language_loss(each, language_batch(world.seed, number, 1, 0)).backward()
+        for name, value in zero_ext.full_state_dict(model).items():
+            torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-5, atol=1e-5)
+
+
+@on_ranks(2)
+def test_assigning_a_gradient_while_others_wait_to_be_reduced(world: World) -> None:
+    model, optimizer, _ = after_backward(world, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    with model.no_sync():
+        language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
+    model.head.weight.grad = torch.randn(23, WIDTH)
+    with pytest.raises(RuntimeError, match=r"'head\.weight'\.grad was assigned .* wait to be reduced"):
+        optimizer.step()
+
+
 @on_ranks(1, 2)
 def test_grad_scaler(world: World) -> None:
     """torch's own GradScaler around an fp32 model: unscale_ acts on true gradients, or says what to call."""

@@ -417,3 +417,33 @@ def test_a_forward_run_again_does_not_read_updated_parameters(world: World) -> N
             model.backward(feature_loss(model, feature_batch(world.seed, 0, 0, world.rank)))
             with pytest.raises(RuntimeError, match=r"'head\.weight' was read after its update"):
                 optimizer.step()
+
+
+@on_ranks(1, 2)
+def test_gradients_cleared_between_two_passes(world: World) -> None:
+    """Of single parameters, when nothing is reduced yet; and a norm where a unit has no gradient."""
+
+    def zero(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+
+    def clear(parameter: nn.Parameter) -> None:
+        parameter.grad = None
+
+    for change in (zero, clear):
+        results = []
+        for step in ("after_backward", "in_backward"):
+            model, optimizer = prepared(world, offload={"step": step})
+            for number in (0, 2):
+                with model.no_sync():
+                    backward(world, model, number)
+                change(model.head.weight)
+                backward(world, model, number + 1)
+                optimizer.step()
+                optimizer.zero_grad()
+            with model.no_sync():
+                model.head(torch.ones(WIDTH)).sum().backward()
+            assert model.clip_grad_norm_(1.0, float("inf")) == 1.0
+            results.append(zero_ext.full_state_dict(model))
+        for name, value in results[0].items():
+            assert torch.equal(value, results[1][name]), name

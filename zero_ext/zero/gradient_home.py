@@ -224,12 +224,14 @@ class BorrowedGradients:
         return MemoryHome(self.tier, self._tensor, self._transfers)
 
     def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """See :class:`GradientHome`: one piece."""
-        yield self._tensor[begin:end]
+        """See :class:`GradientHome`: one piece, none without a gradient."""
+        if self._buffer is not None:
+            yield self._tensor[begin:end]
 
     def change(self, begin: int, end: int, change: Callable[[torch.Tensor], object]) -> None:
-        """See :class:`GradientHome`."""
-        change(self._tensor[begin:end])
+        """See :class:`GradientHome`; nothing happens without a gradient."""
+        if self._buffer is not None:
+            change(self._tensor[begin:end])
 
     def add_squares(self, accumulator: torch.Tensor) -> None:
         """See :class:`GradientHome`."""

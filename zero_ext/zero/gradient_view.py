@@ -115,11 +115,10 @@ class GradientViews:
         view, name = gradients.full_view(number), gradients.unit.layout.specs[number].name
         if view is None or isinstance(value, ShardedGradient):
             raise RuntimeError(
-                f"'{name}'.grad was assigned a tensor, but its gradient is sharded over the ranks or lies on "
-                "NVMe. Scale it in place (param.grad.mul_(factor)) or change it inside the loss."
+                f"'{name}'.grad was assigned a tensor, but its gradient is sharded over the ranks, lies on "
+                "NVMe or ends with its update inside backward. Scale it in place "
+                "(param.grad.mul_(factor)) or change it inside the loss."
             )
-        view.copy_(value)
-        gradients.contributed.add(number)
-        gradients.home.landed()
+        gradients.assign(number, view, value)
         self._shown[gradients.unit.parameters[number]] = value
         self._engine.norms.forget()

@@ -245,6 +245,21 @@ class UnitGradients:
         if self.local is not None and index in self._filled:
             self.local[layout.offsets[index] : layout.offsets[index] + layout.specs[index].numel].zero_()
 
+    def assign(self, index: int, view: torch.Tensor, value: torch.Tensor) -> None:
+        """Makes ``value`` the reduced gradient of one parameter, ``view`` its :meth:`full_view`."""
+        if self.has_local and not self.home.valid:
+            raise RuntimeError(
+                f"'{self.unit.layout.specs[index].name}'.grad was assigned a tensor while other gradients "
+                "wait to be reduced, after no_sync() or inside an accumulation. Assign it before the first "
+                "backward pass of a step or after the one that reduces."
+            )
+        whole = self._whole()
+        if whole is not None and not self.home.valid and not self._filled:
+            whole.zero_()  # a later pass adds to all of it, and there are gradients of an earlier step
+        view.copy_(value)
+        self.contributed.add(index)
+        self.home.landed()
+
     def scale_parameter(self, index: int, factor: torch.Tensor | float) -> None:
         """Multiplies the reduced gradient of one parameter, where it is held here."""
         self._change(index, lambda part: part.mul_(factor))
@@ -297,7 +312,8 @@ class UnitGradients:
 
     def _whole(self) -> torch.Tensor | None:
         if self.unit.collectives.world_size == 1:
-            return self.home.shard().memory(self.home.tier)
+            lent = isinstance(self.home, BorrowedGradients) and not self.home.valid
+            return None if lent else self.home.shard().memory(self.home.tier)
         return None if self.unit.placement.optimizer else self.local
 
     # -- memory -------------------------------------------------------------------------------------------
