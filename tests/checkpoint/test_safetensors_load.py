@@ -328,6 +328,7 @@ HOSTILE: list[tuple[bytes, str]] = [
     (container({"a": entry(shape=(2.0,))}, bytes(8)), "'a' has shape"),
     (container({"a": entry(shape="2")}, bytes(8)), "'a' has shape"),
     (container({"a": entry(shape=(1 << 62, 1 << 62))}, bytes(8)), "not those of"),
+    (container({"a": entry(shape=[9999999999] * 400_000)}, bytes(8)), "'a' has 400000 numbers in its shape"),
     (container({"a": entry(offsets=(8, 0))}, bytes(8)), "not those of"),
     (container({"a": entry(offsets=(0, 8, 16))}, bytes(8)), "not those of"),
     (container({"a": entry(offsets=(-8, 0))}, bytes(8)), "'a' has data_offsets"),

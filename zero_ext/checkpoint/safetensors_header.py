@@ -20,6 +20,7 @@ from zero_ext.checkpoint.regular_file import open_regular
 
 LARGEST_HEADER_BYTES = 100_000_000
 _ALIGNMENT = 64
+_MOST_DIMENSIONS = 64  # torch's; the size of a shape of millions of numbers would take hours to multiply
 
 
 class TensorEntry(NamedTuple):
@@ -115,6 +116,8 @@ def _stored_tensor(key: str, value: Any, begin: int) -> StoredTensor:
     if not isinstance(dtype, str) or dtype not in SAFETENSORS_DTYPES:
         raise ValueError(f"{key!r} has dtype {dtype!r}; known are {', '.join(SAFETENSORS_DTYPES)}")
     for what, numbers in (("shape", shape), ("data_offsets", offsets)):
+        if isinstance(numbers, list) and len(numbers) > _MOST_DIMENSIONS:
+            raise ValueError(f"{key!r} has {len(numbers)} numbers in its {what}, {_MOST_DIMENSIONS} at most")
         if not isinstance(numbers, list) or any(type(one) is not int or one < 0 for one in numbers):
             raise ValueError(f"{key!r} has {what} {numbers!r}, a list of numbers from 0 wanted")
     entry = TensorEntry(key, SAFETENSORS_DTYPES[dtype], tuple(shape))
