@@ -447,3 +447,19 @@ def test_gradients_cleared_between_two_passes(world: World) -> None:
             results.append(zero_ext.full_state_dict(model))
         for name, value in results[0].items():
             assert torch.equal(value, results[1][name]), name
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_sums_of_passes_that_nobody_announced_are_not_rounded(world: World, dtype: str) -> None:
+    """A sum in fp32, of passes under ``no_sync``, is the same in every home of gradients."""
+    plan = Plan(steps=3, micro_batches=3, accumulation="no_sync", dtype=dtype)
+    reference = train(world, 3, plan, {})
+    homes: tuple[dict[str, Any], ...] = (
+        {"grads": "host"},
+        {"grads": "nvme"},
+        {"step": "in_backward"},
+        {"step": "in_backward", "grads": "nvme", "optimizer": "nvme"},
+    )
+    for offload in homes:
+        check_equal(train(world, 3, plan, offload), reference)

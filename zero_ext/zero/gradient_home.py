@@ -16,9 +16,10 @@ from zero_ext.zero.pool import BufferPool
 class GradientHome(Protocol):
     """Keeps one reduced gradient [numel], or none. What comes while it keeps one is added to it.
 
-    ``dtype`` is that of the kept gradient, or of the next one. Once a second gradient was added it is the
-    dtype in which gradients add up. ``alignment`` is what the sizes of the buffers given to :meth:`take` are
-    multiples of. ``failure`` is why the gradient is not to be used; reading it raises that.
+    ``dtype`` is that of the kept gradient, or of the next one. Once a second gradient was added, or the sum
+    of several was taken over, it is the dtype in which gradients add up. ``alignment`` is what the sizes of
+    the buffers given to :meth:`take` are multiples of. ``failure`` is why the gradient is not to be used;
+    reading it raises that.
     """
 
     tier: Tier
@@ -104,6 +105,8 @@ class MemoryGradients:
     def take(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
         """See :class:`GradientHome`; the buffer is back in the pool when it returns."""
         values = buffer.view(dtype)
+        if not self.valid and dtype == self._accumulation_dtype != self.dtype:
+            self._tensor = allocate(self._tensor.numel(), dtype)  # a sum of passes that nobody announced
         (ops.accumulate_ if self.valid else ops.pack_)(self._tensor, [values], [0])
         self._transfers.record("device", self.tier, values.nbytes)
         self._pool.give(buffer)
@@ -210,8 +213,8 @@ class BorrowedGradients:
 
     def take(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
         """See :class:`GradientHome`: the buffer is kept where it can be."""
-        if self._buffer is None and dtype == self.dtype:
-            self._buffer = buffer
+        if self._buffer is None and dtype in (self.dtype, self._accumulation_dtype):
+            self._buffer, self.dtype = buffer, dtype
             return
         add = self._buffer is not None
         if self._buffer is None:

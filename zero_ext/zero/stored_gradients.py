@@ -68,6 +68,8 @@ class StoredGradients:
         values = buffer.view(dtype)[: self._home.numel]
         self._squares = torch.zeros(ops.ACCUMULATOR_ENTRIES, dtype=torch.int64)
         reader, self._reader = self._reader, None
+        if not self.valid and dtype == self._sums.dtype:
+            self._home = self._sums
         self.valid = True
         with self._noting_failure():
             if reader is not None:
