@@ -141,7 +141,9 @@ void HostExchange::give_up(const std::string& reason) {
   Member& self = segment_.member(rank_);
   const std::lock_guard lock(mutex_);
   if (self.given_up.load(std::memory_order_relaxed) != 0) return;
-  const std::size_t length = std::min(reason.size(), kReasonBytes - 1);
+  std::size_t length = std::min(reason.size(), kReasonBytes - 1);
+  // Not within a character of UTF-8: what is cut there cannot be shown.
+  while (length < reason.size() && length > 0 && (reason[length] & 0xC0) == 0x80) --length;
   std::copy_n(reason.begin(), length, self.reason.begin());
   self.given_up.store(1, std::memory_order_release);
   for (int rank = 0; rank < segment_.world_size(); ++rank) {

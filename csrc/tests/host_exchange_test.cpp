@@ -149,6 +149,27 @@ TEST(HostExchange, TellsWhyAPeerGaveUp) {
   }
 }
 
+TEST(HostExchange, CutsALongReasonBetweenCharacters) {
+  for (const std::size_t shift : {0U, 1U, 2U}) {
+    Pair pair;
+    ASSERT_TRUE(pair.connected());
+    std::string reason(shift, '.');
+    while (reason.size() < 2 * kReasonBytes) reason += "\u2026";
+    pair[0].give_up(reason);
+    Bytes never(8);
+    pair[1].receive(0, never, kTag, nullptr);
+    try {
+      pair[1].wait(0, Direction::kReceive, 1, 30s);
+      ADD_FAILURE() << "a rank that gave up went on";
+    } catch (const std::runtime_error& error) {
+      const std::string heard = error.what();
+      EXPECT_EQ(heard, reason.substr(0, heard.size()));
+      EXPECT_EQ((heard.size() - shift) % 3, 0U);
+      EXPECT_GT(heard.size(), kReasonBytes - 4);
+    }
+  }
+}
+
 TEST(HostExchange, RefusesPeersThatDoNotExist) {
   Pair pair;
   Bytes bytes(1);
