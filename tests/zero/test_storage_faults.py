@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import re
 import tempfile
 import time
 from pathlib import Path
@@ -99,6 +100,33 @@ def test_a_failed_read_of_parameters_is_told_to_all_ranks_at_once(world: World, 
         with pytest.raises(RuntimeError, match="could not be read"):
             language_loss(model, batch)
         assert time.monotonic() - began < 15
+        world.barrier()
+
+
+@on_ranks(2, 3)
+def test_a_failed_read_ahead_that_nobody_needs_is_told_as_well(world: World) -> None:
+    """It comes up where what is under way is dropped: in a step after an evaluation."""
+    with tempfile.TemporaryDirectory() as nvme:
+        model, optimizer = prepared(world, nvme)
+        step(world, model, optimizer, 0)
+        batch = language_batch(world.seed, 1, 0, world.rank)
+        language_loss(model, batch).backward()
+        store = engine_of(model).tiers.store
+
+        def fail(*_: object) -> None:
+            ops.store_inject_fault(store.handle, False, 0, -errno.EIO, 1)
+
+        with torch.no_grad():
+            model(batch)
+            if world.rank == 1:
+                model.norm.register_forward_pre_hook(fail)
+            model(batch)
+        began = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.step()
+        assert time.monotonic() - began < 10  # of 30 seconds
+        if world.rank == 1:
+            assert re.search(r"rank 1: the shard of unit '[^']+' .*could not be read", str(caught.value))
         world.barrier()
 
 

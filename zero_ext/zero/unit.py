@@ -133,7 +133,7 @@ class Unit:
             try:
                 self._await_shard()
             except RuntimeError as error:
-                problem = problem or error
+                problem = problem or self._give_up(error)
         elif self.state is UnitState.GATHERING:
             # If this raises the buffer stays: a peer's shard may still come into it.
             self._await_exchange()
@@ -169,13 +169,15 @@ class Unit:
             yield
         except RuntimeError as error:
             self._drop_buffer()
-            reason = (
-                f"rank {self.collectives.rank}: the shard of {self.describe()} could not be read: {error}"
-            )
-            self.collectives.give_up(reason)
-            alone = self.collectives.world_size == 1
-            advice = "Nothing was changed." if alone else "Start all ranks again from the last checkpoint."
-            raise RuntimeError(f"{reason}. {advice}") from error
+            raise self._give_up(error) from error
+
+    def _give_up(self, error: RuntimeError) -> RuntimeError:
+        """Tells the other ranks why this one goes no further; returns what to raise here."""
+        reason = f"rank {self.collectives.rank}: the shard of {self.describe()} could not be read: {error}"
+        self.collectives.give_up(reason)
+        alone = self.collectives.world_size == 1
+        advice = "Nothing was changed." if alone else "Start all ranks again from the last checkpoint."
+        return RuntimeError(f"{reason}. {advice}")
 
     def ensure_gathered(self) -> None:
         """Gathers from whatever state the unit is in, and waits."""
