@@ -6,15 +6,18 @@ the libraries print goes to stderr, which the team keeps in a log file.
 
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.harness import process_memory
+from benchmarks.harness.allocations import AllocationCounter
 from benchmarks.harness.shapes import SEQUENCE_LENGTH, batch_for, build_model, shape_named
 from benchmarks.peers import Trainer, trainer_class
 from benchmarks.peers.base import loss_of
@@ -89,6 +92,27 @@ class Rank:
         """Start the high-water mark again."""
         process_memory.reset_peak()
 
+    def steady(self, steps: int) -> dict[str, Any]:
+        """Train `steps` steps; minor page faults, growth of the resident set in bytes, bytes gathered, and
+        the allocations that the contender's own code made, by place."""
+        import zero_ext
+
+        trainer = self._trainer()
+        counter = AllocationCounter(Path(zero_ext.__file__).parent, ["zero/tiling"])
+        self._barrier()
+        began, resident = time.perf_counter(), process_memory.resident_bytes()
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        with counter:
+            for _ in range(steps):
+                self._step(SEQUENCE_LENGTH)
+        return {
+            "faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults,
+            "growth": process_memory.resident_bytes() - resident,
+            "gathered": steps * trainer.gathered_bytes(),  # type: ignore[attr-defined]
+            "allocations": dict(counter.found),
+            "seconds": time.perf_counter() - began,
+        }
+
     def staging(self) -> dict[str, int]:
         """Bytes of memory that state passes through, by tier, as the contender holds them now."""
         return self._trainer().staging_bytes()  # type: ignore[attr-defined]
@@ -123,6 +147,7 @@ COMMANDS = (
     "memory",
     "reset_peak",
     "staging",
+    "steady",
     "account",
 )
 

@@ -43,6 +43,12 @@ class ZeroExtTrainer:
     def gradient_norm(self) -> float:
         return float(engine_of(self.model).grad_norm)
 
+    def gathered_bytes(self) -> int:
+        """Bytes of the whole parameters that one step makes present: twice where they are sharded, else once,
+        after the step."""
+        units = engine_of(self.model).units
+        return sum(unit.layout.nbytes * (2 if unit.placement.params else 1) for unit in units)
+
     def staging_bytes(self) -> dict[str, int]:
         engine = engine_of(self.model)
         return {"host": engine.tiers.staging_bytes(), "device": engine.pool.total_bytes}

@@ -13,17 +13,34 @@ import torch
 
 from zero_ext import ops
 from zero_ext.config import AioPolicy, OffloadPolicy
-from zero_ext.offload import MASTER, NvmeState, StateChunks, StateField, Tiers, nvme_store
+from zero_ext.offload import (
+    MASTER,
+    NvmeState,
+    StateChunk,
+    StateField,
+    StepRooms,
+    Tiers,
+    nvme_store,
+    visit_chunks,
+)
+from zero_ext.offload.state_chunks import CHUNK_BUFFERS
+from zero_ext.offload.state_stream import StateStream
 
 SIZES = (70_001, 3, 30_000)  # of the first range four chunks
 KINDS = {"momentum": StateField(torch.float32)}
+
+
+def chunks_of(stream: StateStream) -> Callable[[Sequence[tuple[int, NvmeState]]], Generator[StateChunk]]:
+    """Visits chunks through buffers of its own."""
+    buffers = [ops.host_buffer(stream.chunk_bytes) for _ in range(CHUNK_BUFFERS)]
+    return lambda states: visit_chunks(stream, states, buffers)
 
 
 @pytest.fixture
 def states(tmp_path: Path) -> Iterator[list[tuple[int, NvmeState]]]:
     """Three ranges with random values, under indices 5, 6 and 7."""
     policy = OffloadPolicy(optimizer="nvme", nvme_paths=(str(tmp_path),), ring_bytes=1 << 20)
-    tiers = Tiers(policy, AioPolicy(), KINDS)
+    tiers = Tiers(policy, AioPolicy(), StepRooms(0, 0, 0), KINDS)
     tiers.reserve(sum(tiers.stored_state_bytes("nvme", numel) for numel in SIZES))
     made = []
     for index, numel in enumerate(SIZES, 5):
@@ -44,11 +61,11 @@ def test_every_chunk_comes_once_and_only_what_changed_is_written(
 ) -> None:
     stream = states[0][1].stream
     ring = stream.staging_bytes
-    chunks = StateChunks(stream)
+    chunks = chunks_of(stream)
     assert ring < stream.staging_bytes < 2 * ring
     before, seen = whole(states), []
     wanted = [[values.clone() for values in kinds] for kinds in before]
-    for number, chunk in enumerate(chunks.visit(states)):
+    for number, chunk in enumerate(chunks(states)):
         seen.append((chunk.index, chunk.begin, chunk.end))
         for kind, values in zip((MASTER, "momentum"), before[chunk.index - 5], strict=True):
             assert torch.equal(chunk.values[kind], values[chunk.begin : chunk.end])
@@ -68,10 +85,10 @@ def test_state_that_moves_is_written_whole_and_can_be_taken_back(states: list[tu
     state = NvmeState(stream, numel, shadow=True)
     state.write_kinds([MASTER, "momentum"], 0, numel, [torch.randn(numel), torch.randn(numel)])
     moved = [(0, state)]
-    before, chunks = whole(moved), StateChunks(stream)
+    before, chunks = whole(moved), chunks_of(stream)
     for settled in (False, True):
         state.keep()
-        for chunk in chunks.visit(moved):
+        for chunk in chunks(moved):
             if chunk.begin:
                 chunk.values[MASTER].mul_(2)
                 chunk.changed = True
@@ -93,7 +110,7 @@ def test_reads_run_ahead_and_writes_behind(states: list[tuple[int, NvmeState]]) 
         mock.patch.object(ops, "store_write", noted("write", ops.store_write)),
         mock.patch.object(nvme_store.ops, "store_wait", noted("wait", ops.store_wait)),
     ):
-        for chunk in StateChunks(stream).visit(states[:1]):
+        for chunk in chunks_of(stream)(states[:1]):
             log.append("work")
             chunk.changed = True
     first = ["read", "read", "wait", "work", "write", "read", "wait", "work", "write"]
@@ -108,17 +125,17 @@ def test_a_failed_transfer_is_raised_and_none_is_left_in_flight(
     states: list[tuple[int, NvmeState]], writing: bool, number: int
 ) -> None:
     stream = states[0][1].stream
-    chunks = StateChunks(stream)
+    chunks = chunks_of(stream)
     ops.store_inject_fault(stream.store.handle, writing, number, -errno.EIO, 1)
     with pytest.raises(RuntimeError, match="Input/output error"):
-        for chunk in chunks.visit(states):
+        for chunk in chunks(states):
             chunk.changed = True
-    assert sum(1 for _ in chunks.visit(states)) > 5  # waits for nothing of the failed pass
+    assert sum(1 for _ in chunks(states)) > 5  # waits for nothing of the failed pass
 
 
 def test_a_pass_may_be_broken_off(states: list[tuple[int, NvmeState]]) -> None:
-    chunks, before = StateChunks(states[0][1].stream), whole(states)
-    with contextlib.suppress(ZeroDivisionError), contextlib.closing(chunks.visit(states)) as visited:
+    chunks, before = chunks_of(states[0][1].stream), whole(states)
+    with contextlib.suppress(ZeroDivisionError), contextlib.closing(chunks(states)) as visited:
         for chunk in visited:
             chunk.values[MASTER].zero_()
             raise ZeroDivisionError

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from zero_ext.config import AioPolicy, OffloadPolicy
-from zero_ext.offload import Tiers
+from zero_ext.offload import StepRooms, Tiers
 from zero_ext.optim import OwnedRange, Segment, Stepper, Update
 
 
 def device_tiers() -> Tiers:
-    """Tiers of an engine that offloads nothing."""
-    return Tiers(OffloadPolicy(), AioPolicy())
+    """Tiers of an engine that offloads nothing, with room for torch's own optimizers on small ranges."""
+    return Tiers(OffloadPolicy(), AioPolicy(), StepRooms(0, 0, 4096))
 
 
 def memory_range(

@@ -12,7 +12,7 @@ import zero_ext
 from tests.optim.memory_range import device_tiers, memory_range, step_one
 from zero_ext import ops
 from zero_ext.config import OffloadPolicy
-from zero_ext.offload import MemoryHome, StepStaging, TransferLog
+from zero_ext.offload import MemoryHome, StepRooms, StepStaging, TransferLog, part_elements
 from zero_ext.optim import OwnedRange, Segment, Update, make_stepper
 from zero_ext.optim.fused import AdamStepper
 
@@ -58,7 +58,7 @@ def test_parts_through_staging_equal_the_whole() -> None:
     results = []
     for elements in (COUNT, 512, 256):
         master, output = start.clone(), torch.zeros(COUNT, dtype=torch.bfloat16)
-        staging = StepStaging(8 * elements, TransferLog())
+        staging = StepStaging(StepRooms(4 * elements, 0, 0))
         stepper = AdamStepper(adamw().param_groups, [one_range(master, output)], "8bit", staging)
         for gradient in gradients:
             # A gradient in another tier than the state comes in parts.
@@ -70,8 +70,8 @@ def test_parts_through_staging_equal_the_whole() -> None:
 
 def test_ring_sizes_that_the_configuration_allows_hold_whole_blocks() -> None:
     for ring_bytes in (2**20, 2**20 + 4096):
-        elements = StepStaging(OffloadPolicy(ring_bytes=ring_bytes).ring_bytes, TransferLog()).elements
-        assert elements % ops.BLOCK_ELEMENTS == 0
+        elements = part_elements(OffloadPolicy(ring_bytes=ring_bytes).ring_bytes)
+        assert 0 < 8 * elements <= ring_bytes and elements % ops.BLOCK_ELEMENTS == 0
 
 
 def test_only_fused_adam_takes_them() -> None:

@@ -10,10 +10,11 @@ import torch
 
 from zero_ext import ops
 from zero_ext.config import AioPolicy, OffloadPolicy, Tier
-from zero_ext.offload import Tiers
+from zero_ext.offload import StepRooms, Tiers
 from zero_ext.zero import pieces
 from zero_ext.zero.gradient_home import BorrowedGradients, GradientHome, MemoryGradients
 from zero_ext.zero.pool import BufferPool
+from zero_ext.zero.pool_plan import plan_pool
 from zero_ext.zero.stored_gradients import StoredGradients
 
 NUMEL = 5000
@@ -76,8 +77,8 @@ def check_squares(home: GradientHome) -> None:
 @pytest.mark.parametrize("name", sorted(HOMES))
 def test_keeps_adds_and_forgets(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE_ELEMENTS", pieces.GRAIN)  # the gradient has three
-    pool = BufferPool()
-    tiers = Tiers(OffloadPolicy(grads="nvme", nvme_paths=(str(tmp_path),)), AioPolicy())
+    pool = BufferPool(plan_pool([]))
+    tiers = Tiers(OffloadPolicy(grads="nvme", nvme_paths=(str(tmp_path),)), AioPolicy(), StepRooms(0, 0, 0))
     tiers.reserve(tiers.stored_bytes("nvme", NUMEL, torch.float32))
     home = HOMES[name](pool, tiers)
     for _ in range(2):

@@ -3,10 +3,10 @@
 from zero_ext.offload.birthplace import Birthplace
 from zero_ext.offload.nvme_store import NvmeStore, Transfer
 from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, Arrival, MemoryHome, ShardHome, allocate
-from zero_ext.offload.state_chunks import StateChunk, StateChunks
+from zero_ext.offload.state_chunks import StateChunk, visit_chunks
 from zero_ext.offload.state_home import MASTER, StateField, StateHome
-from zero_ext.offload.state_stream import AdamWork, NvmeState, stream_adam
-from zero_ext.offload.step_parts import StepPart, StepStaging
+from zero_ext.offload.state_stream import AdamWork, NvmeState, stream_adam, stream_chunk_elements
+from zero_ext.offload.step_parts import StepPart, StepRooms, StepStaging, chunk_rooms_bytes, part_elements
 from zero_ext.offload.stored_home import StoredHome
 from zero_ext.offload.stored_run import StoredRun, Values, copy_of, count, part_of, replace
 from zero_ext.offload.tiers import Tiers
@@ -23,10 +23,10 @@ __all__ = [
     "NvmeStore",
     "ShardHome",
     "StateChunk",
-    "StateChunks",
     "StateField",
     "StateHome",
     "StepPart",
+    "StepRooms",
     "StepStaging",
     "StoredHome",
     "StoredRun",
@@ -35,9 +35,13 @@ __all__ = [
     "TransferLog",
     "Values",
     "allocate",
+    "chunk_rooms_bytes",
     "copy_of",
     "count",
+    "part_elements",
     "part_of",
     "replace",
     "stream_adam",
+    "stream_chunk_elements",
+    "visit_chunks",
 ]

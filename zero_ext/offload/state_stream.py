@@ -13,7 +13,7 @@ import torch
 from zero_ext import ops
 from zero_ext.config import Tier
 from zero_ext.offload.nvme_store import NvmeStore
-from zero_ext.offload.shard_home import ShardHome
+from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, ShardHome
 from zero_ext.offload.state_home import MASTER, StateField
 from zero_ext.offload.stored_home import StoredHome
 from zero_ext.offload.stored_run import StoredRun, Values
@@ -39,13 +39,14 @@ class StateStream:
         self.store = store
         self.kinds = {MASTER: StateField(torch.float32), **kinds}
         self.handle = uuid.uuid4().int >> 65
-        self.staging_bytes = ring_bytes  # what state passes through, whoever has allocated it
+        self.ring_bytes = ring_bytes
         self.transfers = transfers
         sizes = [field.dtype.itemsize for field in self.kinds.values()]
         elements = [field.elements for field in self.kinds.values()]
         ops.state_stream_open(self.handle, store.handle, ring_bytes, sizes, elements)
         weakref.finalize(self, ops.state_stream_close, self.handle)
         self.chunk_elements = ops.state_stream_chunk_elements(self.handle)
+        self.chunk_bytes = self.extent_bytes(self.chunk_elements)
 
     def extent_bytes(self, numel: int) -> int:
         """Bytes in the store of the state of ``numel`` elements."""
@@ -58,6 +59,13 @@ class StateStream:
         yield counters
         self.transfers.record("nvme", "host", int(counters[_READ]))
         self.transfers.record("host", "nvme", int(counters[_WRITTEN]))
+
+
+def stream_chunk_elements(ring_bytes: int, sizes: Sequence[int]) -> int:
+    """Elements of a chunk of :class:`StateStream` where each has ``sizes`` bytes of values: eight chunks,
+    with gradients and parameters in fp32, fit into the ring, in whole blocks of any dtype."""
+    grain = STORAGE_ALIGNMENT // 2
+    return ring_bytes // 8 // ((sum(sizes) + 8) * grain) * grain
 
 
 class NvmeState:
@@ -90,10 +98,14 @@ class NvmeState:
         """See :class:`StateHome`: a copy."""
         return self.read_kinds([kind], begin, end)[0]
 
-    def read_kinds(self, kinds: Sequence[str], begin: int, end: int) -> list[torch.Tensor]:
-        """See :class:`StateHome`: copies."""
+    def read_kinds(
+        self, kinds: Sequence[str], begin: int, end: int, into: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """See :class:`StateHome`: copies, in ``into`` if given."""
         fields = [self.stream.kinds[kind] for kind in kinds]
-        values = [torch.empty(field.entries(end - begin), dtype=field.dtype) for field in fields]
+        values = list(into or ()) or [
+            torch.empty(field.entries(end - begin), dtype=field.dtype) for field in fields
+        ]
         with self.stream.counters() as counters:
             ops.state_stream_read_(
                 self.stream.handle, self.offset, self.numel, begin, end, self._fields(kinds), values, counters

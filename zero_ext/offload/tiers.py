@@ -11,7 +11,7 @@ from zero_ext.offload.nvme_store import NvmeStore
 from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, MemoryHome, ShardHome, allocate
 from zero_ext.offload.state_home import MemoryState, StateField, StateHome
 from zero_ext.offload.state_stream import NvmeState, StateStream
-from zero_ext.offload.step_parts import StepStaging
+from zero_ext.offload.step_parts import StepRooms, StepStaging
 from zero_ext.offload.stored_home import StoredHome
 from zero_ext.offload.transfers import TransferLog
 
@@ -32,23 +32,24 @@ class Tiers:
     """Device and host memory of one rank, and its store on NVMe if the policy names that tier.
 
     ``transfers`` counts what moves between the tiers, ``staging`` is what a step in another tier than its
-    gradients or parameters goes through. ``kinds`` is the state that the optimizer keeps beside the master
-    weights; None where there is no optimizer. ``shadows`` says that state in storage has room for what it is
-    after a step that may be taken back, ``delays_updates`` that master weights are updated while forward and
-    backward use the parameters.
+    gradients or parameters goes through, of the size of ``rooms``. ``kinds`` is the state that the optimizer
+    keeps beside the master weights; None where there is no optimizer. ``shadows`` says that state in storage
+    has room for what it is after a step that may be taken back, ``delays_updates`` that master weights are
+    updated while forward and backward use the parameters.
     """
 
     def __init__(
         self,
         policy: OffloadPolicy,
         aio: AioPolicy,
+        rooms: StepRooms,
         kinds: Mapping[str, StateField] | None = None,
         shadows: bool = False,
     ) -> None:
         self.transfers = TransferLog()
         self.delays_updates = policy.step == "delayed"
         self._shadows = shadows
-        self.staging = StepStaging(policy.ring_bytes, self.transfers)
+        self.staging = StepStaging(rooms)
         self._store: NvmeStore | None = None
         self._stream: StateStream | None = None
         if policy.any_nvme:
@@ -108,4 +109,4 @@ class Tiers:
 
     def staging_bytes(self) -> int:
         """Bytes of memory that steps in other tiers go through."""
-        return self.staging.nbytes + (self._stream.staging_bytes if self._stream is not None else 0)
+        return self.staging.nbytes + (self._stream.ring_bytes if self._stream is not None else 0)

@@ -54,9 +54,7 @@ class ElementwiseStepper:
         """See :class:`Stepper`; the scaled gradient of one range exists in fp32 while it runs."""
         for update in updates:
             tier = self._ranges[update.index].state.tier
-            scaled = torch.empty(update.gradient.numel)
-            for part in self._staging.parts(tier, update.gradient, None):
-                torch.mul(part.gradient.float(), scale, out=scaled[part.begin : part.end])
+            scaled = self._staging.scaled(update.gradient, scale, tier)
             self._step_range(update.index, scaled, used)
             yield update.index
 
@@ -69,7 +67,10 @@ class ElementwiseStepper:
         self._inner.step()
         for value in values:
             value.grad = None
-        if owned.output is not None:
+        if owned.output is not None and owned.output.tier == "nvme":
+            # Whole, or the rest of a block would have to be read. What did not change stays as it is.
+            self._staging.send(owned.state.read(MASTER, 0, owned.state.numel), owned.output, owned.state.tier)
+        elif owned.output is not None:
             for segment, value in zip(owned.segments, values, strict=True):
                 if segment.name in used:
                     owned.output.store(segment.begin, value, owned.state.tier)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zero_ext.config import Tier
-from zero_ext.offload import MASTER, NvmeState, StateChunk, StateChunks, StepStaging, Values, allocate
+from zero_ext.offload import MASTER, NvmeState, StateChunk, StepStaging, Values, visit_chunks
 from zero_ext.optim.compatibility import (
     elementwise_kinds,
     initial_state,
@@ -38,10 +38,7 @@ class ElementwiseStream:
         self._scalars: dict[str, dict[str, Any]] = {}
         self._kept: dict[int, tuple[dict[str, dict[str, Any]], dict[str, bool]]] = {}
         self._made: dict[str, bool] = {}  # whether a parameter's state exists: from its first step on
-        stream = _stored(ranges[0]).stream
-        self._chunks = StateChunks(stream)
-        self._gradient = allocate(stream.chunk_elements, torch.float32)
-        stream.staging_bytes += self._gradient.nbytes
+        self._stream = _stored(ranges[0]).stream
         for owned in ranges:
             for segment in owned.segments:
                 state = initial_state(optimizer, torch.zeros(1), self._groups[segment.group])
@@ -58,21 +55,23 @@ class ElementwiseStream:
         gradients = {update.index: update.gradient for update in updates}
         states = [(update.index, _stored(self._ranges[update.index])) for update in updates]
         after: dict[str, dict[str, Any]] = {}
-        with contextlib.closing(self._chunks.visit(states)) as chunks:
+        rooms = self._staging.chunk_rooms(self._stream.chunk_bytes, self._stream.chunk_elements)
+        with contextlib.closing(visit_chunks(self._stream, states, rooms.buffers)) as chunks:
             for chunk in chunks:
                 home = gradients[chunk.index]
                 near: Tier = "host" if home.tier == "nvme" else home.tier
                 part = self._staging.bring(home, chunk.begin, chunk.end, near)
-                gradient = self._gradient[: chunk.end - chunk.begin].copy_(part).mul_(scale)
-                after.update(self._step_chunk(chunk, gradient, used))
+                gradient = rooms.gradient[: chunk.end - chunk.begin].copy_(part).mul_(scale)
+                after.update(self._step_chunk(chunk, gradient, used, rooms.output))
         for name, scalars in after.items():
             self._scalars[name], self._made[name] = scalars, True
         yield from gradients
 
     def _step_chunk(
-        self, chunk: StateChunk, gradient: torch.Tensor, used: frozenset[str]
+        self, chunk: StateChunk, gradient: torch.Tensor, used: frozenset[str], room: torch.Tensor
     ) -> dict[str, dict[str, Any]]:
-        """Steps one chunk; returns the scalars that the parameters in it have then."""
+        """Steps one chunk; returns the scalars that the parameters in it have then. ``room`` is memory for
+        its parameters on their way to storage."""
         owned, values = self._ranges[chunk.index], chunk.values
         begin, end = chunk.begin, chunk.end
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in self._groups]
@@ -96,13 +95,13 @@ class ElementwiseStream:
         for segment, value in stepped:
             self._keep(segment, value, values, begin)
         chunk.changed = True
-        if owned.output is not None:
+        if owned.output is not None and owned.output.tier == "nvme":
             # Parameters in storage follow the masters everywhere: one write, of whole blocks.
-            runs = [(begin, values[MASTER])]
-            if owned.output.tier != "nvme":
-                runs = [(max(segment.begin, begin), value) for segment, value in stepped]
-            for first, run in runs:
-                owned.output.store(first, run, "host")
+            run = room[: (end - begin) * owned.output.dtype.itemsize].view(owned.output.dtype)
+            owned.output.store(begin, run.copy_(values[MASTER]), "host")
+        elif owned.output is not None:
+            for segment, value in stepped:
+                owned.output.store(max(segment.begin, begin), value, "host")
         found = {segment.name: self._scalars_of(value) for segment, value in stepped}
         self._inner.state.clear()
         return found

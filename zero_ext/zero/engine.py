@@ -74,12 +74,14 @@ class Engine:
             master.unit: make_gradients(master.unit, pool, tiers, config, used_up) for master in self.masters
         }
         trained = list(self._gradients.values())
+        number = {item.parameter: place for place, item in enumerate(owned)}
+        starts = [min(number[parameter] for parameter in each.unit.parameters) for each in trained]
         self.norms = GradientNorms(trained, collectives)
         scales_loss = any(unit.layout.dtype is torch.float16 for unit in self.units)
         self.optimizer_step = OptimizerStep(
             self.masters, self._gradients, self.norms, collectives, tiers, config, self._bus, scales_loss
         )
-        self.reducer = GradientReducer(trained, collectives, self._bus, self.optimizer_step.reduced)
+        self.reducer = GradientReducer(trained, starts, collectives, self._bus, self.optimizer_step.reduced)
         self.residency = Residency(
             self.units, config.units.live_elements, config.units.prefetch_elements, self._bus
         )

@@ -48,7 +48,8 @@ def gathered(
     complete = False
     try:
         for engine, unit in units:
-            engine.residency.need(unit, holder, order)
+            with engine.pool.growing():
+                engine.residency.need(unit, holder, order)
         before = {unit: [parameter._version for parameter in unit.parameters] for _, unit in units}
         yield
         for engine, unit in units:

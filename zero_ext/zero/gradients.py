@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,7 @@ from zero_ext.offload import MemoryHome, ShardHome, Tiers, allocate
 from zero_ext.zero.gradient_home import BorrowedGradients, GradientHome, MemoryGradients, SliceGradients
 from zero_ext.zero.partition import DTYPES
 from zero_ext.zero.pool import BufferPool
+from zero_ext.zero.pool_plan import Purpose
 from zero_ext.zero.stored_gradients import StoredGradients
 from zero_ext.zero.unit import Unit
 
@@ -89,10 +91,12 @@ class UnitGradients:
         elif keep_local and self.local.dtype != self._accumulation_dtype and self._filled:
             self._widen_local()
         if gradient.stride() != spec.stride and spec.numel:
-            gradient = torch.empty_strided(spec.shape, spec.stride, dtype=gradient.dtype).copy_(gradient)
-        flattened = gradient.detach().as_strided((spec.numel,), (1,), gradient.storage_offset())
-        write = ops.accumulate_ if index in self._filled else ops.pack_
-        write(self.local, [flattened], [layout.offsets[index]])
+            place = self.local.as_strided(spec.shape, spec.stride, layout.offsets[index])
+            (place.add_ if index in self._filled else place.copy_)(gradient.detach())
+        else:
+            flattened = gradient.detach().as_strided((spec.numel,), (1,), gradient.storage_offset())
+            write = ops.accumulate_ if index in self._filled else ops.pack_
+            write(self.local, [flattened], [layout.offsets[index]])
         self._filled.add(index)
         self._arrived.add(index)
         self.contributed.add(index)
@@ -145,14 +149,14 @@ class UnitGradients:
         target = self.home.begin()
         accumulate = self.home.valid and target is not None
         if target is None:
-            self._landing = self._lend(layout.shard_numel, self.home.dtype)
+            self._landing = self._lend(layout.shard_numel, self.home.dtype, "landing")
             target = self._landing.view(self.home.dtype)[: layout.shard_numel]
         payload = self._on_the_wire(self.local)
         peers = unit.collectives.world_size - 1
         self._pending = unit.collectives.reduce_scatter(
             payload,
             target,
-            self._borrow(layout.shard_numel * peers, payload.dtype),
+            self._borrow(layout.shard_numel * peers, payload.dtype, "received"),
             accumulate,
             unit.wire_kind("reduce_scatter"),
             f"reduce-scatter of the gradients of {unit.describe()}",
@@ -295,7 +299,8 @@ class UnitGradients:
     def largest(self, index: int) -> float:
         """The largest absolute value of one parameter's gradient held here; 0 if there is none."""
         parts = (part for begin, end in self._own_ranges(index) for part in self.home.visit(begin, end))
-        return max((part.abs().max().item() for part in parts if part.numel()), default=0.0)
+        norms = (torch.linalg.vector_norm(part, float("inf")).item() for part in parts if part.numel())
+        return max(norms, default=0.0)
 
     def clear_parameter(self, index: int) -> None:
         """Forgets the gradient of one parameter, here and in the reduced shard."""
@@ -339,23 +344,25 @@ class UnitGradients:
     def _on_the_wire(self, local: torch.Tensor) -> torch.Tensor:
         if self._wire_dtype in (None, local.dtype):
             return local
-        payload = self._borrow(local.numel(), self._wire_dtype)
+        payload = self._borrow(local.numel(), self._wire_dtype, "wire")
         ops.pack_(payload, [local], [0])
         return payload
 
-    def _borrow(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        self._scratch.append(self._pool.take(numel * dtype.itemsize))
+    def _borrow(self, numel: int, dtype: torch.dtype, purpose: Purpose) -> torch.Tensor:
+        self._scratch.append(self._pool.take(numel * dtype.itemsize, self.unit.name, purpose))
         return self._scratch[-1].view(dtype)
 
     def _take_local(self, keep_local: bool) -> torch.Tensor:
         dtype = self._accumulation_dtype if keep_local else self.unit.layout.dtype
-        self._buffer = self._lend(self.unit.layout.numel, dtype)
+        # What stays unreduced is not staging: all units have it at once.
+        with self._pool.growing() if keep_local else contextlib.nullcontext():
+            self._buffer = self._lend(self.unit.layout.numel, dtype, "gradient")
         return self._buffer.view(dtype)[: self.unit.layout.numel]
 
-    def _lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def _lend(self, numel: int, dtype: torch.dtype, purpose: Purpose) -> torch.Tensor:
         """A buffer that the home could take over."""
         nbytes, grain = numel * dtype.itemsize, self.home.alignment
-        return self._pool.take(-(-nbytes // grain) * grain)
+        return self._pool.take(-(-nbytes // grain) * grain, self.unit.name, purpose)
 
     def _drop_local(self) -> None:
         if self._buffer is not None:

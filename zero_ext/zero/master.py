@@ -43,6 +43,7 @@ class MasterShard:
         if tiers.delays_updates:
             stored = self.state.tier == "nvme"
             self.step_output = tiers.shard_home("host", live.numel, live.dtype) if stored else None
+        self._staging = tiers.staging
         self.overlaps: tuple[Overlap, ...] = tuple(layout.overlaps(self.begin, self.end))
         self._overlap_of = {overlap.index: overlap for overlap in self.overlaps}
 
@@ -73,6 +74,9 @@ class MasterShard:
     def write_output(self) -> None:
         """Rounds the master weights into the parameter memory."""
         if self.output is None:
+            return
+        if self._staging.holds_outputs and self.state.tier != "nvme" and self.output.tier == "nvme":
+            self._staging.send(self.state.read(MASTER, 0, self.state.numel), self.output, self.state.tier)
             return
         for begin in range(0, self.state.numel, _PIECE_ELEMENTS):
             end = min(begin + _PIECE_ELEMENTS, self.state.numel)

@@ -158,6 +158,18 @@ def split_optimizer(
     ]
 
 
+def trained_by(optimizer: torch.optim.Optimizer | None) -> Callable[[UnitPlan], bool]:
+    """Whether a unit needs master weights: it is trainable, or frozen for now but the optimizer's."""
+    groups = optimizer.param_groups if optimizer is not None else []
+    stepped = {parameter for group in groups for parameter in group["params"]}
+
+    def trains(plan: UnitPlan) -> bool:
+        parameters = [item.parameter for item in plan.members]
+        return optimizer is not None and (parameters[0].requires_grad or not stepped.isdisjoint(parameters))
+
+    return trains
+
+
 def _kind(item: Owned) -> tuple[torch.dtype, bool]:
     return item.spec.dtype, item.parameter.requires_grad
 

@@ -37,7 +37,7 @@ def piece_bounds(home: StoredHome, begin: int, end: int) -> list[tuple[int, int]
 
 def lend_piece(pool: BufferPool, home: StoredHome, first: int, count: int) -> Piece:
     """A piece of ``home`` whose contents are undefined; all pieces of a home take buffers of one size."""
-    buffer = pool.take(home.padded_bytes(min(PIECE_ELEMENTS, home.numel)))
+    buffer = pool.take(home.padded_bytes(min(PIECE_ELEMENTS, home.numel)), purpose="pieces")
     return Piece(first, buffer, buffer.view(home.dtype)[:count])
 
 

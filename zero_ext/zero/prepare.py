@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,10 +39,12 @@ from zero_ext.zero.partition import (
     owned_parameters,
     plan_units,
     split_optimizer,
+    trained_by,
     updates_on_trial,
 )
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.process_group import join_world, make_collectives
+from zero_ext.zero.staging import Staging, plan_staging
 from zero_ext.zero.tiling.replace import apply_tiling, plan_tiling
 from zero_ext.zero.together import together
 
@@ -101,10 +103,12 @@ def prepare(
     if values == "empty":
         leave_meta(model)
     owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
-    trains = _trains(optimizer)
+    trains = trained_by(optimizer)
     plans = plan_units(model, owned, settings, collectives.world_size)
     plans = split_optimizer(plans, settings.offload.ratio, trains, collectives.world_size)
-    pool, tiers = BufferPool(), _make_tiers(settings, optimizer, plans, collectives)
+    staging = plan_staging(model, optimizer, plans, owned, settings, collectives.world_size)
+    tiers = _make_tiers(settings, optimizer, plans, collectives, staging)
+    pool = BufferPool(staging.pool)
     built = [build_unit(plan, collectives, pool, tiers, values == "keep", trains(plan)) for plan in plans]
     if settings.precision.dtype != "keep":
         cast_running_statistics(model, DTYPES[settings.precision.dtype])
@@ -175,6 +179,7 @@ def _make_tiers(
     optimizer: torch.optim.Optimizer | None,
     plans: Sequence[UnitPlan],
     collectives: Collectives,
+    staging: Staging,
 ) -> Tiers:
     """The tiers with room for everything, or an error on all ranks with nothing changed."""
     moments = moments_dtype_named(settings.precision.moments_dtype)
@@ -182,9 +187,9 @@ def _make_tiers(
     on_trial = updates_on_trial(settings, (item.spec.dtype for plan in plans for item in plan.members))
 
     def make() -> Tiers:
-        tiers = Tiers(settings.offload, settings.aio, kinds, on_trial)
+        tiers = Tiers(settings.offload, settings.aio, staging.rooms, kinds, on_trial)
         sums = DTYPES[settings.precision.grad_accum_dtype]
-        reserve_storage(plans, tiers, collectives.world_size, _trains(optimizer), sums)
+        reserve_storage(plans, tiers, collectives.world_size, trained_by(optimizer), sums)
         return tiers
 
     if not settings.offload.any_nvme:
@@ -215,15 +220,3 @@ def _check_optimizer(
         )
     if not fusible(optimizer):
         check_elementwise(optimizer, elementwise)
-
-
-def _trains(optimizer: torch.optim.Optimizer | None) -> Callable[[UnitPlan], bool]:
-    """Whether a unit needs master weights: it is trainable, or frozen for now but the optimizer's."""
-    groups = optimizer.param_groups if optimizer is not None else []
-    stepped = {parameter for group in groups for parameter in group["params"]}
-
-    def trains(plan: UnitPlan) -> bool:
-        parameters = [item.parameter for item in plan.members]
-        return optimizer is not None and (parameters[0].requires_grad or not stepped.isdisjoint(parameters))
-
-    return trains

@@ -31,7 +31,7 @@ def make_collectives(group: dist.ProcessGroup | None, timeout_seconds: float) ->
     """
     wire = WireLog()
     if not (dist.is_available() and dist.is_initialized()):
-        return Collectives(0, 1, _NoPeers(), _NoPeers(), wire)
+        return alone()
     parent = group if group is not None else dist.group.WORLD
     if parent is None:
         raise AssertionError("torch.distributed runs without a default group")
@@ -40,7 +40,7 @@ def make_collectives(group: dist.ProcessGroup | None, timeout_seconds: float) ->
     if rank < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the process group given, ranks {ranks}")
     if world_size == 1:
-        return Collectives(0, 1, _NoPeers(), _NoPeers(), wire)
+        return alone()
     offered = str(dist.get_backend(group))
     backend = next((name for name in BACKENDS if name in offered), None)
     if backend is None:
@@ -70,6 +70,11 @@ def _shared_name(parent: dist.ProcessGroup) -> str:
     name = torch.tensor([uuid.uuid4().int >> 65], dtype=torch.int64)
     dist.broadcast(name, group=parent, group_src=0)
     return f"zero_ext/{int(name):x}"
+
+
+def alone() -> Collectives:
+    """The collectives of a single rank."""
+    return Collectives(0, 1, _NoPeers(), _NoPeers(), WireLog())
 
 
 class _NoPeers:

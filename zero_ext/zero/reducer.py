@@ -21,14 +21,16 @@ class GradientReducer:
     """Starts the reduction of each unit when it and all units before it in the order are complete.
 
     The order must be the same on every rank although gradients may arrive in different ones (unused
-    parameters, other branches). It starts as the reverse of construction and becomes rank 0's order of
-    arrival after the first step. Gradients that come after their unit's reduction stay local until the
-    next backward pass or :meth:`settle`. ``on_reduced`` hears of every reduction that is finished.
+    parameters, other branches). At first it is the reverse of the registration of the units' first parameters
+    (``starts``); after the first step, rank 0's order of arrival. Gradients that come after their unit's
+    reduction stay local until the next backward pass or :meth:`settle`. ``on_reduced`` hears of every
+    reduction that is finished.
     """
 
     def __init__(
         self,
         gradients: Sequence[UnitGradients],
+        starts: Sequence[int],
         collectives: Collectives,
         bus: Bus,
         on_reduced: Callable[[UnitGradients], None],
@@ -37,7 +39,7 @@ class GradientReducer:
         self.gradients = tuple(gradients)
         self._collectives = collectives
         self._bus = bus
-        self._order = list(reversed(range(len(self.gradients))))
+        self._order = sorted(range(len(self.gradients)), key=starts.__getitem__, reverse=True)
         self._position = {id(unit): index for index, unit in enumerate(self.gradients)}
         self._arrivals: list[int] | None = []
         self._next = 0

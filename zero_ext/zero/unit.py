@@ -75,7 +75,7 @@ class Unit:
             # The storage must be resizable, so it is torch's own; its pages are never touched.
             self.flat = torch.empty(layout.numel, dtype=layout.dtype)
             self.flat.untyped_storage().resize_(0)
-            self._buffer = self._pool.take(layout.nbytes)
+            self._buffer = self._pool.take(layout.nbytes, self.name, "parameters")
             attach(self.flat.untyped_storage(), self._buffer)
             self.home = tiers.shard_home(self.placement.params_tier, layout.shard_numel, layout.dtype)
         else:
@@ -94,7 +94,7 @@ class Unit:
         misuse = self._misuse()
         if misuse is not None:
             raise misuse
-        self._buffer = self._pool.take(self.layout.nbytes)
+        self._buffer = self._pool.take(self.layout.nbytes, self.name, "parameters")
         attach(self.flat.untyped_storage(), self._buffer)
         self.state = UnitState.FETCHING
         with self._giving_up():

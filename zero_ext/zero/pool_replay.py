@@ -1,0 +1,222 @@
+"""A step's demands on the pool, replayed before there is one: who needs how much of it, and when.
+
+The replay does what ``residency.py``, ``gradients.py`` and ``reducer.py`` do, for a model that uses its
+parameters in the order of their registration, block by block; inside a block gradients may come in any order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from zero_ext.config import ZeroConfig
+from zero_ext.zero.layout import FlatLayout
+from zero_ext.zero.partition import DTYPES, uses_up_gradients
+from zero_ext.zero.pieces import PIECE_ELEMENTS, READS_AHEAD, WRITES_BEHIND
+from zero_ext.zero.placement import Placement
+from zero_ext.zero.pool_plan import Demand, Key, Purpose
+from zero_ext.zero.reducer import HOMES_UNDER_WAY, REDUCTIONS_IN_FLIGHT
+
+# Of gradients on NVMe at once: read ahead for reductions under way, written behind for those that have ended,
+# one that is read, one that it is added to.
+_PIECES = READS_AHEAD * REDUCTIONS_IN_FLIGHT + WRITES_BEHIND * (HOMES_UNDER_WAY + 1) + 2
+_ANY_PIECES: Key = ("", "pieces")
+
+
+@dataclass(frozen=True, eq=False)
+class StagedUnit:
+    """What a unit means to staging. Parameters are numbered in the order of registration.
+
+    ``gathered`` are the first and the last of the parameters that the module holds which needs the unit: it
+    is gathered from the one to the other. Its own gradients come in backward from the parameter ``comes`` on,
+    the last of them while backward is at ``completes`` (first and last); None where it has none.
+    """
+
+    name: str
+    layout: FlatLayout
+    placement: Placement
+    gathered: tuple[int, int]
+    comes: int
+    completes: tuple[int, int] | None
+
+
+def demands_of_a_step(units: Sequence[StagedUnit], config: ZeroConfig) -> list[Demand]:
+    """What one forward and backward pass takes from the pool.
+
+    - Forward, and backward in reverse: a unit is gathered while the module that needs it runs, and ahead of
+      it the next one (two where shards come from storage) and as many more as ``units.prefetch_elements`` and
+      ``units.live_elements`` allow.
+    - A sharded gradient is whole from the block of the unit's last parameter to the end of its reduction.
+    - A reduction takes the other ranks' shards, and where they differ a copy in the precision of the wire and
+      the shard on its way to another tier, or to an update in backward. Two are under way at once, while
+      further gradients come; two more that have ended may be on their way to NVMe. Where gradients add up
+      there, pieces of them come back.
+    - Forward without autograd: after the last unit the first ones are gathered ahead, for the next call.
+    """
+    replay = _Replay(units, config)
+    replay.forward(repeats=False)
+    replay.backward()
+    replay.forward(repeats=True)
+    return replay.demands()
+
+
+class _Replay:
+    def __init__(self, units: Sequence[StagedUnit], config: ZeroConfig) -> None:
+        self._units = units
+        self._sharded = [unit for unit in units if unit.placement.params]
+        self._prefetch = config.units.prefetch_elements
+        self._live_limit = config.units.live_elements
+        self._accumulates = config.batch.gradient_accumulation_steps > 1
+        self._sum_bytes = DTYPES[config.precision.grad_accum_dtype].itemsize
+        wire = config.precision.communication_dtype
+        self._used_up = uses_up_gradients(config, (unit.layout.dtype for unit in units))
+        self._wire_bytes = DTYPES[wire].itemsize if wire is not None else None
+        self._gathered: list[StagedUnit] = []
+        self._flying: deque[StagedUnit] = deque()
+        self._moving: deque[StagedUnit] = deque()
+        self._now = 0
+        self._open: dict[Key, int] = {}
+        self._nbytes: dict[Key, int] = {}
+        self._when: dict[Key, list[tuple[int, int]]] = defaultdict(list)
+
+    def demands(self) -> list[Demand]:
+        """What was replayed so far."""
+        return [
+            Demand(key, self._nbytes[key], tuple(when), _PIECES if key == _ANY_PIECES else 1)
+            for key, when in self._when.items()
+        ]
+
+    def forward(self, repeats: bool) -> None:
+        """Every unit in the order of need, the next ones ahead of it; around the end if the pass repeats."""
+        order = sorted(self._sharded, key=lambda unit: (unit.gathered[0], -unit.gathered[1]))
+        for place, unit in enumerate(order):
+            self._release(other for other in self._gathered if other.gathered[1] < unit.gathered[0])
+            self._need(unit, [*order[place + 1 :], *(order[:place] if repeats else ())])
+        self._release(self._gathered)
+
+    def backward(self) -> None:
+        """The reverse, with gradients: parameter after parameter, from the last one on."""
+        order = sorted(self._sharded, key=lambda unit: (-unit.gathered[1], unit.gathered[0]))
+        comes, early, complete = defaultdict(list), defaultdict(list), defaultdict(list)
+        for unit in self._units:
+            if unit.completes is not None:
+                first, last = unit.completes
+                comes[unit.comes].append(unit)
+                complete[first].append(unit)
+                if any(unit.completes == other.completes for other in self._units if other is not unit) or (
+                    unit.completes != unit.gathered
+                ):
+                    early[last].append(unit)
+        needs = deque(enumerate(order, 1))
+        for number in range(max((unit.gathered[1] for unit in self._units), default=-1), -1, -1):
+            while needs and needs[0][1].gathered[1] == number:
+                place, unit = needs.popleft()
+                self._need(unit, order[place:])
+            for unit in comes[number]:
+                if unit.placement.grads:
+                    self._take(unit, "gradient", unit.layout.nbytes)
+            for unit in early[number]:
+                self._take_scratch(unit)
+            for unit in reversed(complete[number]):
+                self._reduce(unit)
+            self._release(other for other in self._gathered if other.gathered[0] == number)
+        while self._flying:
+            self._finish_oldest()
+        while self._moving:
+            self._settle_oldest()
+        self._close(_ANY_PIECES)
+
+    def _need(self, unit: StagedUnit, upcoming: Sequence[StagedUnit]) -> None:
+        if unit not in self._gathered:
+            first, last = unit.gathered
+            inner = [
+                other for other in self._gathered if other.gathered[0] > first or other.gathered[1] < last
+            ]
+            for other in inner:
+                if self._live() + unit.layout.numel <= self._live_limit:
+                    break
+                self._release([other])
+            self._gather(unit)
+        ahead = 0
+        for started, later in enumerate(upcoming if self._prefetch else (), 1):
+            ahead += later.layout.numel
+            least = 2 if later.placement.params_tier == "nvme" else 1
+            if started > least and ahead > self._prefetch:
+                return
+            if later not in self._gathered:
+                if self._live() + later.layout.numel > self._live_limit:
+                    return
+                self._gather(later)
+
+    def _gather(self, unit: StagedUnit) -> None:
+        self._gathered.append(unit)
+        self._take(unit, "parameters", unit.layout.nbytes)
+
+    def _release(self, units: Iterable[StagedUnit]) -> None:
+        for unit in list(units):
+            self._gathered.remove(unit)
+            self._give(unit, "parameters")
+
+    def _live(self) -> int:
+        return sum(unit.layout.numel for unit in self._gathered)
+
+    def _reduce(self, unit: StagedUnit) -> None:
+        while len(self._flying) >= REDUCTIONS_IN_FLIGHT:
+            self._finish_oldest()
+        self._flying.append(unit)
+        self._take_scratch(unit)
+        if unit.layout.world_size == 1:
+            self._finish_oldest()
+
+    def _take_scratch(self, unit: StagedUnit) -> None:
+        """What a reduction takes, unless the unit has it already."""
+        layout, placement = unit.layout, unit.placement
+        if self._accumulates and placement.grads and placement.grads_tier == "nvme":
+            size = max(self._sum_bytes, layout.dtype.itemsize)
+            self._open_up(_ANY_PIECES, min(PIECE_ELEMENTS, layout.shard_numel) * size)
+        if layout.world_size == 1 or (unit.name, "received") in self._open:
+            return
+        own = self._sum_bytes if self._accumulates else layout.dtype.itemsize
+        local = layout.dtype.itemsize if placement.grads else own
+        wire = local if self._wire_bytes is None else self._wire_bytes
+        if placement.grads and (placement.grads_tier != "device" or self._used_up):
+            self._take(unit, "landing", layout.shard_numel * own)
+        if wire != local:
+            self._take(unit, "wire", layout.numel * wire)
+        self._take(unit, "received", layout.shard_numel * (layout.world_size - 1) * wire)
+
+    def _finish_oldest(self) -> None:
+        unit = self._flying.popleft()
+        self._give(unit, "received")
+        self._give(unit, "wire")
+        self._moving.append(unit)
+        stored = unit.placement.grads_tier == "nvme"
+        if unit.layout.world_size > 1 or not stored:
+            self._give(unit, "gradient")
+        if not stored:
+            self._give(unit, "landing")
+        while len(self._moving) > HOMES_UNDER_WAY:
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        unit = self._moving.popleft()
+        self._give(unit, "landing")
+        self._give(unit, "gradient")
+
+    def _take(self, unit: StagedUnit, purpose: Purpose, nbytes: int) -> None:
+        self._open_up((unit.name, purpose), nbytes)
+
+    def _give(self, unit: StagedUnit, purpose: Purpose) -> None:
+        self._close((unit.name, purpose))
+
+    def _open_up(self, key: Key, nbytes: int) -> None:
+        self._nbytes[key] = max(nbytes, self._nbytes.get(key, 0))
+        self._open.setdefault(key, self._now)
+        self._now += 1
+
+    def _close(self, key: Key) -> None:
+        begin = self._open.pop(key, None)
+        if begin is not None:
+            self._when[key].append((begin, self._now))
+            self._now += 1
