@@ -81,6 +81,8 @@ def configurations(world_size: int) -> Iterator[list[tuple[dict[str, Any], Make]
             ({"stage": 3, "units": {"persistence_threshold": 1000, "prefetch_elements": 0}}, rmsprop),
             ({"stage": 3, "units": {"tiles": {"embedding": 4, "head": 4}}}, adamw),
             ({"stage": 3, "batch": {"gradient_accumulation_steps": 2}}, adamw),
+            ({"stage": 3, "offload": {"step": "in_backward"}}, adamw),
+            ({"stage": 2, "offload": {"step": "delayed", "optimizer": "host"}}, adamw),
         ]
         yield found
 
