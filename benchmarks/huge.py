@@ -33,7 +33,8 @@ LIMIT_SECONDS = 20 * 60.0
 def predict(shape: LlamaShape) -> dict[str, int]:
     """Bytes of the store, and of memory beside interpreter and libraries, by the formulas of `zero_ext.plan`.
 
-    Memory: staging and the activations of one micro-batch; gradients are used up in backward.
+    Memory: staging, the activations of one micro-batch, and the largest gradient, which autograd hands over in
+    memory of its own; all gradients are used up in backward.
     """
     options = contender_named(CONTENDER).options
     tiers = {kind: str(options[kind]) for kind in ("params", "optimizer")}
@@ -49,6 +50,7 @@ def predict(shape: LlamaShape) -> dict[str, int]:
         "born": kept.params,
         "staging": staging.total,
         "activations": activation_bytes(shape),
+        "gradient": 2 * max(parameter.numel() for parameter in model.parameters()),
     }
 
 
@@ -112,7 +114,7 @@ def measure(shape: LlamaShape, steps: int, folder: Path) -> dict[str, Any]:
 
 def compare(predicted: dict[str, int], measured: dict[str, Any]) -> list[dict[str, Any]]:
     """Predicted and measured bytes of the store and of memory; libraries count as they were found."""
-    memory = measured["libraries"] + predicted["staging"] + predicted["activations"]
+    memory = measured["libraries"] + sum(predicted[what] for what in ("staging", "activations", "gradient"))
     rows = [
         ("NVMe, while it trains", predicted["store"], measured["store"]),
         ("NVMe, peak while it is prepared", predicted["store"] + predicted["born"], measured["store_peak"]),
@@ -133,7 +135,8 @@ def table_of(shape: LlamaShape, rows: list[dict[str, Any]], measured: dict[str, 
         note=f"Built and prepared in {measured['build_seconds']:.0f} s, a step took"
         f" {measured['step_seconds']:.0f} s; loss {losses}. 1 × {SEQUENCE_LENGTH} tokens, bfloat16"
         " parameters, float32 masters, 8-bit moments, AdamW, gradients used up in backward. Peak"
-        " memory: VmHWM of the process from its start; predicted: libraries as found, staging, activations.",
+        " memory: VmHWM of the process from its start; predicted: libraries as found, staging,"
+        " activations, the largest gradient.",
     )
     for row in rows:
         within = "yes" if abs(row["off_by"]) <= TOLERANCE else "NO"

@@ -128,6 +128,11 @@ class Rank:
             "resident": resident,
         }
 
+    def close(self) -> None:
+        """Let go of what a contender keeps outside memory."""
+        if hasattr(self.trainer, "close"):
+            self.trainer.close()
+
     def _trainer(self) -> Trainer:
         if self.trainer is None:
             raise RuntimeError("this rank has no trainer yet: send 'start' first")
@@ -169,9 +174,11 @@ def main(rank: Any, commands: Sequence[str]) -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(rank, commands, sys.stdin, replies)
+    if hasattr(rank, "close"):
+        rank.close()
     replies.close()
     sys.stderr.flush()
-    # Peers' destructors may wait for ranks that are gone already; nothing is left to save.
+    # Peers' destructors may wait for ranks that are gone already, so the interpreter's own end is left out.
     os._exit(0)
 
 

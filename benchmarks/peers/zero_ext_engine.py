@@ -40,6 +40,10 @@ class ZeroExtTrainer:
         self.optimizer.zero_grad()
         return loss.detach()
 
+    def close(self) -> None:
+        """The model goes, and its files with it."""
+        del self.model, self.optimizer
+
     def gradient_norm(self) -> float:
         return float(engine_of(self.model).grad_norm)
 
