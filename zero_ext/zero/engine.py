@@ -217,11 +217,8 @@ class Engine:
         self.optimizer_step.came(gradients)
         self.reducer.settled = False
         self.norms.forget()
-        if not self._reduces_now():
-            gradients.add(number, gradient, keep_local=True)
-            return
-        gradients.add(number, gradient, keep_local=False)
-        if gradients.complete:
+        gradients.add(number, gradient)
+        if self._reduces_now() and gradients.complete:
             self.reducer.arrived(gradients)
 
     def parameter_read(self, parameter: nn.Parameter) -> None:
@@ -243,7 +240,7 @@ class Engine:
         self._collected = False
         self.views.note_cleared()
         for gradients in self.reducer.gradients:
-            gradients.begin_pass()
+            gradients.begin_pass(keep_local=not self._reduces_now())
 
     def _end_backward(self) -> None:
         try:

@@ -34,9 +34,10 @@ class GradientHome(Protocol):
     def valid(self) -> bool:
         """Whether there is a gradient."""
 
-    def begin(self) -> torch.Tensor | None:
-        """A reduction begins: device memory [numel] that its result goes into, or is added to where
-        ``valid``, followed by :meth:`landed`; None where the home wants the result by :meth:`take`."""
+    def begin(self, sums: bool = False) -> torch.Tensor | None:
+        """A reduction begins, of ``sums`` of several passes or not: device memory [numel] that its result
+        goes into, or is added to where ``valid``, followed by :meth:`landed`; None where the home wants the
+        result by :meth:`take`."""
 
     def landed(self) -> None:
         """The result lies in the memory that :meth:`begin` named."""
@@ -92,9 +93,9 @@ class MemoryGradients:
         """See :class:`GradientHome`."""
         return self._tensor.dtype
 
-    def begin(self) -> torch.Tensor | None:
+    def begin(self, sums: bool = False) -> torch.Tensor | None:
         """See :class:`GradientHome`."""
-        if self.valid and self.dtype != self._accumulation_dtype:
+        if (self.valid or sums) and self.dtype != self._accumulation_dtype:
             self._tensor = _copied(self._tensor, self._accumulation_dtype)
         return self._tensor if self.tier == "device" else None
 
@@ -196,7 +197,7 @@ class BorrowedGradients:
         """See :class:`GradientHome`."""
         return self._buffer is not None
 
-    def begin(self) -> torch.Tensor | None:
+    def begin(self, sums: bool = False) -> torch.Tensor | None:
         """See :class:`GradientHome`: memory once there is a gradient to be added to."""
         if self._buffer is None:
             return None

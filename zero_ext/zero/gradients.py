@@ -42,12 +42,14 @@ class UnitGradients:
         self._pool = pool
         self._transfers = tiers.transfers
         self._landing: torch.Tensor | None = None  # the pool memory that a reduction leaves its result in
+        self._landing_dtype = accumulation_dtype
         self._accumulation_dtype = accumulation_dtype
         self._wire_dtype = wire_dtype
         self._buffer: torch.Tensor | None = None
         self._scratch: list[torch.Tensor] = []  # lent by the pool until the reduction ends
         self._filled: set[int] = set()  # parameters with a value in ``local`` that was not reduced yet
         self._arrived: set[int] = set()  # parameters that brought a gradient in this backward pass
+        self._sums = False  # whether passes add up before the next reduction, alike on all ranks
         self._gathering: Pending | None = None
         self._pending: Pending | None = None
         self.contributed: set[int] = set()  # parameters with a gradient since the gradients were cleared
@@ -72,8 +74,8 @@ class UnitGradients:
 
     # -- collecting ---------------------------------------------------------------------------------------
 
-    def add(self, index: int, gradient: torch.Tensor, keep_local: bool) -> None:
-        """Adds the gradient of parameter ``index``; ``keep_local`` says that it will stay unreduced."""
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Adds the gradient of parameter ``index``."""
         layout = self.unit.layout
         spec = layout.specs[index]
         if gradient.layout is not torch.strided:
@@ -85,10 +87,10 @@ class UnitGradients:
         self.finish_reduction()
         self.finish_gather()
         if self.local is None:
-            self.local = self._take_local(keep_local)
+            self.local = self._take_local()
         elif self._must_part():
             self._part()
-        elif keep_local and self.local.dtype != self._accumulation_dtype and self._filled:
+        elif self._sums and self.local.dtype != self._accumulation_dtype and self._filled:
             self._widen_local()
         if gradient.stride() != spec.stride and spec.numel:
             place = self.local.as_strided(spec.shape, spec.stride, layout.offsets[index])
@@ -101,9 +103,11 @@ class UnitGradients:
         self._arrived.add(index)
         self.contributed.add(index)
 
-    def begin_pass(self) -> None:
-        """A backward pass begins: no gradient of it has arrived."""
+    def begin_pass(self, keep_local: bool) -> None:
+        """A backward pass begins: no gradient of it has arrived. ``keep_local`` says that they will stay
+        unreduced."""
         self._arrived.clear()
+        self._sums = self._sums or keep_local
 
     @property
     def complete(self) -> bool:
@@ -134,23 +138,27 @@ class UnitGradients:
         """Begins averaging ``local`` over the ranks; parameters without a gradient count as zero."""
         unit, layout = self.unit, self.unit.layout
         if self.local is None:
-            self.local = self._take_local(False)
+            self.local = self._take_local()
         elif self._must_part():
             self._part()
+        if self._sums and self.local.dtype != self._accumulation_dtype:
+            self._widen_local()
+        sums, self._sums = self._sums, False
         for index, spec in enumerate(layout.specs):
             if index not in self._filled:
                 self.local[layout.offsets[index] : layout.offsets[index] + spec.numel].zero_()
         for begin, end in layout.gaps():
             self.local[begin:end].zero_()
         if unit.collectives.world_size == 1:
-            self._reduce_alone(self.local)
+            self._reduce_alone(self.local, sums)
             return
         self._filled.clear()
-        target = self.home.begin()
+        target = self.home.begin(sums)
         accumulate = self.home.valid and target is not None
         if target is None:
-            self._landing = self._lend(layout.shard_numel, self.home.dtype, "landing")
-            target = self._landing.view(self.home.dtype)[: layout.shard_numel]
+            self._landing_dtype = self._accumulation_dtype if sums else self.home.dtype
+            self._landing = self._lend(layout.shard_numel, self._landing_dtype, "landing")
+            target = self._landing.view(self._landing_dtype)[: layout.shard_numel]
         payload = self._on_the_wire(self.local)
         peers = unit.collectives.world_size - 1
         self._pending = unit.collectives.reduce_scatter(
@@ -162,13 +170,13 @@ class UnitGradients:
             f"reduce-scatter of the gradients of {unit.describe()}",
         )
 
-    def _reduce_alone(self, local: torch.Tensor) -> None:
+    def _reduce_alone(self, local: torch.Tensor, sums: bool) -> None:
         """One rank's sum is the average already."""
         if self._aliased and local.dtype == self._accumulation_dtype:
             self.home.landed()  # and later gradients simply add to it
             return
         self._filled.clear()
-        target = self.home.begin()
+        target = self.home.begin(sums)
         if self._buffer is not None:
             buffer, self._buffer, self.local = self._buffer, None, None
             self.home.take(buffer, local.dtype)
@@ -191,7 +199,7 @@ class UnitGradients:
             self.home.landed()
         else:
             landing, self._landing = self._landing, None
-            self.home.take(landing, self.home.dtype)
+            self.home.take(landing, self._landing_dtype)
         if self.unit.placement.grads:
             self._drop_local()
         elif not self.unit.placement.optimizer:
@@ -233,6 +241,7 @@ class UnitGradients:
     def clear(self) -> None:
         """Forgets all gradients; memory of sharded ones stays for the next step."""
         self._filled.clear()
+        self._sums = False
         self.contributed.clear()
         self.home.forget()
         if self.unit.placement.grads:
@@ -352,10 +361,10 @@ class UnitGradients:
         self._scratch.append(self._pool.take(numel * dtype.itemsize, self.unit.name, purpose))
         return self._scratch[-1].view(dtype)
 
-    def _take_local(self, keep_local: bool) -> torch.Tensor:
-        dtype = self._accumulation_dtype if keep_local else self.unit.layout.dtype
+    def _take_local(self) -> torch.Tensor:
+        dtype = self._accumulation_dtype if self._sums else self.unit.layout.dtype
         # What stays unreduced is not staging: all units have it at once.
-        with self._pool.growing() if keep_local else contextlib.nullcontext():
+        with self._pool.growing() if self._sums else contextlib.nullcontext():
             self._buffer = self._lend(self.unit.layout.numel, dtype, "gradient")
         return self._buffer.view(dtype)[: self.unit.layout.numel]
 
@@ -380,7 +389,7 @@ class UnitGradients:
             if aliased and self._slice is not None:
                 self._slice.to_slice_of(self.local)
             return
-        self.local = self._take_local(True).copy_(narrow)
+        self.local = self._take_local().copy_(narrow)
         self._pool.give(buffer)
 
     def _start_gather(self) -> None:

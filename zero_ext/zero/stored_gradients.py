@@ -52,7 +52,7 @@ class StoredGradients:
 
     # -- keeping ------------------------------------------------------------------------------------------
 
-    def begin(self) -> torch.Tensor | None:
+    def begin(self, sums: bool = False) -> torch.Tensor | None:
         """See :class:`GradientHome`: none. What will be added to starts to be read."""
         self.settle()
         if self.valid:
