@@ -30,13 +30,14 @@ class GatherOrder:
         self._trace = []
         self._cursor = 0
 
-    def needed(self, unit: Unit) -> None:
-        """Notes that ``unit`` is needed now."""
+    def needed(self, unit: Unit) -> list[Unit]:
+        """Notes that ``unit`` is needed now; the units that were expected before it."""
         self._trace.append(unit)
         for position in range(self._cursor, len(self._recorded)):
             if self._recorded[position] is unit:
-                self._cursor = position + 1
-                return
+                skipped, self._cursor = self._recorded[self._cursor : position], position + 1
+                return skipped
+        return []
 
     def finish(self) -> None:
         """Ends a pass that repeats: what was needed in it is expected from now on."""

@@ -39,10 +39,13 @@ class Residency:
         """Makes ``unit`` present for ``holder`` and starts to gather what comes next in ``order``."""
         if not unit.placement.params or holder in unit.holders:
             return
+        for skipped in order.needed(unit):
+            # Gathered ahead for nothing; where the order changes from step to step such units would pile up.
+            if not skipped.holders and skipped is not unit:
+                self._evict(skipped)
         if unit.state is not UnitState.GATHERED:
             self._gather(unit)
         unit.holders.add(holder)
-        order.needed(unit)
         self._prefetch(order)
 
     def let_go(self, unit: Unit, holder: object) -> None:
