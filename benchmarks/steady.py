@@ -1,6 +1,6 @@
 """A thousand steps: page faults, growth of the resident set and allocations, against their bars.
 
-Run from the repository root: python -m benchmarks.steady [--model llama-256x6] [--steps 1000] [--only stage3]
+Run from the repository root: python -m benchmarks.steady [--model llama-128x4] [--steps 1000] [--only stage3]
 """
 
 import os
@@ -16,7 +16,7 @@ from benchmarks.harness.report import Table, terminal, write_results
 from benchmarks.harness.shapes import shape_named
 from benchmarks.peers import contender_named
 
-CONTENDERS = "stage3,stage3-host,stage3-stored"
+CONTENDERS = "stage3,stage3-stored"
 # Or it would hand the memory of activations back at every step and fault it in again.
 KEEP_FREED = {name: str(4 * 2**30) for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")}
 WARM_UP = 2
@@ -95,7 +95,7 @@ def steady_table(rows: list[dict[str, Any]], model: str) -> Table:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="A shape: 34m, llama-WIDTHxDEPTH.")] = "llama-256x6",
+    model: Annotated[str, typer.Option(help="A shape: 34m, llama-WIDTHxDEPTH.")] = "llama-128x4",
     steps: Annotated[int, typer.Option(min=10, help="Steps of each contender.")] = 1000,
     only: Annotated[str, typer.Option(help="Comma-separated contenders.")] = CONTENDERS,
     output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "steady",

@@ -40,10 +40,11 @@ class AllocationCounter(TorchDispatchMode):
     ) -> Any:
         """Runs the operator and looks at its result."""
         result = func(*args, **(kwargs or {}))
-        known = {_address(leaf) for leaf in tree_leaves((args, kwargs or {}))}
-        for leaf in tree_leaves(result):
-            if _address(leaf) not in {None, *known} and leaf.untyped_storage().nbytes() >= LARGE:
-                place = self._place(sys._getframe(1))
+        large = [leaf for leaf in tree_leaves(result) if _address(leaf) and _nbytes(leaf) >= LARGE]
+        if large:
+            known = {_address(leaf) for leaf in tree_leaves((args, kwargs or {}))}
+            for leaf in large:
+                place = self._place(sys._getframe(1)) if _address(leaf) not in known else None
                 if place is not None:
                     self.found[f"{place} {func}"] += 1
         return result
@@ -71,3 +72,7 @@ def _address(leaf: object) -> int | None:
         return leaf.untyped_storage().data_ptr() or None
     except (NotImplementedError, RuntimeError):  # wrapper tensors have no storage
         return None
+
+
+def _nbytes(leaf: torch.Tensor) -> int:
+    return leaf.untyped_storage().nbytes()
