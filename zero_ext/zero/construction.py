@@ -15,6 +15,7 @@ from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.offload import STORAGE_ALIGNMENT, Tiers
 from zero_ext.zero.born import PIECE_BYTES, REBUILD, born_shard, forget_birth
+from zero_ext.zero.heap import trim_heap
 from zero_ext.zero.layout import ALIGNMENT_BYTES, FlatLayout, in_memory_order
 from zero_ext.zero.master import MasterShard
 from zero_ext.zero.partition import Owned, UnitPlan
@@ -169,6 +170,7 @@ def build_unit(
             forget_birth(item.parameter)
     if plan.placement.params:
         unit.to_released()
+    trim_heap()
     return unit, master
 
 
