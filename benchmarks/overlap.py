@@ -22,7 +22,16 @@ from benchmarks.harness.statistics import ratio_of_rounds
 from benchmarks.peers.base import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY, nvme_folder
 from zero_ext import ops
 from zero_ext.config import AioPolicy, OffloadPolicy
-from zero_ext.offload import AdamWork, MemoryHome, NvmeState, StateField, Tiers, Transfer, stream_adam
+from zero_ext.offload import (
+    AdamWork,
+    MemoryHome,
+    NvmeState,
+    StateField,
+    StepRooms,
+    Tiers,
+    Transfer,
+    stream_adam,
+)
 
 BAR = 0.85
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -34,7 +43,7 @@ class Measured:
     def __init__(self, folder: str, numel: int, ring_bytes: int) -> None:
         policy = OffloadPolicy(optimizer="nvme", nvme_paths=(folder,), ring_bytes=ring_bytes)
         kinds = {kind: StateField(torch.float32) for kind in MOMENTS}
-        self.tiers = Tiers(policy, AioPolicy(), kinds)
+        self.tiers = Tiers(policy, AioPolicy(), StepRooms(0, 0, 0), kinds)
         self.numel = numel
         extent = self.tiers.stored_state_bytes("nvme", numel)
         self.tiers.reserve(extent)

@@ -129,12 +129,11 @@ class AfterBackward:
 
 
 def settings_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The param groups' settings as they are now."""
+    """The param groups' settings as they are now, as groups without parameters."""
     return [
         {
             key: value.clone() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-            if key != "params"
+            for key, value in {**group, "params": []}.items()
         }
         for group in groups
     ]
