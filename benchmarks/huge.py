@@ -33,8 +33,9 @@ LIMIT_SECONDS = 20 * 60.0
 def predict(shape: LlamaShape) -> dict[str, int]:
     """Bytes of the store, and of memory beside interpreter and libraries, by the formulas of `zero_ext.plan`.
 
-    Memory: staging, the activations of one micro-batch, and the largest gradient, which autograd hands over
-    in memory of its own; all gradients are used up in backward.
+    Memory: staging, the activations of one micro-batch as PyTorch alone keeps them, measured on a few layers,
+    and the largest gradient, which autograd hands over in memory of its own; all gradients are used up in
+    backward.
     """
     options = contender_named(CONTENDER).options
     tiers = {kind: str(options[kind]) for kind in ("params", "optimizer")}

@@ -16,7 +16,7 @@ from zero_ext.monitor import MemoryCap
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOG_TAIL = 3_000
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 60.0  # to remove tens of gigabytes of files takes a while
 
 
 class TeamFailure(RuntimeError):
