@@ -3,6 +3,7 @@
 #   make demo-offload  train under a memory cap, state on NVMe
 #   make bench     measure against peers     make sanitize  C++ tests under ASan+UBSan and TSan
 #   make lint      what CI checks            make format    rewrite files to the house style
+#   make cuda-check  compile the CUDA kernels; needs nvcc, no GPU
 #   make wheel     dist/*.whl                make clean     remove what builds leave behind
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -20,14 +21,16 @@ CORE_SOURCES := $(wildcard csrc/core/*.cpp csrc/core/*/*.cpp)
 OP_SOURCES := $(wildcard csrc/ops/*.cpp)
 TEST_SOURCES := $(wildcard csrc/tests/*.cpp)
 HEADERS := $(wildcard csrc/*/*.h csrc/*/*/*.h)
-CPP_FILES := $(CORE_SOURCES) $(OP_SOURCES) $(TEST_SOURCES) $(HEADERS)
+CUDA_FILES := $(wildcard csrc/cuda/*.cpp csrc/cuda/*.cu csrc/cuda/*.cuh)
+CPP_FILES := $(CORE_SOURCES) $(OP_SOURCES) $(TEST_SOURCES) $(HEADERS) $(CUDA_FILES)
 
 SYSTEM := $(VENV)/.stamp-system
 DEPENDENCIES := $(VENV)/.stamp-dependencies
 EXTENSION := $(VENV)/.stamp-extension
 BENCHMARK_PEERS := $(VENV)/.stamp-benchmark-peers
 
-.PHONY: setup test test-cpp test-python demo demo-offload bench sanitize lint format wheel clean
+.PHONY: setup test test-cpp test-python demo demo-offload bench sanitize cuda-check lint format \
+        wheel clean
 
 setup: $(EXTENSION)
 
@@ -41,7 +44,7 @@ $(DEPENDENCIES): $(SYSTEM) requirements-dev.txt
 	touch $@
 
 $(EXTENSION): $(DEPENDENCIES) setup.py pyproject.toml zero_ext/ops/toolchain.py \
-              $(CORE_SOURCES) $(OP_SOURCES) $(HEADERS)
+              $(CORE_SOURCES) $(OP_SOURCES) $(HEADERS) $(CUDA_FILES)
 	MAX_JOBS=$(JOBS) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install \
 	  --disable-pip-version-check -q --no-build-isolation --no-deps -e .
 	touch $@
@@ -99,6 +102,9 @@ sanitize: $(SYSTEM)
 	build/cpp/address/run-tests --gtest_brief=1
 	if setarch -R true 2>/dev/null; then wrap="setarch -R"; else wrap=""; fi; \
 	$$wrap build/cpp/thread/run-tests --gtest_brief=1
+
+cuda-check: $(DEPENDENCIES)
+	$(BIN)/python scripts/cuda_check.py
 
 # --- Style ------------------------------------------------------------------------------------------
 

@@ -6,3 +6,9 @@
 #else
 #define ZERO_EXT_HOST_DEVICE inline __attribute__((always_inline))
 #endif
+
+#if defined(__CUDA_ARCH__)
+#define ZERO_EXT_UNROLL _Pragma("unroll")
+#else
+#define ZERO_EXT_UNROLL
+#endif

@@ -3,17 +3,10 @@
 #include <algorithm>
 
 namespace zero_ext::ops {
-namespace {
-
-std::string device_text(const Tensor& tensor) {
-  return tensor.is_cuda() ? "a CUDA device" : "a device other than the CPU";
-}
 
 std::string label(const Argument& argument) {
   return std::string(argument.op) + ": argument '" + argument.name + "' ";
 }
-
-}  // namespace
 
 std::string shape_text(const Tensor& tensor) {
   std::string text = "[";
@@ -24,8 +17,7 @@ std::string shape_text(const Tensor& tensor) {
 }
 
 void check_layout(const Tensor& tensor, const Argument& argument) {
-  STD_TORCH_CHECK(tensor.is_cpu(), label(argument), "is on ", device_text(tensor),
-                  "; it must be on the CPU: pass tensor.cpu()");
+  check_device(tensor, argument);
   STD_TORCH_CHECK(tensor.is_contiguous(), label(argument), "of shape ", shape_text(tensor),
                   " is not contiguous; pass tensor.contiguous() or a contiguous view");
 }

@@ -28,13 +28,20 @@ struct Extent {
 
 std::string shape_text(const Tensor& tensor);
 
-// CPU and contiguous.
+// "pack_: argument 'tensors[3]' "
+std::string label(const Argument& argument);
+
+// On the device whose kernels the module holds; each module brings its own.
+void check_device(const Tensor& tensor, const Argument& argument);
+
+// On the module's device and contiguous.
 void check_layout(const Tensor& tensor, const Argument& argument);
 
-// CPU, contiguous and of exactly this dtype.
+// On the module's device, contiguous and of exactly this dtype.
 void check_dtype(const Tensor& tensor, const Argument& argument, ScalarType wanted);
 
-// CPU and contiguous, with dtype float32, bfloat16 or float16, which is returned.
+// On the module's device and contiguous, with dtype float32, bfloat16 or float16, which is
+// returned.
 core::NumericType check_numeric(const Tensor& tensor, const Argument& argument);
 
 // One-dimensional with `numel` elements.

@@ -1,7 +1,8 @@
 """Loads the C++ extension: the built module ``zero_ext._C``, or one built just in time.
 
-Importing :mod:`zero_ext.ops` loads a built ``_C`` at once. In a source tree without one the first op
-that is called builds it (see :mod:`zero_ext.ops.build`).
+Importing :mod:`zero_ext.ops` loads a built ``_C`` at once, and with it ``_C_cuda``, the CUDA kernels, where
+torch has CUDA and the module was built. In a source tree without ``_C`` the first op that is called builds
+it (see :mod:`zero_ext.ops.build`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 NAMESPACE = "zero_ext"
+CUDA_MODULE = "zero_ext._C_cuda"
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
@@ -38,7 +40,7 @@ def check_one_device(name: str, tensors: Iterable[Tensor]) -> None:
     """Refuses a mixture of devices, which would silently run a fake kernel because one tensor is meta."""
     devices = sorted({str(tensor.device) for tensor in tensors})
     if len(devices) > 1:
-        raise RuntimeError(f"{name}: tensors on {', '.join(devices)}; all must be on one device, the CPU")
+        raise RuntimeError(f"{name}: tensors on {', '.join(devices)}; all must be on one device")
 
 
 def is_built() -> bool:
@@ -60,6 +62,8 @@ def load() -> ModuleType:
         from zero_ext.ops.build import build, import_from
 
         module = import_from(build())
+    if torch.version.cuda is not None and importlib.util.find_spec(CUDA_MODULE) is not None:
+        importlib.import_module(CUDA_MODULE)
     for name, kernel in FAKE_KERNELS.items():
         torch.library.register_fake(f"{NAMESPACE}::{name}", kernel)
     return module

@@ -30,6 +30,21 @@ COMPILE_FLAGS: tuple[str, ...] = (
     "-Wextra",
 )
 
+# Module ``_C_cuda``. Contraction and rounding as above, so that float32 results are the CPU's bit for bit.
+CUDA_DEFINES: tuple[tuple[str, str], ...] = (*DEFINES, ("USE_CUDA", "1"))
+NVCC_FLAGS: tuple[str, ...] = (
+    "-std=c++20",
+    "-O3",
+    "--expt-relaxed-constexpr",
+    "--fmad=false",
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra",
+    # Machine code for 8.x and 9.0; later devices translate the PTX.
+    "-gencode=arch=compute_80,code=sm_80",
+    "-gencode=arch=compute_90,code=[sm_90,compute_90]",
+)
+# Checks of arguments that the ops of both modules make.
+CUDA_SHARED_SOURCES: tuple[str, ...] = ("csrc/ops/adam_buffers.cpp", "csrc/ops/checks.cpp")
+
 
 def sources(root: Path) -> list[str]:
     """C++ files of module ``_C``, relative to the repository root, in a fixed order."""
@@ -41,3 +56,15 @@ def headers(root: Path) -> list[str]:
     """C++ headers that the sources may include, relative to the repository root."""
     found = [path for folder in ("core", "ops") for path in (root / "csrc" / folder).rglob("*.h")]
     return sorted(path.relative_to(root).as_posix() for path in found)
+
+
+def cuda_sources(root: Path) -> list[str]:
+    """Files of module ``_C_cuda``, relative to the repository root, in a fixed order."""
+    found = [path for pattern in ("*.cu", "*.cpp") for path in (root / "csrc" / "cuda").rglob(pattern)]
+    return sorted([path.relative_to(root).as_posix() for path in found] + list(CUDA_SHARED_SOURCES))
+
+
+def cuda_headers(root: Path) -> list[str]:
+    """Headers that those may include, relative to the repository root."""
+    found = [path for pattern in ("*.h", "*.cuh") for path in (root / "csrc" / "cuda").rglob(pattern)]
+    return sorted([path.relative_to(root).as_posix() for path in found] + headers(root))

@@ -1,0 +1,61 @@
+// From the hyper-parameters of an Adam segment to the factors of its kernels, and what is wrong
+// with them.
+#pragma once
+
+#include <cmath>
+
+#include "adam_factors.h"
+#include "portability.h"
+
+namespace zero_ext::core {
+
+inline constexpr int kAdamHyperParameters = 8;
+
+// What is wrong with a row of hyper-parameters; `name` is null when nothing is.
+struct AdamHyperFault {
+  const char* name;
+  double value;
+  const char* wanted;
+};
+
+ZERO_EXT_HOST_DEVICE bool is_finite(double value) { return value - value == 0; }
+
+// `row` holds kAdamHyperParameters numbers: lr, beta1, beta2, eps, weight_decay, step, decoupled,
+// maximize.
+ZERO_EXT_HOST_DEVICE AdamHyperFault adam_hyper_fault(const double* row) {
+  if (!is_finite(row[0])) return {"lr", row[0], "finite"};
+  if (!(row[1] >= 0 && row[1] < 1)) return {"beta1", row[1], "in [0, 1)"};
+  if (!(row[2] >= 0 && row[2] < 1)) return {"beta2", row[2], "in [0, 1)"};
+  if (!(is_finite(row[3]) && row[3] >= 0)) return {"eps", row[3], "finite and not negative"};
+  if (!is_finite(row[4])) return {"weight_decay", row[4], "finite"};
+  if (!(is_finite(row[5]) && row[5] >= 1)) return {"step", row[5], "finite and at least 1"};
+  if (row[6] != 0 && row[6] != 1) return {"decoupled", row[6], "0 or 1"};
+  if (row[7] != 0 && row[7] != 1) return {"maximize", row[7], "0 or 1"};
+  return {nullptr, 0, nullptr};
+}
+
+ZERO_EXT_HOST_DEVICE AdamHyperParameters adam_hyper_parameters(const double* row) {
+  return {row[0], row[1], row[2], row[3], row[4], row[5], row[6] == 1, row[7] == 1};
+}
+
+ZERO_EXT_HOST_DEVICE AdamFactors adam_factors_formula(const AdamHyperParameters& hyper,
+                                                      float gradient_scale) {
+  const double correction1 = 1.0 - ::pow(hyper.beta1, hyper.step);
+  const double correction2 = 1.0 - ::pow(hyper.beta2, hyper.step);
+  AdamFactors factors{};
+  factors.gradient_scale = hyper.maximize ? -gradient_scale : gradient_scale;
+  factors.coupled_decay = hyper.decoupled ? 0.0F : static_cast<float>(hyper.weight_decay);
+  factors.decoupled_decay =
+      hyper.decoupled ? static_cast<float>(hyper.lr * hyper.weight_decay) : 0.0F;
+  factors.average_weight = static_cast<float>(1.0 - hyper.beta1);
+  factors.beta1 = static_cast<float>(hyper.beta1);
+  factors.average_from_gradient = hyper.beta1 <= 0.5;
+  factors.beta2 = static_cast<float>(hyper.beta2);
+  factors.square_weight = static_cast<float>(1.0 - hyper.beta2);
+  factors.inverse_root_correction = static_cast<float>(1.0 / ::sqrt(correction2));
+  factors.eps = static_cast<float>(hyper.eps);
+  factors.step_size = static_cast<float>(hyper.lr / correction1);
+  return factors;
+}
+
+}  // namespace zero_ext::core

@@ -1,0 +1,48 @@
+// Runs a kernel object over a grid of one dimension, on the current stream of the current device.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../ops/checks.h"
+
+namespace zero_ext::cuda {
+
+inline constexpr int kThreads = 256;
+// A few times what a processor holds at once, so that blocks that end early are replaced.
+inline constexpr std::int64_t kBlocksPerProcessor = 8;
+
+template <class Kernel>
+__global__ void __launch_bounds__(kThreads) run_kernel(const __grid_constant__ Kernel kernel) {
+  kernel(std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x, std::int64_t{gridDim.x} * blockDim.x);
+}
+
+inline void check(const char* op, cudaError_t status) {
+  if (status == cudaSuccess) return;
+  STD_TORCH_CHECK(status != cudaErrorNoKernelImageForDevice, op,
+                  ": this GPU has no kernels; it must have compute capability 8.0 or higher");
+  STD_TORCH_CHECK(false, op, ": CUDA error: ", cudaGetErrorString(status));
+}
+
+// `work` is the number of threads that find something to do; with none nothing is launched.
+template <class Kernel>
+void launch(const char* op, const Kernel& kernel, std::int64_t work) {
+  if (work == 0) return;
+  int device = 0;
+  int processors = 0;
+  check(op, cudaGetDevice(&device));
+  check(op, cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  const std::int64_t blocks =
+      std::min((work + kThreads - 1) / kThreads, processors * kBlocksPerProcessor);
+  run_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      kernel);
+  check(op, cudaGetLastError());
+}
+
+}  // namespace zero_ext::cuda
