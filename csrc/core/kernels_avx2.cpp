@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "superaccumulator_formula.h"
 #include "target_region.h"
 #include "vector_scalar.h"
 

@@ -3,12 +3,23 @@
 
 #if defined(__CUDACC__)
 #define ZERO_EXT_HOST_DEVICE __host__ __device__ __forceinline__
+#define ZERO_EXT_FUNCTION __host__ __device__
 #else
 #define ZERO_EXT_HOST_DEVICE inline __attribute__((always_inline))
+#define ZERO_EXT_FUNCTION
 #endif
 
+#define ZERO_EXT_PRAGMA(text) _Pragma(#text)
+
+// Before a loop: written out in full on devices; in groups of `count` rounds on the host, and not
+// on devices, where registers are dearer than the jump.
 #if defined(__CUDA_ARCH__)
 #define ZERO_EXT_UNROLL _Pragma("unroll")
+#define ZERO_EXT_UNROLL_BY(count) _Pragma("unroll 1")
+#elif defined(__CUDACC__)
+#define ZERO_EXT_UNROLL
+#define ZERO_EXT_UNROLL_BY(count)
 #else
 #define ZERO_EXT_UNROLL
+#define ZERO_EXT_UNROLL_BY(count) ZERO_EXT_PRAGMA(GCC unroll count)
 #endif

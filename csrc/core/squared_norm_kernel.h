@@ -12,17 +12,21 @@
 
 #include "kernels.h"
 #include "numeric_types.h"
+#include "portability.h"
 #include "superaccumulator.h"
+#include "superaccumulator_formula.h"
 
 namespace zero_ext::core {
 namespace {
 
-template <class V, class T>
+// Total is a Superaccumulator, or one that the threads of a device share. Blocks that would take
+// more than `MostAccumulators` go one by one.
+template <class V, class T, class Total = Superaccumulator, int MostAccumulators = 4>
 struct SquaredNorm {
   static constexpr int kBlockBits = 11;
   static constexpr std::int64_t kBlock = std::int64_t{1} << kBlockBits;
   static constexpr std::int64_t kGroup = 2 * V::width;  // block lengths are multiples of this
-  static constexpr int kMostAccumulators = 4;
+  static_assert(MostAccumulators == 3 || MostAccumulators == 4);
   static constexpr int kStep = 51 - kBlockBits;  // bits that one more accumulator adds
 
   struct Range {
@@ -31,10 +35,11 @@ struct SquaredNorm {
   };
 
   // Exponents of a block: false when it holds only zeros or a non-finite element.
-  static bool exponents(const T* values, std::int64_t count, Range& range, bool& finite) {
+  ZERO_EXT_FUNCTION static bool exponents(const T* values, std::int64_t count, Range& range,
+                                          bool& finite) {
     auto highest = V::template set_bits<T>(0);
     auto lowest = V::template set_bits<T>(~std::uint32_t{0});
-#pragma GCC unroll 4
+    ZERO_EXT_UNROLL_BY(4)
     for (std::int64_t i = 0; i < count; i += V::template lanes<T>) {
       const auto bits = V::template magnitudes<T>(values + i);
       highest = V::template max<T>(highest, bits);
@@ -51,20 +56,21 @@ struct SquaredNorm {
   }
 
   // A subnormal counts as the smallest normal one: its last place is the same.
-  static int exponent(T magnitude) {
+  ZERO_EXT_FUNCTION static int exponent(T magnitude) {
     const auto biased = static_cast<int>(std::bit_cast<std::uint32_t>(to_float(magnitude)) >> 23);
     return (biased == 0 ? 1 : biased) - 127;
   }
 
   // 1.5 * 2^exponent, for exponents of normal doubles.
-  static double one_and_a_half(int exponent) {
+  ZERO_EXT_FUNCTION static double one_and_a_half(int exponent) {
     return std::bit_cast<double>((static_cast<std::uint64_t>(exponent + 1023) << 52) |
                                  (std::uint64_t{1} << 51));
   }
 
   // Sum of the block's squares in exactly `Count` accumulators.
   template <int Count>
-  static void accumulate(const T* values, std::int64_t count, int bound, Superaccumulator& total) {
+  ZERO_EXT_FUNCTION static void accumulate(const T* values, std::int64_t count, int bound,
+                                           Total& total) {
     typename V::Double start[Count];
     typename V::Double sums[Count][V::parts];
     for (int k = 0; k < Count; ++k) {
@@ -73,7 +79,7 @@ struct SquaredNorm {
       start[k] = V::set(k + 1 < Count ? one_and_a_half(exponent) : 0.0);
       for (int part = 0; part < V::parts; ++part) sums[k][part] = start[k];
     }
-#pragma GCC unroll 2
+    ZERO_EXT_UNROLL_BY(2)
     for (std::int64_t i = 0; i < count; i += V::width) {
       const auto value = V::load(values + i);
       add_square<Count, 0>(value, sums);
@@ -87,8 +93,8 @@ struct SquaredNorm {
   }
 
   template <int Count, int Part>
-  static inline __attribute__((always_inline)) void add_square(
-      typename V::Float value, typename V::Double (&sums)[Count][V::parts]) {
+  static ZERO_EXT_HOST_DEVICE void add_square(typename V::Float value,
+                                              typename V::Double (&sums)[Count][V::parts]) {
     const auto wide = V::template widen<Part>(value);
     if constexpr (Count == 1) {
       sums[0][Part] = V::multiply_add(wide, wide, sums[0][Part]);
@@ -106,21 +112,12 @@ struct SquaredNorm {
   }
 
   // Any mixture of magnitudes and non-finite values, one element at a time.
-  static void one_by_one(const T* values, std::int64_t count, Superaccumulator& total) {
-    std::int64_t non_finite = 0;
-    for (std::int64_t i = 0; i < count; ++i) {
-      const float value = to_float(values[i]);
-      const std::uint32_t magnitude = std::bit_cast<std::uint32_t>(value) & 0x7FFFFFFFU;
-      if (magnitude >= kInfinityBits<float>) {
-        ++non_finite;
-      } else {
-        total.add(static_cast<double>(value) * static_cast<double>(value));
-      }
-    }
-    total.add_non_finite(non_finite);
+  ZERO_EXT_FUNCTION static void one_by_one(const T* values, std::int64_t count, Total& total) {
+    total.for_each(
+        count, [values](std::int64_t i, auto& sum) { add_one_square(to_float(values[i]), sum); });
   }
 
-  static void block(const T* values, std::int64_t count, Superaccumulator& total) {
+  ZERO_EXT_FUNCTION static void block(const T* values, std::int64_t count, Total& total) {
     Range range{};
     bool finite = true;
     if (!exponents(values, count, range, finite)) {
@@ -135,14 +132,14 @@ struct SquaredNorm {
       accumulate<2>(values, count, bound, total);
     } else if (width <= 53 + 2 * kStep) {
       accumulate<3>(values, count, bound, total);
-    } else if (width <= 53 + 3 * kStep) {
-      accumulate<kMostAccumulators>(values, count, bound, total);
+    } else if (MostAccumulators == 4 && width <= 53 + 3 * kStep) {
+      accumulate<MostAccumulators>(values, count, bound, total);
     } else {
       one_by_one(values, count, total);
     }
   }
 
-  static void run(const void* source, std::int64_t count, Superaccumulator& total) {
+  ZERO_EXT_FUNCTION static void run(const void* source, std::int64_t count, Total& total) {
     const auto* values = static_cast<const T*>(source);
     std::int64_t i = 0;
     for (; i + kBlock <= count; i += kBlock) block(values + i, kBlock, total);

@@ -22,6 +22,12 @@ class Superaccumulator {
   // Adds `value`, a finite multiple of 2^-298 below 2^300 in magnitude, exactly.
   void add(double value);
 
+  // Calls visit(i, *this) for i in [0, count): the form of totals that several threads share.
+  template <class Visit>
+  void for_each(std::int64_t count, const Visit& visit) {
+    for (std::int64_t i = 0; i < count; ++i) visit(i, *this);
+  }
+
   void add_non_finite(std::int64_t count) { non_finite_ += count; }
 
   // Adds another accumulator's entries.

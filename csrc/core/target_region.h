@@ -1,7 +1,7 @@
 // Opens and closes a region whose functions are compiled for the named x86 target features.
 #pragma once
 
-#define ZERO_EXT_PRAGMA(text) _Pragma(#text)
+#include "portability.h"
 
 #if defined(__clang__)
 #define ZERO_EXT_TARGET_BEGIN(features) \

@@ -28,20 +28,35 @@ inline void check(const char* op, cudaError_t status) {
   STD_TORCH_CHECK(false, op, ": CUDA error: ", cudaGetErrorString(status));
 }
 
+// Where and how wide launches of one op are.
+struct Launcher {
+  const char* op;
+  std::int64_t processors;
+  cudaStream_t stream;
+
+  explicit Launcher(const char* name) : op(name) {
+    int device = 0;
+    int count = 0;
+    check(op, cudaGetDevice(&device));
+    check(op, cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    void* current = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
+    processors = count;
+    stream = static_cast<cudaStream_t>(current);
+  }
+
+  unsigned blocks(std::int64_t wanted) const {
+    return static_cast<unsigned>(std::min(wanted, processors * kBlocksPerProcessor));
+  }
+};
+
 // `work` is the number of threads that find something to do; with none nothing is launched.
 template <class Kernel>
 void launch(const char* op, const Kernel& kernel, std::int64_t work) {
   if (work == 0) return;
-  int device = 0;
-  int processors = 0;
-  check(op, cudaGetDevice(&device));
-  check(op, cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  const std::int64_t blocks =
-      std::min((work + kThreads - 1) / kThreads, processors * kBlocksPerProcessor);
-  run_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      kernel);
+  const Launcher launcher(op);
+  const unsigned blocks = launcher.blocks((work + kThreads - 1) / kThreads);
+  run_kernel<<<blocks, kThreads, 0, launcher.stream>>>(kernel);
   check(op, cudaGetLastError());
 }
 

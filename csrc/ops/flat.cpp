@@ -3,60 +3,15 @@
 
 #include <algorithm>
 
-#include "checks.h"
+#include "flat_arguments.h"
 
 namespace zero_ext::ops {
 namespace {
 
+using core::Piece;
+using core::Pieces;
+
 constexpr std::int64_t kGrain = 65536;
-
-// One tensor's place in the flat buffer.
-struct Piece {
-  void* tensor;
-  core::NumericType type;
-  std::int64_t offset;  // in the flat buffer, in elements
-  std::int64_t start;   // elements of all earlier pieces
-};
-
-struct Pieces {
-  std::vector<Piece> list;
-  std::int64_t total = 0;
-  std::byte* flat = nullptr;
-  core::NumericType flat_type = core::NumericType::float32;
-};
-
-Pieces read_pieces(const char* op, const Tensor& flat, const std::vector<Tensor>& tensors,
-                   const std::vector<std::int64_t>& offsets) {
-  Pieces pieces;
-  pieces.flat_type = check_numeric(flat, {op, "flat"});
-  check_flat(flat, {op, "flat"}, flat.numel());
-  STD_TORCH_CHECK(tensors.size() == offsets.size(), op, ": ", tensors.size(), " tensors but ",
-                  offsets.size(), " offsets; give one offset for each tensor");
-  pieces.flat = static_cast<std::byte*>(flat.mutable_data_ptr());
-  const auto base = reinterpret_cast<std::uintptr_t>(pieces.flat);
-  const auto size = static_cast<std::uintptr_t>(core::element_size(pieces.flat_type));
-  std::vector<Extent> memory{extent(flat, {op, "flat"})};
-  std::vector<Extent> places;
-  pieces.list.reserve(tensors.size());
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    const std::string index = "[" + std::to_string(i) + "]";
-    const core::NumericType type = check_numeric(tensors[i], {op, "tensors" + index});
-    const std::int64_t numel = tensors[i].numel();
-    const std::int64_t offset = offsets[i];
-    STD_TORCH_CHECK(offset >= 0 && offset <= flat.numel() && numel <= flat.numel() - offset, op,
-                    ": tensors", index, " of ", numel, " elements at offset ", offset,
-                    " does not fit into argument 'flat' of ", flat.numel(), " elements");
-    pieces.list.push_back({tensors[i].mutable_data_ptr(), type, offset, pieces.total});
-    pieces.total += numel;
-    memory.push_back(extent(tensors[i], {op, "tensors" + index}));
-    const auto place = base + static_cast<std::uintptr_t>(offset) * size;
-    places.push_back(
-        {place, place + static_cast<std::uintptr_t>(numel) * size, {op, "offsets" + index}});
-  }
-  check_disjoint(std::move(memory));
-  check_disjoint(std::move(places));
-  return pieces;
-}
 
 // Calls visit(piece, first element, count) in parallel, each element exactly once.
 template <class Visit>

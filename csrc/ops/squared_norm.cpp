@@ -4,47 +4,36 @@
 #include <mutex>
 #include <span>
 
-#include "../core/superaccumulator.h"
-#include "checks.h"
+#include "norm_arguments.h"
 
 namespace zero_ext::ops {
 namespace {
 
 using core::Superaccumulator;
 
+using Entries = std::span<std::int64_t, Superaccumulator::kEntries>;
+
 constexpr std::int64_t kGrain = 65536;
 
-std::span<std::int64_t, Superaccumulator::kEntries> check_accumulator(const char* op,
-                                                                      const Tensor& accumulator) {
-  const Argument argument{op, "accumulator"};
-  check_dtype(accumulator, argument, ScalarType::Long);
-  check_flat(accumulator, argument, Superaccumulator::kEntries);
-  return std::span<std::int64_t, Superaccumulator::kEntries>(
-      accumulator.mutable_data_ptr<std::int64_t>(), Superaccumulator::kEntries);
-}
-
 void squared_norm(const Tensor& grad, const Tensor& accumulator) {
-  constexpr const char* op = "squared_norm_";
-  const core::NumericType type = check_numeric(grad, {op, "grad"});
-  check_flat(grad, {op, "grad"}, grad.numel());
-  const auto entries = check_accumulator(op, accumulator);
-  check_disjoint({extent(grad, {op, "grad"}), extent(accumulator, {op, "accumulator"})});
-  const void* values = grad.const_data_ptr();
+  const NormArguments arguments = read_norm_arguments(grad, accumulator);
   Superaccumulator total;
   std::mutex mutex;
   torch::stable::parallel_for(0, grad.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
     Superaccumulator part;
-    core::add_squares(values, type, begin, end, part);
+    core::add_squares(arguments.values, arguments.type, begin, end, part);
     const std::lock_guard lock(mutex);
     total.merge(part);
   });
-  total.add_to(entries);
+  total.add_to(Entries(arguments.accumulator, Superaccumulator::kEntries));
 }
 
 Tensor squared_norm_value(const Tensor& accumulator) {
   constexpr const char* op = "squared_norm_value";
   double value = 0;
-  STD_TORCH_CHECK(Superaccumulator::value(check_accumulator(op, accumulator), value), op,
+  check_accumulator(op, accumulator);
+  const Entries entries(accumulator.mutable_data_ptr<std::int64_t>(), Superaccumulator::kEntries);
+  STD_TORCH_CHECK(Superaccumulator::value(entries, value), op,
                   ": argument 'accumulator' holds a negative sum; it must come from squared_norm_ "
                   "on a tensor that started as zeros");
   const Tensor result = torch::stable::empty({}, ScalarType::Double);

@@ -43,7 +43,12 @@ NVCC_FLAGS: tuple[str, ...] = (
     "-gencode=arch=compute_90,code=[sm_90,compute_90]",
 )
 # Checks of arguments that the ops of both modules make.
-CUDA_SHARED_SOURCES: tuple[str, ...] = ("csrc/ops/adam_buffers.cpp", "csrc/ops/checks.cpp")
+CUDA_SHARED_SOURCES: tuple[str, ...] = (
+    "csrc/ops/adam_buffers.cpp",
+    "csrc/ops/checks.cpp",
+    "csrc/ops/flat_arguments.cpp",
+    "csrc/ops/norm_arguments.cpp",
+)
 
 
 def sources(root: Path) -> list[str]:
