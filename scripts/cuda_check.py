@@ -1,8 +1,8 @@
-"""Compiles every file of module zero_ext._C_cuda, links nothing and needs no GPU: `make cuda-check`.
+"""Compiles every file of module zero_ext._C_cuda, links nothing, needs no GPU: `make cuda-check`.
 
 The headers of any torch serve, those of the CPU's too. Warnings of nvcc are errors, and so is a kernel that
-spills registers. What the assembler says of each kernel is kept in build/cuda/kernels.txt. Without nvcc nothing is
-checked, and a line says so.
+spills registers. What the assembler says of each kernel is kept in build/cuda/kernels.txt. Without nvcc
+nothing is checked, and a line says so. MAX_JOBS files are compiled at a time, by default one.
 """
 
 from __future__ import annotations

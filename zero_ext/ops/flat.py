@@ -18,7 +18,7 @@ def pack_(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> No
         tensors: any shapes, float32, bfloat16 or float16 each.
         offsets: one per tensor, in elements of `flat`; the places must lie inside and not overlap.
 
-    All tensors are contiguous, on the CPU, and share no memory with one another.
+    All tensors are contiguous, on one device, the CPU or a CUDA one, and share no memory with one another.
 
     Raises:
         RuntimeError: an argument has the wrong dtype, device or layout, does not fit, or memory overlaps;
@@ -53,7 +53,8 @@ def sum_shards_(out: Tensor, shards: Sequence[Tensor], scale: float, accumulate:
 
     Args:
         out: float32, bfloat16 or float16 [n]; may be exactly the memory of one of the shards.
-        shards: one or more of one dtype (float32, bfloat16 or float16), [n] each.
+        shards: one or more of one dtype (float32, bfloat16 or float16), [n] each; at most 256 on a CUDA
+            device.
         scale: for example 1 / world size.
         accumulate: add to `out` instead of replacing it.
 

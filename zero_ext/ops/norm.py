@@ -19,7 +19,7 @@ def squared_norm_(grad: Tensor, accumulator: Tensor) -> None:
     accumulators of 65,536 ranks can be summed in int64.
 
     Args:
-        grad: float32, bfloat16 or float16 [n], contiguous, on the CPU.
+        grad: float32, bfloat16 or float16 [n], contiguous, on the CPU or a CUDA device.
         accumulator: int64 [33], zeros before the first call.
 
     Raises:
