@@ -16,8 +16,12 @@ inline constexpr int kThreads = 256;
 // A few times what a processor holds at once, so that blocks that end early are replaced.
 inline constexpr std::int64_t kBlocksPerProcessor = 8;
 
+// With a least number of blocks given, the compiler does not spill registers to fit in more.
+inline constexpr int kLeastBlocksOfProcessor = 2;
+
 template <class Kernel>
-__global__ void __launch_bounds__(kThreads) run_kernel(const __grid_constant__ Kernel kernel) {
+__global__ void __launch_bounds__(kThreads, kLeastBlocksOfProcessor)
+    run_kernel(const __grid_constant__ Kernel kernel) {
   kernel(std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x, std::int64_t{gridDim.x} * blockDim.x);
 }
 
