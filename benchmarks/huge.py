@@ -23,6 +23,7 @@ from benchmarks.harness.shapes import SEQUENCE_LENGTH, LlamaShape, build_model, 
 from benchmarks.peers import contender_named
 from benchmarks.peers.base import adamw, nvme_folder
 from benchmarks.peers.zero_ext_engine import configuration
+from zero_ext.monitor import file_bytes
 from zero_ext.plan import TrainingState, model_staging, model_state_bytes
 
 CONTENDER = "huge@1"
@@ -55,23 +56,14 @@ def predict(shape: LlamaShape) -> dict[str, int]:
     }
 
 
-def stored_bytes(folder: Path) -> int:
-    """Bytes that the files below `folder` take on their device."""
-    total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-            total += path.stat().st_blocks * 512 if path.is_file() else 0
-    return total
-
-
 @contextlib.contextmanager
 def watched(folder: Path) -> Iterator[list[int]]:
-    """A list of `stored_bytes`, one for every second that the block runs."""
+    """A list of `file_bytes`, one for every second that the block runs."""
     found, ended = [0], threading.Event()
 
     def watch() -> None:
         while not ended.wait(1.0):
-            found.append(stored_bytes(folder))
+            found.append(file_bytes(folder))
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -88,15 +80,9 @@ def measure(shape: LlamaShape, steps: int, folder: Path) -> dict[str, Any]:
     with Team(contender.title, 1, contender.threads, timeout_seconds=3600) as team:
         began = time.perf_counter()
         with watched(folder) as found:
-            (started,) = team.ask(
-                "start",
-                family=contender.family,
-                options=contender.options,
-                shape=shape.name,
-                threads=contender.threads,
-            )
+            (started,) = team.start(contender, shape.name)
         built = time.perf_counter() - began
-        stored = stored_bytes(folder)
+        stored = file_bytes(folder)
         (answer,) = team.ask("steps", unmeasured=0, measured=steps)
         (memory,) = team.ask("memory")
         (staging,) = team.ask("staging")

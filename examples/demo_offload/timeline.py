@@ -9,6 +9,8 @@ import time
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
+from zero_ext.monitor import file_bytes
+
 TIERS = ("device", "host", "nvme")
 
 
@@ -38,17 +40,6 @@ def process_memory() -> tuple[int, int]:
     pages = Path("/proc/self/statm").read_text().split()
     size = os.sysconf("SC_PAGE_SIZE")
     return int(pages[1]) * size, int(pages[5]) * size
-
-
-def file_bytes(folder: Path | None) -> int:
-    """Bytes that the files below `folder` take on their device."""
-    total = 0
-    for path in folder.rglob("*") if folder is not None else ():
-        try:
-            total += path.stat().st_blocks * 512
-        except FileNotFoundError:  # removed meanwhile
-            continue
-    return total
 
 
 class Recorder:
@@ -81,7 +72,8 @@ class Recorder:
                 last = self._ended.is_set()
                 seconds = round(time.perf_counter() - began, 3)
                 memory = process_memory()
-                sample = Sample(seconds, self.step, *memory, self.device, self.host, file_bytes(self._nvme))
+                stored = file_bytes(self._nvme) if self._nvme is not None else 0
+                sample = Sample(seconds, self.step, *memory, self.device, self.host, stored)
                 rows.writerow(astuple(sample))
                 file.flush()
                 if last:

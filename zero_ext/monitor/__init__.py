@@ -2,8 +2,8 @@
 and caps on it."""
 
 from .csv_file import CsvFile
-from .memory import resident_bytes
+from .memory import file_bytes, resident_bytes
 from .memory_cap import MemoryCap, capped
 from .progress import ProgressLine
 
-__all__ = ["CsvFile", "MemoryCap", "ProgressLine", "capped", "resident_bytes"]
+__all__ = ["CsvFile", "MemoryCap", "ProgressLine", "capped", "file_bytes", "resident_bytes"]

@@ -1,4 +1,4 @@
-"""What a process holds of the machine's memory."""
+"""What a process holds of the machine's memory, and what files take on their device."""
 
 from __future__ import annotations
 
@@ -15,3 +15,14 @@ def resident_bytes() -> int:
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def file_bytes(folder: Path) -> int:
+    """Bytes that what lies below ``folder`` takes on its device, also while files come and go."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_blocks * 512
+        except FileNotFoundError:  # removed meanwhile
+            continue
+    return total
