@@ -35,13 +35,7 @@ def reading(key: str, model: str, steps: int) -> dict[str, Any]:
     """Losses of rank 0, seconds a step and bytes of the fullest rank of one contender in fresh processes."""
     contender = contender_named(key)
     with Team(contender.title, contender.ranks, contender.threads, timeout_seconds=1800) as team:
-        team.ask(
-            "start",
-            family=contender.family,
-            options=contender.options,
-            shape=model,
-            threads=contender.threads,
-        )
+        team.start(contender, model)
         answers = team.ask("steps", unmeasured=0, measured=steps)
         staging = team.ask("staging")
         memory = team.ask("memory")

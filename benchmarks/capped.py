@@ -55,13 +55,7 @@ def attempt(key: str, model: str, cap_bytes: int, length: int = SEQUENCE_LENGTH)
         facts = (key, model, shape.parameters, length, cap_bytes, cap.name)
         try:
             with Team(contender.title, contender.ranks, contender.threads, cap=cap) as team:
-                team.ask(
-                    "start",
-                    family=contender.family,
-                    options=contender.options,
-                    shape=model,
-                    threads=contender.threads,
-                )
+                team.start(contender, model)
                 answers = team.ask("steps", unmeasured=0, measured=STEPS, length=length)
                 memory = team.ask("memory")
         except TeamFailure as failure:

@@ -32,13 +32,7 @@ def measure_resident(key: str, shape: Shape, steps: int) -> dict[str, int]:
     """
     contender = contender_named(key)
     with Team(contender.title, contender.ranks, contender.threads) as team:
-        started = team.ask(
-            "start",
-            family=contender.family,
-            options=contender.options,
-            shape=shape.name,
-            threads=contender.threads,
-        )
+        started = team.start(contender, shape.name)
         team.ask("steps", unmeasured=steps, measured=0)
         whole = team.ask("memory")
         team.ask("reset_peak")

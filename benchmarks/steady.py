@@ -29,13 +29,7 @@ def measure_steady(key: str, model: str, steps: int) -> dict[str, Any]:
     """Figures of the steps after the second, in fresh processes; of each the worst rank."""
     contender = contender_named(key)
     with Team(contender.title, contender.ranks, contender.threads) as team:
-        team.ask(
-            "start",
-            family=contender.family,
-            options=contender.options,
-            shape=shape_named(model).name,
-            threads=contender.threads,
-        )
+        team.start(contender, shape_named(model).name)
         team.ask("steps", unmeasured=WARM_UP, measured=0)
         staging = team.ask("staging")
         answers = team.ask("steady", steps=steps - WARM_UP)

@@ -34,13 +34,7 @@ def _train(team: Team, record: Record, unmeasured: int, measured: int) -> None:
 def _start(key: str, shape: str, warm_up: int, stack: ExitStack, record: Record) -> Team:
     contender = contender_named(key)
     team = stack.enter_context(Team(contender.title, contender.ranks, contender.threads))
-    team.ask(
-        "start",
-        family=contender.family,
-        options=contender.options,
-        shape=shape,
-        threads=contender.threads,
-    )
+    team.start(contender, shape)
     _train(team, record, unmeasured=warm_up, measured=0)
     if available_bytes() < SPARE_BYTES:
         raise MemoryError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from benchmarks.peers import Contender
 from zero_ext.monitor import MemoryCap
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -94,6 +95,16 @@ class Team:
 
     def _log(self, rank: int) -> Path:
         return Path(self._logs.name) / f"rank{rank}.log"
+
+    def start(self, contender: Contender, shape: str) -> list[Any]:
+        """Have every rank construct `contender` on the named shape; the ranks run the standard worker."""
+        return self.ask(
+            "start",
+            family=contender.family,
+            options=contender.options,
+            shape=shape,
+            threads=contender.threads,
+        )
 
     def ask(self, command: str, **arguments: Any) -> list[Any]:
         """Send one command to every rank, return their answers in rank order.
