@@ -111,10 +111,13 @@ def test_a_failed_read_ahead_that_nobody_needs_is_told_as_well(world: World) -> 
         step(world, model, optimizer, 0)
         batch = language_batch(world.seed, 1, 0, world.rank)
         language_loss(model, batch).backward()
-        store = engine_of(model).tiers.store
+        engine = engine_of(model)
 
         def fail(*_: object) -> None:
-            ops.store_inject_fault(store.handle, False, 0, -errno.EIO, 1)
+            for unit in engine.units:  # the fault is for the read started next, not for one under way
+                if unit._arrival is not None:
+                    unit._arrival.wait()
+            ops.store_inject_fault(engine.tiers.store.handle, False, 0, -errno.EIO, 1)
 
         with torch.no_grad():
             model(batch)
