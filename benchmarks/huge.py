@@ -9,51 +9,24 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
-from benchmarks.harness.activations import activation_bytes
 from benchmarks.harness.environment import describe, total_bytes
+from benchmarks.harness.prediction import Prediction, predict
 from benchmarks.harness.ranks import Team
 from benchmarks.harness.report import Table, megabytes, terminal, write_results
-from benchmarks.harness.shapes import SEQUENCE_LENGTH, LlamaShape, build_model, shape_named
+from benchmarks.harness.shapes import SEQUENCE_LENGTH, LlamaShape, shape_named
 from benchmarks.peers import contender_named
-from benchmarks.peers.base import adamw, nvme_folder
-from benchmarks.peers.zero_ext_engine import configuration
+from benchmarks.peers.base import nvme_folder
 from zero_ext.monitor import file_bytes
-from zero_ext.plan import TrainingState, model_staging, model_state_bytes
 
 CONTENDER = "huge@1"
 TOLERANCE = 0.05
 LIMIT_SECONDS = 20 * 60.0
-
-
-def predict(shape: LlamaShape) -> dict[str, int]:
-    """Bytes of the store, and of memory beside interpreter and libraries, by the formulas of `zero_ext.plan`.
-
-    Memory: staging, the activations of one micro-batch as PyTorch alone keeps them, measured on a few layers,
-    and the largest gradient, which autograd hands over in memory of its own; all gradients are used up in
-    backward.
-    """
-    options = contender_named(CONTENDER).options
-    tiers = {kind: str(options[kind]) for kind in ("params", "optimizer")}
-    moments = str(options["moments"])
-    config = configuration(3, int(options.get("tiles", 0)), True, moments, tiers)
-    with torch.device("meta"):
-        model = build_model(shape)
-    staging = model_staging(model, adamw(list(model.parameters())), config, world_size=1)
-    state = TrainingState(trainable={"bf16": shape.parameters}, moments_dtype=moments)
-    kept = model_state_bytes(3, 1, state)
-    return {
-        "store": kept.params + kept.optimizer,
-        "born": kept.params,
-        "staging": staging.total,
-        "activations": activation_bytes(shape),
-        "gradient": 2 * max(parameter.numel() for parameter in model.parameters()),
-    }
 
 
 @contextlib.contextmanager
@@ -99,13 +72,14 @@ def measure(shape: LlamaShape, steps: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def compare(predicted: dict[str, int], measured: dict[str, Any]) -> list[dict[str, Any]]:
+def compare(predicted: Prediction, measured: dict[str, Any]) -> list[dict[str, Any]]:
     """Predicted and measured bytes of the store and of memory; libraries count as they were found."""
-    memory = measured["libraries"] + sum(predicted[what] for what in ("staging", "activations", "gradient"))
+    born = predicted.state.params  # written as the model is built, and again into its shards
+    stored = born + predicted.state.optimizer
     rows = [
-        ("NVMe, while it trains", predicted["store"], measured["store"]),
-        ("NVMe, peak while it is prepared", predicted["store"] + predicted["born"], measured["store_peak"]),
-        ("peak memory", memory, measured["peak"]),
+        ("NVMe, while it trains", stored, measured["store"]),
+        ("NVMe, peak while it is prepared", stored + born, measured["store_peak"]),
+        ("peak memory", measured["libraries"] + predicted.memory, measured["peak"]),
     ]
     return [
         {"what": what, "predicted": before, "measured": after, "off_by": after / before - 1}
@@ -146,8 +120,8 @@ def main(
     folder.mkdir()
     os.environ["ZERO_EXT_BENCH_NVME"] = str(folder)
     try:
-        predicted = predict(shape)
-        console.print({name: f"{megabytes(nbytes)} MB" for name, nbytes in predicted.items()})
+        predicted = predict(shape, CONTENDER)
+        console.print(f"in bytes: {predicted}")
         measured = measure(shape, steps, folder)
         left = sorted(path.name for path in folder.iterdir())
     finally:
@@ -158,7 +132,12 @@ def main(
     rows = compare(predicted, measured)
     table = table_of(shape, rows, measured)
     table.show(console)
-    data = {"environment": describe(), "predicted": predicted, "measured": measured, "comparison": rows}
+    data = {
+        "environment": describe(),
+        "predicted": asdict(predicted),
+        "measured": measured,
+        "comparison": rows,
+    }
     for path in write_results(output, "A model far larger than memory", [table], data):
         console.print(f"wrote {path}")
     seconds = measured["build_seconds"] + steps * measured["step_seconds"]
