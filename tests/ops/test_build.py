@@ -1,25 +1,18 @@
-"""The just-in-time build: cached, locked across processes, and clear when it cannot work."""
+"""The just-in-time build of ``_C``: cached, locked across processes, and clear when it cannot work."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+import re
 from pathlib import Path
 
 import pytest
 
-from zero_ext.ops import build, toolchain
+from tests.ops.forked import Builder
+from zero_ext.ops import build, library, toolchain
+from zero_ext.ops.build_cache import CachedModule, build_key
 
 ROOT = Path(__file__).resolve().parents[2]
-
-# Builds only the module's entry point: the same steps as the whole extension in a second.
-BUILD_ONE_FILE = """
-import zero_ext.ops.build as build, zero_ext.ops.toolchain as toolchain
-toolchain.sources = lambda root: ["csrc/ops/module.cpp"]
-path = build.build()
-print(path)
-print(build.import_from(path).__name__)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -28,38 +21,55 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "zero_ext"
 
 
-def test_processes_that_start_together_build_once(cache: Path) -> None:
-    command = [sys.executable, "-c", BUILD_ONE_FILE]
-    running = [
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A source tree of one file, whose text a test may change."""
+    for folder in ("core", "ops", "cuda"):
+        (tmp_path / "tree" / "csrc" / folder).mkdir(parents=True)
+    (tmp_path / "tree" / "csrc" / "ops" / "one.cpp").write_text("int one();")
+    return tmp_path / "tree"
+
+
+def test_processes_that_start_together_build_once(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Only the module's entry point: the same steps as the whole extension in half a second.
+    monkeypatch.setattr(toolchain, "sources", lambda root: ["csrc/ops/module.cpp"])
+    builders = [Builder(tmp_path, build.build_ops) for _ in range(3)]
+    ends = [builder.end() for builder in builders]
+    assert [status for status, _ in ends] == [0, 0, 0], ends
+    ((name, path),) = {builder.loaded() for builder in builders}
+    assert name == "zero_ext._C" and path.is_relative_to(cache)
+    # Not a terminal: one process says that it starts and that it has ended, the others nothing.
+    said = "".join(text for _, text in ends).splitlines()
+    assert [re.sub(r"[\d.]+ s$", "N s", line.split(" (")[0]) for line in said] == [
+        "zero_ext: building zero_ext._C",
+        "zero_ext: built zero_ext._C in N s",
     ]
-    outputs = [process.communicate() for process in running]
-    assert [process.returncode for process in running] == [0, 0, 0], outputs
-    paths = {out.splitlines()[0] for out, _ in outputs}
-    assert len(paths) == 1 and Path(paths.pop()).is_relative_to(cache)
-    assert all(out.splitlines()[1] == "zero_ext._C" for out, _ in outputs)
-    assert sum("zero_ext: building" in err for _, err in outputs) == 1
     (folder,) = cache.iterdir()
-    assert sorted(path.name for path in folder.iterdir()) == ["_C.abi3.so", "lock"]
+    found = sorted(path.name for path in folder.iterdir())
+    assert found == ["_C.abi3.so", "_C.abi3.so.sha256", "build.log", "lock"]
 
 
-def test_key_follows_sources_flags_and_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "csrc" / "core").mkdir(parents=True)
-    (tmp_path / "csrc" / "ops").mkdir()
-    source = tmp_path / "csrc" / "ops" / "one.cpp"
-    header = tmp_path / "csrc" / "core" / "one.h"
+def test_key_follows_sources_flags_torch_and_the_kind_of_machine(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = sources / "csrc" / "ops" / "one.cpp"
+    header = sources / "csrc" / "core" / "one.h"
+    names = ["csrc/ops/one.cpp", "csrc/core/one.h"]
     keys = set()
     for text in ("int one();", "int two();"):
         source.write_text(text)
         header.write_text("")
-        keys.add(build.build_key(tmp_path, ["g++", "-O2"]))
+        keys.add(build_key(sources, names, ["-O2"]))
         header.write_text("#pragma once")
-        keys.add(build.build_key(tmp_path, ["g++", "-O2"]))
-        keys.add(build.build_key(tmp_path, ["g++", "-O3"]))
+        keys.add(build_key(sources, names, ["-O2"]))
+        keys.add(build_key(sources, names, ["-O3"]))
     monkeypatch.setattr(build.torch, "__version__", "9.9.9")
-    keys.add(build.build_key(tmp_path, ["g++", "-O3"]))
-    assert len(keys) == 7
+    keys.add(build_key(sources, names, ["-O3"]))
+    monkeypatch.setattr("platform.machine", lambda: "riscv128")
+    keys.add(build_key(sources, names, ["-O3"]))
+    assert len(keys) == 8
 
 
 def test_every_source_is_compiled() -> None:
@@ -70,22 +80,87 @@ def test_every_source_is_compiled() -> None:
 def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(RuntimeError, match=r"no C\+\+ compiler was found.*apt-get install g\+\+"):
-        build.find_compiler()
+    with pytest.raises(RuntimeError, match=r"_C is not built and no C\+\+ compiler.*apt-get install g\+\+"):
+        build.build_ops()
 
 
 def test_without_sources_the_error_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build, "__file__", str(tmp_path / "a" / "b" / "c" / "build.py"))
-    with pytest.raises(RuntimeError, match="does not exist; reinstall zero_ext"):
-        build.source_root()
+    with pytest.raises(RuntimeError, match=r"_C is not built and .* does not exist; reinstall zero_ext"):
+        build.build_ops()
 
 
-def test_a_failed_build_shows_the_compiler_and_leaves_nothing(cache: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    (broken / "csrc" / "ops").mkdir(parents=True)
-    (broken / "csrc" / "ops" / "broken.cpp").write_text("this is no C++")
-    cache.mkdir()
-    target = cache / "_C.abi3.so"
-    with pytest.raises(RuntimeError, match=r"building zero_ext\._C failed(.|\n)*broken\.cpp:1"):
-        build.compile_module(broken, build.compile_command(broken, build.find_compiler()), target)
-    assert list(cache.iterdir()) == []
+def test_an_installed_package_finds_its_own_sources(monkeypatch: pytest.MonkeyPatch, sources: Path) -> None:
+    monkeypatch.setattr(build, "__file__", str(sources / "ops" / "build.py"))
+    assert build.source_root("_C") == sources
+
+
+def test_a_failed_build_shows_the_compiler_and_leaves_its_log(
+    cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (sources / "csrc" / "ops" / "one.cpp").write_text("this is no C++")
+    monkeypatch.setattr(build, "source_root", lambda module: sources)
+    with pytest.raises(RuntimeError, match=r"building zero_ext\._C: csrc/ops/one\.cpp failed") as caught:
+        build.build_ops()
+    (folder,) = cache.iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["build.log", "failed.txt", "lock"]
+    log = (folder / "build.log").read_text()
+    assert f"whole log: {folder / 'build.log'}" in str(caught.value)
+    assert "one.cpp:1" in str(caught.value) and "one.cpp:1" in log and " -O3 " in log
+    # Mended, it is built: what failed once is not remembered.
+    (sources / "csrc" / "ops" / "one.cpp").write_text((ROOT / "csrc" / "ops" / "module.cpp").read_text())
+    module = build.cached_ops()
+    assert module.folder != folder
+    build.obtain(module, lambda: build.host_recipe(sources))
+    assert module.is_complete()
+
+
+def test_a_torch_older_than_the_stable_abi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("2.10.1+cu128", "1.13.0"):
+        monkeypatch.setattr(library.torch, "__version__", version)
+        with pytest.raises(RuntimeError, match=rf"{re.escape(version)} is too old.*torch 2\.11; pip install"):
+            library.check_torch()
+    for version in ("2.11.0", "2.11.0a0+git12", "3.0"):
+        monkeypatch.setattr(library.torch, "__version__", version)
+        library.check_torch()
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    pattern = (
+        r"_C must be built, but its cache folder .*file/zero_ext/.* cannot be written to: .*XDG_CACHE_HOME"
+    )
+    with pytest.raises(RuntimeError, match=pattern):
+        build.build_ops()
+
+
+def test_a_folder_of_others_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = CachedModule(tmp_path / "build", "_C")
+    with module.locked():
+        pass
+    module.check_owner()
+    module.folder.chmod(0o777)
+    with pytest.raises(
+        RuntimeError, match=r"with mode 777, and modules are loaded only from .*XDG_CACHE_HOME"
+    ):
+        module.check_owner()
+    module.folder.chmod(0o755)
+    monkeypatch.setattr(os, "getuid", lambda: 4321)
+    os.chown(module.folder, 1234, -1) if os.geteuid() == 0 else monkeypatch.setattr(
+        Path, "stat", lambda path: os.stat_result((0o755, 0, 0, 0, 1234, 0, 0, 0, 0, 0))
+    )
+    with pytest.raises(RuntimeError, match=r"belongs to user 1234 .*this user \(4321\) or root"):
+        module.check_owner()
+
+
+def test_a_full_disk_is_reported_with_the_way_out(
+    cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(build, "source_root", lambda module: sources)
+    monkeypatch.setattr(build.tempfile, "TemporaryDirectory", full)
+    with pytest.raises(RuntimeError, match=r"building zero_ext\._C in .*: .*No space left.*XDG_CACHE_HOME"):
+        build.build_ops()

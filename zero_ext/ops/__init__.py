@@ -33,7 +33,7 @@ from zero_ext.ops.host_exchange import (
     host_exchange_wait,
 )
 from zero_ext.ops.isa import get_isa, set_isa
-from zero_ext.ops.library import is_built, load
+from zero_ext.ops.library import is_built, load, load_kernels
 from zero_ext.ops.norm import ACCUMULATOR_ENTRIES, squared_norm_, squared_norm_value
 from zero_ext.ops.state_stream import (
     ADAM_FIELDS,
@@ -95,6 +95,7 @@ __all__ = [
     "host_exchange_send",
     "host_exchange_unlink",
     "host_exchange_wait",
+    "load_kernels",
     "pack_",
     "quantize_blockwise",
     "set_isa",

@@ -1,51 +1,62 @@
-"""Builds the extension just in time, once per torch version and state of the sources.
+"""Builds the extension modules just in time: ``_C``, the ops, and ``_C_cuda``, their CUDA kernels.
 
-The result lies in the user's cache folder (``$XDG_CACHE_HOME/zero_ext``, by default
-``~/.cache/zero_ext``). Ranks that start together wait for one another on a file lock, so only the
-first one compiles.
+Once for each torch, state of the sources and set of GPUs; ranks that start together build once. See
+:mod:`zero_ext.ops.build_cache` for where the result lies.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import torch
-from torch.utils.cpp_extension import include_paths, library_paths
 
 from zero_ext.ops import toolchain
+from zero_ext.ops.build_cache import CachedModule, build_key, cache_folder
+from zero_ext.ops.compile import CompilerCall, Progress, run_calls
+from zero_ext.ops.nvcc import check_host_compiler, find_nvcc, fitted_architectures
+from zero_ext.ops.toolchain import Architecture
 
 MODULE = "_C"
+CUDA_MODULE = "_C_cuda"
 
 
-def source_root() -> Path:
-    """The repository root that holds ``csrc``.
+@dataclass(frozen=True)
+class Recipe:
+    """How a module is made: one compiler call up to the object file's name a source, and the linker's."""
+
+    root: Path
+    sources: list[str]
+    compile: Callable[[str], list[str]]
+    link: list[str]  # up to the objects
+    libraries: list[str]
+
+
+def source_root(module: str) -> Path:
+    """The folder that holds the sources, ``csrc``: the package's own, or that of the checkout it lies in.
 
     Raises:
         RuntimeError: the package was installed without its sources.
     """
-    root = Path(__file__).resolve().parents[2]
-    if not (root / "csrc" / "ops").is_dir():
-        raise RuntimeError(
-            f"zero_ext._C is not built and {root / 'csrc'} does not exist; reinstall zero_ext from a wheel "
-            "or from a complete source tree"
-        )
-    return root
+    package = Path(__file__).resolve().parents[1]
+    for root in (package, package.parent):
+        if (root / "csrc" / "ops").is_dir() and (root / "csrc" / "cuda").is_dir():
+            return root
+    raise RuntimeError(
+        f"zero_ext.{module} is not built and {package / 'csrc'} does not exist; reinstall zero_ext from a "
+        "wheel or from a complete source tree"
+    )
 
 
-def find_compiler() -> str:
+def find_compiler(module: str) -> str:
     """Path of the C++ compiler: ``$CXX``, else ``c++``, ``g++`` or ``clang++``.
 
     Raises:
@@ -57,108 +68,214 @@ def find_compiler() -> str:
         if path is not None:
             return path
     raise RuntimeError(
-        "zero_ext._C is not built and no C++ compiler was found (tried $CXX, c++, g++, clang++); "
+        f"zero_ext.{module} is not built and no C++ compiler was found (tried $CXX, c++, g++, clang++); "
         "install one, for example: apt-get install g++"
     )
 
 
-def compile_command(root: Path, compiler: str) -> list[str]:
-    """Compiler call up to, not including, the source and the object file."""
-    includes = [*include_paths(), sysconfig.get_path("include")]
-    return [
-        compiler,
-        *toolchain.COMPILE_FLAGS,
-        f"-ffile-prefix-map={root}/=",
-        *(f"-D{name}={value}" for name, value in toolchain.DEFINES),
-        *(flag for path in includes for flag in ("-isystem", str(path))),
-    ]
+def _torch_folder() -> Path:
+    return Path(torch.__file__).parent
 
 
-def build_key(root: Path, command: list[str]) -> str:
-    """Hash of everything the built module depends on: torch, the compiler call, every source."""
-    digest = hashlib.sha256()
-    digest.update("\0".join([torch.__version__, *command]).encode())
-    for name in [*toolchain.sources(root), *toolchain.headers(root)]:
-        digest.update(f"\0{name}\0".encode())
-        digest.update((root / name).read_bytes())
-    return digest.hexdigest()[:16]
+def _includes() -> list[str]:
+    folders = (_torch_folder() / "include", Path(sysconfig.get_path("include")))
+    return [flag for folder in folders for flag in ("-isystem", str(folder))]
 
 
-def cache_folder() -> Path:
-    """Folder of all just-in-time builds."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "zero_ext"
+def _macros(defines: Iterable[tuple[str, str]]) -> list[str]:
+    return [f"-D{name}={value}" for name, value in defines]
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on `path`; the kernel drops it when the holder dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def run(command: list[str], root: Path) -> None:
-    """Runs one compiler call; its whole output is in the error when it fails."""
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        raise RuntimeError(
-            f"building zero_ext._C failed (exit status {result.returncode}): {' '.join(command)}\n"
-            f"{result.stdout}{result.stderr}"
-        )
-
-
-def compile_module(root: Path, command: list[str], target: Path) -> None:
-    """Compiles all sources in parallel and links them to `target`, which appears complete or not at all."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        names = toolchain.sources(root)
-        objects = [str(Path(folder) / f"{index}.o") for index in range(len(names))]
-        calls = [[*command, "-c", name, "-o", output] for name, output in zip(names, objects, strict=True)]
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            list(pool.map(lambda call: run(call, root), calls))
-        linked = Path(folder) / target.name
-        folders = library_paths()
-        run(
-            [
-                command[0],
-                "-shared",
-                *objects,
-                *(f"-L{path}" for path in folders),
-                *(f"-Wl,-rpath,{path}" for path in folders),
-                "-ltorch_cpu",
-                "-o",
-                str(linked),
-            ],
-            root,
-        )
-        linked.replace(target)
-
-
-def build() -> Path:
-    """Path of the module built from this source tree, compiled first when it is not in the cache.
+def host_recipe(root: Path) -> Recipe:
+    """How ``_C`` is made.
 
     Raises:
-        RuntimeError: no sources, no compiler, or the compiler refused the sources.
+        RuntimeError: there is no C++ compiler.
     """
-    root = source_root()
-    command = compile_command(root, find_compiler())
-    folder = cache_folder() / f"{MODULE}-{build_key(root, command)}"
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{MODULE}.abi3.so"
-    with locked(folder / "lock"):
-        if not target.exists():
-            print(f"zero_ext: building {target} (once for this torch and these sources)", file=sys.stderr)
-            compile_module(root, command, target)
-    return target
+    compiler = find_compiler(MODULE)
+    flags = [*toolchain.COMPILE_FLAGS, *_macros(toolchain.DEFINES), *_includes()]
+    return Recipe(
+        root=root,
+        sources=toolchain.sources(root),
+        compile=lambda name: [compiler, *flags, "-c", name, "-o"],
+        link=[compiler, "-shared"],
+        libraries=[f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu"],
+    )
 
 
-def import_from(path: Path) -> ModuleType:
-    """Imports the module file at `path` as ``zero_ext._C``."""
-    name = f"zero_ext.{MODULE}"
-    spec = importlib.util.spec_from_file_location(name, path)
+def cuda_recipe(root: Path, architectures: Iterable[Architecture]) -> Recipe:
+    """How ``_C_cuda`` is made for GPUs of the given compute capabilities.
+
+    Raises:
+        RuntimeError: torch is not for CUDA, or nvcc or the C++ compiler is missing or does not fit.
+    """
+    if torch.version.cuda is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} is built without CUDA, so zero_ext.{CUDA_MODULE} cannot be built for "
+            "it; install a torch with CUDA (see pytorch.org/get-started)"
+        )
+    nvcc = find_nvcc(torch.version.cuda, torch.__version__)
+    compiler = find_compiler(CUDA_MODULE)
+    check_host_compiler(nvcc, compiler, toolchain.NVCC_COMPILE_FLAGS)
+    fitted = fitted_architectures(nvcc, architectures, toolchain.OLDEST_ARCHITECTURE)
+    definitions = [*_macros(toolchain.CUDA_DEFINES), *_includes()]
+    device = [*toolchain.NVCC_COMPILE_FLAGS, *toolchain.architecture_flags(fitted), *definitions]
+    host = [compiler, *toolchain.COMPILE_FLAGS, *definitions]
+    call = [str(nvcc.path), "-ccbin", compiler]
+
+    def compile_call(name: str) -> list[str]:
+        return [*(call + device if name.endswith(".cu") else host), "-c", name, "-o"]
+
+    return Recipe(
+        root=root,
+        sources=toolchain.cuda_sources(root),
+        compile=compile_call,
+        # nvcc knows where its runtime library lies. The shared one is torch's own, once loaded.
+        link=[*call, "-shared", "--cudart=shared", "-Xlinker=--as-needed"],
+        libraries=[f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu", "-ltorch_cuda"],
+    )
+
+
+def make(module: CachedModule, recipe: Recipe) -> None:
+    """Compiles and links `module` in its folder, whose lock the caller holds.
+
+    Raises:
+        RuntimeError: a compiler refused; the error names the log, which holds all calls and their output.
+    """
+    for leftover in module.folder.glob("building-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    # Large files first, so that none of them is compiled alone at the end.
+    names = sorted(recipe.sources, key=lambda name: -(recipe.root / name).stat().st_size)
+    progress = Progress(f"zero_ext.{module.name}", len(names))
+    progress.start(module.folder)
+    prefix = "building-"
+    with (
+        tempfile.TemporaryDirectory(dir=module.folder, prefix=prefix) as folder,
+        module.log.open("wb") as log,
+    ):
+        objects = {name: str(Path(folder) / f"{index}.o") for index, name in enumerate(names)}
+        linked = Path(folder) / module.path.name
+        calls = [CompilerCall(name, [*recipe.compile(name), objects[name]]) for name in names]
+        link = [*recipe.link, *objects.values(), *recipe.libraries, "-o", str(linked)]
+        try:
+            run_calls(calls, recipe.root, log, progress)
+            run_calls([CompilerCall("linking", link)], recipe.root, log, progress, done=len(names))
+        except RuntimeError as error:
+            progress.end("failed to build")
+            raise RuntimeError(f"building zero_ext.{module.name}: {error}\nwhole log: {module.log}") from None
+        module.put(linked)
+    progress.end("built")
+
+
+def obtain(module: CachedModule, recipe: Callable[[], Recipe], unusable: object = None) -> None:
+    """Sees to it that `module` is in the cache; `recipe` is asked for only if it must be compiled.
+
+    A file whose state is `unusable` is compiled anew.
+
+    Raises:
+        RuntimeError: it cannot be built, in this process or in the one that was waited for.
+    """
+
+    def is_there() -> bool:
+        return module.is_complete() and (unusable is None or module.state() != unusable)
+
+    if is_there():
+        return
+    with module.locked():
+        if is_there():
+            return
+        try:
+            make(module, recipe())
+        except OSError as error:
+            text = f"building zero_ext.{module.name} in {module.folder} failed: {error}"
+            raise RuntimeError(f"{text}; make room there, or set XDG_CACHE_HOME to another folder") from error
+        except RuntimeError as error:
+            module.note_failure(str(error))
+            raise
+
+
+def load_from_cache(module: CachedModule, recipe: Callable[[], Recipe]) -> ModuleType:
+    """Imports `module`, built first where needed, and once more where the one in the cache does not load.
+
+    Raises:
+        RuntimeError: it cannot be built, or the new one does not load either.
+    """
+    obtain(module, recipe)
+    state = module.state()
+    try:
+        return import_from(module)
+    except ImportError as error:
+        print(f"zero_ext: {module.path} does not load and is built again: {error}", file=sys.stderr)
+    obtain(module, recipe, unusable=state)
+    try:
+        return import_from(module)
+    except ImportError as error:
+        raise RuntimeError(
+            f"{module.path}, just built, does not load: {error}; its log is {module.log}"
+        ) from error
+
+
+def import_from(module: CachedModule) -> ModuleType:
+    """Imports a module of the cache as ``zero_ext.<its name>``."""
+    name = f"zero_ext.{module.name}"
+    spec = importlib.util.spec_from_file_location(name, module.path)
     if spec is None or spec.loader is None:
-        raise RuntimeError(f"cannot import {path}; delete it to have it built again")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules[name] = module
-    return module
+        raise ImportError(f"{module.path} is no extension module")
+    imported = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(imported)
+    sys.modules[name] = imported
+    return imported
+
+
+def cached_ops() -> CachedModule:
+    """The place of ``_C`` for this torch and these sources.
+
+    Raises:
+        RuntimeError: the package was installed without its sources.
+    """
+    root = source_root(MODULE)
+    settings = [*toolchain.COMPILE_FLAGS, *_macros(toolchain.DEFINES)]
+    key = build_key(root, [*toolchain.sources(root), *toolchain.headers(root)], settings)
+    return CachedModule(cache_folder() / f"{MODULE}-torch{torch.__version__}-{key}", MODULE)
+
+
+def build_ops() -> ModuleType:
+    """The module ``_C``, from the cache or compiled now. RuntimeError: it cannot be built or loaded."""
+    root = source_root(MODULE)
+    return load_from_cache(cached_ops(), lambda: host_recipe(root))
+
+
+def cached_kernels(wanted: Iterable[Architecture]) -> CachedModule:
+    """The place of a ``_C_cuda`` for GPUs of the compute capabilities `wanted`.
+
+    It may have been built for more GPUs, if it holds machine code for each of these.
+
+    Raises:
+        RuntimeError: the package was installed without its sources.
+    """
+    root = source_root(CUDA_MODULE)
+    settings = [
+        f"CUDA {torch.version.cuda}",
+        *toolchain.COMPILE_FLAGS,
+        *toolchain.NVCC_COMPILE_FLAGS,
+        *_macros(toolchain.CUDA_DEFINES),
+    ]
+    key = build_key(root, [*toolchain.cuda_sources(root), *toolchain.cuda_headers(root)], settings)
+    folder = cache_folder() / f"{CUDA_MODULE}-torch{torch.__version__}-cuda{torch.version.cuda}-{key}"
+    targets = set(wanted)
+    for path in sorted(folder.glob("sm_*")):
+        module = CachedModule(path, CUDA_MODULE)
+        if toolchain.runs_on(toolchain.architectures_of(path.name), targets) and module.is_complete():
+            return module
+    return CachedModule(folder / toolchain.name_of(targets), CUDA_MODULE)
+
+
+def build_kernels(wanted: Iterable[Architecture]) -> ModuleType:
+    """The module ``_C_cuda`` for these GPUs, from the cache or compiled now.
+
+    Raises:
+        RuntimeError: it cannot be built or loaded.
+    """
+    targets = set(wanted)
+    root = source_root(CUDA_MODULE)
+    return load_from_cache(cached_kernels(targets), lambda: cuda_recipe(root, targets))

@@ -6,9 +6,12 @@ just-in-time build. It imports nothing but the standard library.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 # The oldest torch whose stable ABI the extension uses, and the oldest Python (limited API).
+OLDEST_TORCH = (2, 11)
 TORCH_TARGET_VERSION = "0x020b000000000000"
 PYTHON_LIMITED_API = "0x030a0000"
 
@@ -32,16 +35,50 @@ COMPILE_FLAGS: tuple[str, ...] = (
 
 # Module ``_C_cuda``. Contraction and rounding as above, so that float32 results are the CPU's bit for bit.
 CUDA_DEFINES: tuple[tuple[str, str], ...] = (*DEFINES, ("USE_CUDA", "1"))
-NVCC_FLAGS: tuple[str, ...] = (
+NVCC_COMPILE_FLAGS: tuple[str, ...] = (
     "-std=c++20",
     "-O3",
     "--expt-relaxed-constexpr",
     "--fmad=false",
     "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra",
-    # Machine code for 8.x and 9.0; later devices translate the PTX.
-    "-gencode=arch=compute_80,code=sm_80",
-    "-gencode=arch=compute_90,code=[sm_90,compute_90]",
 )
+
+# Compute capability: (8, 0) for 8.0.
+Architecture = tuple[int, int]
+OLDEST_ARCHITECTURE: Architecture = (8, 0)
+# Machine code for 8.x and 9.0; later devices translate the PTX.
+WHEEL_ARCHITECTURES: tuple[Architecture, ...] = ((8, 0), (9, 0))
+
+
+def architecture_flags(architectures: Iterable[Architecture]) -> tuple[str, ...]:
+    """nvcc's flags for machine code of all the architectures and PTX of the newest."""
+    *older, newest = (f"{major}{minor}" for major, minor in sorted(set(architectures)))
+    return (
+        *(f"-gencode=arch=compute_{each},code=sm_{each}" for each in older),
+        f"-gencode=arch=compute_{newest},code=[sm_{newest},compute_{newest}]",
+    )
+
+
+def name_of(architectures: Iterable[Architecture]) -> str:
+    """Like sm_80+sm_90."""
+    return "+".join(f"sm_{major}{minor}" for major, minor in sorted(set(architectures)))
+
+
+def architectures_of(name: str) -> set[Architecture]:
+    """The architectures of a :func:`name_of`; none for another text."""
+    if re.fullmatch(r"sm_\d{2,3}(\+sm_\d{2,3})*", name) is None:
+        return set()
+    return {(int(digits[:-1]), int(digits[-1])) for digits in re.findall(r"\d+", name)}
+
+
+def runs_on(built: Iterable[Architecture], gpus: Iterable[Architecture]) -> bool:
+    """Whether machine code for `built` runs on all `gpus`: the same major version, and none newer."""
+    code = set(built)
+    return all(any(major == gpu[0] and minor <= gpu[1] for major, minor in code) for gpu in gpus)
+
+
+NVCC_FLAGS: tuple[str, ...] = (*NVCC_COMPILE_FLAGS, *architecture_flags(WHEEL_ARCHITECTURES))
+
 # Checks of arguments that the ops of both modules make.
 CUDA_SHARED_SOURCES: tuple[str, ...] = (
     "csrc/ops/adam_buffers.cpp",

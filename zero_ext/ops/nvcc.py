@@ -1,0 +1,172 @@
+"""The nvcc that fits torch: where it is, what it can compile for, and whether its host compiler suits it.
+
+Loaded by its path in setup.py, before the package exists. It imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# What the sources need of the host compiler and of the flags beside it.
+_PROBE = """
+#include <bit>
+#include <span>
+#if __cplusplus < 202002L
+#error -- the host compiler does not know C++20
+#endif
+"""
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    """An nvcc that answered."""
+
+    path: Path
+    release: str  # like "13.0"
+
+    @property
+    def major(self) -> int:
+        return int(self.release.split(".")[0])
+
+    def __str__(self) -> str:
+        return f"nvcc {self.release} ({self.path})"
+
+
+def find_nvcc(cuda: str, torch_version: str) -> Nvcc:
+    """The nvcc for a torch that was built with `cuda`, like "13.0": one of the same major version.
+
+    ``$CUDA_HOME``, else ``$CUDA_PATH``, names the toolkit; without them PATH and /usr/local/cuda* are
+    searched.
+
+    Raises:
+        RuntimeError: there is no nvcc, none that works, or none of that major version.
+    """
+    refused = []
+    for path in dict.fromkeys(_candidates(cuda)):
+        if not os.access(path, os.X_OK) or path.is_dir():
+            continue
+        release = _release(path)
+        if release is None:
+            refused.append(f"{path}, which does not say its version")
+        elif release.split(".")[0] == cuda.split(".")[0]:
+            return Nvcc(path, release)
+        else:
+            refused.append(f"{path} of CUDA {release}")
+    need = f"torch {torch_version} is built for CUDA {cuda}"
+    major, minor = cuda.split(".")[:2]
+    fix = (
+        f"install the CUDA toolkit {cuda} (like `apt-get install cuda-nvcc-{major}-{minor} "
+        f"cuda-cudart-dev-{major}-{minor}` from NVIDIA's repository) or point CUDA_HOME at one"
+    )
+    if not refused:
+        raise RuntimeError(f"no nvcc was found (looked in {_places()}), and {need}; {fix}")
+    raise RuntimeError(
+        f"nvcc does not fit: {need}, found is {' and '.join(refused)}, and the major versions must agree; "
+        f"{fix}, or install a torch for the CUDA version that is there"
+    )
+
+
+def _candidates(cuda: str) -> Iterator[Path]:
+    """Files that may be the nvcc, in order of preference."""
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            yield Path(os.environ[variable]) / "bin" / "nvcc"
+            return
+    on_path = shutil.which("nvcc")
+    if on_path is not None:
+        yield Path(on_path)
+    for suffix in (f"-{cuda}", f"-{cuda.split('.')[0]}", ""):
+        yield Path(f"/usr/local/cuda{suffix}/bin/nvcc")
+
+
+def _places() -> str:
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            return f"${variable}, {os.environ[variable]}/bin"
+    return "$CUDA_HOME, $CUDA_PATH, PATH and /usr/local/cuda*"
+
+
+def _release(path: Path) -> str | None:
+    """The release that nvcc names; None when it does not run."""
+    try:
+        output = subprocess.run(
+            [str(path), "--version"], capture_output=True, text=True, check=False, timeout=60
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"release (\d+\.\d+)", output)
+    return found[1] if found else None
+
+
+def toolkit_folder(nvcc: Nvcc) -> Path:
+    """The folder of nvcc's own include and library folders, which a script on PATH hides."""
+    command = [str(nvcc.path), "-dryrun", "-x", "cu", "-c", os.devnull]
+    output = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    found = re.search(r"^#\$ TOP=(.+)$", output, re.MULTILINE)
+    return Path(found[1]).resolve() if found else nvcc.path.resolve().parents[1]
+
+
+def known_architectures(nvcc: Nvcc) -> set[tuple[int, int]]:
+    """Compute capabilities that this nvcc compiles for."""
+    command = [str(nvcc.path), "--list-gpu-arch"]
+    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return {(int(major), int(minor)) for major, minor in re.findall(r"compute_(\d+)(\d)\b", output)}
+
+
+def fitted_architectures(
+    nvcc: Nvcc, wanted: Iterable[tuple[int, int]], oldest: tuple[int, int]
+) -> set[tuple[int, int]]:
+    """`wanted`, and in the place of what is newer than this nvcc the newest that it knows.
+
+    A newer GPU translates that one's PTX.
+
+    Raises:
+        RuntimeError: nvcc knows no architecture from `oldest` up to a wanted one.
+    """
+    known = known_architectures(nvcc)
+    fitted = set()
+    for each in wanted:
+        possible = {architecture for architecture in known if oldest <= architecture <= each}
+        if not possible:
+            raise RuntimeError(
+                f"{nvcc} compiles for no GPU from compute capability {oldest[0]}.{oldest[1]} to "
+                f"{each[0]}.{each[1]}; install a CUDA toolkit that does"
+            )
+        fitted.add(max(possible))
+    return fitted
+
+
+def check_host_compiler(nvcc: Nvcc, compiler: str, flags: Iterable[str]) -> None:
+    """Lets nvcc preprocess two C++20 headers with the host compiler.
+
+    Raises:
+        RuntimeError: nvcc refuses the compiler, as it does one newer than itself, or cannot use it.
+    """
+    with tempfile.TemporaryDirectory(prefix="zero_ext-") as folder:
+        probe = Path(folder) / "probe.cu"
+        probe.write_text(_PROBE)
+        command = [str(nvcc.path), *flags, "-ccbin", compiler, "-E", str(probe), "-o", os.devnull]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode == 0:
+        return
+    lines = (result.stdout + result.stderr).strip().splitlines()
+    errors = [line for line in lines if "error" in line or "fatal" in line] or lines[-1:]
+    raise RuntimeError(
+        f"{nvcc} does not work with the host compiler {_compiler_version(compiler)}: "
+        f"{errors[0].strip() if errors else f'exit status {result.returncode}'}; set CXX to one that it "
+        "supports (like CXX=g++-13), or install a CUDA toolkit that supports this one"
+    )
+
+
+def _compiler_version(compiler: str) -> str:
+    """The compiler's path and the first line that it says of itself."""
+    result = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    lines = result.stdout.splitlines()
+    return f"{compiler} ({lines[0]})" if lines else compiler
