@@ -1,30 +1,62 @@
 """Builds the extension modules; everything else is in pyproject.toml.
 
 zero_ext._C holds the ops and their CPU kernels. zero_ext._C_cuda, their CUDA kernels, is built too where
-torch was built for CUDA and nvcc is installed.
+torch was built for CUDA and an nvcc fits it; else the installed package compiles it at first use, from the
+sources that lie in the wheel for that.
 """
 
 import importlib.util
 import os
+import shutil
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import torch
 from setuptools import Extension, setup
-from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 
 
-def load_toolchain() -> ModuleType:
-    """The compile settings, loaded by path because the package cannot be imported yet."""
-    path = ROOT / "zero_ext" / "ops" / "toolchain.py"
-    spec = importlib.util.spec_from_file_location("zero_ext_toolchain", path)
+def load_by_path(name: str) -> ModuleType:
+    """A file of zero_ext/ops that needs no other; the package cannot be imported yet."""
+    path = ROOT / "zero_ext" / "ops" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"zero_ext_{name}", path)
     if spec is None or spec.loader is None:
         raise RuntimeError(f"cannot load {path}; run setup.py from a complete source tree")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+toolchain = load_by_path("toolchain")
+
+
+class BuildPython(build_py):
+    """Adds the sources of _C_cuda to what is installed, as zero_ext/csrc."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for name in [*toolchain.cuda_sources(ROOT), *toolchain.cuda_headers(ROOT)]:
+            target = Path(self.build_lib) / "zero_ext" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, target)
+
+
+def cuda_toolkit() -> Path | None:
+    """The toolkit to build _C_cuda with; None, and a line that says why, where it is left to first use."""
+    if torch.version.cuda is None:
+        return None
+    nvcc = load_by_path("nvcc")
+    try:
+        return nvcc.toolkit_folder(nvcc.find_nvcc(torch.version.cuda, torch.__version__))
+    except RuntimeError as error:
+        print(f"zero_ext._C_cuda is not built now but at its first use: {error}")
+        return None
 
 
 def macros(defines: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
@@ -32,7 +64,7 @@ def macros(defines: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
     return [(name, value) for name, value in defines if name != "Py_LIMITED_API"]
 
 
-def extensions(toolchain: ModuleType) -> list[Extension]:
+def extensions(toolkit: Path | None) -> list[Extension]:
     """The modules that this torch and this machine can build.
 
     Sources are relative, so no path of the building machine ends up in the error messages.
@@ -46,10 +78,7 @@ def extensions(toolchain: ModuleType) -> list[Extension]:
         extra_compile_args=host_flags,
         py_limited_api=True,
     )
-    if torch.version.cuda is None:
-        return [cpu]
-    if CUDA_HOME is None:
-        print(f"zero_ext._C_cuda is not built: torch is for CUDA {torch.version.cuda}, but there is no nvcc")
+    if toolkit is None:
         return [cpu]
     cuda = CUDAExtension(
         name="zero_ext._C_cuda",
@@ -64,8 +93,14 @@ def extensions(toolchain: ModuleType) -> list[Extension]:
 
 os.chdir(ROOT)
 os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
+toolkit = cuda_toolkit()
+if toolkit is not None:
+    os.environ["CUDA_HOME"] = str(toolkit)
+# torch reads CUDA_HOME when this is imported, and takes a script on PATH for the toolkit's own nvcc.
+from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
+
 setup(
-    ext_modules=extensions(load_toolchain()),
-    cmdclass={"build_ext": BuildExtension},
+    ext_modules=extensions(toolkit),
+    cmdclass={"build_ext": BuildExtension, "build_py": BuildPython},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )
