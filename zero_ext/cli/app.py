@@ -15,7 +15,8 @@ from zero_ext.checkpoint import CheckpointReport, export_huggingface, inspect_ch
 from zero_ext.cli.console import bytes_of, cleaned_up_when_ended, errors_on_stderr
 
 app = typer.Typer(
-    help="Look into zero_ext checkpoints, export them, describe this machine, measure its NVMe devices.",
+    help="Look into zero_ext checkpoints, export them, describe this machine, measure its NVMe devices, "
+    "compile the kernels.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -82,6 +83,21 @@ def env(
             table.add_row(f"  {escape(name)}", escape(value))
         table.add_section()
     _terminal().print(table)
+
+
+@app.command()
+def build(
+    cuda_architectures: Annotated[
+        str | None,
+        typer.Option(help="Like 8.0,9.0; by default those of the GPUs here, without one 8.0,9.0."),
+    ] = None,
+) -> None:
+    """Compile now what the first use would: the ops if they are not built, and their CUDA kernels."""
+    from zero_ext.cli.build_ahead import build_ahead
+
+    with errors_on_stderr():
+        for line in build_ahead(cuda_architectures):
+            print(line)
 
 
 @app.command(name="bench-nvme")

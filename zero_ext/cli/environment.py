@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from zero_ext import ops
+from zero_ext.cli.cuda_environment import describe_accelerators, describe_cuda
 from zero_ext.offload import NvmeStore
 from zero_ext.ops.library import is_built, load
 
@@ -24,6 +25,7 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _UNLIMITED = 1 << 60
+_NODES = Path("/sys/devices/system/node")
 
 # Two ranks are children of one launcher, so is this pair: the first owns bytes, the second reads them.
 _OWNER = """
@@ -61,7 +63,8 @@ def describe_environment(folder: Path) -> dict[str, Section]:
         "asynchronous I/O": _backends(),
         f"folder {folder}": _folder(folder),
         "exchange between ranks of a host": {"process_vm_readv": _or_reason(peer_memory)},
-        "accelerators": _accelerators(),
+        "CUDA": describe_cuda(_or_reason),
+        "accelerators": describe_accelerators(_or_reason),
     }
 
 
@@ -113,7 +116,15 @@ def _memory() -> Section:
         "cgroup limit": _or_reason(_cgroup_limit),
         "transparent huge pages": _or_reason(lambda: (_HUGE_PAGES / "enabled").read_text().strip()),
         "locked memory (ulimit -l)": f"{soft} (may be raised to {hard})",
+        "NUMA nodes": _or_reason(numa_nodes),
     }
+
+
+def numa_nodes() -> str:
+    """How many nodes with processors or memory of their own, and the processors of each."""
+    nodes = sorted(_NODES.glob("node[0-9]*"), key=lambda path: int(path.name.removeprefix("node")))
+    texts = [f"{path.name}: {(path / 'cpulist').read_text().strip() or 'none'}" for path in nodes]
+    return f"{len(nodes)}, processors of {'; '.join(texts)}" if nodes else "none in this process's view"
 
 
 def _field(path: Path, name: str) -> str:
@@ -197,13 +208,3 @@ def peer_memory() -> str:
     if reader.returncode == 0:
         return f"yes{scope}"
     return f"no, ranks go through gloo: {reader.stderr.strip() or 'the reader failed'}{scope}"
-
-
-def _accelerators() -> Section:
-    built = torch.version.cuda or "no"
-    if not torch.cuda.is_available():
-        return {"CUDA": f"none usable (torch built with CUDA: {built})"}
-    names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
-    return {
-        "CUDA": f"{torch.cuda.device_count()} of {', '.join(sorted(names))} (torch built with CUDA: {built})"
-    }

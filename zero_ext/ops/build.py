@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -148,9 +149,8 @@ def make(module: CachedModule, recipe: Recipe) -> None:
     names = sorted(recipe.sources, key=lambda name: -(recipe.root / name).stat().st_size)
     progress = Progress(f"zero_ext.{module.name}", len(names))
     progress.start(module.folder)
-    prefix = "building-"
     with (
-        tempfile.TemporaryDirectory(dir=module.folder, prefix=prefix) as folder,
+        tempfile.TemporaryDirectory(dir=module.folder, prefix="building-") as folder,
         module.log.open("wb") as log,
     ):
         objects = {name: str(Path(folder) / f"{index}.o") for index, name in enumerate(names)}
@@ -185,13 +185,22 @@ def obtain(module: CachedModule, recipe: Callable[[], Recipe], unusable: object 
         if is_there():
             return
         try:
-            make(module, recipe())
-        except OSError as error:
-            text = f"building zero_ext.{module.name} in {module.folder} failed: {error}"
-            raise RuntimeError(f"{text}; make room there, or set XDG_CACHE_HOME to another folder") from error
+            _make_or_explain(module, recipe)
         except RuntimeError as error:
-            module.note_failure(str(error))
+            # Where not even this can be written, those who wait find out by themselves.
+            with suppress(OSError):
+                module.note_failure(str(error))
             raise
+
+
+def _make_or_explain(module: CachedModule, recipe: Callable[[], Recipe]) -> None:
+    try:
+        make(module, recipe())
+    except OSError as error:
+        raise RuntimeError(
+            f"building zero_ext.{module.name} in {module.folder} failed: {error}; make room there, or set "
+            "XDG_CACHE_HOME to another folder"
+        ) from error
 
 
 def load_from_cache(module: CachedModule, recipe: Callable[[], Recipe]) -> ModuleType:

@@ -98,9 +98,10 @@ def run_calls(
                 done += 1
     finally:
         for each in running:
-            # nvcc has children; each call leads a group of its own.
-            os.killpg(each.process.pid, signal.SIGKILL)
-            each.process.wait()
+            # nvcc has children; each call leads a group of its own, which ends with it.
+            if each.process.poll() is None:
+                os.killpg(each.process.pid, signal.SIGKILL)
+                each.process.wait()
             each.output.close()
 
 

@@ -49,10 +49,7 @@ def find_nvcc(cuda: str, torch_version: str) -> Nvcc:
         RuntimeError: there is no nvcc, none that works, or none of that major version.
     """
     refused = []
-    for path in dict.fromkeys(_candidates(cuda)):
-        if not os.access(path, os.X_OK) or path.is_dir():
-            continue
-        release = _release(path)
+    for path, release in installed_nvccs(cuda).items():
         if release is None:
             refused.append(f"{path}, which does not say its version")
         elif release.split(".")[0] == cuda.split(".")[0]:
@@ -73,8 +70,14 @@ def find_nvcc(cuda: str, torch_version: str) -> Nvcc:
     )
 
 
-def _candidates(cuda: str) -> Iterator[Path]:
-    """Files that may be the nvcc, in order of preference."""
+def installed_nvccs(cuda: str | None) -> dict[Path, str | None]:
+    """Every nvcc in the places that are searched, best first, and its release; None: it does not say it."""
+    found = dict.fromkeys(_candidates(cuda))
+    return {path: _release(path) for path in found if os.access(path, os.X_OK) and not path.is_dir()}
+
+
+def _candidates(cuda: str | None) -> Iterator[Path]:
+    """Files that may be the nvcc for torch's CUDA version, in order of preference."""
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
             yield Path(os.environ[variable]) / "bin" / "nvcc"
@@ -82,8 +85,8 @@ def _candidates(cuda: str) -> Iterator[Path]:
     on_path = shutil.which("nvcc")
     if on_path is not None:
         yield Path(on_path)
-    for suffix in (f"-{cuda}", f"-{cuda.split('.')[0]}", ""):
-        yield Path(f"/usr/local/cuda{suffix}/bin/nvcc")
+    suffixes = ("",) if cuda is None else (f"-{cuda}", f"-{cuda.split('.')[0]}", "")
+    yield from (Path(f"/usr/local/cuda{suffix}/bin/nvcc") for suffix in suffixes)
 
 
 def _places() -> str:

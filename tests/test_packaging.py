@@ -1,0 +1,37 @@
+"""What setup.py puts into a wheel: all that an installed package needs to compile its CUDA kernels."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from zero_ext.ops import toolchain
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_a_wheel_holds_the_sources_of_the_cuda_kernels_and_all_they_include(tmp_path: Path) -> None:
+    library = tmp_path / "library"
+    command = ["egg_info", "--egg-base", str(tmp_path), "build_py", "--build-lib", str(library)]
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        check=True,
+    )
+    package = library / "zero_ext"
+    assert (package / "ops" / "build.py").is_file()
+    found = {path.relative_to(package).as_posix() for path in (package / "csrc").rglob("*") if path.is_file()}
+    assert set(toolchain.cuda_sources(ROOT)) < found and "csrc/core/adam.cpp" not in found
+    for name in found:
+        assert (package / name).read_bytes() == (ROOT / name).read_bytes()
+        for included in re.findall(r'^#include "(.+)"', (package / name).read_text(), re.MULTILINE):
+            assert (package / name).parent.joinpath(included).is_file(), f"{name} includes {included}"
+
+
+def test_a_source_distribution_holds_all_sources() -> None:
+    assert (ROOT / "MANIFEST.in").read_text() == "graft csrc\n"

@@ -1,0 +1,54 @@
+"""The extension modules compiled ahead of their first use, on a login node or into an image, say."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from zero_ext.ops.build import build_kernels
+from zero_ext.ops.library import CUDA_MODULE, MODULE, kernels_are_loaded, load, present_architectures
+from zero_ext.ops.toolchain import OLDEST_ARCHITECTURE, WHEEL_ARCHITECTURES, Architecture
+
+OPTION = "--cuda-architectures"
+
+
+def build_ahead(architectures: str | None) -> Iterator[str]:
+    """Builds what is missing; a line for each module when it is there.
+
+    Args:
+        architectures: compute capabilities, like ``8.0,9.0``; None: those of the GPUs here, else the wheel's.
+
+    Raises:
+        ValueError: `architectures` is malformed, names one below 8.0, or cannot have an effect.
+        RuntimeError: a module cannot be built.
+    """
+    wanted = None if architectures is None else architectures_of(architectures)
+    yield f"{MODULE}: {load().__file__}"
+    if wanted is None and torch.version.cuda is None:
+        yield f"{CUDA_MODULE}: none, because torch {torch.__version__} is built without CUDA"
+        return
+    if kernels_are_loaded():
+        path = sys.modules[CUDA_MODULE].__file__
+        if wanted is not None:
+            raise ValueError(f"{OPTION} has no effect: this installation came with {path}; leave it out")
+        yield f"{CUDA_MODULE}: {path}"
+        return
+    yield f"{CUDA_MODULE}: {build_kernels(wanted or present_architectures() or WHEEL_ARCHITECTURES).__file__}"
+
+
+def architectures_of(text: str) -> set[Architecture]:
+    """Compute capabilities of a list like ``8.0,9.0`` or ``80,90``. ValueError for anything else."""
+    oldest = ".".join(map(str, OLDEST_ARCHITECTURE))
+    found = set()
+    for part in text.split(","):
+        digits = re.fullmatch(r"(\d{1,2})\.?(\d)", part.strip())
+        if digits is None or (int(digits[1]), int(digits[2])) < OLDEST_ARCHITECTURE:
+            raise ValueError(
+                f"{OPTION} is {text!r}, of which {part.strip()!r} is no compute capability from {oldest} on; "
+                "give them like 8.0,9.0"
+            )
+        found.add((int(digits[1]), int(digits[2])))
+    return found
