@@ -53,10 +53,15 @@ def cuda_toolkit() -> Path | None:
         return None
     nvcc = load_by_path("nvcc")
     try:
-        return nvcc.toolkit_folder(nvcc.find_nvcc(torch.version.cuda, torch.__version__))
+        found = nvcc.find_nvcc(torch.version.cuda, torch.__version__)
+        # torch links by this name, which wheels of the toolkit leave out.
+        link = nvcc.runtime_library(found).with_name("libcudart.so")
+        if not link.exists():
+            raise RuntimeError(f"there is no {link}")
     except RuntimeError as error:
         print(f"zero_ext._C_cuda is not built now but at its first use: {error}")
         return None
+    return nvcc.toolkit_folder(found)
 
 
 def macros(defines: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:

@@ -33,6 +33,8 @@ esac
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Makes the toolkit in `folder` the only one that is found; returns the file that notes its calls."""
     (folder / "bin").mkdir(parents=True)
+    (folder / "lib").mkdir()
+    (folder / "lib" / "libcudart.so.13").touch()
     nvcc = folder / "bin" / "nvcc"
     nvcc.write_text(NVCC)
     nvcc.chmod(0o755)

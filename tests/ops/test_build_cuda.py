@@ -53,7 +53,9 @@ def test_ranks_that_start_together_build_once_and_load_it(calls: Path, cache: Pa
     compiled, linked = calls.read_text().splitlines()
     assert "-gencode=arch=compute_90,code=[sm_90,compute_90]" in compiled and "flat.cu" in compiled
     assert "-DUSE_CUDA=1" in compiled and "--fmad=false" in compiled
-    assert "--cudart=shared" in linked and "-ltorch_cuda" in linked
+    assert (
+        "--cudart=none" in linked and linked.count("/lib/libcudart.so.13 ") == 1 and "-ltorch_cuda" in linked
+    )
     assert "-c csrc/cuda/module.cpp" in (path.parent / "build.log").read_text()
 
 
@@ -178,6 +180,15 @@ def test_an_nvcc_on_path_that_does_not_fit_does_not_hide_one_that_does(
     old.write_text("#!/bin/sh\necho release 12.4\n")
     old.chmod(0o755)
     assert nvcc.find_nvcc("13.0", "2.13.0").path == fitting
+
+
+def test_a_toolkit_without_its_run_time_is_refused_before_anything_is_compiled(
+    calls: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "toolkit" / "lib" / "libcudart.so.13").unlink()
+    with pytest.raises(RuntimeError, match=r"has no libcudart\.so\.13; install .* cuda-cudart-13-0"):
+        obtain()
+    assert calls.read_text() == ""
 
 
 def test_the_host_compiler_is_checked_first(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ import torch
 from zero_ext.ops import toolchain
 from zero_ext.ops.build_cache import CachedModule, build_key, cache_folder
 from zero_ext.ops.compile import CompilerCall, Progress, run_calls
-from zero_ext.ops.nvcc import check_host_compiler, find_nvcc, fitted_architectures
+from zero_ext.ops.nvcc import check_host_compiler, find_nvcc, fitted_architectures, runtime_library
 from zero_ext.ops.toolchain import Architecture
 
 MODULE = "_C"
@@ -131,9 +131,13 @@ def cuda_recipe(root: Path, architectures: Iterable[Architecture]) -> Recipe:
         root=root,
         sources=toolchain.cuda_sources(root),
         compile=compile_call,
-        # nvcc knows where its runtime library lies. The shared one is torch's own, once loaded.
-        link=[*call, "-shared", "--cudart=shared", "-Xlinker=--as-needed"],
-        libraries=[f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu", "-ltorch_cuda"],
+        link=[*call, "-shared", "--cudart=none", "-Xlinker=--as-needed"],
+        libraries=[
+            f"-L{_torch_folder() / 'lib'}",
+            "-ltorch_cpu",
+            "-ltorch_cuda",
+            f"-Xlinker={runtime_library(nvcc)}",
+        ],
     )
 
 

@@ -17,6 +17,7 @@ from typing import IO
 
 _POLL_SECONDS = 0.05
 _LINES_OF_AN_ERROR = 20
+_COLUMNS = 80  # of a terminal that does not say
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Progress:
         if not self._on_terminal or now - self._shown_at < 0.5:
             return
         self._shown_at = now
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns or _COLUMNS
         text = f"zero_ext: {done} of {self._count} files, {self.seconds:.0f} s: {', '.join(labels)}"
         print(f"\r\x1b[K{text[: columns - 1]}", end="", file=sys.stderr, flush=True)
 

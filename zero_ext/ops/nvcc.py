@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -42,8 +43,8 @@ class Nvcc:
 def find_nvcc(cuda: str, torch_version: str) -> Nvcc:
     """The nvcc for a torch that was built with `cuda`, like "13.0": one of the same major version.
 
-    ``$CUDA_HOME``, else ``$CUDA_PATH``, names the toolkit; without them PATH and /usr/local/cuda* are
-    searched.
+    ``$CUDA_HOME``, else ``$CUDA_PATH``, names the toolkit; without them PATH, the
+    toolkit's wheels and /usr/local/cuda* are searched.
 
     Raises:
         RuntimeError: there is no nvcc, none that works, or none of that major version.
@@ -85,6 +86,9 @@ def _candidates(cuda: str | None) -> Iterator[Path]:
     on_path = shutil.which("nvcc")
     if on_path is not None:
         yield Path(on_path)
+    if cuda is not None:
+        # Where the toolkit's wheels of CUDA 13 and later put it.
+        yield Path(sysconfig.get_path("purelib")) / "nvidia" / f"cu{cuda.split('.')[0]}" / "bin" / "nvcc"
     suffixes = ("",) if cuda is None else (f"-{cuda}", f"-{cuda.split('.')[0]}", "")
     yield from (Path(f"/usr/local/cuda{suffix}/bin/nvcc") for suffix in suffixes)
 
@@ -93,7 +97,7 @@ def _places() -> str:
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
             return f"${variable}, {os.environ[variable]}/bin"
-    return "$CUDA_HOME, $CUDA_PATH, PATH and /usr/local/cuda*"
+    return "$CUDA_HOME, $CUDA_PATH, PATH, site-packages/nvidia and /usr/local/cuda*"
 
 
 def _release(path: Path) -> str | None:
@@ -114,6 +118,22 @@ def toolkit_folder(nvcc: Nvcc) -> Path:
     output = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     found = re.search(r"^#\$ TOP=(.+)$", output, re.MULTILINE)
     return Path(found[1]).resolve() if found else nvcc.path.resolve().parents[1]
+
+
+def runtime_library(nvcc: Nvcc) -> Path:
+    """The toolkit's shared run time, by the name under which torch has loaded its own.
+
+    Raises:
+        RuntimeError: the toolkit has none.
+    """
+    toolkit, name = toolkit_folder(nvcc), f"libcudart.so.{nvcc.major}"
+    for folder in (toolkit / "lib64", toolkit / "lib", *sorted(toolkit.glob("targets/*/lib"))):
+        if (folder / name).exists():
+            return folder / name
+    raise RuntimeError(
+        f"{nvcc} is there, but its toolkit {toolkit} has no {name}; install the toolkit's run time (like "
+        f"`apt-get install cuda-cudart-{nvcc.release.replace('.', '-')}`)"
+    )
 
 
 def known_architectures(nvcc: Nvcc) -> set[tuple[int, int]]:
