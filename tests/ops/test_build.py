@@ -145,11 +145,9 @@ def test_a_folder_of_others_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         RuntimeError, match=r"with mode 777, and modules are loaded only from .*XDG_CACHE_HOME"
     ):
         module.check_owner()
-    module.folder.chmod(0o755)
+    facts = os.stat_result((0o755, 0, 0, 1, 1234, 0, 0, 0, 0, 0))
+    monkeypatch.setattr(Path, "stat", lambda path: facts)
     monkeypatch.setattr(os, "getuid", lambda: 4321)
-    os.chown(module.folder, 1234, -1) if os.geteuid() == 0 else monkeypatch.setattr(
-        Path, "stat", lambda path: os.stat_result((0o755, 0, 0, 0, 1234, 0, 0, 0, 0, 0))
-    )
     with pytest.raises(RuntimeError, match=r"belongs to user 1234 .*this user \(4321\) or root"):
         module.check_owner()
 
@@ -164,3 +162,20 @@ def test_a_full_disk_is_reported_with_the_way_out(
     monkeypatch.setattr(build.tempfile, "TemporaryDirectory", full)
     with pytest.raises(RuntimeError, match=r"building zero_ext\._C in .*: .*No space left.*XDG_CACHE_HOME"):
         build.build_ops()
+
+
+def test_kernels_of_the_installation_that_do_not_load_are_no_error_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = library.why_built_kernels_do_not_load.__wrapped__
+    monkeypatch.setattr(library, "CUDA_MODULE", "zero_ext_kernels_of_another_cuda")
+    assert reason() == "none came with this installation"
+    (tmp_path / "zero_ext_kernels_of_another_cuda.py").write_text(
+        "raise ImportError('libcudart.so.12: cannot open shared object file')"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert (
+        reason()
+        == "the one of this installation does not load: libcudart.so.12: cannot open shared object file"
+    )
+    assert not library.kernels_are_loaded()
