@@ -1,0 +1,33 @@
+"""A step's time on a machine that need not be there: sizes and rates in, a schedule out (docs/simulation.md)."""
+
+from .calibrate import calibrated
+from .fastest import fastest_placements, nearest_to_fit
+from .hardware import Hardware
+from .machines import MACHINES, machine_named
+from .published import PUBLISHED, Comparison, Published, compare_published, scaling
+from .shapes import TRANSFORMERS, ModelCost, Transformer, UnitCost, model_cost, transformer_named
+from .simulate import Simulation, simulate
+from .training import Training
+
+__all__ = [
+    "MACHINES",
+    "PUBLISHED",
+    "TRANSFORMERS",
+    "Comparison",
+    "Hardware",
+    "ModelCost",
+    "Published",
+    "Simulation",
+    "Training",
+    "Transformer",
+    "UnitCost",
+    "calibrated",
+    "compare_published",
+    "fastest_placements",
+    "machine_named",
+    "model_cost",
+    "nearest_to_fit",
+    "scaling",
+    "simulate",
+    "transformer_named",
+]

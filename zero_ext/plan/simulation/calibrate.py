@@ -1,0 +1,43 @@
+"""One unknown figure of a machine, from one measured step."""
+
+from __future__ import annotations
+
+import math
+
+from zero_ext.plan.simulation.hardware import Hardware
+from zero_ext.plan.simulation.shapes import ModelCost
+from zero_ext.plan.simulation.simulate import simulate
+from zero_ext.plan.simulation.training import Training
+
+_HALVINGS = 60
+
+
+def calibrated(
+    hardware: Hardware, key: str, bounds: tuple[float, float], model: ModelCost, training: Training, seconds: float
+) -> Hardware:
+    """``hardware`` with ``key`` such that a simulated step takes ``seconds``; searched between positive
+    ``bounds``.
+
+    Raises ValueError if no value between them gives that time, naming the times at both ends.
+    """
+    low, high = bounds
+    if not 0 < low < high:
+        raise ValueError(f"bounds: {bounds} given, two positive numbers in rising order wanted")
+
+    def takes(value: float) -> float:
+        return simulate(model, training, hardware.replace(**{key: value})).seconds
+
+    at_low, at_high = takes(low), takes(high)
+    if not min(at_low, at_high) <= seconds <= max(at_low, at_high):
+        raise ValueError(
+            f"{key}: no value between {low:g} and {high:g} makes a step take {seconds:.4g} s; at these ends "
+            f"it takes {at_low:.4g} and {at_high:.4g} s"
+        )
+    rising = at_high > at_low
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        if (takes(middle) < seconds) == rising:
+            low = middle
+        else:
+            high = middle
+    return hardware.replace(**{key: math.sqrt(low * high)})

@@ -1,0 +1,98 @@
+"""Seconds of everything that a rank does for one unit."""
+
+from __future__ import annotations
+
+from zero_ext.plan.simulation.hardware import Hardware
+from zero_ext.plan.simulation.shapes import UnitCost
+from zero_ext.plan.simulation.training import PARAMETER_BYTES, Training
+
+# Of every byte that is kept for backward, a forward writes one and reads one; backward reads it, and writes
+# and reads a gradient of it twice as often.
+FORWARD_TRAFFIC = 2
+BACKWARD_TRAFFIC = 4
+
+
+class Costs:
+    """Durations on ``hardware`` in ``training``; one method for each kind of task, all in seconds."""
+
+    def __init__(self, hardware: Hardware, training: Training, sequence: int) -> None:
+        self.hardware = hardware
+        self.training = training
+        self.placement = training.placement
+        self.rates = hardware.for_rank(training.world_size)
+        self.tokens = training.micro_batch * sequence
+
+    def forward(self, unit: UnitCost) -> float:
+        """Matrix products, weights read, activations, launches."""
+        kept = self.tokens * unit.activations
+        moved = PARAMETER_BYTES * unit.parameters + FORWARD_TRAFFIC * kept
+        return self._compute(self.flops(unit), moved) + unit.share * self.hardware.unit_seconds
+
+    def backward(self, unit: UnitCost) -> float:
+        """Two products for each of forward; weights read, gradients written; the forward again if it is
+        recomputed."""
+        kept = self.tokens * unit.activations
+        moved = 2 * PARAMETER_BYTES * unit.parameters + BACKWARD_TRAFFIC * kept
+        again = self.forward(unit) if self.recomputes(unit) else 0.0
+        seconds = self._compute(2 * self.flops(unit), moved) + 2 * unit.share * self.hardware.unit_seconds
+        return seconds + again
+
+    def flops(self, unit: UnitCost) -> float:
+        """FLOPs (no seconds) of a unit's forward of one micro-batch."""
+        return self.tokens * unit.forward_flops
+
+    def recomputes(self, unit: UnitCost) -> bool:
+        """Whether a unit's forward runs twice."""
+        return unit.recomputes and self.training.activations != "kept"
+
+    def collective(self, elements: int, itemsize: int) -> float:
+        """One gather or reduce-scatter of ``elements``: a rank receives all but its own part."""
+        ranks = self.training.world_size
+        if ranks == 1:
+            return 0.0
+        return self.rates.latency + elements * itemsize * (ranks - 1) / ranks / self.rates.collective
+
+    def fetch(self, unit: UnitCost) -> float:
+        """A parameter shard from NVMe."""
+        return self._shard(unit) * PARAMETER_BYTES / self.rates.nvme_read
+
+    def to_device(self, elements: int, itemsize: int) -> float:
+        """A copy from host memory."""
+        return elements * itemsize / self.rates.to_device
+
+    def to_host(self, elements: int, itemsize: int) -> float:
+        """A copy to host memory."""
+        return elements * itemsize / self.rates.to_host
+
+    def output(self, unit: UnitCost) -> tuple[float, float]:
+        """What a unit hands on, to host memory and back."""
+        nbytes = self.tokens * unit.output
+        return nbytes / self.rates.to_host, nbytes / self.rates.to_device
+
+    def accumulate(self, elements: int, rate: float) -> float:
+        """A gradient added to what there is in fp32: one read, one read and written."""
+        return elements * (PARAMETER_BYTES + 2 * 4) / rate
+
+    def norm(self, elements: int) -> float:
+        """Squares of the gradients summed, one small sum over the ranks."""
+        tier = self.placement.grads_tier if self.placement.grads else "device"
+        rate = {"device": self.rates.device, "host": self.rates.host, "nvme": self.rates.nvme_read}[tier]
+        latency = self.rates.latency if self.training.world_size > 1 else 0.0
+        return elements * self.training.gradient_bytes / rate + latency
+
+    def update(self, elements: int) -> float:
+        """One pass of Adam: state read and written, gradient read, parameter written."""
+        moved = 2 * self.training.state_bytes + self.training.gradient_bytes + PARAMETER_BYTES
+        on_device = not self.placement.optimizer or self.placement.optimizer_tier == "device"
+        return elements * moved / (self.rates.device if on_device else self.rates.host)
+
+    def stored_state(self, elements: int) -> tuple[float, float]:
+        """State read from NVMe and written back."""
+        nbytes = elements * self.training.state_bytes
+        return nbytes / self.rates.nvme_read, nbytes / self.rates.nvme_write
+
+    def _compute(self, flops: float, moved: float) -> float:
+        return flops / self.rates.matmul + moved / self.rates.device
+
+    def _shard(self, unit: UnitCost) -> int:
+        return self.training.owned(unit.parameters, True)

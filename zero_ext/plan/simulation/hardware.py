@@ -1,0 +1,121 @@
+"""What a machine can do: memory sizes and rates that programs reach, not those of data sheets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from zero_ext.config.errors import ConfigError
+from zero_ext.config.json_file import read_json_object
+from zero_ext.config.policy import Policy, Positive
+
+Rate = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class Hardware(Policy):
+    """Nodes that are all alike. Rates in bytes/s, sizes in bytes, times in seconds.
+
+    Attributes:
+        name: for tables.
+        ranks_per_node: devices of a node; a rank has one.
+        matmul_flops: peak rate of a device's matrix products in compute precision, FLOP/s.
+        matmul_efficiency: the share of it that large products reach. Small ones reach less: every unit also
+            takes the time in which its weights and activations pass through the device's memory.
+        device_bytes: memory of a device.
+        device_bandwidth: bytes that a device's kernels read and write in a second.
+        unit_seconds: what a forward of a unit takes besides: launches and the interpreter. Twice that in
+            backward.
+        host_bytes: memory of a node.
+        host_bandwidth: bytes of state that the processors of a node read and write in a second of an update.
+        to_host, to_device: one device's copies.
+        node_to_host, node_to_device: those of all devices of a node together.
+        nvme_bytes: room on the NVMe devices of a node.
+        nvme_read, nvme_write: of a node.
+        nvme_takes_turns: reads and writes share one rate, rather than each having its own.
+        intra_bandwidth: bytes that a rank receives in a second of a collective inside a node.
+        inter_bandwidth: bytes that a node receives from others in a second.
+        collective_seconds: what a collective takes besides.
+        hop_seconds: what every further node adds to that.
+        device_is_host: the device is the node's processor: its memory is the host's, and computing,
+            collectives and updates take turns on it.
+    """
+
+    name: Annotated[str, Field(min_length=1)]
+    ranks_per_node: Positive
+    matmul_flops: Rate
+    matmul_efficiency: Annotated[float, Field(gt=0, le=1)]
+    device_bytes: Positive
+    device_bandwidth: Rate
+    unit_seconds: Seconds = 0.0
+    host_bytes: Positive
+    host_bandwidth: Rate
+    to_host: Rate
+    to_device: Rate
+    node_to_host: Rate
+    node_to_device: Rate
+    nvme_bytes: Positive
+    nvme_read: Rate
+    nvme_write: Rate
+    nvme_takes_turns: bool = False
+    intra_bandwidth: Rate
+    inter_bandwidth: Rate
+    collective_seconds: Seconds = 0.0
+    hop_seconds: Seconds = 0.0
+    device_is_host: bool = False
+
+    @classmethod
+    def load(cls, source: Hardware | Mapping[str, object] | str | Path) -> Hardware:
+        """A description as it is, of a mapping, or of a JSON file. Raises ConfigError (a ValueError) listing
+        every unknown or missing key and wrong value."""
+        if isinstance(source, Hardware):
+            return source
+        if isinstance(source, Mapping):
+            return cls.from_mapping(dict(source))
+        values = read_json_object(source)
+        try:
+            return cls.from_mapping(values)
+        except ConfigError as error:
+            raise error.within(str(source)) from None
+
+    def for_rank(self, world_size: int) -> RankRates:
+        """What one of ``world_size`` ranks has of it while all do the same."""
+        ranks = min(world_size, self.ranks_per_node)
+        nodes = -(-world_size // self.ranks_per_node)
+        bandwidth = self.intra_bandwidth if nodes == 1 else min(self.intra_bandwidth, self.inter_bandwidth)
+        return RankRates(
+            ranks=ranks,
+            matmul=self.matmul_flops * self.matmul_efficiency,
+            device=self.device_bandwidth,
+            host=self.host_bandwidth / ranks,
+            to_host=min(self.to_host, self.node_to_host / ranks),
+            to_device=min(self.to_device, self.node_to_device / ranks),
+            nvme_read=self.nvme_read / ranks,
+            nvme_write=self.nvme_write / ranks,
+            collective=bandwidth,
+            latency=self.collective_seconds + (nodes - 1) * self.hop_seconds,
+        )
+
+
+@dataclass(frozen=True)
+class RankRates:
+    """A rank's part of a node of ``ranks`` in use: FLOP/s, bytes/s, and a collective's latency in seconds.
+
+    ``collective`` is what a rank receives: hierarchical collectives bring every byte into a node once, so the
+    link between nodes counts whole.
+    """
+
+    ranks: int
+    matmul: float
+    device: float
+    host: float
+    to_host: float
+    to_device: float
+    nvme_read: float
+    nvme_write: float
+    collective: float
+    latency: float

@@ -1,0 +1,112 @@
+"""Bytes of a run by tier, and what does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero_ext.config import Tier
+from zero_ext.plan.memory import TrainingState, model_state_bytes
+from zero_ext.plan.simulation.hardware import Hardware
+from zero_ext.plan.simulation.shapes import ModelCost
+from zero_ext.plan.simulation.training import PARAMETER_BYTES, Training
+from zero_ext.zero.reducer import REDUCTIONS_IN_FLIGHT
+
+RING_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """A tier that does not hold what is asked of it; bytes of a device, or of a node's host memory or NVMe."""
+
+    tier: Tier
+    needed: int
+    available: int
+
+    def __str__(self) -> str:
+        missing = (self.needed - self.available) / 1e9
+        where = "a device" if self.tier == "device" else "a node"
+        return (
+            f"{self.tier}: {self.needed / 1e9:,.1f} GB needed, {where} has {self.available / 1e9:,.1f} GB, "
+            f"{missing:,.1f} GB too few"
+        )
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """Bytes of a rank by tier and what for; ``ranks`` of them share host memory and NVMe of a node."""
+
+    device: dict[str, int]
+    host: dict[str, int]
+    nvme: dict[str, int]
+    ranks: int
+
+    def total(self, tier: Tier) -> int:
+        """Bytes of a device, or of a node's host memory or NVMe."""
+        parts: dict[str, int] = getattr(self, tier)
+        return sum(parts.values()) * (1 if tier == "device" else self.ranks)
+
+    def shortfalls(self, hardware: Hardware) -> tuple[Shortfall, ...]:
+        """The tiers that are too small."""
+        if hardware.device_is_host:
+            rooms = {"host": self.ranks * self.total("device") + self.total("host")}
+        else:
+            rooms = {"device": self.total("device"), "host": self.total("host")}
+        rooms["nvme"] = self.total("nvme")
+        tiers: tuple[Tier, ...] = ("device", "host", "nvme")
+        return tuple(
+            Shortfall(tier, rooms[tier], getattr(hardware, f"{tier}_bytes"))
+            for tier in tiers
+            if rooms.get(tier, 0) > getattr(hardware, f"{tier}_bytes")
+        )
+
+
+def memory_needs(model: ModelCost, training: Training, hardware: Hardware) -> MemoryNeeds:
+    """Model state by :func:`model_state_bytes`, activations, and units that are present for a while.
+
+    Gathered: the largest unit, what is gathered ahead of it, and the gradients that are whole while reductions
+    are under way. The allocator's own losses and the libraries are not counted.
+    """
+    placement, ranks = training.placement, min(training.world_size, hardware.ranks_per_node)
+    state = TrainingState(
+        {"bf16": model.parameters},
+        moments_dtype=training.moments_dtype,
+        accumulation_steps=training.accumulation_steps,
+    )
+    kept = model_state_bytes(training.stage, training.world_size, state, delayed=training.step == "delayed")
+    found = MemoryNeeds({}, {}, {}, ranks)
+    used_up = training.step == "in_backward" and not training.clipping and training.accumulation_steps == 1
+    tier_of: dict[str, Tier] = {
+        kind: getattr(placement, f"{kind}_tier") if getattr(placement, kind) else "device"
+        for kind in ("params", "grads", "optimizer")
+    }
+    for kind, tier in tier_of.items():
+        getattr(found, tier)[kind] = 0 if kind == "grads" and used_up else getattr(kept, kind)
+    if "nvme" in tier_of.values():
+        found.host["staging"] = RING_BYTES
+    _add_passing(found, model, training)
+    _add_activations(found, model, training)
+    return found
+
+
+def _add_passing(found: MemoryNeeds, model: ModelCost, training: Training) -> None:
+    largest = max(unit.parameters for unit in model.units)
+    placement, passing = training.placement, 0
+    if placement.params:
+        least = 2 if placement.params_tier == "nvme" else 1
+        ahead = max(least * largest, min(training.prefetch_elements, model.parameters - largest))
+        passing += (largest + min(ahead, model.parameters - largest)) * PARAMETER_BYTES
+    if placement.grads:
+        passing += min((1 + REDUCTIONS_IN_FLIGHT) * largest, model.parameters) * PARAMETER_BYTES
+    found.device["passing through"] = passing
+
+
+def _add_activations(found: MemoryNeeds, model: ModelCost, training: Training) -> None:
+    tokens = training.micro_batch * model.sequence
+    if training.activations == "kept":
+        found.device["activations"] = round(tokens * sum(unit.activations for unit in model.units))
+        return
+    outputs = round(tokens * sum(unit.output for unit in model.units))
+    # A block's own while it runs again: as many tiles as make it one.
+    found.device["activations"] = round(tokens * max(unit.activations / unit.share for unit in model.units))
+    tier = found.host if training.activations == "recomputed_host" else found.device
+    tier["outputs of blocks"] = outputs

@@ -1,0 +1,35 @@
+"""What works at the same time on a rank, and what of it is one thing on a machine without accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from zero_ext.plan.simulation.hardware import Hardware
+from zero_ext.plan.simulation.timeline import Timeline
+from zero_ext.plan.simulation.training import Training
+
+COMPUTE, LINK, TO_DEVICE, TO_HOST = "compute", "collectives", "to device", "to host"
+READ, WRITE, HOST = "NVMe read", "NVMe write", "host update"
+NVME = "NVMe"
+
+
+class Resources:
+    """Hands tasks to the resource that does them on ``hardware``.
+
+    Where the device is the host all but NVMe is one processor; delayed updates have a thread of their own
+    there, so they are taken to find cores of their own.
+    """
+
+    def __init__(self, line: Timeline, hardware: Hardware, training: Training) -> None:
+        self._line = line
+        self._merged: dict[str, str] = {}
+        if hardware.nvme_takes_turns:
+            self._merged |= {READ: NVME, WRITE: NVME}
+        if hardware.device_is_host:
+            self._merged |= dict.fromkeys((LINK, TO_DEVICE, TO_HOST), COMPUTE)
+            if training.step != "delayed":
+                self._merged[HOST] = COMPUTE
+
+    def add(self, name: str, resource: str, seconds: float, after: Iterable[int] = ()) -> int:
+        """See :meth:`Timeline.add`."""
+        return self._line.add(name, self._merged.get(resource, resource), seconds, after)

@@ -1,0 +1,119 @@
+"""How a model is trained: what a simulation needs to know beside the model and the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from zero_ext.config import Tier, ZeroConfig, load_config
+from zero_ext.plan.memory import BYTES_OF_DTYPE, TrainingState, check_count
+from zero_ext.zero.placement import Placement
+
+Activations = Literal["kept", "recomputed", "recomputed_host"]
+ACTIVATIONS = ("kept", "recomputed", "recomputed_host")
+STEPS = ("after_backward", "in_backward", "delayed")
+TIERS = ("device", "host", "nvme")
+FIRST_STAGE = {"params": 3, "grads": 2, "optimizer": 1}
+PARAMETER_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Training:
+    """One run: 16-bit parameters, fp32 master weights, Adam.
+
+    Attributes:
+        world_size: ranks.
+        stage: ZeRO stage, 0 to 3.
+        micro_batch: samples of a rank's forward.
+        accumulation_steps: micro-batches of a step.
+        params, grads, optimizer: tiers, as in ``offload``.
+        step: when updates run, as ``offload.step``. Those in backward are made once, not on trial.
+        activations: kept; recomputed in backward from the outputs of blocks; these outputs in host memory
+            meanwhile (ZeRO-Infinity, section 5.1.2).
+        clipping: the step waits for the global norm.
+        moments_dtype: as in ``precision``.
+        prefetch_elements: as in ``units``.
+    """
+
+    world_size: int
+    stage: int = 3
+    micro_batch: int = 1
+    accumulation_steps: int = 1
+    params: Tier = "device"
+    grads: Tier = "device"
+    optimizer: Tier = "device"
+    step: Literal["after_backward", "in_backward", "delayed"] = "after_backward"
+    activations: Activations = "recomputed"
+    clipping: bool = True
+    moments_dtype: str = "fp32"
+    prefetch_elements: int = 8_388_608
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "micro_batch", "accumulation_steps"):
+            check_count(name, getattr(self, name), 1)
+        check_count("prefetch_elements", self.prefetch_elements, 0)
+        Placement.of_stage(self.stage)
+        TrainingState({}, moments_dtype=self.moments_dtype)
+        for name, known in (("step", STEPS), ("activations", ACTIVATIONS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: {getattr(self, name)!r} given, one of {', '.join(known)} wanted")
+        for kind, first in FIRST_STAGE.items():
+            tier = getattr(self, kind)
+            if tier not in TIERS:
+                raise ValueError(f"{kind}: {tier!r} given, one of {', '.join(TIERS)} wanted")
+            if tier != "device" and self.stage < first:
+                raise ValueError(
+                    f"{kind}: {tier!r} given in stage {self.stage}, where they are not sharded; "
+                    f"stage {first} or 'device' wanted"
+                )
+        if self.step == "delayed" and self.optimizer == "device":
+            raise ValueError("step: 'delayed' given with the optimizer on 'device'; 'host' or 'nvme' wanted")
+
+    @classmethod
+    def of_config(
+        cls,
+        source: ZeroConfig | Mapping[str, Any] | str | None,
+        world_size: int,
+        activations: Activations = "kept",
+    ) -> Training:
+        """What a configuration says, on ``world_size`` ranks. Raises ValueError for one that does not fit."""
+        config = load_config(source)
+        batch, offload = config.batch.resolve(world_size), config.offload
+        return cls(
+            world_size=world_size,
+            stage=config.stage,
+            micro_batch=batch.micro_batch_size or 1,
+            accumulation_steps=batch.gradient_accumulation_steps,
+            params=offload.params,
+            grads=offload.grads,
+            optimizer=offload.optimizer,
+            step=offload.step,
+            activations=activations,
+            clipping=bool(config.gradient_clipping),
+            moments_dtype=config.precision.moments_dtype,
+            prefetch_elements=config.units.prefetch_elements,
+        )
+
+    @property
+    def placement(self) -> Placement:
+        """Which state kinds are sharded, and their tiers."""
+        stage = Placement.of_stage(self.stage)
+        return Placement(
+            stage.params, stage.grads, stage.optimizer, self.params, self.grads, self.optimizer
+        ).over(self.world_size)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of an element: gradients of several micro-batches add up in fp32."""
+        return 4 if self.accumulation_steps > 1 else PARAMETER_BYTES
+
+    @property
+    def state_bytes(self) -> float:
+        """Of an element's master weight and both moments."""
+        moment = 1 + 4 / 256 if self.moments_dtype == "8bit" else BYTES_OF_DTYPE[self.moments_dtype]
+        return 4 + 2 * moment
+
+    def owned(self, elements: int, sharded: bool) -> int:
+        """Elements of a rank."""
+        return -(-elements // self.world_size) if sharded else elements
