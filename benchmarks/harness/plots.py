@@ -1,9 +1,11 @@
-"""Stacked bars of state bytes per stage and world size."""
+"""Plots of the results: state bytes per stage and world size, tokens/s over the number of GPUs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.formula import STATE_KINDS
+from zero_ext.plan.simulation import Simulation
 
 COLOURS = {"params": "#4c72b0", "grads": "#dd8452", "optimizer": "#55a868", "other": "#b0b0b0"}
 
@@ -32,6 +34,31 @@ def plot_state_bytes(accounts: list[dict[str, Any]], path: Path) -> Path:
     axes.set_ylabel("MB a rank")
     axes.set_title(f"Model state a rank, Llama {accounts[0]['model']}, measured")
     axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return path
+
+
+def plot_scaling(found: Sequence[Simulation], title: str, path: Path) -> Path:
+    """Draw simulated tokens/s a GPU over the number of GPUs, level for perfect scaling; returns `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.0, 4.0))
+    ranks = [one.training.world_size for one in found]
+    rates = [one.tokens_per_second for one in found]
+    axes.plot(ranks, rates, marker="o", color=COLOURS["params"], label="simulated")
+    axes.hlines(rates[0], ranks[0], ranks[-1], colors="black", linestyles="dotted", label="perfect scaling")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [str(count) for count in ranks])
+    axes.set_ylim(0, 1.15 * max(rates))
+    axes.set_xlabel("GPUs")
+    axes.set_ylabel("tokens/s a GPU")
+    axes.set_title(f"{title}, simulated")
+    axes.legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

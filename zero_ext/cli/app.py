@@ -16,7 +16,7 @@ from zero_ext.cli.console import bytes_of, cleaned_up_when_ended, errors_on_stde
 
 app = typer.Typer(
     help="Look into zero_ext checkpoints, export them, describe this machine, measure its NVMe devices, "
-    "compile the kernels.",
+    "compile the kernels, simulate steps.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -119,6 +119,35 @@ def bench_nvme(
     with errors_on_stderr(), cleaned_up_when_ended():
         grid = chosen_grid(backends, blocks, depths, submitters)
         measure_and_report(_terminal(), path, bytes_of(size, "--size"), grid, repeats, output)
+
+
+@app.command(name="simulate")
+def simulate_step(
+    model: Annotated[str, typer.Argument(help="Like llama-7b, gpt-175b, gpt-1t.")] = "llama-7b",
+    machine: Annotated[str, typer.Option(help="Like dgx2-v100, or a JSON file.")] = "dgx-a100",
+    ranks: Annotated[int, typer.Option(min=1, help="GPUs.")] = 8,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Samples of a rank's forward.")] = 1,
+    accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
+    config: Annotated[
+        Path | None, typer.Option(help="A configuration to simulate; by default the fastest are found.")
+    ] = None,
+    recompute: Annotated[bool, typer.Option(help="Recompute activations, with --config.")] = True,
+    published: Annotated[bool, typer.Option(help="Published runs beside the model, nothing else.")] = False,
+) -> None:
+    """Simulate a training step on a machine that need not be there; exit status 1 if it would not fit."""
+    from zero_ext.cli import simulate as tables
+
+    with errors_on_stderr():
+        if published:
+            tables.print_published(_terminal())
+            return
+        if config is None:
+            found = tables.find_placements(model, machine, ranks, micro_batch, accumulation)
+        else:
+            found = [tables.simulate_config(model, machine, ranks, config, recompute)]
+    tables.print_placements(_terminal(), found)
+    if found[0].shortfalls:
+        raise typer.Exit(1)
 
 
 def _terminal() -> Console:

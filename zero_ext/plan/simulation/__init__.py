@@ -1,4 +1,4 @@
-"""A step's time on a machine that need not be there: sizes and rates in, a schedule out (docs/simulation.md)."""
+"""A step's time on a machine that need not be there: rates in, a schedule out (docs/simulation.md)."""
 
 from .calibrate import calibrated
 from .fastest import fastest_placements, nearest_to_fit

@@ -13,7 +13,12 @@ _HALVINGS = 60
 
 
 def calibrated(
-    hardware: Hardware, key: str, bounds: tuple[float, float], model: ModelCost, training: Training, seconds: float
+    hardware: Hardware,
+    key: str,
+    bounds: tuple[float, float],
+    model: ModelCost,
+    training: Training,
+    seconds: float,
 ) -> Hardware:
     """``hardware`` with ``key`` such that a simulated step takes ``seconds``; searched between positive
     ``bounds``.

@@ -29,10 +29,11 @@ class Costs:
         return self._compute(self.flops(unit), moved) + unit.share * self.hardware.unit_seconds
 
     def backward(self, unit: UnitCost) -> float:
-        """Two products for each of forward; weights read, gradients written; the forward again if it is
-        recomputed."""
+        """Two products for each of forward; weights read, gradients written and, where there are other ranks,
+        moved into the unit's flat buffer; the forward again if it is recomputed."""
         kept = self.tokens * unit.activations
-        moved = 2 * PARAMETER_BYTES * unit.parameters + BACKWARD_TRAFFIC * kept
+        passes = 2 if self.training.world_size == 1 else 4
+        moved = passes * PARAMETER_BYTES * unit.parameters + BACKWARD_TRAFFIC * kept
         again = self.forward(unit) if self.recomputes(unit) else 0.0
         seconds = self._compute(2 * self.flops(unit), moved) + 2 * unit.share * self.hardware.unit_seconds
         return seconds + again
@@ -46,11 +47,22 @@ class Costs:
         return unit.recomputes and self.training.activations != "kept"
 
     def collective(self, elements: int, itemsize: int) -> float:
-        """One gather or reduce-scatter of ``elements``: a rank receives all but its own part."""
+        """One gather or reduce-scatter of ``elements``: a rank receives all but its own part.
+
+        Where parameters are not sharded, units go in buckets: a smaller one has its part of the latency.
+        """
         ranks = self.training.world_size
         if ranks == 1:
             return 0.0
-        return self.rates.latency + elements * itemsize * (ranks - 1) / ranks / self.rates.collective
+        part = 1.0 if self.placement.params else min(1.0, elements / self.training.bucket_elements)
+        return part * self.rates.latency + elements * itemsize * (ranks - 1) / ranks / self.rates.collective
+
+    def reduce(self, elements: int, itemsize: int) -> float:
+        """A reduce-scatter. Those of processors sum what all ranks sent of a shard in a pass of its own."""
+        ranks, seconds = self.training.world_size, self.collective(elements, itemsize)
+        if ranks > 1 and self.hardware.device_is_host:
+            seconds += elements * itemsize * (1 + 1 / ranks) / self.rates.device
+        return seconds
 
     def fetch(self, unit: UnitCost) -> float:
         """A parameter shard from NVMe."""

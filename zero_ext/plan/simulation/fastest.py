@@ -1,4 +1,4 @@
-"""Which placement to train with: all of them simulated, those that fit in the order of their speed."""
+"""Which placement to train with: those that fit simulated, in the order of their speed."""
 
 from __future__ import annotations
 
@@ -7,26 +7,41 @@ from dataclasses import replace
 from itertools import product
 
 from zero_ext.plan.simulation.hardware import Hardware
+from zero_ext.plan.simulation.memory import memory_needs
 from zero_ext.plan.simulation.shapes import ModelCost
 from zero_ext.plan.simulation.simulate import Simulation, simulate
 from zero_ext.plan.simulation.training import ACTIVATIONS, FIRST_STAGE, TIERS, Training
 
+ALIKE = 1.01
+
 
 def fastest_placements(model: ModelCost, training: Training, hardware: Hardware) -> list[Simulation]:
-    """Every stage and tier of each state kind, and every way to keep activations, else as ``training`` says;
-    those that fit, the fastest first.
+    """Every stage, tier of each state kind and way to keep activations, else as ``training`` says: those that
+    fit, the fastest first. Empty if nothing fits.
 
-    Of equally fast ones (within a thousandth) the one that moves less comes first: the lower stage, the nearer
-    tiers. Empty if nothing fits.
+    Before it may come what takes at most a hundredth longer and moves less: nearer tiers, activations nearer,
+    a lower stage.
     """
-    found = [simulate(model, candidate, hardware) for candidate in _candidates(training)]
-    return sorted((one for one in found if one.fits), key=lambda one: (_rounded(one.seconds), _distance(one)))
+    found = [simulate(model, one, hardware) for one in _candidates(training) if _fits(model, one, hardware)]
+    quickest = min((one.seconds for one in found), default=0.0)
+    return sorted(
+        found,
+        key=lambda one: (0.0, *_distance(one)) if one.seconds <= ALIKE * quickest else (one.seconds,),
+    )
 
 
 def nearest_to_fit(model: ModelCost, training: Training, hardware: Hardware) -> Simulation:
     """The placement that lacks the fewest bytes, for messages where nothing fits."""
-    found = (simulate(model, candidate, hardware) for candidate in _candidates(training))
-    return min(found, key=lambda one: sum(short.needed - short.available for short in one.shortfalls))
+
+    def missing(one: Training) -> int:
+        short = memory_needs(model, one, hardware).shortfalls(hardware)
+        return sum(tier.needed - tier.available for tier in short)
+
+    return simulate(model, min(_candidates(training), key=missing), hardware)
+
+
+def _fits(model: ModelCost, training: Training, hardware: Hardware) -> bool:
+    return not memory_needs(model, training, hardware).shortfalls(hardware)
 
 
 def _candidates(training: Training) -> Iterator[Training]:
@@ -39,11 +54,7 @@ def _candidates(training: Training) -> Iterator[Training]:
         yield replace(training, stage=stage, activations=activations, **tiers)  # type: ignore[arg-type]
 
 
-def _rounded(seconds: float) -> float:
-    return float(f"{seconds:.3g}")
-
-
-def _distance(one: Simulation) -> tuple[int, ...]:
+def _distance(one: Simulation) -> tuple[int, int, int]:
     training = one.training
-    tiers = (TIERS.index(getattr(training, kind)) for kind in FIRST_STAGE)
-    return sum(tiers), ACTIVATIONS.index(training.activations), training.stage
+    tiers = sum(TIERS.index(getattr(training, kind)) for kind in FIRST_STAGE)
+    return tiers, ACTIVATIONS.index(training.activations), training.stage

@@ -103,7 +103,7 @@ class Hardware(Policy):
 
 @dataclass(frozen=True)
 class RankRates:
-    """A rank's part of a node of ``ranks`` in use: FLOP/s, bytes/s, and a collective's latency in seconds.
+    """A rank's part of a node of ``ranks`` in use: FLOP/s, bytes/s, a collective's latency in seconds.
 
     ``collective`` is what a rank receives: hierarchical collectives bring every byte into a node once, so the
     link between nodes counts whole.

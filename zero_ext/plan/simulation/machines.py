@@ -1,6 +1,7 @@
-"""Machines by name. Sizes are those of data sheets; rates are what programs reach, each with its source.
+"""Machines by name. Sizes are those of data sheets; rates are what programs reach.
 
-``docs/simulation.md`` tells which of them were fitted to a published run and which runs they are held against.
+``docs/simulation.md`` has their sources, tells which were fitted to a published run, and which runs they are
+held against.
 """
 
 from __future__ import annotations
@@ -10,16 +11,12 @@ from zero_ext.plan.simulation.hardware import Hardware
 GIB = 2**30
 TB = 10**12
 
-# Sixteen V100-32GB. Matrix efficiency: fitted to Megatron-LM's 1.2B on one V100, 39 TFLOP/s (Shoeybi et al. 2019,
-# arXiv 1909.08053, abstract). Bandwidths: ZeRO-Infinity (arXiv 2104.07857), sections 3 and 6: 3 GB/s a GPU to host
-# memory and 1.6 GB/s to NVMe while all sixteen copy, 12 GB/s while one does; 100 GB/s between nodes: 800 Gbit/s,
-# ZeRO (arXiv 1910.02054, section 10). Host update: ZeRO-Offload's CPU Adam of 10B parameters (arXiv 2101.06840,
-# section 6), about 2.6 s.
+# Sixteen V100-32GB; matrix efficiency fitted to Megatron-LM's 1.2B on one of them (arXiv 1909.08053).
 _DGX2 = Hardware(
     name="dgx2-v100",
     ranks_per_node=16,
     matmul_flops=125e12,
-    matmul_efficiency=0.39,
+    matmul_efficiency=0.415,
     device_bytes=32 * GIB,
     device_bandwidth=0.8e12,
     unit_seconds=2e-4,
@@ -37,13 +34,12 @@ _DGX2 = Hardware(
     collective_seconds=3e-5,
     hop_seconds=5e-6,
 )
-# Eight A100-80GB of Azure's NDm A100 v4. Matrix efficiency: fitted to DeepSpeed's 530B on 1,024 of them (its post of
-# 2022-07-26), 171 TFLOP/s. Eight links of 200 Gbit/s between nodes, and host memory, from the same post; PCIe 4.
+# Eight A100-80GB of Azure's NDm A100 v4; matrix efficiency fitted to DeepSpeed's 530B on 1,024 of them.
 _A100 = _DGX2.replace(
     name="dgx-a100",
     ranks_per_node=8,
     matmul_flops=312e12,
-    matmul_efficiency=0.56,
+    matmul_efficiency=0.588,
     device_bytes=80 * GIB,
     device_bandwidth=1.6e12,
     unit_seconds=1.5e-4,
@@ -59,8 +55,7 @@ _A100 = _DGX2.replace(
     intra_bandwidth=230e9,
     inter_bandwidth=160e9,
 )
-# Unchecked: no published run of this kind was at hand. 80% of 989 TFLOP/s and 4.3 TB/s are what one H200 reached
-# on large products and copies; PCIe 5, eight links of 400 Gbit/s.
+# Held against nothing yet: no published run of this kind was at hand.
 _H200 = _A100.replace(
     name="dgx-h200",
     matmul_flops=989e12,
@@ -91,4 +86,6 @@ def machine_named(name: str) -> Hardware:
         return MACHINES[name]
     if name.endswith(".json"):
         return Hardware.load(name)
-    raise ValueError(f"machine: {name!r} given, one of {', '.join(MACHINES)} or a path ending in .json wanted")
+    raise ValueError(
+        f"machine: {name!r} given, one of {', '.join(MACHINES)} or a path ending in .json wanted"
+    )

@@ -16,7 +16,7 @@ RING_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Shortfall:
-    """A tier that does not hold what is asked of it; bytes of a device, or of a node's host memory or NVMe."""
+    """A tier too small for what is asked of it; bytes of a device, or of a node's host memory or NVMe."""
 
     tier: Tier
     needed: int
@@ -63,8 +63,8 @@ class MemoryNeeds:
 def memory_needs(model: ModelCost, training: Training, hardware: Hardware) -> MemoryNeeds:
     """Model state by :func:`model_state_bytes`, activations, and units that are present for a while.
 
-    Gathered: the largest unit, what is gathered ahead of it, and the gradients that are whole while reductions
-    are under way. The allocator's own losses and the libraries are not counted.
+    Passing through: the largest unit, what is gathered ahead of it, and the gradients that are whole while
+    reductions are under way. The allocator's own losses and the libraries are not counted.
     """
     placement, ranks = training.placement, min(training.world_size, hardware.ranks_per_node)
     state = TrainingState(

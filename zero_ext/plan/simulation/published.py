@@ -133,7 +133,7 @@ def compare_published(runs: Sequence[Published] = PUBLISHED) -> list[Comparison]
 def scaling(
     shape: Transformer, machine: str, world_sizes: Sequence[int], micro_batch: int = 1
 ) -> list[Simulation]:
-    """The fastest placement that fits at each world size, any stage, the same batch a GPU (weak scaling). World
+    """The fastest placement that fits at each world size, with the same batch a GPU (weak scaling). World
     sizes at which nothing fits are left out."""
     model, found = shape.cost(), []
     for world_size in world_sizes:

@@ -81,6 +81,8 @@ class StepSchedule:
                     self._finish_oldest(flying, last)
                 self._reduce(number, first)
                 flying.append(number)
+                if self.training.world_size == 1:
+                    self._finish_oldest(flying, last)
             elif not first:
                 self._add_up(number)
         while flying:
@@ -124,7 +126,7 @@ class StepSchedule:
 
     def _gather(self, number: int, after: Sequence[int]) -> None:
         unit, tier = self.units[number], self.placement.params_tier
-        ready = [self._fetched[number]] if number in self._fetched else list(after)
+        ready = [*after, self._fetched[number]] if number in self._fetched else list(after)
         straight = tier == "nvme" and self.costs.hardware.device_is_host
         if tier != "device" and not straight:
             shard = self.training.owned(unit.parameters, True)
@@ -133,7 +135,7 @@ class StepSchedule:
         if self.training.world_size > 1:
             seconds = self.costs.collective(unit.parameters, PARAMETER_BYTES)
             ready = [self._add(f"gather {number}", LINK, seconds, ready)]
-        (self._gathered[number],) = ready
+        self._gathered[number] = ready[-1]  # the exchange, else what brings the shard
 
     def _release(self) -> None:
         self._gathered.clear()
@@ -149,9 +151,10 @@ class StepSchedule:
         task = self._now[0]
         if self.training.world_size > 1:
             width = PARAMETER_BYTES if self.placement.grads else self.training.gradient_bytes
-            seconds = self.costs.collective(self.units[number].parameters, width)
-            task = self._add(f"reduce {number}", LINK, seconds, [task])
+            elements = self.units[number].parameters
+            task = self._add(f"reduce {number}", LINK, self.costs.reduce(elements, width), [task])
             if not self.placement.optimizer:
+                seconds = self.costs.collective(elements, width)
                 task = self._add(f"gather gradient {number}", LINK, seconds, [task])
         self._reduced[number] = task
         self._homes[number] = self._keep(number, task, first)

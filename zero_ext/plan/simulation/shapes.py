@@ -56,8 +56,8 @@ class Transformer:
 
     A layer has 4h² parameters of attention and 2hf of its feed-forward part (3hf where ``gated``), f = 4h by
     default. A token's forward takes 2 FLOPs a parameter of matrices and 4hs of attention (Narayanan et al.
-    2021, arXiv 2104.04473, section 5.1). A layer's activations are h(34 + 5as/h) bytes a token (Korthikanti et
-    al. 2022, arXiv 2205.05198, equation 2); the second term, the attention matrix, is not kept where
+    2021, arXiv 2104.04473, section 5.1). A layer's activations are h(34 + 5as/h) bytes a token (Korthikanti
+    et al. 2022, arXiv 2205.05198, equation 2); the second term, the attention matrix, is not kept where
     ``fused_attention``. ``tied``: the output matrix is the embedding.
     """
 
@@ -125,13 +125,24 @@ def model_cost(model: nn.Module, config: ZeroConfig, world_size: int, sequence: 
     return ModelCost(type(model).__name__, tuple(units), sequence)
 
 
-def _gpt(name: str, layers: int, hidden: int, heads: int, sequence: int = 1024, tiles: int = 1) -> Transformer:
+def _gpt(
+    name: str, layers: int, hidden: int, heads: int, sequence: int = 1024, tiles: int = 1
+) -> Transformer:
     return Transformer(name, hidden, layers, heads, vocabulary=51200, sequence=sequence, tiles=tiles)
 
 
 def _llama(name: str, layers: int, hidden: int, heads: int, feed_forward: int, sequence: int) -> Transformer:
     return Transformer(
-        name, hidden, layers, heads, 32000, sequence, feed_forward, gated=True, tied=False, fused_attention=True
+        name,
+        hidden,
+        layers,
+        heads,
+        32000,
+        sequence,
+        feed_forward,
+        gated=True,
+        tied=False,
+        fused_attention=True,
     )
 
 

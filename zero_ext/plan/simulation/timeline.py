@@ -19,9 +19,9 @@ class Span:
 class Timeline:
     """A schedule that grows task by task.
 
-    A task begins when its resource has ended the one handed over before and all tasks that it comes after have
-    ended, as on the streams of a device. All times are sums and maxima of durations, so a shorter task never
-    makes anything later.
+    A task begins when its resource has ended the one handed over before and all tasks that it comes after
+    have ended, as on the streams of a device. All times are sums and maxima of durations, so a shorter
+    task never makes anything later.
     """
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ class Training:
             meanwhile (ZeRO-Infinity, section 5.1.2).
         clipping: the step waits for the global norm.
         moments_dtype: as in ``precision``.
-        prefetch_elements: as in ``units``.
+        prefetch_elements, bucket_elements: as in ``units``.
     """
 
     world_size: int
@@ -48,9 +48,10 @@ class Training:
     clipping: bool = True
     moments_dtype: str = "fp32"
     prefetch_elements: int = 8_388_608
+    bucket_elements: int = 16_777_216
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "micro_batch", "accumulation_steps"):
+        for name in ("world_size", "micro_batch", "accumulation_steps", "bucket_elements"):
             check_count(name, getattr(self, name), 1)
         check_count("prefetch_elements", self.prefetch_elements, 0)
         Placement.of_stage(self.stage)
@@ -93,6 +94,7 @@ class Training:
             clipping=bool(config.gradient_clipping),
             moments_dtype=config.precision.moments_dtype,
             prefetch_elements=config.units.prefetch_elements,
+            bucket_elements=config.units.bucket_elements,
         )
 
     @property

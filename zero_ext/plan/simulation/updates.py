@@ -73,7 +73,9 @@ class Updates:
     def _one(self, number: int, after: Sequence[int]) -> list[int]:
         elements = self._owned(number)
         in_storage = self._optimizer == "nvme"
-        done = self._stream(number, elements, after) if in_storage else self._in_memory(number, elements, after)
+        done = (
+            self._stream(number, elements, after) if in_storage else self._in_memory(number, elements, after)
+        )
         self._done[number] = done
         if self._training.step == "after_backward" or (
             self._training.step == "in_backward" and self._placement.params
@@ -89,7 +91,9 @@ class Updates:
         if self._optimizer == "host" and self._grads == "device":
             ready = [self._add(f"gradient {number}", TO_HOST, self._costs.to_host(elements, width), ready)]
         if self._optimizer == "device" and self._grads != "device":
-            ready = [self._add(f"gradient {number}", TO_DEVICE, self._costs.to_device(elements, width), ready)]
+            ready = [
+                self._add(f"gradient {number}", TO_DEVICE, self._costs.to_device(elements, width), ready)
+            ]
         where = COMPUTE if self._optimizer == "device" else HOST
         return [self._add(f"update {number}", where, self._costs.update(elements), ready)]
 
