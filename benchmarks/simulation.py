@@ -52,8 +52,8 @@ def own_table(rows: Sequence[Row]) -> Table:
         "Measured steps of this project",
         ("model and contender", "results", "measured ms", "simulated ms", "error"),
         note="Two ranks of one thread, or one of two (@1). Fitted: a figure of the machine was chosen by this"
-        " row. huge@1 is the first step of a process, on extents written once, with 8-bit moments: what"
-        " quantizing, first touches and a device's slower sustained rate cost is not modelled.",
+        " row. huge@1 is the first step of a process, with 8-bit moments: the model knows neither first"
+        " touches nor quantizing, nor what the device sustains over 100 GB; it is not known which it is.",
     )
     for row in rows:
         error = "fitted" if row.fitted else f"{row.error:+.1%}"
