@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_ext.config import ZeroConfig
+from zero_ext.plan import wire_elements
 from zero_ext.plan.simulation import (
     MACHINES,
     TRANSFORMERS,
@@ -125,15 +126,18 @@ def test_what_moves_is_what_the_placement_says(world_size: int) -> None:
         assert busy.get("NVMe write", 0.0) * rates.nvme_write == pytest.approx(wrote), training
 
 
-@pytest.mark.parametrize(
-    ("stage", "volume"), [(0, 2), (1, 2), (2, 2), (3, 3)], ids=["ddp", "zero1", "zero2", "zero3"]
-)
-def test_the_wire_carries_what_zero_says(stage: int, volume: int) -> None:
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_wire_carries_what_the_wire_formula_says(stage: int, accumulation: int) -> None:
     model = SMALL.cost()
     machine = MACHINES["dgx2-v100"].replace(collective_seconds=0.0, hop_seconds=0.0)
-    busy = simulate(model, Training(16, stage, clipping=False), machine).busy
-    carried = busy["collectives"] * machine.intra_bandwidth
-    assert carried == pytest.approx(volume * model.parameters * 2 * 15 / 16)
+    training = Training(16, stage, accumulation_steps=accumulation, clipping=False)
+    carried = simulate(model, training, machine).busy["collectives"] * machine.intra_bandwidth
+    kinds = wire_elements(stage, 16, model.parameters, accumulation_steps=accumulation)
+    summed = 4 if accumulation > 1 else 2
+    width = {"reduce_scatter": 2 if stage >= 2 else summed, "gather_gradients": summed}
+    expected = sum(elements * width.get(kind, 2) for kind, elements in kinds.items())
+    assert carried == pytest.approx(expected * 15 / 16)
 
 
 def test_flops_are_those_of_the_published_formula() -> None:
