@@ -138,8 +138,38 @@ def test_state_on_nvme_streams_through_a_ring() -> None:
     turns = simulate(one, training, hardware.replace(nvme_takes_turns=True)).timeline
     moved = [span for span in turns.spans if span.resource == "NVMe"]
     assert moved[-1].end - moved[0].begin == pytest.approx(512 * 2)
-    for number in range(8, 256):  # the ring holds eight pieces
-        assert reads[number].begin >= writes[number - 8].end
+    slow = simulate(one, training, hardware.replace(nvme_write=6.0)).timeline
+    reads = [span for span in slow.spans if span.name.startswith("read state")]
+    writes = [span for span in slow.spans if span.name.startswith("write state")]
+    for number in range(8, 256):  # the ring holds eight pieces; a write takes 4 s
+        assert reads[number].begin == max(reads[number - 1].end, writes[number - 8].end)
+
+
+def test_backward_waits_for_the_reduction_before_the_last_two() -> None:
+    five = ModelCost("five", tuple(UnitCost(str(number), 10, 30.0) for number in range(5)), sequence=1)
+    found = spans(two_ranks(stage=2), PLAIN.replace(intra_bandwidth=0.1), five)
+    assert found["backward 4"] == (150, 210)
+    assert found["reduce 4"] == pytest.approx((210, 310))
+    assert found["reduce 3"] == pytest.approx((310, 410))
+    assert found["backward 1"] == pytest.approx((330, 390))
+    assert found["backward 0"] == pytest.approx((410, 470))
+
+
+def test_memory_is_that_of_the_formula_and_of_what_passes_through() -> None:
+    sizes = ModelCost("three", tuple(UnitCost(str(n), 10, 30.0, 7.0, 5.0) for n in range(3)), sequence=2)
+    needs = simulate(sizes, two_ranks(stage=3, optimizer="host", activations="recomputed"), PLAIN).memory
+    assert needs.device == {
+        "params": 30,
+        "grads": 30,
+        "passing through": (10 + 20) * 2 + 30 * 2,  # gathered and ahead; gradients under way
+        "activations": 14,
+        "outputs of blocks": 30,
+    }
+    assert needs.host == {"optimizer": 180}
+    assert needs.total("host") == 360  # both ranks of the node
+    stored = simulate(sizes, two_ranks(stage=3, params="nvme", activations="recomputed_host"), PLAIN).memory
+    assert stored.nvme == {"params": 30}
+    assert stored.host["outputs of blocks"] == 30
 
 
 def test_updates_in_backward_hold_it_up_and_leave_nothing_for_the_step() -> None:
