@@ -27,7 +27,6 @@ from zero_ext.offload import (
     MemoryHome,
     NvmeState,
     StateField,
-    StepRooms,
     Tiers,
     Transfer,
     stream_adam,
@@ -43,7 +42,7 @@ class Measured:
     def __init__(self, folder: str, numel: int, ring_bytes: int) -> None:
         policy = OffloadPolicy(optimizer="nvme", nvme_paths=(folder,), ring_bytes=ring_bytes)
         kinds = {kind: StateField(torch.float32) for kind in MOMENTS}
-        self.tiers = Tiers(policy, AioPolicy(), StepRooms(0, 0, 0), kinds)
+        self.tiers = Tiers(policy, AioPolicy(), {}, kinds)
         self.numel = numel
         extent = self.tiers.stored_state_bytes("nvme", numel)
         self.tiers.reserve(extent)

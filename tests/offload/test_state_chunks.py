@@ -18,7 +18,6 @@ from zero_ext.offload import (
     NvmeState,
     StateChunk,
     StateField,
-    StepRooms,
     Tiers,
     nvme_store,
     visit_chunks,
@@ -40,7 +39,7 @@ def chunks_of(stream: StateStream) -> Callable[[Sequence[tuple[int, NvmeState]]]
 def states(tmp_path: Path) -> Iterator[list[tuple[int, NvmeState]]]:
     """Three ranges with random values, under indices 5, 6 and 7."""
     policy = OffloadPolicy(optimizer="nvme", nvme_paths=(str(tmp_path),), ring_bytes=1 << 20)
-    tiers = Tiers(policy, AioPolicy(), StepRooms(0, 0, 0), KINDS)
+    tiers = Tiers(policy, AioPolicy(), {}, KINDS)
     tiers.reserve(sum(tiers.stored_state_bytes("nvme", numel) for numel in SIZES))
     made = []
     for index, numel in enumerate(SIZES, 5):

@@ -11,7 +11,7 @@ from zero_ext.optim import OwnedRange, Segment, Stepper, Update
 
 def device_tiers() -> Tiers:
     """Tiers of an engine that offloads nothing, with room for torch's own optimizers on small ranges."""
-    return Tiers(OffloadPolicy(), AioPolicy(), StepRooms(0, 0, 4096))
+    return Tiers(OffloadPolicy(), AioPolicy(), {"device": StepRooms(0, 0, 4096)})
 
 
 def memory_range(

@@ -11,7 +11,7 @@ import torch
 
 from zero_ext import ops
 from zero_ext.config import AioPolicy, OffloadPolicy
-from zero_ext.offload import StateHome, StepRooms, Tiers
+from zero_ext.offload import StateHome, Tiers
 from zero_ext.optim.block_values import BlockValues
 from zero_ext.optim.moments import moment_fields
 
@@ -25,7 +25,7 @@ def filled(tier: str, path: Path, values: dict[str, torch.Tensor]) -> StateHome:
     policy = OffloadPolicy(
         optimizer=tier, nvme_paths=(str(path),) if tier == "nvme" else (), ring_bytes=1 << 20
     )
-    tiers = Tiers(policy, AioPolicy(), StepRooms(0, 0, 0), fields)
+    tiers = Tiers(policy, AioPolicy(), {}, fields)
     tiers.reserve(tiers.stored_state_bytes(tier, NUMEL))
     state = tiers.state_home(tier, NUMEL, None)
     for kind, field in fields.items():

@@ -58,7 +58,7 @@ def test_parts_through_staging_equal_the_whole() -> None:
     results = []
     for elements in (COUNT, 512, 256):
         master, output = start.clone(), torch.zeros(COUNT, dtype=torch.bfloat16)
-        staging = StepStaging(StepRooms(4 * elements, 0, 0))
+        staging = StepStaging({"device": StepRooms(4 * elements, 0, 0)})
         stepper = AdamStepper(adamw().param_groups, [one_range(master, output)], "8bit", staging)
         for gradient in gradients:
             # A gradient in another tier than the state comes in parts.

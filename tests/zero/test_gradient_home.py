@@ -10,11 +10,12 @@ import torch
 
 from zero_ext import ops
 from zero_ext.config import AioPolicy, OffloadPolicy, Tier
-from zero_ext.offload import StepRooms, Tiers
+from zero_ext.offload import Tiers
 from zero_ext.zero import pieces
 from zero_ext.zero.gradient_home import BorrowedGradients, GradientHome, MemoryGradients
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.pool_plan import plan_pool
+from zero_ext.zero.squares import Squares
 from zero_ext.zero.stored_gradients import StoredGradients
 
 NUMEL = 5000
@@ -68,17 +69,17 @@ def visited(home: GradientHome, begin: int, end: int) -> torch.Tensor:
 
 
 def check_squares(home: GradientHome) -> None:
-    ours, plain = (torch.zeros(ops.ACCUMULATOR_ENTRIES, dtype=torch.int64) for _ in range(2))
+    ours, plain = Squares(), torch.zeros(ops.ACCUMULATOR_ENTRIES, dtype=torch.int64)
     home.add_squares(ours)
     ops.squared_norm_(kept(home), plain)
-    assert ops.squared_norm_value(ours) == ops.squared_norm_value(plain) > 0
+    assert ops.squared_norm_value(ours.total()) == ops.squared_norm_value(plain) > 0
 
 
 @pytest.mark.parametrize("name", sorted(HOMES))
 def test_keeps_adds_and_forgets(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE_ELEMENTS", pieces.GRAIN)  # the gradient has three
     pool = BufferPool(plan_pool([]))
-    tiers = Tiers(OffloadPolicy(grads="nvme", nvme_paths=(str(tmp_path),)), AioPolicy(), StepRooms(0, 0, 0))
+    tiers = Tiers(OffloadPolicy(grads="nvme", nvme_paths=(str(tmp_path),)), AioPolicy(), {})
     tiers.reserve(tiers.stored_bytes("nvme", NUMEL, torch.float32))
     home = HOMES[name](pool, tiers)
     for _ in range(2):

@@ -1,8 +1,9 @@
 """Tiers: where shards and optimizer state live when not on the device, and how they get there and back."""
 
 from zero_ext.offload.birthplace import Birthplace
+from zero_ext.offload.device import CPU, HERE, Arrival, Device
 from zero_ext.offload.nvme_store import NvmeStore, Transfer
-from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, Arrival, MemoryHome, ShardHome, allocate
+from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, MemoryHome, ShardHome, allocate
 from zero_ext.offload.state_chunks import StateChunk, visit_chunks
 from zero_ext.offload.state_home import MASTER, StateField, StateHome
 from zero_ext.offload.state_stream import AdamWork, NvmeState, stream_adam, stream_chunk_elements
@@ -13,11 +14,14 @@ from zero_ext.offload.tiers import Tiers
 from zero_ext.offload.transfers import TransferLog
 
 __all__ = [
+    "CPU",
+    "HERE",
     "MASTER",
     "STORAGE_ALIGNMENT",
     "AdamWork",
     "Arrival",
     "Birthplace",
+    "Device",
     "MemoryHome",
     "NvmeState",
     "NvmeStore",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -183,6 +184,16 @@ class Transfer:
                 self._failure = error
         if self._failure is not None:
             raise self._failure
+
+    def let_go(self) -> None:
+        """Returns when the transfer has ended, well or not: :meth:`wait` tells."""
+        with contextlib.suppress(RuntimeError):
+            self.wait()
+
+    def followed(self) -> contextlib.AbstractContextManager[object]:
+        """Waits, and needs nothing to follow it."""
+        self.wait()
+        return contextlib.nullcontext()
 
 
 def _check_distinct(paths: Sequence[str | Path]) -> None:

@@ -6,20 +6,13 @@ from typing import Protocol
 
 import torch
 
-from zero_ext import ops
 from zero_ext.config import Tier
+from zero_ext.offload.device import CPU, HERE, Arrival, Device
 from zero_ext.offload.stored_run import Values
 from zero_ext.offload.transfers import TransferLog
 
 # Direct transfers to any device want memory, offset and length in multiples of this.
 STORAGE_ALIGNMENT = 4096
-
-
-class Arrival(Protocol):
-    """Elements on their way."""
-
-    def wait(self) -> None:
-        """Blocks until they are there; raises ``RuntimeError`` if they cannot get there."""
 
 
 class ShardHome(Protocol):
@@ -34,8 +27,9 @@ class ShardHome(Protocol):
         """Starts copying the elements from ``begin`` on into ``into`` [n], memory of tier ``target``; n is a
         multiple of ``grain``, also at the end of the shard."""
 
-    def store(self, begin: int, values: torch.Tensor, source: Tier) -> None:
-        """Replaces the elements from ``begin`` on by ``values``, which lie in memory of tier ``source``."""
+    def store(self, begin: int, values: torch.Tensor, source: Tier) -> Arrival:
+        """Starts replacing the elements from ``begin`` on by ``values``, which lie in memory of tier
+        ``source``. The home itself knows to wait before it gives them out."""
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """The elements [begin, end): live memory where the tier is memory, else a copy. Not counted."""
@@ -52,27 +46,52 @@ class MemoryHome:
 
     grain = 1
 
-    def __init__(self, tier: Tier, tensor: torch.Tensor, transfers: TransferLog) -> None:
+    def __init__(
+        self, tier: Tier, tensor: torch.Tensor, transfers: TransferLog, device: Device = CPU
+    ) -> None:
         self.tier = tier
         self.numel = tensor.numel()
         self.dtype = tensor.dtype
-        self._tensor = tensor
+        self._memory = tensor
         self._transfers = transfers
+        self._device = device
+        self._written: Arrival = HERE
+        self._fetched: Arrival = HERE
+
+    @property
+    def _tensor(self) -> torch.Tensor:
+        """The memory, once what is written to it is there and what is read from it was read."""
+        self._fetched.let_go()
+        self._fetched = HERE
+        return self._readable()
+
+    def _readable(self) -> torch.Tensor:
+        self._written.wait()
+        self._written = HERE
+        return self._memory
 
     def fetch(self, into: torch.Tensor, begin: int = 0, target: Tier = "device") -> Arrival:
-        """See :class:`ShardHome`; done when it returns."""
-        source = self._tensor[begin : begin + into.numel()]
-        if into.data_ptr() != source.data_ptr():
-            into.copy_(source)
-            self._transfers.record(self.tier, target, into.nbytes)
-        return _HERE
-
-    def store(self, begin: int, values: torch.Tensor, source: Tier) -> None:
         """See :class:`ShardHome`."""
-        target = self._tensor[begin : begin + values.numel()]
-        if target.data_ptr() != values.data_ptr():
-            target.copy_(values)
-            self._transfers.record(source, self.tier, target.nbytes)
+        source = self._readable()[begin : begin + into.numel()]
+        if into.data_ptr() == source.data_ptr():
+            return HERE
+        self._transfers.record(self.tier, target, into.nbytes)
+        # Copies in one direction end in order, so the last one stands for all.
+        self._fetched = self._device.copy(into, source)
+        return self._fetched
+
+    def store(self, begin: int, values: torch.Tensor, source: Tier) -> Arrival:
+        """See :class:`ShardHome`; ``values`` of another dtype are there when it returns."""
+        target = self._memory[begin : begin + values.numel()]
+        if target.data_ptr() == values.data_ptr():
+            return HERE
+        self._transfers.record(source, self.tier, target.nbytes)
+        if values.dtype != target.dtype or values.device == target.device:
+            self._tensor[begin : begin + values.numel()].copy_(values)
+            return HERE
+        self._fetched.let_go()
+        self._written = self._device.copy(target, values)
+        return self._written
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """See :class:`ShardHome`."""
@@ -87,14 +106,6 @@ class MemoryHome:
         return self._tensor if tier == self.tier else None
 
 
-class _Here:
-    def wait(self) -> None:
-        """Nothing is under way."""
-
-
-_HERE = _Here()
-
-
 def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A zeroed flat tensor [numel] on huge pages, for state that lives as long as its model."""
-    return ops.host_buffer(numel * dtype.itemsize).view(dtype)
+    """A zeroed flat tensor [numel] on the host's huge pages."""
+    return CPU.allocate("host", numel, dtype)

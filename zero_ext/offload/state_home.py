@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from zero_ext.config import Tier
-from zero_ext.offload.shard_home import allocate
+from zero_ext.offload.device import Device
 from zero_ext.offload.stored_run import Values
 
 MASTER = "master"
@@ -74,8 +74,9 @@ class StateHome(Protocol):
 class MemoryState:
     """State in device or host memory. ``values`` by kind are live tensors [numel]."""
 
-    def __init__(self, tier: Tier, master: torch.Tensor) -> None:
+    def __init__(self, tier: Tier, master: torch.Tensor, device: Device) -> None:
         self.tier = tier
+        self._device = device
         self.numel = master.numel()
         self.values = {MASTER: master}
         self._fields = {MASTER: StateField(torch.float32)}
@@ -84,7 +85,7 @@ class MemoryState:
     def add(self, kind: str, field: StateField) -> None:
         """See :class:`StateHome`."""
         self._fields[kind] = field
-        self.values[kind] = allocate(field.entries(self.numel), field.dtype)
+        self.values[kind] = self._device.allocate(self.tier, field.entries(self.numel), field.dtype)
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """See :class:`StateHome`: one."""
@@ -121,7 +122,7 @@ class MemoryState:
         """See :class:`StateHome`; the memory for it is allocated at the first call."""
         for kind, values in self.values.items():
             if kind not in self._kept:
-                self._kept[kind] = allocate(values.numel(), values.dtype)
+                self._kept[kind] = self._device.allocate(self.tier, values.numel(), values.dtype)
             self._kept[kind].copy_(values)
 
     def settle(self) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from zero_ext import ops
 from zero_ext.config import Tier
-from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, ShardHome, allocate
+from zero_ext.offload.device import CPU, HERE, Arrival, Device
+from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, ShardHome
 from zero_ext.offload.state_chunks import CHUNK_BUFFERS
 
 
@@ -25,12 +26,12 @@ class StepPart(NamedTuple):
 
 
 class StepRooms(NamedTuple):
-    """Bytes of staging memory: for gradients on their way to a step, parameters on their way from it, and
-    for what torch's own optimizers work on."""
+    """Bytes of staging memory in one tier: for gradients on their way to a step there, parameters on their
+    way from it, and for what torch's own optimizers work on."""
 
-    gradients: int
-    outputs: int
-    elementwise: int
+    gradients: int = 0
+    outputs: int = 0
+    elementwise: int = 0
 
 
 class ChunkRooms(NamedTuple):
@@ -49,65 +50,86 @@ def chunk_rooms_bytes(chunk_elements: int, state: int, output: int) -> int:
 
 
 def part_elements(ring_bytes: int) -> int:
-    """Most elements of a part: ``ring_bytes`` hold their gradients and parameters in fp32."""
+    """Most elements of a room: ``ring_bytes`` hold their gradients and parameters in fp32."""
     return ring_bytes // (8 * STORAGE_ALIGNMENT) * STORAGE_ALIGNMENT
 
 
 class StepStaging:
     """Memory of fixed size, allocated here, through which gradients come to, and parameters leave, a step in
-    another tier, and on which torch's own optimizers work."""
+    another tier, and on which torch's own optimizers work: ``rooms`` by the tier of the step.
 
-    def __init__(self, rooms: StepRooms) -> None:
-        self._gradients, self._outputs, self._elementwise = (allocate(size, torch.uint8) for size in rooms)
+    Rooms of more than a page are used in halves, so that one part comes or leaves while another one is
+    worked on.
+    """
+
+    def __init__(self, rooms: Mapping[Tier, StepRooms], device: Device = CPU) -> None:
+        self._rooms: dict[Tier, _TierRooms] = {
+            tier: _TierRooms(device, tier, rooms.get(tier, StepRooms())) for tier in ("device", "host")
+        }
 
     def parts(self, tier: Tier, gradient: ShardHome, output: ShardHome | None) -> Iterator[StepPart]:
         """The parts of a range [n] whose state lies in memory of ``tier``: one where all else does, too.
 
         What a part's ``output`` holds, all of it, replaces that part of ``output`` when the next part is
-        asked for.
+        asked for; it is there for who comes after the last part.
         """
+        rooms = self._rooms[tier]
         in_place = output.memory(tier) if output is not None else None
         staged_output = output if in_place is None else None
         elements = gradient.numel
         if gradient.memory(tier) is None:
-            elements = min(elements, _elements_in(self._gradients, gradient.dtype))
+            elements = min(elements, rooms.gradients.elements(gradient.dtype))
         if staged_output is not None:
-            elements = min(elements, _elements_in(self._outputs, staged_output.dtype))
+            elements = min(elements, rooms.outputs.elements(staged_output.dtype))
         elements = _cut(elements, gradient.numel)
+        stored: Arrival = HERE
+        coming = self._bring(gradient, 0, min(elements, gradient.numel), tier)
         for begin in range(0, gradient.numel, elements):
             end = min(begin + elements, gradient.numel)
-            part = self.bring(gradient, begin, end, tier)
+            part, arrival = coming
+            arrival.wait()
+            if end < gradient.numel and rooms.gradients.has_halves:
+                coming = self._bring(gradient, end, min(end + elements, gradient.numel), tier)
             if staged_output is None:
                 yield StepPart(begin, end, part, None if in_place is None else in_place[begin:end])
-                continue
-            room = _front(self._outputs, end - begin, staged_output.dtype)
-            yield StepPart(begin, end, part, room, staged=room)
-            staged_output.store(begin, room, tier)
+            else:
+                room = rooms.outputs.take(end - begin, staged_output.dtype)
+                yield StepPart(begin, end, part, room, staged=room)
+                stored = staged_output.store(begin, room, tier)
+                rooms.outputs.lend(stored)
+            if end < gradient.numel and not rooms.gradients.has_halves:
+                coming = self._bring(gradient, end, min(end + elements, gradient.numel), tier)
+        stored.wait()
 
     def send(self, values: torch.Tensor, output: ShardHome, tier: Tier) -> None:
-        """Replaces all of ``output`` [n] in storage by ``values`` [n] of memory of ``tier``, cast."""
-        elements = _cut(_elements_in(self._outputs, output.dtype), values.numel())
+        """Replaces all of ``output`` [n] in another tier by ``values`` [n] of memory of ``tier``, cast."""
+        rooms = self._rooms[tier].outputs
+        elements = _cut(rooms.elements(output.dtype), values.numel())
         for begin in range(0, values.numel(), elements):
             part = values[begin : begin + elements]
-            output.store(begin, _front(self._outputs, part.numel(), output.dtype).copy_(part), tier)
+            room = rooms.take(part.numel(), output.dtype).copy_(part)
+            stored = output.store(begin, room, tier)
+            rooms.lend(stored)
+            stored.wait()
 
     def scaled(self, gradient: ShardHome, scale: torch.Tensor, tier: Tier) -> torch.Tensor:
         """All of ``gradient`` times ``scale``, in fp32 and memory of ``tier``; valid until the next call."""
-        scaled = _front(self._elementwise, gradient.numel, torch.float32)
+        rooms = self._rooms[tier]
+        scaled = _front(rooms.elementwise, gradient.numel, torch.float32)
+        factor = rooms.device.beside(scale, tier)
         for part in self.parts(tier, gradient, None):
-            scaled[part.begin : part.end].copy_(part.gradient).mul_(scale)
+            scaled[part.begin : part.end].copy_(part.gradient).mul_(factor)
         return scaled
 
     def chunk_rooms(self, chunk_bytes: int, chunk_elements: int) -> ChunkRooms:
-        """Room for chunks of state of ``chunk_bytes`` bytes; valid until the next call."""
+        """Room for chunks of state of ``chunk_bytes`` bytes in host memory; valid until the next call."""
+        memory = self._rooms["host"].elementwise
         gradients = CHUNK_BUFFERS * chunk_bytes
         outputs = gradients + chunk_elements * 4
         buffers = [
-            self._elementwise[number * chunk_bytes : (number + 1) * chunk_bytes]
-            for number in range(CHUNK_BUFFERS)
+            memory[number * chunk_bytes : (number + 1) * chunk_bytes] for number in range(CHUNK_BUFFERS)
         ]
-        gradient = self._elementwise[gradients:outputs].view(torch.float32)
-        return ChunkRooms(buffers, gradient, self._elementwise[outputs:])
+        return ChunkRooms(buffers, memory[gradients:outputs].view(torch.float32), memory[outputs:])
 
     def bring(self, gradient: ShardHome, begin: int, end: int, tier: Tier) -> torch.Tensor:
         """Elements [begin, end) in memory of ``tier``: where they lie there, else copied, until the next
@@ -115,30 +137,77 @@ class StepStaging:
         near = gradient.memory(tier)
         if near is not None:
             return near[begin:end]
-        whole = -(-(end - begin) // gradient.grain) * gradient.grain
-        room = _front(self._gradients, whole, gradient.dtype)
+        room = _front(self._rooms[tier].gradients.memory, _whole(gradient, end - begin), gradient.dtype)
         gradient.fetch(room, begin, tier).wait()
         return room[: end - begin]
 
+    def _bring(self, gradient: ShardHome, begin: int, end: int, tier: Tier) -> tuple[torch.Tensor, Arrival]:
+        near = gradient.memory(tier)
+        if near is not None:
+            return near[begin:end], HERE
+        room = self._rooms[tier].gradients.take(_whole(gradient, end - begin), gradient.dtype)
+        return room[: end - begin], gradient.fetch(room, begin, tier)
+
+    def holds_outputs(self, tier: Tier) -> bool:
+        """Whether there is room for parameters that leave a step in ``tier``."""
+        return self._rooms[tier].outputs.memory.nbytes > 0
+
+    def held_bytes(self) -> dict[Tier, int]:
+        """Bytes of it by tier."""
+        return {tier: rooms.nbytes for tier, rooms in self._rooms.items()}
+
+
+class _Room:
+    """Memory in two halves of whole pages that are used in turn, or in one piece if it is a page."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        half = memory.nbytes // (2 * STORAGE_ALIGNMENT) * STORAGE_ALIGNMENT or memory.nbytes
+        self._parts = [memory[:half], memory[half : 2 * half]] if half < memory.nbytes else [memory]
+        self._lent: list[Arrival] = [HERE] * len(self._parts)
+        self._now = 0
+
     @property
-    def holds_outputs(self) -> bool:
-        """Whether there is room for parameters."""
-        return self._outputs.nbytes > 0
+    def has_halves(self) -> bool:
+        """Whether what was taken stays valid for one more :meth:`take`."""
+        return len(self._parts) > 1
+
+    def elements(self, dtype: torch.dtype) -> int:
+        """Most elements that :meth:`take` gives."""
+        return self._parts[0].nbytes // dtype.itemsize
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next half, once nobody reads it any more."""
+        self._now = (self._now + 1) % len(self._parts)
+        self._lent[self._now].let_go()
+        return _front(self._parts[self._now], numel, dtype)
+
+    def lend(self, arrival: Arrival) -> None:
+        """The half taken last is the source of ``arrival``."""
+        self._lent[self._now] = arrival
+
+
+class _TierRooms:
+    def __init__(self, device: Device, tier: Tier, rooms: StepRooms) -> None:
+        self.device = device
+        gradients, outputs, self.elementwise = (device.allocate(tier, size, torch.uint8) for size in rooms)
+        self.gradients, self.outputs = _Room(gradients), _Room(outputs)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it."""
-        return self._gradients.nbytes + self._outputs.nbytes + self._elementwise.nbytes
-
-
-def _elements_in(room: torch.Tensor, dtype: torch.dtype) -> int:
-    return room.nbytes // dtype.itemsize
+        rooms = (self.gradients.memory, self.outputs.memory, self.elementwise)
+        return sum(room.nbytes for room in rooms)
 
 
 def _cut(elements: int, numel: int) -> int:
     """Elements of a part where ``elements`` fit and ``numel`` are wanted: all, or whole blocks of
     8-bit moments. Rooms are whole pages, so parts are whole blocks of storage as well."""
     return max(numel if elements >= numel else elements // ops.BLOCK_ELEMENTS * ops.BLOCK_ELEMENTS, 1)
+
+
+def _whole(gradient: ShardHome, elements: int) -> int:
+    """``elements`` rounded up to what ``gradient`` moves in."""
+    return -(-elements // gradient.grain) * gradient.grain
 
 
 def _front(room: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:

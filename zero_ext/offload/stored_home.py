@@ -6,8 +6,9 @@ import torch
 
 from zero_ext import ops
 from zero_ext.config import Tier
+from zero_ext.offload.device import HERE, Arrival
 from zero_ext.offload.nvme_store import NvmeStore
-from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, Arrival
+from zero_ext.offload.shard_home import STORAGE_ALIGNMENT
 from zero_ext.offload.stored_run import StoredRun, Values
 from zero_ext.offload.transfers import TransferLog
 
@@ -49,14 +50,14 @@ class StoredHome:
         self._transfers.record("device", "nvme", values.nbytes)
         return self._store.write(self.offset + begin * self.dtype.itemsize, values)
 
-    def store(self, begin: int, values: torch.Tensor, source: Tier) -> None:
-        """See :class:`ShardHome`. What shares a first or last block with the values is read and written
-        back."""
+    def store(self, begin: int, values: torch.Tensor, source: Tier) -> Arrival:
+        """See :class:`ShardHome`; done when it returns. What shares a first or last block with the values is
+        read and written back."""
         end = begin + values.numel()
         first, last, blocks = self._blocks(begin, end)
         whole = values
         fits = (first, last) == (begin, end) and values.dtype == self.dtype and values.is_contiguous()
-        if not fits or values.data_ptr() % STORAGE_ALIGNMENT:
+        if not fits or values.device.type != "cpu" or values.data_ptr() % STORAGE_ALIGNMENT:
             whole = self._room(last - first)
             grain = STORAGE_ALIGNMENT // self.dtype.itemsize
             edges = {first} if first < begin else set()
@@ -65,6 +66,7 @@ class StoredHome:
             whole[begin - first : end - first].copy_(values)
         self._store.write(self.offset + blocks, whole).wait()
         self._transfers.record(source, "nvme", whole.nbytes)
+        return HERE
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """See :class:`ShardHome`: a copy."""
@@ -106,7 +108,7 @@ class _ShardRun:
         return self._home.read(self._begin + begin, self._begin + end)
 
     def write(self, begin: int, values: torch.Tensor) -> None:
-        self._home.store(self._begin + begin, values, "host")
+        self._home.store(self._begin + begin, values, "host").wait()
 
     def part(self, begin: int, end: int) -> StoredRun:
         return _ShardRun(self._home, self._begin + begin, end - begin)

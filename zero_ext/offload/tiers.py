@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from zero_ext.config import AioPolicy, OffloadPolicy, Tier
+from zero_ext.offload.device import CPU, Device
 from zero_ext.offload.nvme_store import NvmeStore
-from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, MemoryHome, ShardHome, allocate
+from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, MemoryHome, ShardHome
 from zero_ext.offload.state_home import MemoryState, StateField, StateHome
 from zero_ext.offload.state_stream import NvmeState, StateStream
 from zero_ext.offload.step_parts import StepRooms, StepStaging
@@ -29,7 +30,7 @@ def open_store(policy: OffloadPolicy, aio: AioPolicy) -> NvmeStore:
 
 
 class Tiers:
-    """Device and host memory of one rank, and its store on NVMe if the policy names that tier.
+    """Memory of ``device`` and of its host for one rank, and its store on NVMe if the policy names that tier.
 
     ``transfers`` counts what moves between the tiers, ``staging`` is what a step in another tier than its
     gradients or parameters goes through, of the size of ``rooms``. ``kinds`` is the state that the optimizer
@@ -42,14 +43,16 @@ class Tiers:
         self,
         policy: OffloadPolicy,
         aio: AioPolicy,
-        rooms: StepRooms,
+        rooms: Mapping[Tier, StepRooms],
         kinds: Mapping[str, StateField] | None = None,
         shadows: bool = False,
+        device: Device = CPU,
     ) -> None:
+        self.device = device
         self.transfers = TransferLog()
         self.delays_updates = policy.step == "delayed"
         self._shadows = shadows
-        self.staging = StepStaging(rooms)
+        self.staging = StepStaging(rooms, device)
         self._store: NvmeStore | None = None
         self._stream: StateStream | None = None
         if policy.any_nvme:
@@ -73,13 +76,13 @@ class Tiers:
 
     def in_memory(self, tensor: torch.Tensor) -> ShardHome:
         """Device memory that exists already, as the home of a shard."""
-        return MemoryHome("device", tensor, self.transfers)
+        return MemoryHome("device", tensor, self.transfers, self.device)
 
     def shard_home(self, tier: Tier, numel: int, dtype: torch.dtype) -> ShardHome:
         """Zeroed room for a shard [numel] in ``tier``."""
         if tier == "nvme":
             return self.stored_home(numel, dtype)
-        return MemoryHome(tier, allocate(numel, dtype), self.transfers)
+        return MemoryHome(tier, self.device.allocate(tier, numel, dtype), self.transfers, self.device)
 
     def stored_home(self, numel: int, dtype: torch.dtype) -> StoredHome:
         """Zeroed room for a shard [numel] in the store."""
@@ -91,7 +94,9 @@ class Tiers:
         fp32 values."""
         if tier == "nvme":
             return NvmeState(self.stream, numel, self._shadows)
-        return MemoryState(tier, allocate(numel, torch.float32) if master is None else master)
+        if master is None:
+            master = self.device.allocate(tier, numel, torch.float32)
+        return MemoryState(tier, master, self.device)
 
     @property
     def store(self) -> NvmeStore:
@@ -107,6 +112,8 @@ class Tiers:
             raise AssertionError("the optimizer does not live on NVMe")
         return self._stream
 
-    def staging_bytes(self) -> int:
-        """Bytes of memory that steps in other tiers go through."""
-        return self.staging.nbytes + (self._stream.ring_bytes if self._stream is not None else 0)
+    def staging_bytes(self) -> dict[Tier, int]:
+        """Bytes of memory that steps in other tiers go through, by tier."""
+        ring = self._stream.ring_bytes if self._stream is not None else 0
+        held = self.staging.held_bytes()
+        return {**held, "host": held["host"] + ring}

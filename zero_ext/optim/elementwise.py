@@ -73,7 +73,7 @@ class ElementwiseStepper:
         elif owned.output is not None:
             for segment, value in zip(owned.segments, values, strict=True):
                 if segment.name in used:
-                    owned.output.store(segment.begin, value, owned.state.tier)
+                    owned.output.store(segment.begin, value, owned.state.tier).wait()
 
     def _groups_over(self, index: int) -> list[dict[str, Any]]:
         groups = [{**group, "params": []} for group in self._live_groups]

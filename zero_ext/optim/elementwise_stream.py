@@ -101,7 +101,7 @@ class ElementwiseStream:
             owned.output.store(begin, run.copy_(values[MASTER]), "host")
         elif owned.output is not None:
             for segment, value in stepped:
-                owned.output.store(max(segment.begin, begin), value, "host")
+                owned.output.store(max(segment.begin, begin), value, "host").wait()
         found = {segment.name: self._scalars_of(value) for segment, value in stepped}
         self._inner.state.clear()
         return found

@@ -57,6 +57,7 @@ class FloatMoments:
         """See :class:`Moments`."""
         state = self._ranges[index].state
         master, exp_avg, exp_avg_sq = state.read_kinds((MASTER, *MOMENTS), part.begin, part.end)
+        segments, hyper, scale = _beside(master, segments, hyper, scale)
         ops.adam_step_(master, exp_avg, exp_avg_sq, part.gradient, part.output, segments, hyper, scale)
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
@@ -85,6 +86,7 @@ class EightBitMoments:
             ops.Quantized(*state.read_kinds((codes_of(kind), scales_of(kind)), part.begin, part.end))
             for kind in MOMENTS
         )
+        segments, hyper, scale = _beside(master, segments, hyper, scale)
         ops.adam_step_8bit_(master, exp_avg, exp_avg_sq, part.gradient, part.output, segments, hyper, scale)
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
@@ -95,6 +97,11 @@ class EightBitMoments:
             blocks = BlockValues(owned.state, kind, signed)
             for segment in owned.segments:
                 yield kind, segment, blocks.run(segment.begin, segment.begin + segment.numel)
+
+
+def _beside(state: torch.Tensor, *small: torch.Tensor) -> list[torch.Tensor]:
+    """Copies of a few values where the op over ``state`` reads them; nobody waits for the device."""
+    return [values.to(state.device, non_blocking=True) for values in small]
 
 
 def _add_state(ranges: Sequence[OwnedRange], dtype: MomentsDtype) -> None:

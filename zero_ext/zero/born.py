@@ -142,7 +142,7 @@ def shard_at_birth(
         own = in_memory_order(parameter.data, spec)[begin:end]
         step = PIECE_BYTES // spec.dtype.itemsize
         for first in range(0, own.numel(), step):
-            home.store(first, own[first : first + step], "device")
+            home.store(first, own[first : first + step], "device").let_go()
         homes.append(home)
 
     failures.attempt(keep)

@@ -80,8 +80,8 @@ def in_birth_order(owned: Sequence[Owned]) -> list[Owned]:
 def check_values(owned: Sequence[Owned]) -> None:
     """Raises before anything changes if a parameter has no value that could be sharded.
 
-    ``ValueError`` for one that is not on the CPU, ``RuntimeError`` for one from :class:`zero_ext.Init` that
-    was written to since.
+    ``ValueError`` for one on the meta device, ``RuntimeError`` for one from :class:`zero_ext.Init` that was
+    written to since.
     """
     for item in owned:
         parameter = item.parameter
@@ -93,16 +93,32 @@ def check_values(owned: Sequence[Owned]) -> None:
                 "zero_ext.Init(...)', or after prepare inside 'with zero_ext.gathered(params, "
                 "modifier_rank=0)'."
             )
-        if parameter.device.type != "cpu":
-            fix = (
-                "build the model inside 'with zero_ext.Init(config):', or pass values='empty' and load a "
-                "checkpoint"
-                if parameter.is_meta
-                else "move the model to the CPU first"
-            )
+        if parameter.is_meta:
             raise ValueError(
-                f"parameter '{item.spec.name}' is on device '{parameter.device}', 'cpu' wanted; {fix}"
+                f"parameter '{item.spec.name}' is on device 'meta', which has no values; build the model "
+                "inside 'with zero_ext.Init(config):', or pass values='empty' and load a checkpoint"
             )
+
+
+def device_of(owned: Sequence[Owned]) -> torch.device:
+    """The device that a model trains on: its parameters', or where none has a value of its own yet (meta,
+    :class:`zero_ext.Init`) the accelerator, or the CPU without one. ``ValueError`` for several devices."""
+    found: dict[torch.device, str] = {}
+    for item in owned:
+        if not item.parameter.is_meta and born_shard(item.parameter) is None:
+            found.setdefault(item.parameter.device, item.spec.name)
+    if len(found) > 1:
+        seen = ", ".join(f"'{name}' on '{device}'" for device, name in found.items())
+        raise ValueError(
+            f"the parameters are on {len(found)} devices: {seen}; one is wanted. Move the model to one "
+            "device first (model.to(device)); ranks share it out, one device each."
+        )
+    if found:
+        return next(iter(found))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def layout_of(plan: UnitPlan, world_size: int) -> FlatLayout:

@@ -12,7 +12,7 @@ import torch
 
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier
-from zero_ext.offload import MemoryHome, ShardHome, TransferLog, allocate
+from zero_ext.offload import Device, MemoryHome, ShardHome, Tiers
 from zero_ext.optim import Stepper, Update
 from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.master import MasterShard
@@ -39,12 +39,12 @@ class Delayed(AfterBackward):
         collectives: Collectives,
         groups: Sequence[dict[str, Any]],
         settings: Sequence[dict[str, Any]],
-        transfers: TransferLog,
+        tiers: Tiers,
     ) -> None:
         super().__init__(stepper, masters, gradients, collectives)
         self._groups = groups
         self._settings = settings
-        self._transfers = transfers
+        self._tiers = tiers
         self._kept: dict[int, torch.Tensor] = {}  # copies of gradients, by number of the master
         self._job: _Job | None = None
         self._used: frozenset[str] = frozenset()
@@ -60,7 +60,7 @@ class Delayed(AfterBackward):
             kept.clear()
             kept.update(now)
         # The call must not refer to this object: it lives on while the model goes.
-        self._job = _Job(_step_of(self._stepper, updates, scale, used))
+        self._job = _Job(_step_of(self._stepper, updates, scale, used, self._tiers.device))
         self._used = used
         self.under_way = True
 
@@ -111,13 +111,13 @@ class Delayed(AfterBackward):
         return "host" if tier == "nvme" else tier
 
     def _keep(self, update: Update) -> ShardHome:
-        gradient, kept = update.gradient, self._kept.get(update.index)
+        gradient, kept, tier = update.gradient, self._kept.get(update.index), self._near(update.index)
         if kept is None or kept.dtype != gradient.dtype:
             whole = -(-gradient.numel // gradient.grain) * gradient.grain
-            kept = self._kept[update.index] = allocate(whole, gradient.dtype)
-        tier = self._near(update.index)
+            kept = self._tiers.device.allocate(tier, whole, gradient.dtype)
+            self._kept[update.index] = kept
         gradient.fetch(kept, 0, tier).wait()
-        return MemoryHome(tier, kept[: gradient.numel], self._transfers)
+        return MemoryHome(tier, kept[: gradient.numel], self._tiers.transfers, self._tiers.device)
 
     def _forget(self) -> None:
         self._job, self.under_way = None, False
@@ -127,10 +127,13 @@ class Delayed(AfterBackward):
 
 
 def _step_of(
-    stepper: Stepper, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]
+    stepper: Stepper, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str], device: Device
 ) -> Callable[[], list[int]]:
+    stream = device.stream()
+
     def step() -> list[int]:
-        with torch.no_grad():  # a thread starts with gradients enabled
+        # A thread starts with gradients enabled and a stream of its own.
+        with torch.no_grad(), device.working_in(stream):
             return list(stepper.step(updates, scale, used))
 
     return step

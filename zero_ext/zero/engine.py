@@ -98,6 +98,8 @@ class Engine:
             for number, parameter in enumerate(unit.parameters)
         }
         self.views = GradientViews(self)
+        # Before a model's memory goes along with it, nothing may be under way there.
+        weakref.finalize(self, tiers.device.synchronize).atexit = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copied model is an ordinary module without an engine."""
@@ -108,6 +110,11 @@ class Engine:
     def rank(self) -> int:
         """This process's rank within the engine's group."""
         return self.collectives.rank
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the model trains on, whose memory the tier "device" is."""
+        return self.tiers.device.device
 
     @property
     def world_size(self) -> int:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from zero_ext import ops
 from zero_ext.config import Tier
-from zero_ext.offload import MemoryHome, ShardHome, TransferLog, allocate
+from zero_ext.offload import HERE, Arrival, MemoryHome, ShardHome, TransferLog
 from zero_ext.zero.pool import BufferPool
+from zero_ext.zero.squares import Squares
 
 
 class GradientHome(Protocol):
@@ -54,11 +55,11 @@ class GradientHome(Protocol):
     def change(self, begin: int, end: int, change: Callable[[torch.Tensor], object]) -> None:
         """Applies the element-wise ``change``, in place, to the elements [begin, end)."""
 
-    def add_squares(self, accumulator: torch.Tensor) -> None:
-        """Adds the squares of all elements to an int64 superaccumulator."""
+    def add_squares(self, squares: Squares) -> None:
+        """Adds the squares of all elements."""
 
     def settle(self) -> None:
-        """Returns when nothing is under way."""
+        """Returns when nothing is under way that takes memory of the pool."""
 
     def forget(self) -> None:
         """There is no gradient, and no failure, any more."""
@@ -83,39 +84,59 @@ class MemoryGradients:
     ) -> None:
         self.tier = tier
         self.valid = False
-        self._tensor = tensor
+        self._memory = tensor
         self._accumulation_dtype = accumulation_dtype
         self._pool = pool
         self._transfers = transfers
+        self._arrival: Arrival = HERE  # of what is copied into ``_memory``
+        self._landing: _Landing | None = None  # what is still to be added to it, or cast
 
     @property
     def dtype(self) -> torch.dtype:
         """See :class:`GradientHome`."""
-        return self._tensor.dtype
+        return self._memory.dtype
+
+    @property
+    def _tensor(self) -> torch.Tensor:
+        """The memory with all that came."""
+        self.settle()
+        self._arrival.wait()
+        self._arrival = HERE
+        return self._memory
 
     def begin(self, sums: bool = False) -> torch.Tensor | None:
         """See :class:`GradientHome`."""
         if (self.valid or sums) and self.dtype != self._accumulation_dtype:
-            self._tensor = _copied(self._tensor, self._accumulation_dtype)
-        return self._tensor if self.tier == "device" else None
+            self._memory = self._copied()
+        return self._memory if self.tier == "device" else None
 
     def landed(self) -> None:
         """See :class:`GradientHome`."""
         self.valid = True
 
     def take(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
-        """See :class:`GradientHome`; the buffer is back in the pool when it returns."""
+        """See :class:`GradientHome`; the pool has the buffer back when it returns."""
+        self.settle()
         values = buffer.view(dtype)
         if not self.valid and dtype == self._accumulation_dtype != self.dtype:
-            self._tensor = allocate(self._tensor.numel(), dtype)  # a sum of passes that nobody announced
-        (ops.accumulate_ if self.valid else ops.pack_)(self._tensor, [values], [0])
+            self._memory = self._allocate(dtype)  # a sum of passes that nobody announced
         self._transfers.record("device", self.tier, values.nbytes)
-        self._pool.give(buffer)
+        if values.device == self._memory.device:
+            _keep(self._memory, values, self.valid)
+            self._pool.give(buffer)
+        elif not self.valid and dtype == self.dtype:
+            self._arrival = self._pool.device.copy(self._memory, values)
+            self._pool.give(buffer, self._arrival)
+        else:
+            room = self._pool.landings.take(buffer.nbytes)
+            arrival = self._pool.device.copy(room, buffer)
+            self._landing = _Landing(room, dtype, arrival, self.valid)
+            self._pool.give(buffer, arrival)
         self.valid = True
 
     def shard(self) -> ShardHome:
         """See :class:`GradientHome`."""
-        return MemoryHome(self.tier, self._tensor, self._transfers)
+        return MemoryHome(self.tier, self._tensor, self._transfers, self._pool.device)
 
     def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
         """See :class:`GradientHome`: one piece."""
@@ -125,20 +146,46 @@ class MemoryGradients:
         """See :class:`GradientHome`."""
         change(self._tensor[begin:end])
 
-    def add_squares(self, accumulator: torch.Tensor) -> None:
+    def add_squares(self, squares: Squares) -> None:
         """See :class:`GradientHome`."""
-        ops.squared_norm_(self._tensor, accumulator)
+        squares.add(self._tensor)
 
     def settle(self) -> None:
-        """See :class:`GradientHome`: nothing ever is."""
+        """See :class:`GradientHome`."""
+        if self._landing is not None:
+            landing, self._landing = self._landing, None
+            landing.arrival.wait()
+            self._arrival.wait()
+            _keep(self._memory, landing.room.view(landing.dtype), landing.adds)
+            self._pool.landings.give(landing.room)
 
     def forget(self) -> None:
         """See :class:`GradientHome`; the memory stays."""
+        self.settle()
         self.valid = False
 
     def held_bytes(self) -> int:
         """See :class:`GradientHome`."""
-        return self._tensor.nbytes
+        return self._memory.nbytes
+
+    def _allocate(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._pool.device.allocate(self.tier, self._memory.numel(), dtype)
+
+    def _copied(self) -> torch.Tensor:
+        return self._allocate(self._accumulation_dtype).copy_(self._tensor)
+
+
+class _Landing(NamedTuple):
+    """A gradient on its way to ``room`` in host memory, then to be added to what is kept or to replace it."""
+
+    room: torch.Tensor
+    dtype: torch.dtype
+    arrival: Arrival
+    adds: bool
+
+
+def _keep(memory: torch.Tensor, values: torch.Tensor, adds: bool) -> None:
+    (ops.accumulate_ if adds else ops.pack_)(memory, [values], [0])
 
 
 class SliceGradients(MemoryGradients):
@@ -158,15 +205,15 @@ class SliceGradients(MemoryGradients):
 
     def part_of(self, whole: torch.Tensor) -> bool:
         """Whether it is a slice of ``whole`` now."""
-        return whole.untyped_storage().data_ptr() == self._tensor.untyped_storage().data_ptr()
+        return whole.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
 
     def to_slice_of(self, whole: torch.Tensor) -> None:
         """Is a slice of ``whole`` from now on, with the values that are there."""
-        self._tensor = whole[self._begin : self._end]
+        self._memory = whole[self._begin : self._end]
 
     def to_apart(self) -> None:
         """Has memory of its own from now on, with the same values."""
-        self._tensor = _copied(self._tensor, self._accumulation_dtype)
+        self._memory = self._copied()
 
 
 class BorrowedGradients:
@@ -225,7 +272,7 @@ class BorrowedGradients:
 
     def shard(self) -> ShardHome:
         """See :class:`GradientHome`; only while there is a gradient."""
-        return MemoryHome(self.tier, self._tensor, self._transfers)
+        return MemoryHome(self.tier, self._tensor, self._transfers, self._pool.device)
 
     def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
         """See :class:`GradientHome`: one piece, none without a gradient."""
@@ -237,9 +284,9 @@ class BorrowedGradients:
         if self._buffer is not None:
             change(self._tensor[begin:end])
 
-    def add_squares(self, accumulator: torch.Tensor) -> None:
+    def add_squares(self, squares: Squares) -> None:
         """See :class:`GradientHome`."""
-        ops.squared_norm_(self._tensor, accumulator)
+        squares.add(self._tensor)
 
     def settle(self) -> None:
         """See :class:`GradientHome`: nothing ever is."""
@@ -259,7 +306,3 @@ class BorrowedGradients:
         if self._buffer is None:
             raise AssertionError("no gradient is kept")
         return self._buffer.view(self.dtype)
-
-
-def _copied(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return allocate(tensor.numel(), dtype).copy_(tensor)

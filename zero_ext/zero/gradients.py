@@ -10,11 +10,12 @@ import torch
 from zero_ext import ops
 from zero_ext.comm import Pending
 from zero_ext.config import Tier, ZeroConfig
-from zero_ext.offload import MemoryHome, ShardHome, Tiers, allocate
+from zero_ext.offload import ShardHome, Tiers
 from zero_ext.zero.gradient_home import BorrowedGradients, GradientHome, MemoryGradients, SliceGradients
 from zero_ext.zero.partition import DTYPES
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.pool_plan import Purpose
+from zero_ext.zero.squares import Squares
 from zero_ext.zero.stored_gradients import StoredGradients
 from zero_ext.zero.unit import Unit
 
@@ -40,7 +41,7 @@ class UnitGradients:
     ) -> None:
         self.unit = unit
         self._pool = pool
-        self._transfers = tiers.transfers
+        self._tiers = tiers
         self._landing: torch.Tensor | None = None  # the pool memory that a reduction leaves its result in
         self._landing_dtype = accumulation_dtype
         self._accumulation_dtype = accumulation_dtype
@@ -61,7 +62,7 @@ class UnitGradients:
             make = _borrowed_home if used_up else _sharded_home
             self.home = make(unit, dtype, accumulation_dtype, pool, tiers)
         else:
-            self.local = allocate(unit.layout.numel, dtype)
+            self.local = tiers.device.allocate("device", unit.layout.numel, dtype)
             begin, end = unit.layout.shard_range(unit.collectives.rank)
             self.home = self._slice = SliceGradients(
                 self.local, begin, end, accumulation_dtype, pool, tiers.transfers
@@ -228,7 +229,7 @@ class UnitGradients:
         alone = self.unit.collectives.world_size == 1
         if alone or self.unit.placement.optimizer or self.local is None:
             return self.home.shard()
-        return MemoryHome("device", self.local, self._transfers)
+        return self._tiers.in_memory(self.local)
 
     def full_view(self, index: int) -> torch.Tensor | None:
         """The reduced gradient of parameter ``index`` in its shape if this rank holds all of it."""
@@ -275,6 +276,8 @@ class UnitGradients:
 
     def scale_parameter(self, index: int, factor: torch.Tensor | float) -> None:
         """Multiplies the reduced gradient of one parameter, where it is held here."""
+        if isinstance(factor, torch.Tensor):
+            factor = factor.item()  # it may be on another device than what it scales
         self._change(index, lambda part: part.mul_(factor))
 
     def _change(self, index: int, change: Callable[[torch.Tensor], object]) -> None:
@@ -296,14 +299,14 @@ class UnitGradients:
             if overlap.index == index
         ]
 
-    def add_squared_norm(self, accumulator: torch.Tensor, index: int | None = None) -> None:
-        """Adds this rank's squares, of all parameters or of one, to an int64 superaccumulator."""
+    def add_squared_norm(self, squares: Squares, index: int | None = None) -> None:
+        """Adds this rank's squares, of all parameters or of one."""
         if index is None:
-            self.home.add_squares(accumulator)
+            self.home.add_squares(squares)
             return
         for begin, end in self._own_ranges(index):
             for part in self.home.visit(begin, end):
-                ops.squared_norm_(part, accumulator)
+                squares.add(part)
 
     def largest(self, index: int) -> float:
         """The largest absolute value of one parameter's gradient held here; 0 if there is none."""
@@ -327,7 +330,8 @@ class UnitGradients:
     def _whole(self) -> torch.Tensor | None:
         if self.unit.collectives.world_size == 1:
             lent = isinstance(self.home, BorrowedGradients) and not self.home.valid
-            return None if lent else self.home.shard().memory(self.home.tier)
+            far = self._tiers.device.of(self.home.tier) != self.unit.flat.device
+            return None if lent or far else self.home.shard().memory(self.home.tier)
         return None if self.unit.placement.optimizer else self.local
 
     # -- memory -------------------------------------------------------------------------------------------
@@ -379,13 +383,16 @@ class UnitGradients:
             self._pool.give(self._buffer)
             self._buffer = None
 
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._tiers.device.allocate("device", numel, dtype)
+
     def _widen_local(self) -> None:
         narrow, buffer = self.local, self._buffer
         if narrow is None:
             raise AssertionError("no local gradients to widen")
         if buffer is None:
             aliased = self._aliased
-            self.local = allocate(narrow.numel(), self._accumulation_dtype).copy_(narrow)
+            self.local = self._allocate(narrow.numel(), self._accumulation_dtype).copy_(narrow)
             if aliased and self._slice is not None:
                 self._slice.to_slice_of(self.local)
             return
@@ -397,7 +404,7 @@ class UnitGradients:
             raise AssertionError("replicated gradients without a buffer")
         if not self._aliased:
             if self.local.dtype != self.home.dtype:
-                self.local = allocate(self.local.numel(), self.home.dtype)
+                self.local = self._allocate(self.local.numel(), self.home.dtype)
             self._own_slice(self.local).copy_(self.home.shard().read(0, self.unit.layout.shard_numel))
         self._gathering = self.unit.collectives.gather(
             self.local,
@@ -423,7 +430,8 @@ def _sharded_home(
     tier, numel = unit.placement.grads_tier, unit.layout.shard_numel
     if tier == "nvme":
         return StoredGradients(numel, dtype, accumulation_dtype, pool, tiers)
-    return MemoryGradients(tier, allocate(numel, dtype), accumulation_dtype, pool, tiers.transfers)
+    memory = tiers.device.allocate(tier, numel, dtype)
+    return MemoryGradients(tier, memory, accumulation_dtype, pool, tiers.transfers)
 
 
 def make_gradients(

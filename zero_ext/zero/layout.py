@@ -119,7 +119,8 @@ def in_memory_order(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
     """The elements of ``tensor``, of the shape of ``spec``, as they lie in a flat buffer [numel]: a view if
     the strides are alike, else a copy."""
     if tensor.stride() != spec.stride:
-        tensor = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype).copy_(tensor)
+        ordered = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = ordered.copy_(tensor)
     return tensor.as_strided((spec.numel,), (1,), tensor.storage_offset())
 
 

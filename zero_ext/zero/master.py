@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from zero_ext.config import Tier
 from zero_ext.offload import MASTER, ShardHome, Tiers, Values, part_of, replace
 from zero_ext.zero.layout import Overlap
 from zero_ext.zero.unit import Unit
@@ -66,8 +67,8 @@ class MasterShard:
         if self.output is None:
             return
         for begin, end in self.state.spans():
-            live = self.output.read(begin, end)
             with self.state.edit(MASTER, begin, end) as values:
+                live = self.output.read(begin, end).to(values.device)
                 edited = values.to(live.dtype) != live
                 values[edited] = live[edited].float()
 
@@ -75,12 +76,13 @@ class MasterShard:
         """Rounds the master weights into the parameter memory."""
         if self.output is None:
             return
-        if self._staging.holds_outputs and self.state.tier != "nvme" and self.output.tier == "nvme":
+        tier: Tier = "device" if self.state.tier == "device" else "host"
+        if self.state.tier != "nvme" and self.output.tier == "nvme" and self._staging.holds_outputs(tier):
             self._staging.send(self.state.read(MASTER, 0, self.state.numel), self.output, self.state.tier)
             return
         for begin in range(0, self.state.numel, _PIECE_ELEMENTS):
             end = min(begin + _PIECE_ELEMENTS, self.state.numel)
-            self.output.store(begin, self.state.read(MASTER, begin, end), self.state.tier)
+            self.output.store(begin, self.state.read(MASTER, begin, end), self.state.tier).wait()
 
     def publish(self, used: frozenset[str]) -> None:
         """The parameters named in ``used`` follow a step that did not write them itself."""
@@ -98,7 +100,7 @@ class MasterShard:
         if stepped and len(stepped) == len(self.overlaps):
             stepped = [(0, self.output.numel)]
         for begin, end in stepped:
-            self.output.store(begin, self.step_output.read(begin, end), "host")
+            self.output.store(begin, self.step_output.read(begin, end), "host").wait()
 
     def ahead_bytes(self) -> int:
         """Bytes of host memory for parameters that are ahead of those in use."""

@@ -10,6 +10,7 @@ import torch
 from zero_ext import ops
 from zero_ext.comm import Collectives
 from zero_ext.zero.gradients import UnitGradients
+from zero_ext.zero.squares import Squares
 from zero_ext.zero.together import together
 
 Result = TypeVar("Result")
@@ -36,17 +37,17 @@ class GradientNorms:
     def total(self) -> torch.Tensor:
         """The 2-norm over all gradients, 0-d float64; NaN if an element is not finite."""
         if self._total is None:
-            accumulator = self.read_together(self._own_squares)
+            accumulator = self.read_together(lambda: self._own_squares().total())
             self._collectives.sum_(accumulator, "global gradient norm")
             self._total = ops.squared_norm_value(accumulator).sqrt()
         return self._total
 
-    def _own_squares(self) -> torch.Tensor:
-        accumulator = torch.zeros(ops.ACCUMULATOR_ENTRIES, dtype=torch.int64)
+    def _own_squares(self) -> Squares:
+        squares = Squares()
         for gradients in self._gradients:
             if gradients.contributed:
-                gradients.add_squared_norm(accumulator)
-        return accumulator
+                gradients.add_squared_norm(squares)
+        return squares
 
     def of(self, gradients: UnitGradients, index: int) -> float:
         """The 2-norm of one parameter's gradient."""
@@ -59,10 +60,14 @@ class GradientNorms:
         return self._each[self._gradients.index(gradients), index]
 
     def _own_table(self) -> torch.Tensor:
-        keys = self._keys()
-        table = torch.zeros(len(keys), ops.ACCUMULATOR_ENTRIES, dtype=torch.int64)
-        for row, (unit, number) in zip(table, keys, strict=True):
-            self._gradients[unit].add_squared_norm(row, number)
+        rows = []
+        for unit, number in self._keys():
+            squares = Squares()
+            self._gradients[unit].add_squared_norm(squares, number)
+            rows.append(squares)
+        table = torch.zeros(len(rows), ops.ACCUMULATOR_ENTRIES, dtype=torch.int64)
+        for row, squares in zip(table, rows, strict=True):
+            row += squares.total()
         return table
 
     def largest(self, gradients: UnitGradients, index: int) -> float:

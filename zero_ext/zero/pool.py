@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
+import torch.utils.dlpack
 
-from zero_ext import ops
+from zero_ext.config import Tier
+from zero_ext.offload import CPU, HERE, Arrival, Device
 from zero_ext.zero.extent_arena import ExtentArena
 from zero_ext.zero.pool_plan import PoolPlan, Purpose, extent_bytes
 
 
 class BufferPool:
-    """One region of huge pages, of which exact extents are taken and given back.
+    """One region of device memory, of which exact extents are taken and given back.
 
     The region is allocated here as ``plan`` says, and never again. What finds its place taken gets another
     free one; what finds none gets memory beside the region, reused by size, with one warning naming who
     wanted it. See ``docs/design.md`` for why the units do not simply resize their storage.
     """
 
-    def __init__(self, plan: PoolPlan) -> None:
+    def __init__(self, plan: PoolPlan, device: Device = CPU) -> None:
         self.live_bytes = 0
-        self.overflow = OverflowBuffers()
+        self.device = device
+        self.overflow = OverflowBuffers(device)
+        self.landings = OverflowBuffers(device, "host")
         self._plan = plan
         self._arena = ExtentArena(plan.nbytes)
-        with torch.inference_mode(False):
-            self._region = ops.host_buffer(plan.nbytes)
+        self._region = device.allocate("device", plan.nbytes, torch.uint8)
+        self._leaving: list[tuple[int, int, Arrival]] = []  # extents that were given back and are still read
         self._warns = True
 
     @property
@@ -47,6 +50,7 @@ class BufferPool:
         offset = self._arena.take(nbytes, self._plan.places.get((unit, purpose), range(0)))
         self.live_bytes += extent_bytes(nbytes)
         if offset is not None:
+            self._await_leaving(offset, offset + extent_bytes(nbytes))
             with torch.inference_mode(False):
                 return _part_of(self._region, offset, nbytes)
         if self._warns:
@@ -61,14 +65,26 @@ class BufferPool:
             )
         return self.overflow.take(nbytes)
 
-    def give(self, buffer: torch.Tensor) -> None:
-        """Takes back a buffer handed out by :meth:`take`; nobody may use it any more."""
+    def give(self, buffer: torch.Tensor, leaving: Arrival = HERE) -> None:
+        """Takes back a buffer handed out by :meth:`take`; nobody may use it any more, but for the copy
+        ``leaving``, which the next one to use the memory comes after."""
         self.live_bytes -= extent_bytes(buffer.nbytes)
         offset = buffer.data_ptr() - self._region.data_ptr()
         if 0 <= offset < self._region.nbytes:
             self._arena.give(offset)
+            if leaving is not HERE:
+                self._leaving.append((offset, offset + extent_bytes(buffer.nbytes), leaving))
         else:
-            self.overflow.give(buffer)
+            self.overflow.give(buffer, leaving)
+
+    def _await_leaving(self, begin: int, end: int) -> None:
+        stay = []
+        for first, last, leaving in self._leaving:
+            if first < end and begin < last:
+                leaving.let_go()
+            else:
+                stay.append((first, last, leaving))
+        self._leaving = stay
 
     @contextlib.contextmanager
     def growing(self) -> Iterator[None]:
@@ -87,8 +103,10 @@ class OverflowBuffers:
     are freed when a new one would go beyond that.
     """
 
-    def __init__(self) -> None:
-        self._idle: dict[int, list[torch.Tensor]] = defaultdict(list)
+    def __init__(self, device: Device, tier: Tier = "device") -> None:
+        self._device = device
+        self._tier: Tier = tier
+        self._idle: dict[int, list[tuple[torch.Tensor, Arrival]]] = defaultdict(list)
         self._most_live = 0
         self._largest = 0
         self._live_bytes = 0
@@ -106,31 +124,32 @@ class OverflowBuffers:
         self._largest = max(self._largest, nbytes)
         if self._idle[nbytes]:
             self._idle_bytes -= nbytes
-            return self._idle[nbytes].pop()
+            buffer, leaving = self._idle[nbytes].pop()
+            leaving.let_go()
+            return buffer
         self._shrink(self._most_live + self._largest - self._live_bytes)
-        with torch.inference_mode(False):  # the pool also lends buffers to training
-            return ops.host_buffer(nbytes)
+        return self._device.allocate(self._tier, nbytes, torch.uint8)
 
-    def give(self, buffer: torch.Tensor) -> None:
-        """Takes back a buffer handed out by :meth:`take`."""
+    def give(self, buffer: torch.Tensor, leaving: Arrival = HERE) -> None:
+        """Takes back a buffer handed out by :meth:`take`; see :meth:`BufferPool.give`."""
         nbytes = buffer.nbytes
         self._live_bytes -= nbytes
         self._idle_bytes += nbytes
         # Most recently used last, so that the size used longest ago is freed first.
-        self._idle[nbytes] = [*self._idle.pop(nbytes, []), buffer]
+        self._idle[nbytes] = [*self._idle.pop(nbytes, []), (buffer, leaving)]
 
     def _shrink(self, limit: int) -> None:
         for nbytes, buffers in self._idle.items():
             while buffers and self._idle_bytes > limit:
-                buffers.pop()
+                buffers.pop()[1].let_go()
                 self._idle_bytes -= nbytes
 
 
 def _part_of(region: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
     """Bytes of ``region`` as a tensor with a storage of its own, which :func:`attach` can swap."""
-    memory = (ctypes.c_char * nbytes).from_address(region.data_ptr() + offset)
-    memory.region = region  # type: ignore[attr-defined]  # kept as long as the tensor
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    # Through DLPack, whose tensors are no views and yet keep the memory they come from, on any device.
+    part: torch.Tensor = torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(region[offset : offset + nbytes]))
+    return part
 
 
 def attach(storage: torch.UntypedStorage, buffer: torch.Tensor) -> None:

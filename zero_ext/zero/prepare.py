@@ -12,7 +12,7 @@ from torch import nn
 
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig, load_config
-from zero_ext.offload import Tiers
+from zero_ext.offload import Device, Tiers
 from zero_ext.optim import moments_dtype_named, state_kinds
 from zero_ext.optim.compatibility import check_elementwise, fusible, was_stepped
 from zero_ext.zero.construction import (
@@ -20,6 +20,7 @@ from zero_ext.zero.construction import (
     build_unit,
     check_agreement,
     check_values,
+    device_of,
     in_birth_order,
     reserve_storage,
 )
@@ -67,7 +68,8 @@ def prepare(
     optimizer is None.
 
     Args:
-        model: any module on the CPU, built plainly or inside :class:`zero_ext.Init`.
+        model: any module, built plainly or inside :class:`zero_ext.Init`. It trains on the device that its
+            parameters are on; the accelerator, if there is one, where they are on none yet.
         optimizer: over the model's own parameters, not yet stepped. Adam and AdamW run fused; torch's other
             element-wise optimizers run unchanged on the fp32 shards.
         config: :class:`ZeroConfig`, a mapping, or the path of a JSON file; default ZeRO-3.
@@ -81,7 +83,8 @@ def prepare(
         The model and a :class:`ZeroOptimizer`.
 
     Raises:
-        ValueError: bad configuration, foreign optimizer parameters, an optimizer that needs whole tensors.
+        ValueError: bad configuration, foreign optimizer parameters, an optimizer that needs whole tensors,
+            parameters on several devices.
         RuntimeError: the ranks hold different models (raised on all of them).
     """
     settings = _settings(config, optimizer)
@@ -95,6 +98,7 @@ def prepare(
         raise ValueError(f"{type(model).__name__} has no parameters; there is nothing to shard")
     _check_parameters(owned, optimizer)
     _check_optimizer(optimizer, {item.parameter for item in owned}, elementwise)
+    device = Device(device_of(owned))
     if values == "keep":
         check_values(owned)
     check_agreement(owned, settings, collectives)
@@ -107,8 +111,8 @@ def prepare(
     plans = plan_units(model, owned, settings, collectives.world_size)
     plans = split_optimizer(plans, settings.offload.ratio, trains, collectives.world_size)
     staging = plan_staging(model, optimizer, plans, owned, settings, collectives.world_size)
-    tiers = _make_tiers(settings, optimizer, plans, collectives, staging)
-    pool = BufferPool(staging.pool)
+    tiers = _make_tiers(settings, optimizer, plans, collectives, staging, device)
+    pool = BufferPool(staging.pool, tiers.device)
     built = [build_unit(plan, collectives, pool, tiers, values == "keep", trains(plan)) for plan in plans]
     if settings.precision.dtype != "keep":
         cast_running_statistics(model, DTYPES[settings.precision.dtype])
@@ -180,6 +184,7 @@ def _make_tiers(
     plans: Sequence[UnitPlan],
     collectives: Collectives,
     staging: Staging,
+    device: Device,
 ) -> Tiers:
     """The tiers with room for everything, or an error on all ranks with nothing changed."""
     moments = moments_dtype_named(settings.precision.moments_dtype)
@@ -187,7 +192,7 @@ def _make_tiers(
     on_trial = updates_on_trial(settings, (item.spec.dtype for plan in plans for item in plan.members))
 
     def make() -> Tiers:
-        tiers = Tiers(settings.offload, settings.aio, staging.rooms, kinds, on_trial)
+        tiers = Tiers(settings.offload, settings.aio, staging.rooms, kinds, on_trial, device)
         sums = DTYPES[settings.precision.grad_accum_dtype]
         reserve_storage(plans, tiers, collectives.world_size, trained_by(optimizer), sums)
         return tiers

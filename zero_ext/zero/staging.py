@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zero_ext.config import ZeroConfig
+from zero_ext.config import Tier, ZeroConfig
 from zero_ext.offload import StepRooms, chunk_rooms_bytes, part_elements, stream_chunk_elements
 from zero_ext.optim import moments_dtype_named, state_kinds
 from zero_ext.optim.compatibility import fusible
@@ -22,6 +22,7 @@ from zero_ext.zero.pool_replay import StagedUnit, demands_of_a_step
 from zero_ext.zero.tiling import Tile
 
 _NEIGHBOURS = 8
+MEMORY: tuple[Tier, Tier] = ("device", "host")
 
 
 @dataclass(frozen=True)
@@ -31,26 +32,31 @@ class Staging:
     Attributes:
         pool: device memory for gathered units, unreduced gradients and what their reductions receive.
         demands: what the pool is planned for.
-        rooms: memory of an optimizer step whose state lies in another tier than gradients or parameters, or
-            that torch's own optimizers run.
+        rooms: memory, by the tier of its state, of an optimizer step whose state lies in another tier than
+            gradients or parameters, or that torch's own optimizers run.
         ring: host memory through which optimizer state on NVMe streams.
     """
 
     pool: PoolPlan
     demands: tuple[Demand, ...]
-    rooms: StepRooms
+    rooms: Mapping[Tier, StepRooms]
     ring: int
 
     @property
+    def device(self) -> int:
+        """Bytes of device memory."""
+        return self.pool.nbytes + sum(self.rooms["device"])
+
+    @property
     def host(self) -> int:
-        """Bytes beside the pool. They do not grow with the largest tensor, but for torch's own optimizers on
-        state in memory."""
-        return sum(self.rooms) + self.ring
+        """Bytes of host memory. They do not grow with the largest tensor, but for torch's own optimizers on
+        state there."""
+        return sum(self.rooms["host"]) + self.ring
 
     @property
     def total(self) -> int:
         """All bytes."""
-        return self.pool.nbytes + self.host
+        return self.device + self.host
 
 
 def plan_staging(
@@ -78,19 +84,24 @@ def plan_staging(
     demands = tuple(demands_of_a_step(units, config))
     pool = plan_pool(demands)
     if optimizer is None:
-        return Staging(pool, demands, StepRooms(0, 0, 0), 0)
+        return Staging(pool, demands, {"device": StepRooms(), "host": StepRooms()}, 0)
     trained = [unit for unit in units if unit.completes is not None]
     fused = fusible(optimizer)
-    elementwise, chunk, delays = 0, 0, config.offload.step == "delayed"
+    state, chunk = 0, 0
     if not fused:
         kinds = state_kinds(optimizer, moments_dtype_named(config.precision.moments_dtype))
         sizes = [4, *(field.dtype.itemsize for field in kinds.values())]
+        state = sum(sizes)
         chunk = stream_chunk_elements(config.offload.ring_bytes, sizes)
-        elementwise = max((_elementwise_room(unit, chunk, sum(sizes), delays) for unit in trained), default=0)
-    gradients = [_gradient_room(unit, config, chunk) for unit in trained]
-    outputs = [_output_room(unit, config, fused) for unit in trained]
+    rooms: dict[Tier, StepRooms] = {}
+    for tier in MEMORY:
+        near = [unit for unit in trained if (unit.placement.optimizer_tier == "device") == (tier == "device")]
+        rooms[tier] = StepRooms(
+            max((_gradient_room(unit, config, chunk) for unit in near), default=0),
+            max((_output_room(unit, config, fused) for unit in near), default=0),
+            0 if fused else max((_elementwise_room(unit, chunk, state, config) for unit in near), default=0),
+        )
     ring = config.offload.ring_bytes if config.offload.optimizer == "nvme" else 0
-    rooms = StepRooms(max(gradients, default=0), max(outputs, default=0), elementwise)
     return Staging(pool, demands, rooms, ring)
 
 
@@ -177,10 +188,10 @@ def _output_room(unit: StagedUnit, config: ZeroConfig, fused: bool) -> int:
     return _part_bytes(unit, config, unit.layout.dtype.itemsize)
 
 
-def _elementwise_room(unit: StagedUnit, chunk: int, state: int, delays: bool) -> int:
+def _elementwise_room(unit: StagedUnit, chunk: int, state: int, config: ZeroConfig) -> int:
     """Bytes; in storage an element has ``state`` bytes of master weight and others."""
     placement = unit.placement
     if placement.optimizer_tier != "nvme":
         return _owned_numel(unit) * 4
-    stored = placement.params and placement.params_tier == "nvme" and not delays
+    stored = placement.params and placement.params_tier == "nvme" and config.offload.step != "delayed"
     return chunk_rooms_bytes(chunk, state, unit.layout.dtype.itemsize if stored else 0)

@@ -50,7 +50,7 @@ class OptimizerStep:
         self._gradients = dict(gradients)
         self._norms = norms
         self._collectives = collectives
-        self._transfers = tiers.transfers
+        self._tiers = tiers
         self._clipping = config.gradient_clipping
         self._when = config.offload.step
         self._delays_after = config.offload.delay_after_steps
@@ -91,7 +91,7 @@ class OptimizerStep:
             on_trial = bool(self._clipping) or self.scales_loss
             self.updates = InBackward(*parts, groups, on_trial)
         elif self._when == "delayed":
-            self.updates = Delayed(*parts, groups, settings, self._transfers)
+            self.updates = Delayed(*parts, groups, settings, self._tiers)
         else:
             self.updates = AfterBackward(*parts)
 
@@ -199,7 +199,7 @@ class OptimizerStep:
                 self.finish()
         self.steps += 1
         self._collectives.wire.begin_step()
-        self._transfers.begin_step()
+        self._tiers.transfers.begin_step()
         self.updates.begin_delayed()
         self._tell(overflow)
         return not overflow

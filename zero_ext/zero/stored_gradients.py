@@ -12,6 +12,7 @@ from zero_ext.config import Tier
 from zero_ext.offload import STORAGE_ALIGNMENT, ShardHome, Tiers
 from zero_ext.zero.pieces import Piece, PieceReader, PieceWriter, lend_piece, piece_bounds
 from zero_ext.zero.pool import BufferPool
+from zero_ext.zero.squares import Squares
 
 
 class StoredGradients:
@@ -41,7 +42,7 @@ class StoredGradients:
         self._extent = tiers.stored_home(numel, widest)
         self._home = self._extent.seen_as(dtype)
         self._sums = self._extent.seen_as(accumulation_dtype)
-        self._squares: torch.Tensor | None = None  # of the whole gradient, while they are known
+        self._squares: Squares | None = None  # of the whole gradient, while they are known
         self._reader: PieceReader | None = None
         self._writer = PieceWriter(pool)
 
@@ -66,7 +67,7 @@ class StoredGradients:
     def take(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
         """See :class:`GradientHome`: it is on its way when this returns."""
         values = buffer.view(dtype)[: self._home.numel]
-        self._squares = torch.zeros(ops.ACCUMULATOR_ENTRIES, dtype=torch.int64)
+        self._squares = Squares()
         reader, self._reader = self._reader, None
         if not self.valid and dtype == self._sums.dtype:
             self._home = self._sums
@@ -101,7 +102,7 @@ class StoredGradients:
     def _keep(self, piece: Piece) -> None:
         """Sends a piece of the gradient to the store; the norm is taken as long as it is at hand."""
         if self._squares is not None:
-            ops.squared_norm_(piece.values, self._squares)
+            self._squares.add(piece.values)
         self._writer.start(self._home, piece)
 
     def settle(self) -> None:
@@ -143,14 +144,14 @@ class StoredGradients:
                     self._writer.start(self._home, piece)
             self._writer.wait()
 
-    def add_squares(self, accumulator: torch.Tensor) -> None:
+    def add_squares(self, squares: Squares) -> None:
         """See :class:`GradientHome`; read only if they are not known since the gradient was written."""
         if self._squares is None:
-            squares = torch.zeros_like(accumulator)
+            own = Squares()
             for part in self.visit(0, self._home.numel):
-                ops.squared_norm_(part, squares)
-            self._squares = squares
-        accumulator += self._squares
+                own.add(part)
+            self._squares = own
+        squares.add_all(self._squares)
 
     def forget(self) -> None:
         """See :class:`GradientHome`; the extent stays, and so does the dtype."""

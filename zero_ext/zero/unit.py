@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zero_ext.comm import Collectives, Pending
-from zero_ext.offload import Arrival, Tiers, allocate
+from zero_ext.offload import HERE, Arrival, Tiers
 from zero_ext.zero.layout import FlatLayout
 from zero_ext.zero.placement import Placement
 from zero_ext.zero.pool import BufferPool, attach, detach
@@ -54,7 +54,7 @@ class Unit:
         self.holders: set[object] = set()
         self._pool = pool
         self._buffer: torch.Tensor | None = None
-        self._arrival: Arrival | None = None
+        self._arrival: Arrival = HERE
         self._pending: Pending | None = None
         with torch.inference_mode(False), torch.no_grad():
             self._make_buffers(tiers)
@@ -64,7 +64,8 @@ class Unit:
             ]
             blank = float("nan") if layout.dtype.is_floating_point or layout.dtype.is_complex else 0
             self._placeholders = [
-                torch.full((), blank, dtype=layout.dtype).expand(spec.shape) for spec in layout.specs
+                torch.full((), blank, dtype=layout.dtype, device=tiers.device.device).expand(spec.shape)
+                for spec in layout.specs
             ]
         self._versions = [0] * len(self.parameters)
         self.state = UnitState.GATHERED
@@ -72,14 +73,13 @@ class Unit:
     def _make_buffers(self, tiers: Tiers) -> None:
         layout = self.layout
         if self.placement.params:
-            # The storage must be resizable, so it is torch's own; its pages are never touched.
-            self.flat = torch.empty(layout.numel, dtype=layout.dtype)
-            self.flat.untyped_storage().resize_(0)
+            empty = torch.empty(0, dtype=layout.dtype, device=tiers.device.device)
             self._buffer = self._pool.take(layout.nbytes, self.name, "parameters")
-            attach(self.flat.untyped_storage(), self._buffer)
+            attach(empty.untyped_storage(), self._buffer)
+            self.flat = empty.set_(empty.untyped_storage(), 0, (layout.numel,), (1,))
             self.home = tiers.shard_home(self.placement.params_tier, layout.shard_numel, layout.dtype)
         else:
-            self.flat = allocate(layout.numel, layout.dtype)
+            self.flat = tiers.device.allocate("device", layout.numel, layout.dtype)
             self.home = tiers.in_memory(self._own_slice())
 
     def _own_slice(self) -> torch.Tensor:
@@ -101,14 +101,15 @@ class Unit:
             self._arrival = self.home.fetch(self._own_slice())
 
     def to_gathering(self) -> None:
-        """Waits for the shard and starts to exchange it. From FETCHING only; back to RELEASED, to be tried
-        again, if the shard could not be read."""
+        """Starts to exchange the shard as soon as it is there. From FETCHING only; back to RELEASED, to be
+        tried again, if the shard could not be read."""
         self._require(UnitState.FETCHING)
-        with self._giving_up():
-            self._await_shard()
-        self._pending = self.collectives.gather(
-            self.flat, self._own_slice(), self.wire_kind("gather"), f"gather of {self.describe()}"
-        )
+        with contextlib.ExitStack() as following:
+            with self._giving_up():
+                following.enter_context(self._arrival.followed())
+            self._pending = self.collectives.gather(
+                self.flat, self._own_slice(), self.wire_kind("gather"), f"gather of {self.describe()}"
+            )
         self.state = UnitState.GATHERING
 
     def to_gathered(self) -> None:
@@ -131,7 +132,7 @@ class Unit:
         problem = self._misuse()
         if self.state is UnitState.FETCHING:
             try:
-                self._await_shard()
+                self._arrival.wait()
             except RuntimeError as error:
                 problem = problem or self._give_up(error)
         elif self.state is UnitState.GATHERING:
@@ -141,17 +142,12 @@ class Unit:
         if problem is not None:
             raise problem
 
-    def _await_shard(self) -> None:
-        if self._arrival is None:
-            raise AssertionError(f"{self.describe()}: fetching without a transfer")
-        self._arrival.wait()
-        self._arrival = None
-
     def _await_exchange(self) -> None:
         if self._pending is None:
             raise AssertionError(f"{self.describe()}: gathering without a collective")
         self._pending.wait()
         self._pending = None
+        self._arrival.wait()
 
     def _drop_buffer(self) -> None:
         if self._buffer is None:
@@ -159,7 +155,7 @@ class Unit:
         self._point_at(self._placeholders)
         detach(self.flat.untyped_storage(), self._buffer)
         self._pool.give(self._buffer)
-        self._buffer = self._arrival = None
+        self._buffer, self._arrival = None, HERE
         self.state = UnitState.RELEASED
 
     @contextlib.contextmanager
@@ -225,7 +221,7 @@ class Unit:
 
     def store_shard(self) -> None:
         """Copies this rank's slice of the gathered flat buffer to the shard, where they are not one."""
-        self.home.store(0, self._own_slice(), "device")
+        self.home.store(0, self._own_slice(), "device").let_go()
 
     def view_of(self, index: int) -> torch.Tensor:
         """The gathered full value of parameter ``index``; valid until the unit is released."""

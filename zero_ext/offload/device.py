@@ -1,0 +1,155 @@
+"""The device that a model trains on: its memory by tier, and the copies that run beside its work."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from zero_ext import ops
+from zero_ext.config import Tier
+from zero_ext.offload.pinned import pinned
+
+
+class Arrival(Protocol):
+    """Elements on their way from a source to a destination.
+
+    Whoever owns memory waits for it: the host where it is host memory, the current stream, and the host not,
+    where it is an accelerator's.
+    """
+
+    def wait(self) -> None:
+        """The destination may be used from here on; raises ``RuntimeError`` if they cannot get there."""
+
+    def let_go(self) -> None:
+        """The source may be changed from here on; errors are told by :meth:`wait` alone."""
+
+    def followed(self) -> contextlib.AbstractContextManager[object]:
+        """Inside, what is started in the current stream comes after the arrival, while the streams of
+        outside go on. Raises as :meth:`wait` does."""
+
+
+class Here:
+    """An :class:`Arrival` that has happened."""
+
+    def wait(self) -> None:
+        """See :class:`Arrival`."""
+
+    def let_go(self) -> None:
+        """See :class:`Arrival`."""
+
+    def followed(self) -> contextlib.AbstractContextManager[object]:
+        """See :class:`Arrival`."""
+        return contextlib.nullcontext()
+
+
+HERE = Here()
+
+
+class Device:
+    """Memory of the tiers "device" and "host", and copies between them.
+
+    On a CPU both are host memory and a copy is a plain one. On an accelerator host memory is pinned, and a
+    copy runs in a stream of its direction, after what the current stream was given before it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._to_device = self._to_host = None
+        if self.is_accelerator:
+            self._to_device, self._to_host = torch.Stream(device), torch.Stream(device)
+
+    @property
+    def type(self) -> str:
+        """The device's type, as torch names it."""
+        return self.device.type
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether its memory is not the host's."""
+        return self.device.type != "cpu"
+
+    def of(self, tier: Tier) -> torch.device:
+        """Whose memory ``tier`` is; of what lies in storage, the memory it goes through."""
+        return self.device if tier == "device" else torch.device("cpu")
+
+    def allocate(self, tier: Tier, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed flat tensor [numel] for state that lives as long as its model: on the device; or on huge
+        pages of the host, of the exact size and pinned for an accelerator.
+
+        Raises ``RuntimeError`` where there is not so much memory.
+        """
+        if tier == "nvme":
+            raise AssertionError("storage is no memory")
+        with torch.inference_mode(False):
+            if tier == "device" and self.is_accelerator:
+                return torch.zeros(numel, dtype=dtype, device=self.device)
+            memory = ops.host_buffer(numel * dtype.itemsize)
+            return (pinned(memory, self.device) if self.is_accelerator else memory).view(dtype)
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> Arrival:
+        """Starts to copy ``source`` to ``into``, contiguous and of one dtype. Both stay alive, and neither is
+        touched, until the arrival was waited for."""
+        if into.device == source.device:
+            into.copy_(source)
+            return HERE
+        stream = self._to_device if into.device == self.device else self._to_host
+        if stream is None or into.dtype != source.dtype:
+            raise AssertionError(f"no copy from {source.dtype} on {source.device} to {into.dtype}")
+        stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with stream:
+            into.copy_(source, non_blocking=True)
+        return _Copy(stream, into, source)
+
+    def beside(self, small: torch.Tensor, tier: Tier) -> torch.Tensor:
+        """``small``, a few values in host memory, where ops on memory of ``tier`` read it."""
+        return small.to(self.of(tier), non_blocking=True)
+
+    def stream(self) -> torch.Stream | None:
+        """The current stream, for another thread to work in by :meth:`working_in`."""
+        return torch.accelerator.current_stream(self.device) if self.is_accelerator else None
+
+    @contextlib.contextmanager
+    def working_in(self, stream: torch.Stream | None) -> Iterator[None]:
+        """Inside, this thread gives its work to ``stream``, from :meth:`stream`."""
+        with stream if stream is not None else contextlib.nullcontext():
+            yield
+
+    def synchronize(self) -> None:
+        """Returns when the device has done all it was given."""
+        if self.is_accelerator:
+            torch.accelerator.synchronize(self.device)
+
+
+class _Copy:
+    """A copy between host and device memory under way in ``stream``."""
+
+    def __init__(self, stream: torch.Stream, into: torch.Tensor, source: torch.Tensor) -> None:
+        self._stream = stream
+        self._into: torch.Tensor | None = into
+        self._source: torch.Tensor | None = source
+        self._event = stream.record_event()
+
+    def wait(self) -> None:
+        self._end(self._into)
+        self._into = None
+
+    def let_go(self) -> None:
+        self._end(self._source)
+        self._source = None
+
+    def _end(self, side: torch.Tensor | None) -> None:
+        if side is None:
+            return
+        if side.device.type == "cpu":
+            self._event.synchronize()
+        else:
+            torch.accelerator.current_stream(side.device).wait_event(self._event)
+
+    def followed(self) -> contextlib.AbstractContextManager[object]:
+        return self._stream
+
+
+CPU = Device(torch.device("cpu"))

@@ -1,0 +1,36 @@
+"""Exact sums of squares of what lies in memory of several devices."""
+
+from __future__ import annotations
+
+import torch
+
+from zero_ext import ops
+
+
+class Squares:
+    """A sum of squares, exact and the same in any order; each device adds up what it holds."""
+
+    def __init__(self) -> None:
+        self._sums: dict[torch.device, torch.Tensor] = {}
+
+    def add(self, values: torch.Tensor) -> None:
+        """Adds the squares of ``values`` [n]; nobody waits for the device that holds them."""
+        ops.squared_norm_(values, self._sum_on(values.device))
+
+    def add_all(self, other: Squares) -> None:
+        """Adds another sum."""
+        for device, sums in other._sums.items():
+            self._sum_on(device).add_(sums)
+
+    def total(self) -> torch.Tensor:
+        """All of it as an int64 superaccumulator in host memory, for :func:`zero_ext.ops.squared_norm_value`;
+        waits for the devices."""
+        total = torch.zeros(ops.ACCUMULATOR_ENTRIES, dtype=torch.int64)
+        for sums in self._sums.values():
+            total += sums.cpu()
+        return total
+
+    def _sum_on(self, device: torch.device) -> torch.Tensor:
+        if device not in self._sums:
+            self._sums[device] = torch.zeros(ops.ACCUMULATOR_ENTRIES, dtype=torch.int64, device=device)
+        return self._sums[device]
