@@ -1,0 +1,195 @@
+#include "fallback.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/Functions.h>
+
+#include <cstring>
+#include <unordered_map>
+
+#include "allocator.h"
+#include "generator.h"
+
+namespace stand_in {
+namespace {
+
+void release_storage(void* kept) {
+  const std::unique_ptr<c10::Storage> owned(static_cast<c10::Storage*>(kept));
+}
+
+// The tensors of one call under their two names.
+class Aliases {
+ public:
+  at::Tensor alias(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.device().is_privateuseone()) {
+      return tensor;
+    }
+    device_ = tensor.device();
+    has_device_ = true;
+    const c10::Storage& storage = tensor.storage();
+    auto& entry = aliases_[storage.unsafeGetStorageImpl()];
+    if (!entry.host) {
+      entry = {storage, open_storage(storage)};
+    }
+    at::Tensor host = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(entry.host), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+    host.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),
+                                                      tensor.storage_offset());
+    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+      host.unsafeGetTensorImpl()->set_wrapped_number(true);
+    }
+    pairs_.emplace_back(tensor, host);
+    return host;
+  }
+
+  // The device's tensor for what the op returned: the argument itself, a view of an argument, or a
+  // new tensor.
+  at::Tensor result(const at::Tensor& host) {
+    if (!host.defined() || !host.device().is_cpu() || !has_device_) {
+      return host;
+    }
+    for (const auto& [device, alias] : pairs_) {
+      if (alias.is_same(host)) {
+        return device;
+      }
+    }
+    for (const auto& [impl, entry] : aliases_) {
+      if (host.storage().unsafeGetStorageImpl() == entry.host.unsafeGetStorageImpl()) {
+        at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
+            c10::TensorImpl::VIEW, c10::Storage(entry.device),
+            c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), host.dtype());
+        view.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides(),
+                                                          host.storage_offset());
+        return view;
+      }
+    }
+    at::Tensor fresh =
+        at::empty_strided(host.sizes(), host.strides(), host.options().device(device_));
+    if (host.numel() > 0) {
+      std::memcpy(open_alias(fresh.const_data_ptr()), host.const_data_ptr(), fresh.nbytes());
+    }
+    return fresh;
+  }
+
+  // An `out` that the op resized has new memory on the host: the device's tensor follows.
+  void follow_resized() {
+    for (const auto& [device, host] : pairs_) {
+      const auto& entry = aliases_.at(device.storage().unsafeGetStorageImpl());
+      const bool moved = entry.host.data() != open_alias(device.storage().data());
+      if (!moved && host.sizes() == device.sizes() && host.strides() == device.strides()) {
+        continue;
+      }
+      if (moved) {
+        device.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(
+            DeviceMemory::get().allocate(entry.host.nbytes()));
+        device.storage().set_nbytes(entry.host.nbytes());
+        std::memcpy(open_alias(device.storage().data()), entry.host.data(), entry.host.nbytes());
+      }
+      device.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides(),
+                                                          host.storage_offset());
+    }
+  }
+
+  bool has_device() const { return has_device_; }
+  c10::Device device() const { return device_; }
+
+ private:
+  struct Entry {
+    c10::Storage device;
+    c10::Storage host;
+  };
+
+  // Whoever keeps the alias keeps the device's memory.
+  static c10::Storage open_storage(const c10::Storage& storage) {
+    auto kept = std::make_unique<c10::Storage>(storage);
+    void* const address = storage.data() == nullptr ? nullptr : open_alias(storage.data());
+    c10::DataPtr pointer(address, kept.release(), &release_storage,
+                         c10::Device(c10::DeviceType::CPU));
+    return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
+                                                 storage.nbytes(), std::move(pointer),
+                                                 c10::GetAllocator(c10::DeviceType::CPU), true);
+  }
+
+  bool has_device_ = false;
+  c10::Device device_{c10::DeviceType::PrivateUse1, 0};
+  std::unordered_map<c10::StorageImpl*, Entry> aliases_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;
+};
+
+c10::IValue host_argument(const c10::IValue& value, Aliases& aliases) {
+  if (value.isTensor()) {
+    return aliases.alias(value.toTensor());
+  }
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> hosts;
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      hosts.push_back(aliases.alias(tensor));
+    }
+    return hosts;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> hosts;
+    for (const std::optional<at::Tensor> tensor : value.toOptionalTensorList()) {
+      hosts.push_back(tensor.has_value() ? std::optional(aliases.alias(*tensor)) : std::nullopt);
+    }
+    return hosts;
+  }
+  if (value.isDevice() && value.toDevice().is_privateuseone()) {
+    return c10::Device(c10::DeviceType::CPU);
+  }
+  if (value.isGenerator() && value.toGenerator().device().is_privateuseone()) {
+    return static_cast<const DeviceGenerator*>(value.toGenerator().unsafeGetGeneratorImpl())
+        ->host();
+  }
+  return value;
+}
+
+c10::IValue device_result(const c10::IValue& value, Aliases& aliases) {
+  if (value.isTensor()) {
+    return aliases.result(value.toTensor());
+  }
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> results;
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      results.push_back(aliases.result(tensor));
+    }
+    return results;
+  }
+  return value;
+}
+
+// Ops that may be given a generator draw from the device's own where none was.
+void add_generators(const c10::FunctionSchema& schema, const Aliases& aliases,
+                    torch::jit::Stack& stack, std::size_t begin) {
+  for (std::size_t index = 0; index < schema.arguments().size(); ++index) {
+    const auto* const optional =
+        schema.arguments()[index].type()->castRaw<c10::OptionalType>();
+    if (optional != nullptr && stack[begin + index].isNone() &&
+        optional->getElementType()->kind() == c10::TypeKind::GeneratorType) {
+      const auto& generator = default_generator(aliases.device().index());
+      stack[begin + index] =
+          static_cast<const DeviceGenerator*>(generator.unsafeGetGeneratorImpl())->host();
+    }
+  }
+}
+
+}  // namespace
+
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const std::size_t begin = stack->size() - schema.arguments().size();
+  Aliases aliases;
+  for (std::size_t index = begin; index < stack->size(); ++index) {
+    (*stack)[index] = host_argument((*stack)[index], aliases);
+  }
+  add_generators(schema, aliases, *stack, begin);
+  const OnDevice guard(aliases.device());
+  current_stream(aliases.device().index()).drain();
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  aliases.follow_resized();
+  for (std::size_t index = stack->size() - schema.returns().size(); index < stack->size();
+       ++index) {
+    (*stack)[index] = device_result((*stack)[index], aliases);
+  }
+}
+
+}  // namespace stand_in
