@@ -3,7 +3,7 @@
 from zero_ext.offload.birthplace import Birthplace
 from zero_ext.offload.device import CPU, HERE, Arrival, Device
 from zero_ext.offload.nvme_store import NvmeStore, Transfer
-from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, MemoryHome, ShardHome, allocate
+from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, MemoryHome, ShardHome, allocate, put
 from zero_ext.offload.state_chunks import StateChunk, visit_chunks
 from zero_ext.offload.state_home import MASTER, StateField, StateHome
 from zero_ext.offload.state_stream import AdamWork, NvmeState, stream_adam, stream_chunk_elements
@@ -12,11 +12,13 @@ from zero_ext.offload.stored_home import StoredHome
 from zero_ext.offload.stored_run import StoredRun, Values, copy_of, count, part_of, replace
 from zero_ext.offload.tiers import Tiers
 from zero_ext.offload.transfers import TransferLog
+from zero_ext.offload.transit import SLOTS
 
 __all__ = [
     "CPU",
     "HERE",
     "MASTER",
+    "SLOTS",
     "STORAGE_ALIGNMENT",
     "AdamWork",
     "Arrival",
@@ -44,6 +46,7 @@ __all__ = [
     "count",
     "part_elements",
     "part_of",
+    "put",
     "replace",
     "stream_adam",
     "stream_chunk_elements",

@@ -89,8 +89,15 @@ class Device:
             memory = ops.host_buffer(numel * dtype.itemsize)
             return (pinned(memory, self.device) if self.is_accelerator else memory).view(dtype)
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor) -> Arrival:
-        """Starts to copy ``source`` to ``into``, contiguous and of one dtype. Both stay alive, and neither is
+    def now(self) -> torch.Event | None:
+        """The end of what the current stream was given so far, for :meth:`copy`."""
+        if not self.is_accelerator:
+            return None
+        return torch.accelerator.current_stream(self.device).record_event()
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor, after: torch.Event | None = None) -> Arrival:
+        """Starts to copy ``source`` to ``into``, contiguous and of one dtype, after what the current stream
+        was given so far, or until :meth:`now` was called for ``after``. Both stay alive, and neither is
         touched, until the arrival was waited for."""
         if into.device == source.device:
             into.copy_(source)
@@ -98,7 +105,7 @@ class Device:
         stream = self._to_device if into.device == self.device else self._to_host
         if stream is None or into.dtype != source.dtype:
             raise AssertionError(f"no copy from {source.dtype} on {source.device} to {into.dtype}")
-        stream.wait_stream(torch.accelerator.current_stream(self.device))
+        stream.wait_event(after or torch.accelerator.current_stream(self.device).record_event())
         with stream:
             into.copy_(source, non_blocking=True)
         return _Copy(stream, into, source)

@@ -129,12 +129,14 @@ class NvmeStore:
         Its size is a multiple of :attr:`alignment`; it may lie anywhere inside one extent. Memory that the
         device cannot reach (see :func:`zero_ext.ops.host_buffer`) costs a pass through the page cache.
         """
+        _check_host(tensor)
         ticket = next(self._tickets)
         ops.store_read_(self._handle, tensor, offset, ticket)
         return Transfer(self._handle, ticket)
 
     def write(self, offset: int, tensor: Tensor) -> Transfer:
         """Starts to write ``tensor``, which must not change until the transfer is complete; see ``read``."""
+        _check_host(tensor)
         ticket = next(self._tickets)
         ops.store_write(self._handle, tensor, offset, ticket)
         return Transfer(self._handle, ticket)
@@ -205,6 +207,11 @@ def _check_distinct(paths: Sequence[str | Path]) -> None:
         if real in seen:
             raise RuntimeError(f"nvme path '{path}' is listed twice; list each device once")
         seen.add(real)
+
+
+def _check_host(tensor: Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise AssertionError(f"a transfer of memory on {tensor.device}: it goes through the host's")
 
 
 def _warn_of_buffered(facts: ops.StoreFacts) -> None:

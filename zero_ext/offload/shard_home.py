@@ -106,6 +106,13 @@ class MemoryHome:
         return self._tensor if tier == self.tier else None
 
 
+def put(home: ShardHome, begin: int, values: torch.Tensor, source: Tier) -> None:
+    """Stores ``values``, which may be changed again when it returns, and the home's owner may use them."""
+    arrival = home.store(begin, values, source)
+    arrival.wait()
+    arrival.let_go()
+
+
 def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A zeroed flat tensor [numel] on the host's huge pages."""
     return CPU.allocate("host", numel, dtype)

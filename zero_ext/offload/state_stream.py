@@ -6,7 +6,8 @@ import contextlib
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -149,9 +150,23 @@ class NvmeState:
         """See :class:`StateHome`: padding to whole blocks included; the ring is staging."""
         return self.stream.extent_bytes(self.numel) * (1 if self._shadow is None else 2)
 
+    def part(self, begin: int, end: int) -> StatePlace:
+        """Where the state of the elements [begin, end) lies; ``begin`` is a multiple of the stream's
+        ``chunk_elements``, and so is ``end`` or it is the range's."""
+        before = begin // self.stream.chunk_elements * self.stream.chunk_bytes
+        return _StatePart(self.stream, end - begin, self.offset + before, self.target + before)
+
     def _fields(self, kinds: Sequence[str]) -> list[int]:
         order = list(self.stream.kinds)
         return [order.index(kind) for kind in kinds]
+
+
+@dataclass
+class _StatePart:
+    stream: StateStream
+    numel: int
+    offset: int
+    target: int
 
 
 class _StateRun:
@@ -175,11 +190,21 @@ class _StateRun:
         return _StateRun(self._state, self._kind, self._begin + begin, end - begin)
 
 
+class StatePlace(Protocol):
+    """Where the state of ``numel`` elements lies in the store: at ``offset``, and after a step at
+    ``target``."""
+
+    stream: StateStream
+    numel: int
+    offset: int
+    target: int
+
+
 class AdamWork(NamedTuple):
     """What one step does to one range: its gradient [n], element ranges and the hyper-parameters of each, as
-    of :func:`zero_ext.ops.adam_step_`."""
+    of :func:`zero_ext.ops.adam_step_`. Gradient and output lie in storage or in host memory."""
 
-    state: NvmeState
+    state: StatePlace
     gradient: ShardHome
     output: ShardHome | None
     bounds: Sequence[tuple[int, int]]

@@ -16,13 +16,18 @@ from zero_ext.offload.state_chunks import CHUNK_BUFFERS
 
 class StepPart(NamedTuple):
     """Elements [begin, end) of a range: their gradients, and room for their updated parameters if wanted,
-    both in memory of the tier where the state lies."""
+    both in memory of the tier where the state lies, or through which it passes.
+
+    ``staged`` is ``output`` if it is staging memory, which is sent on: the ranges in ``sent``, counted from
+    ``begin``, or all of it if there are none.
+    """
 
     begin: int
     end: int
     gradient: torch.Tensor
     output: torch.Tensor | None
-    staged: torch.Tensor | None = None  # ``output`` if it is staging memory, all of which is sent on
+    staged: torch.Tensor | None
+    sent: list[tuple[int, int]]
 
 
 class StepRooms(NamedTuple):
@@ -67,11 +72,18 @@ class StepStaging:
             tier: _TierRooms(device, tier, rooms.get(tier, StepRooms())) for tier in ("device", "host")
         }
 
-    def parts(self, tier: Tier, gradient: ShardHome, output: ShardHome | None) -> Iterator[StepPart]:
-        """The parts of a range [n] whose state lies in memory of ``tier``: one where all else does, too.
+    def parts(
+        self,
+        tier: Tier,
+        gradient: ShardHome,
+        output: ShardHome | None,
+        grain: int = ops.BLOCK_ELEMENTS,
+    ) -> Iterator[StepPart]:
+        """The parts of a range [n] whose state lies in memory of ``tier``: one where all else does, too. They
+        begin at multiples of ``grain`` elements.
 
-        What a part's ``output`` holds, all of it, replaces that part of ``output`` when the next part is
-        asked for; it is there for who comes after the last part.
+        What a part's ``output`` holds replaces that part of ``output`` when the next part is asked for; it is
+        there for who comes after the last part.
         """
         rooms = self._rooms[tier]
         in_place = output.memory(tier) if output is not None else None
@@ -81,7 +93,7 @@ class StepStaging:
             elements = min(elements, rooms.gradients.elements(gradient.dtype))
         if staged_output is not None:
             elements = min(elements, rooms.outputs.elements(staged_output.dtype))
-        elements = _cut(elements, gradient.numel)
+        elements = _cut(elements, gradient.numel, grain)
         stored: Arrival = HERE
         coming = self._bring(gradient, 0, min(elements, gradient.numel), tier)
         for begin in range(0, gradient.numel, elements):
@@ -91,20 +103,29 @@ class StepStaging:
             if end < gradient.numel and rooms.gradients.has_halves:
                 coming = self._bring(gradient, end, min(end + elements, gradient.numel), tier)
             if staged_output is None:
-                yield StepPart(begin, end, part, None if in_place is None else in_place[begin:end])
+                near = None if in_place is None else in_place[begin:end]
+                yield StepPart(begin, end, part, near, None, [])
             else:
                 room = rooms.outputs.take(end - begin, staged_output.dtype)
-                yield StepPart(begin, end, part, room, staged=room)
-                stored = staged_output.store(begin, room, tier)
+                sent: list[tuple[int, int]] = []
+                yield StepPart(begin, end, part, room, room, sent)
+                for first, last in sent or [(0, end - begin)]:
+                    stored = staged_output.store(begin + first, room[first:last], tier)
                 rooms.outputs.lend(stored)
             if end < gradient.numel and not rooms.gradients.has_halves:
                 coming = self._bring(gradient, end, min(end + elements, gradient.numel), tier)
         stored.wait()
 
+    def reaches(self, home: ShardHome | None, tier: Tier) -> bool:
+        """Whether ops on memory of ``tier`` can use ``home`` where it is: there, in storage, or nowhere."""
+        if home is None or home.tier == "nvme":
+            return True
+        return self._rooms[tier].device.of(home.tier) == self._rooms[tier].device.of(tier)
+
     def send(self, values: torch.Tensor, output: ShardHome, tier: Tier) -> None:
         """Replaces all of ``output`` [n] in another tier by ``values`` [n] of memory of ``tier``, cast."""
         rooms = self._rooms[tier].outputs
-        elements = _cut(rooms.elements(output.dtype), values.numel())
+        elements = _cut(rooms.elements(output.dtype), values.numel(), ops.BLOCK_ELEMENTS)
         for begin in range(0, values.numel(), elements):
             part = values[begin : begin + elements]
             room = rooms.take(part.numel(), output.dtype).copy_(part)
@@ -199,10 +220,10 @@ class _TierRooms:
         return sum(room.nbytes for room in rooms)
 
 
-def _cut(elements: int, numel: int) -> int:
-    """Elements of a part where ``elements`` fit and ``numel`` are wanted: all, or whole blocks of
-    8-bit moments. Rooms are whole pages, so parts are whole blocks of storage as well."""
-    return max(numel if elements >= numel else elements // ops.BLOCK_ELEMENTS * ops.BLOCK_ELEMENTS, 1)
+def _cut(elements: int, numel: int, grain: int) -> int:
+    """Elements of a part where ``elements`` fit and ``numel`` are wanted: all, or whole grains, at least
+    blocks of 8-bit moments. Rooms are whole pages, so parts are whole blocks of storage as well."""
+    return max(numel if elements >= numel else elements // grain * grain, 1)
 
 
 def _whole(gradient: ShardHome, elements: int) -> int:

@@ -15,6 +15,7 @@ from zero_ext.offload.state_stream import NvmeState, StateStream
 from zero_ext.offload.step_parts import StepRooms, StepStaging
 from zero_ext.offload.stored_home import StoredHome
 from zero_ext.offload.transfers import TransferLog
+from zero_ext.offload.transit import Transit
 
 
 def open_store(policy: OffloadPolicy, aio: AioPolicy) -> NvmeStore:
@@ -35,7 +36,8 @@ class Tiers:
     ``transfers`` counts what moves between the tiers, ``staging`` is what a step in another tier than its
     gradients or parameters goes through, of the size of ``rooms``. ``kinds`` is the state that the optimizer
     keeps beside the master weights; None where there is no optimizer. ``shadows`` says that state in storage
-    has room for what it is after a step that may be taken back, ``delays_updates`` that master weights are
+    has room for what it is after a step that may be taken back, ``transit_bytes`` is the size of what passes
+    between storage and an accelerator, ``delays_updates`` says that master weights are
     updated while forward and backward use the parameters.
     """
 
@@ -47,6 +49,7 @@ class Tiers:
         kinds: Mapping[str, StateField] | None = None,
         shadows: bool = False,
         device: Device = CPU,
+        transit_bytes: int = 0,
     ) -> None:
         self.device = device
         self.transfers = TransferLog()
@@ -55,6 +58,7 @@ class Tiers:
         self.staging = StepStaging(rooms, device)
         self._store: NvmeStore | None = None
         self._stream: StateStream | None = None
+        self._transit = Transit(device, transit_bytes) if transit_bytes else None
         if policy.any_nvme:
             self._store = open_store(policy, aio)
             if policy.optimizer == "nvme" and kinds is not None:
@@ -87,7 +91,7 @@ class Tiers:
     def stored_home(self, numel: int, dtype: torch.dtype) -> StoredHome:
         """Zeroed room for a shard [numel] in the store."""
         offset = self.store.allocate(numel * dtype.itemsize)
-        return StoredHome(self.store, offset, numel, dtype, self.transfers)
+        return StoredHome(self.store, offset, numel, dtype, self.transfers, self._transit)
 
     def state_home(self, tier: Tier, numel: int, master: torch.Tensor | None) -> StateHome:
         """Room for the optimizer state of ``numel`` elements in ``tier``: ``master`` if given, else zeroed
@@ -116,4 +120,5 @@ class Tiers:
         """Bytes of memory that steps in other tiers go through, by tier."""
         ring = self._stream.ring_bytes if self._stream is not None else 0
         held = self.staging.held_bytes()
-        return {**held, "host": held["host"] + ring}
+        transit = self._transit.nbytes if self._transit is not None else 0
+        return {**held, "host": held["host"] + ring + transit}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zero_ext.config import Tier
-from zero_ext.offload import MASTER, StepStaging, Values
+from zero_ext.offload import MASTER, StepStaging, Values, put
 from zero_ext.optim.compatibility import (
     elementwise_kinds,
     initial_state,
@@ -73,7 +73,7 @@ class ElementwiseStepper:
         elif owned.output is not None:
             for segment, value in zip(owned.segments, values, strict=True):
                 if segment.name in used:
-                    owned.output.store(segment.begin, value, owned.state.tier).wait()
+                    put(owned.output, segment.begin, value, owned.state.tier)
 
     def _groups_over(self, index: int) -> list[dict[str, Any]]:
         groups = [{**group, "params": []} for group in self._live_groups]

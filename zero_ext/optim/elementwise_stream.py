@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zero_ext.config import Tier
-from zero_ext.offload import MASTER, NvmeState, StateChunk, StepStaging, Values, visit_chunks
+from zero_ext.offload import MASTER, NvmeState, StateChunk, StepStaging, Values, put, visit_chunks
 from zero_ext.optim.compatibility import (
     elementwise_kinds,
     initial_state,
@@ -101,7 +101,7 @@ class ElementwiseStream:
             owned.output.store(begin, run.copy_(values[MASTER]), "host")
         elif owned.output is not None:
             for segment, value in stepped:
-                owned.output.store(max(segment.begin, begin), value, "host").wait()
+                put(owned.output, max(segment.begin, begin), value, "host")
         found = {segment.name: self._scalars_of(value) for segment, value in stepped}
         self._inner.state.clear()
         return found

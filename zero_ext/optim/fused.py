@@ -8,7 +8,18 @@ from typing import Any
 import torch
 
 from zero_ext.config import Tier
-from zero_ext.offload import MASTER, AdamWork, NvmeState, StepPart, StepStaging, Values, stream_adam
+from zero_ext.offload import (
+    MASTER,
+    AdamWork,
+    MemoryHome,
+    NvmeState,
+    ShardHome,
+    StepPart,
+    StepStaging,
+    TransferLog,
+    Values,
+    stream_adam,
+)
 from zero_ext.optim.moments import EightBitMoments, FloatMoments, Moments, MomentsDtype
 from zero_ext.optim.stepper import OwnedRange, Segment, Update
 
@@ -43,18 +54,21 @@ class AdamStepper:
         for update in updates:
             owned = self._ranges[update.index]
             bounds, rows = self._rows(owned, used)
+            output, tier = owned.output, owned.state.tier
             if isinstance(owned.state, NvmeState):
                 in_storage.append(update.index)
-                stored.append(AdamWork(owned.state, update.gradient, owned.output, bounds, rows))
+                if self._staging.reaches(update.gradient, "host") and self._staging.reaches(output, "host"):
+                    stored.append(AdamWork(owned.state, update.gradient, output, bounds, rows))
+                else:
+                    self._step_far(owned.state, update.gradient, output, (bounds, rows), scale)
                 continue
-            output, tier = owned.output, owned.state.tier
             for part in self._staging.parts(tier, update.gradient, output):
                 self._step_part(update.index, part, bounds, rows, scale)
             yield update.index
         if stored:
             # All ranges in one pipeline: between two of them nothing has to drain.
             stream_adam(stored, scale)
-            yield from in_storage
+        yield from in_storage
 
     def _rows(
         self, owned: OwnedRange, used: frozenset[str]
@@ -76,6 +90,26 @@ class AdamStepper:
                 rows.append(row)
         return bounds, rows
 
+    def _step_far(
+        self,
+        state: NvmeState,
+        gradient: ShardHome,
+        output: ShardHome | None,
+        settings: tuple[list[tuple[int, int]], list[list[float]]],
+        scale: torch.Tensor,
+    ) -> None:
+        """Steps a range whose state streams through the host, which does not reach its gradient or its
+        parameters: these come and leave in parts."""
+        for part in self._staging.parts("host", gradient, output, state.stream.chunk_elements):
+            bounds, rows = _inside(part, *settings)
+            moves = state.target != state.offset
+            if rows or moves:
+                near, room = (_host_home(each) for each in (part.gradient, part.output))
+                if near is None:
+                    raise AssertionError("a part without a gradient")
+                stream_adam([AdamWork(state.part(part.begin, part.end), near, room, bounds, rows)], scale)
+            part.sent.extend(bounds or [(0, 0)])
+
     def _step_part(
         self,
         index: int,
@@ -84,17 +118,14 @@ class AdamStepper:
         rows: list[list[float]],
         scale: torch.Tensor,
     ) -> None:
-        inside = [
-            (max(begin, part.begin) - part.begin, min(end, part.end) - part.begin) for begin, end in bounds
-        ]
-        kept = [number for number, (begin, end) in enumerate(inside) if begin < end]
-        covered = sum(inside[number][1] - inside[number][0] for number in kept)
+        inside, kept = _inside(part, bounds, rows)
+        covered = sum(end - begin for begin, end in inside)
         if part.staged is not None and covered < part.end - part.begin:
             # All of it goes back, so elements that the step leaves alone need the value they have.
             part.staged.copy_(self._ranges[index].state.read(MASTER, part.begin, part.end))
         if kept:
-            segments = torch.tensor([inside[number] for number in kept], dtype=torch.int64)
-            hyper = torch.tensor([rows[number] for number in kept], dtype=torch.float64)
+            segments = torch.tensor(inside, dtype=torch.int64)
+            hyper = torch.tensor(kept, dtype=torch.float64)
             self._moments.update(index, part, segments, hyper, scale)
 
     def _hyper_parameters(self, segment: Segment) -> list[float]:
@@ -147,3 +178,20 @@ class AdamStepper:
     def state_bytes(self) -> Mapping[Tier, int]:
         """See :class:`Stepper`: none, the moments lie beside the master weights."""
         return {}
+
+
+def _inside(
+    part: StepPart, bounds: Sequence[tuple[int, int]], rows: Sequence[list[float]]
+) -> tuple[list[tuple[int, int]], list[list[float]]]:
+    """The element ranges that lie in ``part``, counted from its begin, and the hyper-parameters of each."""
+    found = [
+        ((max(begin, part.begin) - part.begin, min(end, part.end) - part.begin), row)
+        for (begin, end), row in zip(bounds, rows, strict=True)
+        if begin < part.end and part.begin < end
+    ]
+    return [bound for bound, _ in found], [row for _, row in found]
+
+
+def _host_home(memory: torch.Tensor | None) -> ShardHome | None:
+    """Host memory as the home of a shard that never moves."""
+    return None if memory is None else MemoryHome("host", memory, TransferLog())

@@ -12,6 +12,7 @@ from torch import nn
 
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.plan.memory import check_count
+from zero_ext.zero.construction import device_of
 from zero_ext.zero.partition import owned_parameters, plan_units, split_optimizer, trained_by
 from zero_ext.zero.process_group import alone
 from zero_ext.zero.staging import Staging, plan_staging
@@ -39,4 +40,4 @@ def model_staging(
     owned = owned_parameters(model, settings.precision.dtype)
     plans = plan_units(model, owned, settings, world_size)
     plans = split_optimizer(plans, settings.offload.ratio, trained_by(optimizer), world_size)
-    return plan_staging(model, optimizer, plans, owned, settings, world_size)
+    return plan_staging(model, optimizer, plans, owned, settings, world_size, device_of(owned))

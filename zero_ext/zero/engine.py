@@ -48,6 +48,7 @@ class Engine:
         config: ZeroConfig,
         collectives: Collectives,
         pool: BufferPool,
+        landings: BufferPool,
         tiers: Tiers,
     ) -> None:
         self.config = config
@@ -55,6 +56,7 @@ class Engine:
         self.state = EngineState(self)
         self.collectives = collectives
         self.pool = pool
+        self.landings = landings
         self.tiers = tiers
         self.names = {item.parameter: item.names for item in owned}
         self._places = [
@@ -71,7 +73,8 @@ class Engine:
         self._bus = Bus()
         used_up = uses_up_gradients(config, (unit.layout.dtype for unit in self.units))
         self._gradients = {
-            master.unit: make_gradients(master.unit, pool, tiers, config, used_up) for master in self.masters
+            master.unit: make_gradients(master.unit, pool, landings, tiers, config, used_up)
+            for master in self.masters
         }
         trained = list(self._gradients.values())
         number = {item.parameter: place for place, item in enumerate(owned)}

@@ -81,6 +81,7 @@ class MemoryGradients:
         accumulation_dtype: torch.dtype,
         pool: BufferPool,
         transfers: TransferLog,
+        landings: BufferPool | None = None,
     ) -> None:
         self.tier = tier
         self.valid = False
@@ -88,6 +89,7 @@ class MemoryGradients:
         self._accumulation_dtype = accumulation_dtype
         self._pool = pool
         self._transfers = transfers
+        self._landings = landings  # host memory for what comes from an accelerator and is to be added
         self._arrival: Arrival = HERE  # of what is copied into ``_memory``
         self._landing: _Landing | None = None  # what is still to be added to it, or cast
 
@@ -128,10 +130,7 @@ class MemoryGradients:
             self._arrival = self._pool.device.copy(self._memory, values)
             self._pool.give(buffer, self._arrival)
         else:
-            room = self._pool.landings.take(buffer.nbytes)
-            arrival = self._pool.device.copy(room, buffer)
-            self._landing = _Landing(room, dtype, arrival, self.valid)
-            self._pool.give(buffer, arrival)
+            self._pool.give(buffer, self._land(buffer, dtype))
         self.valid = True
 
     def shard(self) -> ShardHome:
@@ -157,7 +156,7 @@ class MemoryGradients:
             landing.arrival.wait()
             self._arrival.wait()
             _keep(self._memory, landing.room.view(landing.dtype), landing.adds)
-            self._pool.landings.give(landing.room)
+            landing.pool.give(landing.room)
 
     def forget(self) -> None:
         """See :class:`GradientHome`; the memory stays."""
@@ -168,6 +167,14 @@ class MemoryGradients:
         """See :class:`GradientHome`."""
         return self._memory.nbytes
 
+    def _land(self, buffer: torch.Tensor, dtype: torch.dtype) -> Arrival:
+        if self._landings is None:
+            raise AssertionError("a gradient on an accelerator without a place to land in host memory")
+        room = self._landings.take(buffer.nbytes, purpose="landing")
+        arrival = self._pool.device.copy(room, buffer)
+        self._landing = _Landing(self._landings, room, dtype, arrival, self.valid)
+        return arrival
+
     def _allocate(self, dtype: torch.dtype) -> torch.Tensor:
         return self._pool.device.allocate(self.tier, self._memory.numel(), dtype)
 
@@ -176,8 +183,9 @@ class MemoryGradients:
 
 
 class _Landing(NamedTuple):
-    """A gradient on its way to ``room`` in host memory, then to be added to what is kept or to replace it."""
+    """A gradient on its way to ``room`` of ``pool``, then to be added to what is kept or to replace it."""
 
+    pool: BufferPool
     room: torch.Tensor
     dtype: torch.dtype
     arrival: Arrival

@@ -33,6 +33,7 @@ class UnitGradients:
         self,
         unit: Unit,
         pool: BufferPool,
+        landings: BufferPool,
         tiers: Tiers,
         accumulation_dtype: torch.dtype,
         accumulates: bool,
@@ -60,7 +61,7 @@ class UnitGradients:
         self.home: GradientHome
         if unit.placement.grads:
             make = _borrowed_home if used_up else _sharded_home
-            self.home = make(unit, dtype, accumulation_dtype, pool, tiers)
+            self.home = make(unit, dtype, accumulation_dtype, pool, landings, tiers)
         else:
             self.local = tiers.device.allocate("device", unit.layout.numel, dtype)
             begin, end = unit.layout.shard_range(unit.collectives.rank)
@@ -415,27 +416,37 @@ class UnitGradients:
 
 
 def _borrowed_home(
-    unit: Unit, dtype: torch.dtype, accumulation_dtype: torch.dtype, pool: BufferPool, tiers: Tiers
+    unit: Unit,
+    dtype: torch.dtype,
+    accumulation_dtype: torch.dtype,
+    pool: BufferPool,
+    landings: BufferPool,
+    tiers: Tiers,
 ) -> GradientHome:
     """Where the shard of ``unit``'s gradient lives from its reduction to its update, if that follows."""
     if unit.placement.grads_tier != "device":
-        return _sharded_home(unit, dtype, accumulation_dtype, pool, tiers)
+        return _sharded_home(unit, dtype, accumulation_dtype, pool, landings, tiers)
     return BorrowedGradients(unit.layout.shard_numel, dtype, accumulation_dtype, pool, tiers.transfers)
 
 
 def _sharded_home(
-    unit: Unit, dtype: torch.dtype, accumulation_dtype: torch.dtype, pool: BufferPool, tiers: Tiers
+    unit: Unit,
+    dtype: torch.dtype,
+    accumulation_dtype: torch.dtype,
+    pool: BufferPool,
+    landings: BufferPool,
+    tiers: Tiers,
 ) -> GradientHome:
     """Where the shard of ``unit``'s gradient will live."""
     tier, numel = unit.placement.grads_tier, unit.layout.shard_numel
     if tier == "nvme":
         return StoredGradients(numel, dtype, accumulation_dtype, pool, tiers)
     memory = tiers.device.allocate(tier, numel, dtype)
-    return MemoryGradients(tier, memory, accumulation_dtype, pool, tiers.transfers)
+    return MemoryGradients(tier, memory, accumulation_dtype, pool, tiers.transfers, landings)
 
 
 def make_gradients(
-    unit: Unit, pool: BufferPool, tiers: Tiers, config: ZeroConfig, used_up: bool
+    unit: Unit, pool: BufferPool, landings: BufferPool, tiers: Tiers, config: ZeroConfig, used_up: bool
 ) -> UnitGradients:
     """The gradient buffers of ``unit`` in the precisions that ``config`` asks for; ``used_up`` says that
     each is read once, by an update in backward."""
@@ -443,6 +454,7 @@ def make_gradients(
     return UnitGradients(
         unit,
         pool,
+        landings,
         tiers,
         DTYPES[config.precision.grad_accum_dtype],
         config.batch.gradient_accumulation_steps > 1,

@@ -48,7 +48,7 @@ def ledger_by_tier(engine: Engine) -> dict[Tier, dict[str, int]]:
         for tier, nbytes in step.updates.held_bytes().items():
             held[tier]["grads"] += nbytes
     held["device"]["staging"] = engine.pool.total_bytes
-    held["host"]["staging"] = engine.pool.landings.total_bytes
+    held["host"]["staging"] = engine.landings.total_bytes
     for tier, nbytes in engine.tiers.staging_bytes().items():
         held[tier]["staging"] += nbytes
     return {tier: {kind: counts[kind] for kind in KINDS} for tier, counts in held.items()}

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from zero_ext.config import Tier
-from zero_ext.offload import MASTER, ShardHome, Tiers, Values, part_of, replace
+from zero_ext.offload import MASTER, ShardHome, Tiers, Values, part_of, put, replace
 from zero_ext.zero.layout import Overlap
 from zero_ext.zero.unit import Unit
 
@@ -82,7 +82,7 @@ class MasterShard:
             return
         for begin in range(0, self.state.numel, _PIECE_ELEMENTS):
             end = min(begin + _PIECE_ELEMENTS, self.state.numel)
-            self.output.store(begin, self.state.read(MASTER, begin, end), self.state.tier).wait()
+            put(self.output, begin, self.state.read(MASTER, begin, end), self.state.tier)
 
     def publish(self, used: frozenset[str]) -> None:
         """The parameters named in ``used`` follow a step that did not write them itself."""
@@ -100,7 +100,7 @@ class MasterShard:
         if stepped and len(stepped) == len(self.overlaps):
             stepped = [(0, self.output.numel)]
         for begin, end in stepped:
-            self.output.store(begin, self.step_output.read(begin, end), "host").wait()
+            put(self.output, begin, self.step_output.read(begin, end), "host")
 
     def ahead_bytes(self) -> int:
         """Bytes of host memory for parameters that are ahead of those in use."""

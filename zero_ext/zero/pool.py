@@ -17,21 +17,20 @@ from zero_ext.zero.pool_plan import PoolPlan, Purpose, extent_bytes
 
 
 class BufferPool:
-    """One region of device memory, of which exact extents are taken and given back.
+    """One region of memory of a tier, of which exact extents are taken and given back.
 
     The region is allocated here as ``plan`` says, and never again. What finds its place taken gets another
     free one; what finds none gets memory beside the region, reused by size, with one warning naming who
     wanted it. See ``docs/design.md`` for why the units do not simply resize their storage.
     """
 
-    def __init__(self, plan: PoolPlan, device: Device = CPU) -> None:
+    def __init__(self, plan: PoolPlan, device: Device = CPU, tier: Tier = "device") -> None:
         self.live_bytes = 0
         self.device = device
-        self.overflow = OverflowBuffers(device)
-        self.landings = OverflowBuffers(device, "host")
+        self.overflow = OverflowBuffers(device, tier)
         self._plan = plan
         self._arena = ExtentArena(plan.nbytes)
-        self._region = device.allocate("device", plan.nbytes, torch.uint8)
+        self._region = device.allocate(tier, plan.nbytes, torch.uint8)
         self._leaving: list[tuple[int, int, Arrival]] = []  # extents that were given back and are still read
         self._warns = True
 
@@ -103,7 +102,7 @@ class OverflowBuffers:
     are freed when a new one would go beyond that.
     """
 
-    def __init__(self, device: Device, tier: Tier = "device") -> None:
+    def __init__(self, device: Device, tier: Tier) -> None:
         self._device = device
         self._tier: Tier = tier
         self._idle: dict[int, list[tuple[torch.Tensor, Arrival]]] = defaultdict(list)

@@ -44,6 +44,7 @@ from zero_ext.zero.partition import (
     updates_on_trial,
 )
 from zero_ext.zero.pool import BufferPool
+from zero_ext.zero.pool_plan import PoolPlan
 from zero_ext.zero.process_group import join_world, make_collectives
 from zero_ext.zero.staging import Staging, plan_staging
 from zero_ext.zero.tiling.replace import apply_tiling, plan_tiling
@@ -110,14 +111,15 @@ def prepare(
     trains = trained_by(optimizer)
     plans = plan_units(model, owned, settings, collectives.world_size)
     plans = split_optimizer(plans, settings.offload.ratio, trains, collectives.world_size)
-    staging = plan_staging(model, optimizer, plans, owned, settings, collectives.world_size)
+    staging = plan_staging(model, optimizer, plans, owned, settings, collectives.world_size, device.device)
     tiers = _make_tiers(settings, optimizer, plans, collectives, staging, device)
     pool = BufferPool(staging.pool, tiers.device)
     built = [build_unit(plan, collectives, pool, tiers, values == "keep", trains(plan)) for plan in plans]
     if settings.precision.dtype != "keep":
         cast_running_statistics(model, DTYPES[settings.precision.dtype])
     broadcast_buffers(model, collectives)
-    engine = Engine(model, owned, built, settings, collectives, pool, tiers)
+    landings = BufferPool(PoolPlan(staging.landings, {}), device, "host")
+    engine = Engine(model, owned, built, settings, collectives, pool, landings, tiers)
     engine.group = (process_group or dist.group.WORLD) if collectives.world_size > 1 else None
     homes = {
         parameter: (unit, plan.home)
@@ -192,7 +194,7 @@ def _make_tiers(
     on_trial = updates_on_trial(settings, (item.spec.dtype for plan in plans for item in plan.members))
 
     def make() -> Tiers:
-        tiers = Tiers(settings.offload, settings.aio, staging.rooms, kinds, on_trial, device)
+        tiers = Tiers(settings.offload, settings.aio, staging.rooms, kinds, on_trial, device, staging.transit)
         sums = DTYPES[settings.precision.grad_accum_dtype]
         reserve_storage(plans, tiers, collectives.world_size, trained_by(optimizer), sums)
         return tiers

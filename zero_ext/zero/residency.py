@@ -123,7 +123,7 @@ class Residency:
                 unit.to_fetching()
                 if unit.home.tier != "nvme":
                     unit.to_gathering()
-            elif unit.state is UnitState.FETCHING and place == 0 and unit.layout.world_size > 1:
+            elif unit.state is UnitState.FETCHING and place == 0 and unit.arrives_in_steps:
                 # Decided by place alone: exchanges must start in one order on all ranks.
                 unit.to_gathering()
 

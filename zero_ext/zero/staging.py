@@ -12,16 +12,19 @@ import torch
 from torch import nn
 
 from zero_ext.config import Tier, ZeroConfig
-from zero_ext.offload import StepRooms, chunk_rooms_bytes, part_elements, stream_chunk_elements
+from zero_ext.offload import CPU, SLOTS, StepRooms, chunk_rooms_bytes, part_elements, stream_chunk_elements
 from zero_ext.optim import moments_dtype_named, state_kinds
 from zero_ext.optim.compatibility import fusible
 from zero_ext.zero.construction import layout_of
 from zero_ext.zero.partition import DTYPES, Owned, UnitPlan, find_blocks, trained_by
-from zero_ext.zero.pool_plan import Demand, PoolPlan, extent_bytes, plan_pool
+from zero_ext.zero.placement import Placement
+from zero_ext.zero.pool_plan import PAGE, Demand, PoolPlan, extent_bytes, plan_pool
 from zero_ext.zero.pool_replay import StagedUnit, demands_of_a_step
+from zero_ext.zero.reducer import HOMES_UNDER_WAY
 from zero_ext.zero.tiling import Tile
 
 _NEIGHBOURS = 8
+_GRAIN = 2 * SLOTS * PAGE
 MEMORY: tuple[Tier, Tier] = ("device", "host")
 
 
@@ -35,12 +38,16 @@ class Staging:
         rooms: memory, by the tier of its state, of an optimizer step whose state lies in another tier than
             gradients or parameters, or that torch's own optimizers run.
         ring: host memory through which optimizer state on NVMe streams.
+        landings: host memory in which gradients from an accelerator wait to be added to others.
+        transit: host memory through which parameters and gradients pass between NVMe and an accelerator.
     """
 
     pool: PoolPlan
     demands: tuple[Demand, ...]
     rooms: Mapping[Tier, StepRooms]
     ring: int
+    landings: int = 0
+    transit: int = 0
 
     @property
     def device(self) -> int:
@@ -51,7 +58,7 @@ class Staging:
     def host(self) -> int:
         """Bytes of host memory. They do not grow with the largest tensor, but for torch's own optimizers on
         state there."""
-        return sum(self.rooms["host"]) + self.ring
+        return sum(self.rooms["host"]) + self.ring + self.landings + self.transit
 
     @property
     def total(self) -> int:
@@ -66,6 +73,7 @@ def plan_staging(
     owned: Sequence[Owned],
     config: ZeroConfig,
     world_size: int,
+    device: torch.device = CPU.device,
 ) -> Staging:
     """The staging of one rank of ``model``, whose parameters ``owned`` form the units ``plans``.
 
@@ -78,13 +86,18 @@ def plan_staging(
     - elementwise: the largest shard's gradient in fp32 where torch's own code steps state in memory; where
       it steps state on NVMe, three chunks (an eighth of the ring each, at most) and the gradient and
       parameters of one;
-    - ring: ``ring_bytes`` where optimizer state is on NVMe.
+    - ring: ``ring_bytes`` where optimizer state is on NVMe;
+    - landings: for as many of the largest shards as reductions may be under way to the host, where gradients
+      from an accelerator add up there;
+    - transit: eight of the largest shard that passes, at most ``ring_bytes``.
     """
     units = _staged_units(model, optimizer, plans, owned, config, world_size)
+    accelerated = device.type != "cpu"
     demands = tuple(demands_of_a_step(units, config))
     pool = plan_pool(demands)
+    transit = _transit_bytes(units, config) if accelerated else 0
     if optimizer is None:
-        return Staging(pool, demands, {"device": StepRooms(), "host": StepRooms()}, 0)
+        return Staging(pool, demands, {"device": StepRooms(), "host": StepRooms()}, 0, transit=transit)
     trained = [unit for unit in units if unit.completes is not None]
     fused = fusible(optimizer)
     state, chunk = 0, 0
@@ -97,12 +110,12 @@ def plan_staging(
     for tier in MEMORY:
         near = [unit for unit in trained if (unit.placement.optimizer_tier == "device") == (tier == "device")]
         rooms[tier] = StepRooms(
-            max((_gradient_room(unit, config, chunk) for unit in near), default=0),
-            max((_output_room(unit, config, fused) for unit in near), default=0),
+            max((_gradient_room(unit, config, chunk, fused and accelerated) for unit in near), default=0),
+            max((_output_room(unit, config, fused, accelerated) for unit in near), default=0),
             0 if fused else max((_elementwise_room(unit, chunk, state, config) for unit in near), default=0),
         )
     ring = config.offload.ring_bytes if config.offload.optimizer == "nvme" else 0
-    return Staging(pool, demands, rooms, ring)
+    return Staging(pool, demands, rooms, ring, _landing_bytes(trained, config) if accelerated else 0, transit)
 
 
 def _staged_units(
@@ -165,24 +178,65 @@ def _part_bytes(unit: StagedUnit, config: ZeroConfig, itemsize: int) -> int:
     return extent_bytes(min(_owned_numel(unit), part_elements(config.offload.ring_bytes)) * itemsize)
 
 
-def _gradient_room(unit: StagedUnit, config: ZeroConfig, chunk: int) -> int:
-    """Bytes; ``chunk`` elements are what torch's own code reads of a gradient on NVMe. Delayed updates work
-    on copies."""
+def _landing_bytes(trained: Sequence[StagedUnit], config: ZeroConfig) -> int:
+    if config.batch.gradient_accumulation_steps == 1:
+        return 0
+    sums = DTYPES[config.precision.grad_accum_dtype].itemsize
+    shards = [
+        unit.layout.shard_numel * (unit.layout.dtype.itemsize if unit.layout.world_size == 1 else sums)
+        for unit in trained
+        if unit.placement.grads and unit.placement.grads_tier == "host"
+    ]
+    return (HOMES_UNDER_WAY + 1) * extent_bytes(max(shards, default=0))
+
+
+def _transit_bytes(units: Sequence[StagedUnit], config: ZeroConfig) -> int:
+    widest = DTYPES[config.precision.grad_accum_dtype].itemsize
+    shards = [0]
+    for unit in units:
+        placement, layout = unit.placement, unit.layout
+        if placement.params and placement.params_tier == "nvme":
+            shards.append(layout.shard_numel * layout.dtype.itemsize)
+        if placement.grads and placement.grads_tier == "nvme":
+            shards.append(layout.shard_numel * max(layout.dtype.itemsize, widest))
+    return min(2 * SLOTS * extent_bytes(max(shards)), config.offload.ring_bytes // _GRAIN * _GRAIN)
+
+
+def _gradient_room(unit: StagedUnit, config: ZeroConfig, chunk: int, far: bool) -> int:
+    """Bytes; ``chunk`` elements are what torch's own code reads of a gradient on NVMe, and ``far`` says that
+    the fused step there does not reach the device. Delayed updates work on copies."""
     if config.offload.step == "delayed":
         return 0
     placement = unit.placement
     tier = placement.grads_tier if placement.grads else "device"
     accumulates = config.batch.gradient_accumulation_steps > 1
     dtype = DTYPES[config.precision.grad_accum_dtype] if accumulates else unit.layout.dtype
+    if far and _is_far(placement):
+        return 0 if tier == "host" else _two_parts_bytes(unit, config, dtype.itemsize)
     if placement.optimizer_tier == "nvme":
         return extent_bytes(min(_owned_numel(unit), chunk) * dtype.itemsize) if tier == "nvme" else 0
     return 0 if tier == placement.optimizer_tier else _part_bytes(unit, config, dtype.itemsize)
 
 
-def _output_room(unit: StagedUnit, config: ZeroConfig, fused: bool) -> int:
+def _is_far(placement: Placement) -> bool:
+    """Whether state is on NVMe, and gradients or parameters on the device."""
+    tiers = {
+        placement.grads_tier if placement.grads else "device",
+        placement.params_tier if placement.params else "device",
+    }
+    return placement.optimizer_tier == "nvme" and "device" in tiers
+
+
+def _two_parts_bytes(unit: StagedUnit, config: ZeroConfig, itemsize: int) -> int:
+    return 2 * extent_bytes(min(_owned_numel(unit), part_elements(config.offload.ring_bytes) // 2) * itemsize)
+
+
+def _output_room(unit: StagedUnit, config: ZeroConfig, fused: bool, accelerated: bool) -> int:
     placement = unit.placement
     tier = placement.params_tier if placement.params else "device"
     delayed = config.offload.step == "delayed"  # then parameters follow the masters after the step
+    if accelerated and fused and not delayed and _is_far(placement):
+        return 0 if tier == "host" else _two_parts_bytes(unit, config, unit.layout.dtype.itemsize)
     if placement.optimizer_tier in ("nvme", tier) or ((delayed or not fused) and tier != "nvme"):
         return 0
     return _part_bytes(unit, config, unit.layout.dtype.itemsize)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zero_ext.comm import Collectives, Pending
-from zero_ext.offload import HERE, Arrival, Tiers
+from zero_ext.offload import HERE, Arrival, Tiers, put
 from zero_ext.zero.layout import FlatLayout
 from zero_ext.zero.placement import Placement
 from zero_ext.zero.pool import BufferPool, attach, detach
@@ -85,6 +85,12 @@ class Unit:
     def _own_slice(self) -> torch.Tensor:
         begin, end = self.layout.shard_range(self.collectives.rank)
         return self.flat[begin:end]
+
+    @property
+    def arrives_in_steps(self) -> bool:
+        """Whether what follows a shard's way out of storage is worth starting before the unit is needed: an
+        exchange, or a copy to an accelerator."""
+        return self.layout.world_size > 1 or self.flat.device.type != "cpu"
 
     # -- life cycle ---------------------------------------------------------------------------------------
 
@@ -221,7 +227,7 @@ class Unit:
 
     def store_shard(self) -> None:
         """Copies this rank's slice of the gathered flat buffer to the shard, where they are not one."""
-        self.home.store(0, self._own_slice(), "device").let_go()
+        put(self.home, 0, self._own_slice(), "device")
 
     def view_of(self, index: int) -> torch.Tensor:
         """The gathered full value of parameter ``index``; valid until the unit is released."""
