@@ -8,10 +8,20 @@ import pytest
 
 from tests.multi.pool import RankPool
 
+STAND_IN_RANKS = 2
+
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
     """The ranks of this pytest session: processes that every multi-rank test reuses."""
     pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def stand_in_pool() -> Iterator[RankPool]:
+    """Ranks with the stand-in accelerator: processes apart, because a process that has it keeps it."""
+    pool = RankPool(STAND_IN_RANKS, stand_in=True)
     yield pool
     pool.close()

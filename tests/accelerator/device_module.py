@@ -25,7 +25,7 @@ def _is_in_bad_fork() -> bool:
 
 def device_count() -> int:
     """Number of devices."""
-    return torch.accelerator.device_count()
+    return torch.ops.stand_in.device_count()
 
 
 def current_device() -> int:

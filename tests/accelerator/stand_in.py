@@ -6,9 +6,15 @@ import types
 
 import torch
 
+from tests.accelerator import device_module
 from tests.accelerator.build import library
 
 NAME = "stand_in"
+
+
+def is_enabled() -> bool:
+    """Whether this process has the device."""
+    return torch._C._get_privateuse1_backend_name() == NAME
 
 
 def enable() -> types.ModuleType:
@@ -17,17 +23,10 @@ def enable() -> types.ModuleType:
     To be called before the process's first backward: autograd starts a thread for each device then and never
     again.
     """
-    if torch._C._get_privateuse1_backend_name() == NAME:
+    if is_enabled():
         return getattr(torch, NAME)
     torch.ops.load_library(library())
     torch.utils.rename_privateuse1_backend(NAME)
-    module = _device_module()
-    torch._register_device_module(NAME, module)
+    torch._register_device_module(NAME, device_module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    return module
-
-
-def _device_module() -> types.ModuleType:
-    from tests.accelerator import device_module
-
     return device_module

@@ -11,19 +11,24 @@ import pytest
 from tests.multi.pool import RankPool
 
 
-def on_ranks(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def on_ranks(
+    *world_sizes: int, timeout: float = 60.0, stand_in: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Makes ``def test_x(world, ...)`` a test over ``world_sizes``; further parameters come from parametrize.
 
-    The body asserts on each rank by itself; a rank's failure is the test's. It must not use fixtures.
+    The body asserts on each rank by itself; a rank's failure is the test's. It must not use fixtures. With
+    ``stand_in`` the ranks have the stand-in accelerator, the device ``stand_in``.
     """
+    pool_fixture = "stand_in_pool" if stand_in else "rank_pool"
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
-        def test(rank_pool: RankPool, world_size: int, **arguments: Any) -> None:
-            rank_pool.run(world_size, f"{body.__module__}:{body.__name__}", arguments, timeout)
+        def test(world_size: int, **arguments: Any) -> None:
+            pool: RankPool = arguments.pop(pool_fixture)
+            pool.run(world_size, f"{body.__module__}:{body.__name__}", arguments, timeout)
 
         own = list(inspect.signature(body).parameters.values())[1:]
         given = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("rank_pool", "world_size")
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (pool_fixture, "world_size")
         ]
         rest = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
         test.__signature__ = inspect.Signature(given + rest)  # type: ignore[attr-defined]

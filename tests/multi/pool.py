@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tests.accelerator.build import library
 from tests.multi.rank import RankTask, serve
 
 POOL_SIZE = 4
@@ -32,11 +33,13 @@ class RankPool:
     """``size`` processes in one gloo world, started at first use and again after any failure.
 
     Work is named ``module:function``; its arguments are JSON-able, its results JSON-able or tensors. A call
-    runs on the first ``world_size`` ranks, which form a group of their own; the others stay idle.
+    runs on the first ``world_size`` ranks, which form a group of their own; the others stay idle. With
+    ``stand_in`` every process has the stand-in accelerator (tests/accelerator).
     """
 
-    def __init__(self, size: int = POOL_SIZE) -> None:
+    def __init__(self, size: int = POOL_SIZE, stand_in: bool = False) -> None:
         self.size = size
+        self.stand_in = stand_in
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._processes: list[Any] = []
@@ -85,11 +88,13 @@ class RankPool:
             self._folder = None
 
     def _start(self) -> None:
+        if self.stand_in:
+            library()  # built before the ranks' time to start runs
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         for rank in range(self.size):
             here, there = self._context.Pipe()
             process = self._context.Process(
-                target=serve, args=(rank, self.size, self._folder.name, there), daemon=True
+                target=serve, args=(rank, self.size, self._folder.name, there, self.stand_in), daemon=True
             )
             process.start()
             there.close()

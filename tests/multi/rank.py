@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from tests.accelerator.stand_in import enable, is_enabled
+
 
 class RankTask(NamedTuple):
     """One call: ``module:function`` and its keyword arguments, on the first ``world_size`` ranks."""
@@ -46,9 +48,11 @@ class World(NamedTuple):
         dist.barrier(self.group)
 
 
-def serve(rank: int, size: int, folder: str, connection: Connection) -> None:
+def serve(rank: int, size: int, folder: str, connection: Connection, stand_in: bool) -> None:
     """Runs tasks from ``connection`` until it closes."""
     torch.set_num_threads(1)
+    if stand_in:
+        enable()
     with (Path(folder) / f"stacks-{rank}").open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         dist.init_process_group(
@@ -79,6 +83,8 @@ def serve(rank: int, size: int, folder: str, connection: Connection) -> None:
 def _answer(task: RankTask, world: World) -> dict[str, Any]:
     module, _, name = task.target.partition(":")
     torch.manual_seed(task.seed)
+    if is_enabled():
+        torch.stand_in.set_schedule("random", task.seed)  # type: ignore[attr-defined]
     try:
         function = getattr(importlib.import_module(module), name)
         return {"result": getattr(function, "on_one_rank", function)(world, **task.arguments)}

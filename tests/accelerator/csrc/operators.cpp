@@ -125,6 +125,7 @@ TORCH_LIBRARY(stand_in, library) {
   library.def("pin(int address, int bytes) -> ()", &pin_range);
   library.def("unpin(int address) -> ()", &unpin_range);
   library.def("refuse_pinned(int after) -> ()", &refuse_pinned);
+  library.def("device_count() -> int", [] { return std::int64_t{kDeviceCount}; });
   library.def("seed(int device, int seed) -> ()", &seed);
   library.def("random_state(int device) -> Tensor", &random_state);
   library.def("set_random_state(int device, Tensor state) -> ()", &set_random_state);
