@@ -1,4 +1,4 @@
-"""The stand-in accelerator under torch's names: ``enable()`` makes the device ``stand_in`` and ``torch.stand_in``."""
+"""The stand-in accelerator under torch's names: the device ``stand_in`` and its module ``torch.stand_in``."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ READS = {
 }
 TOUCH = """
 import ctypes, numpy, torch
-from tests.accelerator import enable
+from tests.accelerator.stand_in import enable
 enable()
 tensor = torch.ones(4, device="stand_in")
 floats = ctypes.cast(tensor.data_ptr(), ctypes.POINTER(ctypes.c_float))
@@ -65,7 +65,7 @@ def test_a_limit_is_kept(world: World) -> None:
     held = torch.zeros(1 << 20, device="stand_in")
     device.set_memory_limit(torch.accelerator.memory_allocated() + (1 << 20))
     try:
-        with pytest.raises(torch.OutOfMemoryError, match="out of memory. Tried to allocate 1048577 bytes"):
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 1048577 bytes"):
             torch.empty((1 << 20) + 1, dtype=torch.uint8, device="stand_in")
         fits = torch.zeros(1 << 20, dtype=torch.uint8, device="stand_in")
         assert device.mem_get_info()[0] == 0
