@@ -37,6 +37,10 @@ class ShardHome(Protocol):
     def run(self, begin: int, end: int) -> Values:
         """The elements [begin, end) where they lie."""
 
+    def part(self, begin: int, end: int) -> ShardHome:
+        """The elements [begin, end), which move as a shard of their own; both multiples of ``grain``, or the
+        shard's end."""
+
     def memory(self, tier: Tier) -> torch.Tensor | None:
         """The shard itself if it lies in memory of ``tier``, for who can work on it there."""
 
@@ -100,6 +104,10 @@ class MemoryHome:
     def run(self, begin: int, end: int) -> Values:
         """See :class:`ShardHome`."""
         return self._tensor[begin:end]
+
+    def part(self, begin: int, end: int) -> ShardHome:
+        """See :class:`ShardHome`."""
+        return MemoryHome(self.tier, self._tensor[begin:end], self._transfers, self._device)
 
     def memory(self, tier: Tier) -> torch.Tensor | None:
         """See :class:`ShardHome`."""

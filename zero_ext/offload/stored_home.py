@@ -92,6 +92,11 @@ class StoredHome:
         """See :class:`ShardHome`."""
         return _ShardRun(self, begin, end - begin)
 
+    def part(self, begin: int, end: int) -> StoredHome:
+        """See :class:`ShardHome`."""
+        offset = self.offset + begin * self.dtype.itemsize
+        return StoredHome(self._store, offset, end - begin, self.dtype, self._transfers, self._transit)
+
     def memory(self, tier: Tier) -> torch.Tensor | None:
         """See :class:`ShardHome`: never."""
         return None

@@ -100,14 +100,18 @@ class AdamStepper:
     ) -> None:
         """Steps a range whose state streams through the host, which does not reach its gradient or its
         parameters: these come and leave in parts."""
-        for part in self._staging.parts("host", gradient, output, state.stream.chunk_elements):
-            bounds, rows = _inside(part, *settings)
-            moves = state.target != state.offset
-            if rows or moves:
-                near, room = (_host_home(each) for each in (part.gradient, part.output))
-                if near is None:
-                    raise AssertionError("a part without a gradient")
-                stream_adam([AdamWork(state.part(part.begin, part.end), near, room, bounds, rows)], scale)
+        reached = self._staging.reaches(gradient, "host")
+        near_output = output if self._staging.reaches(output, "host") else None
+        # Where the gradient is read by the step itself, values that take no memory stand for it.
+        brought = _in_host(torch.zeros(1).expand(gradient.numel)) if reached else gradient
+        far_output = None if near_output is output else output
+        for part in self._staging.parts("host", brought, far_output, state.stream.chunk_elements):
+            span, (bounds, rows) = (part.begin, part.end), _inside(part, *settings)
+            source = gradient.part(*span) if reached else _in_host(part.gradient)
+            target = near_output.part(*span) if near_output is not None else None
+            if part.staged is not None:
+                target = _in_host(part.staged)
+            stream_adam([AdamWork(state.part(*span), source, target, bounds, rows)], scale)
             part.sent.extend(bounds or [(0, 0)])
 
     def _step_part(
@@ -192,6 +196,6 @@ def _inside(
     return [bound for bound, _ in found], [row for _, row in found]
 
 
-def _host_home(memory: torch.Tensor | None) -> ShardHome | None:
+def _in_host(memory: torch.Tensor) -> ShardHome:
     """Host memory as the home of a shard that never moves."""
-    return None if memory is None else MemoryHome("host", memory, TransferLog())
+    return MemoryHome("host", memory, TransferLog())

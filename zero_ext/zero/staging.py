@@ -212,7 +212,7 @@ def _gradient_room(unit: StagedUnit, config: ZeroConfig, chunk: int, far: bool) 
     accumulates = config.batch.gradient_accumulation_steps > 1
     dtype = DTYPES[config.precision.grad_accum_dtype] if accumulates else unit.layout.dtype
     if far and _is_far(placement):
-        return 0 if tier == "host" else _two_parts_bytes(unit, config, dtype.itemsize)
+        return _two_parts_bytes(unit, config, dtype.itemsize) if tier == "device" else 0
     if placement.optimizer_tier == "nvme":
         return extent_bytes(min(_owned_numel(unit), chunk) * dtype.itemsize) if tier == "nvme" else 0
     return 0 if tier == placement.optimizer_tier else _part_bytes(unit, config, dtype.itemsize)
@@ -236,7 +236,7 @@ def _output_room(unit: StagedUnit, config: ZeroConfig, fused: bool, accelerated:
     tier = placement.params_tier if placement.params else "device"
     delayed = config.offload.step == "delayed"  # then parameters follow the masters after the step
     if accelerated and fused and not delayed and _is_far(placement):
-        return 0 if tier == "host" else _two_parts_bytes(unit, config, unit.layout.dtype.itemsize)
+        return _two_parts_bytes(unit, config, unit.layout.dtype.itemsize) if tier == "device" else 0
     if placement.optimizer_tier in ("nvme", tier) or ((delayed or not fused) and tier != "nvme"):
         return 0
     return _part_bytes(unit, config, unit.layout.dtype.itemsize)
