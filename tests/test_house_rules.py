@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("zero",),
     ("checkpoint", "parallel"),
     ("plan", "monitor"),
-    ("integrations", "cli"),
+    ("integrations", "cli", "gpu_check"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

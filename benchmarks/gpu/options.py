@@ -1,0 +1,16 @@
+"""The options that all programs of this folder take."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+
+def parse(description: str | None) -> argparse.Namespace:
+    """`device` (torch.device), `seconds` and `toy` of the command line."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    parser.add_argument("--seconds", type=float, default=60.0, help="time to keep to")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, to see that it runs")
+    return parser.parse_args()
