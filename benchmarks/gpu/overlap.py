@@ -13,9 +13,9 @@ from benchmarks.gpu.trainers import ZeroExt
 LEAST_HIDDEN = 0.8
 NOTE = (
     "compute: forward and backward of the plain model on the device. transfer: the bytes that the engine"
-    " counted between device and host in a step, each way copied alone from pinned memory. update: the one-pass"
-    " Adam alone on as many elements in host memory. hidden: (compute + transfer + update - step) over the"
-    " smaller of compute and transfer. All times on the host's clock until the device has finished."
+    " counted between device and host in a step, each way copied alone from pinned memory. update: the"
+    " one-pass Adam alone on as many elements in host memory. hidden: (compute + transfer + update - step)"
+    " over the smaller of compute and transfer. All times on the host's clock until the device has finished."
 )
 
 

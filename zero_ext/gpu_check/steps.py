@@ -15,6 +15,8 @@ from zero_ext.gpu_check.step import Step, nothing_missing
 # Modules that the programs import beside torch and the standard library.
 NEEDED = ("numpy", "pydantic", "rich", "safetensors", "typer")
 TOY = ("--device", "cpu", "--toy")
+# Toy sizes gain nothing by threads, and lose much where the machine is busy.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def needs_modules(*names: str) -> Callable[[], str]:
@@ -87,12 +89,14 @@ def sanitizer_step(tool: str) -> Step:
     )
 
 
-def benchmark_step(name: str, title: str, limit: float, least: float) -> Step:
-    """`python -m benchmarks.gpu.<name>`."""
+def benchmark_step(
+    name: str, title: str, limit: float, least: float, program: str = "", options: tuple[str, ...] = ()
+) -> Step:
+    """`python -m benchmarks.gpu.<program>`, which by default is called `name`."""
     return Step(
         name,
         title,
-        (sys.executable, "-m", f"benchmarks.gpu.{name}"),
+        (sys.executable, "-m", f"benchmarks.gpu.{program or name}", *options),
         limit=limit,
         least=least,
         budgeted=True,
@@ -109,8 +113,15 @@ def gpu_steps() -> list[Step]:
         benchmark_step("copies", "copy rates: on the device and to and from pinned memory", 20, 10),
         benchmark_step("adam", "fused Adam, the bf16 pipeline, 8-bit moments", 40, 15),
         benchmark_step("step", "a step of a 1.3B GPT, hooks, what the offload hides", 110, 40),
-        benchmark_step("small_cap", "the largest model under 10 GiB", 90, 30),
-        benchmark_step("large_cap", "13B and the largest model under 32 GiB", 200, 60),
+        benchmark_step("cap10", "the largest model under 10 GiB", 90, 30, "capped", ("--cap", "10")),
+        benchmark_step(
+            "cap32",
+            "13B and the largest model under 32 GiB",
+            220,
+            60,
+            "capped",
+            ("--cap", "32", "--first", "13b"),
+        ),
         sanitizer_step("memcheck"),
         sanitizer_step("racecheck"),
     ]
@@ -121,7 +132,7 @@ def rehearsal_steps() -> list[Step]:
     steps = [test_step("cpu")]
     for step in gpu_steps():
         if step.budgeted:
-            steps.append(replace(step, command=(*step.command, *TOY)))
+            steps.append(replace(step, command=(*step.command, *TOY), environment=ONE_THREAD))
     exercise = (sys.executable, "-m", "tests.gpu.exercise", "--device", "cpu")
     return [
         *steps,
