@@ -4,6 +4,7 @@
 #   make bench     measure against peers     make sanitize  C++ tests under ASan+UBSan and TSan
 #   make lint      what CI checks            make format    rewrite files to the house style
 #   make cuda-check  compile the CUDA kernels; needs nvcc, no GPU
+#   make gpu-check  build, test and measure on a GPU machine with $(PYTHON), which has torch; sets up nothing
 #   make wheel     dist/*.whl                make clean     remove what builds leave behind
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -29,7 +30,7 @@ DEPENDENCIES := $(VENV)/.stamp-dependencies
 EXTENSION := $(VENV)/.stamp-extension
 BENCHMARK_PEERS := $(VENV)/.stamp-benchmark-peers
 
-.PHONY: setup test test-cpp test-python demo demo-offload bench sanitize cuda-check lint format \
+.PHONY: setup test test-cpp test-python demo demo-offload bench sanitize cuda-check gpu-check lint format \
         wheel clean
 
 setup: $(EXTENSION)
@@ -105,6 +106,9 @@ sanitize: $(SYSTEM)
 
 cuda-check: $(DEPENDENCIES)
 	$(BIN)/python scripts/cuda_check.py
+
+gpu-check:
+	$(PYTHON) -m zero_ext.gpu_check
 
 # --- Style ------------------------------------------------------------------------------------------
 

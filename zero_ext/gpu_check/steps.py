@@ -57,7 +57,7 @@ def test_step(device: str) -> Step:
     return Step(
         "tests",
         "kernels, equivalence of stages and tiers, graphs, NCCL, memory",
-        (sys.executable, "-m", "pytest", "-q", "-x", "--maxfail=20", "-p", "no:cacheprovider", "tests/gpu"),
+        (sys.executable, "-m", "pytest", "-q", "--maxfail=20", "-p", "no:cacheprovider", "tests/gpu"),
         limit=150,
         missing=needs_modules("pytest", *NEEDED),
         after=("build",),

@@ -1,0 +1,97 @@
+"""Every kernel once or twice on small and odd sizes, checked against the CPU's: for compute-sanitizer.
+
+python -m tests.gpu.exercise [--device cuda]
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zero_ext import ops
+
+SIZES = (1, 7, 255, 4099, 70_001)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def moved(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies on the device."""
+    return [tensor.to(device, copy=True) for tensor in tensors]
+
+
+def adam(device: torch.device, count: int, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
+    """Pairs (on the device, on the CPU) of what an update writes."""
+    pairs = []
+    for dtype in DTYPES:
+        state = [torch.randn(count, generator=generator) for _ in range(3)]
+        state[2].square_()
+        grad = torch.randn(count, generator=generator).to(dtype)
+        param = torch.zeros(count, dtype=dtype)
+        row = [[1e-3, 0.9, 0.999, 1e-8, 0.1, 2.0, 1.0, 0.0]]
+        rest = [torch.tensor([[0, count]]), torch.tensor(row, dtype=torch.float64), torch.tensor(0.5)]
+        here = moved(device, [*state, grad, param, *rest])
+        ops.adam_step_(*here)
+        ops.adam_step_(*state, grad, param, *rest)
+        pairs += list(zip(here[:3], state, strict=True))
+        pairs.append((here[4], param))
+    return pairs
+
+
+def eight_bit(device: torch.device, count: int, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
+    """The same for quantizing and reading back."""
+    values = torch.randn(count, generator=generator)
+    here, there = (ops.quantize_blockwise(each, True) for each in (values.to(device), values))
+    back = [ops.dequantize_blockwise(each, True) for each in (here, there)]
+    return [(here.codes, there.codes), (here.scales, there.scales), (back[0], back[1])]
+
+
+def flat(device: torch.device, count: int, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
+    """The same for packing, sums and the norm."""
+    tensors = [torch.randn(count, generator=generator) for _ in range(3)]
+    offsets = [0, count + 3, 2 * count + 4]
+    pairs = []
+    for dtype in DTYPES:
+        buffer = torch.zeros(3 * count + 9, dtype=dtype)
+        here, parts = buffer.to(device, copy=True), moved(device, tensors)
+        out, sums = torch.zeros(count, dtype=dtype), torch.zeros(33, dtype=torch.int64)
+        here_out, here_sums = moved(device, [out, sums])
+        for where, pieces, total, squares in (
+            (here, parts, here_out, here_sums),
+            (buffer, tensors, out, sums),
+        ):
+            ops.pack_(where, pieces, offsets)
+            ops.accumulate_(where, pieces, offsets)
+            ops.unpack_(where, pieces, offsets)
+            ops.sum_shards_(total, pieces, 0.5, True)
+            ops.squared_norm_(where, squares)
+        values = (ops.squared_norm_value(here_sums), ops.squared_norm_value(sums))
+        pairs += [(here, buffer), (here_out, out), (here_sums, sums), values]
+    return pairs
+
+
+def main() -> int:
+    """Exit status 1 if anything differs."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    device = parser.parse_args().device
+    seed = secrets.randbits(32)
+    generator = torch.Generator().manual_seed(seed)
+    compared, different = 0, 0
+    for count in SIZES:
+        for kernels in (adam, eight_bit, flat):
+            for found, wanted in kernels(device, count, generator):
+                compared += 1
+                if not torch.equal(found.cpu(), wanted):
+                    different += 1
+                    print(f"{kernels.__name__} on {count} elements differs, seed {seed}", file=sys.stderr)
+    print(f"{compared} results compared with the CPU's, {different} differ")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""What the tests of the device share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import zero_ext
+from tests.zero.models import TinyModel, language_batch, language_loss
+from tests.zero.training import Plan, adamw, configuration
+from zero_ext.zero import engine_of
+
+
+def on(device: torch.device, value: Tensor | None) -> Tensor | None:
+    """A copy of `value` on `device`."""
+    return None if value is None else value.clone().to(device)
+
+
+def captured(device: torch.device, work: Callable[[], object]) -> Callable[[], object]:
+    """`work` as a CUDA graph, to be replayed; on other devices `work` itself."""
+    if device.type != "cuda":
+        return work
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def train(
+    device: torch.device,
+    stage: int,
+    plan: Plan,
+    seed: int,
+    make: Callable[[], Any] = TinyModel,
+    optimizer_of: Callable[[Any], torch.optim.Optimizer] = adamw,
+    **more: Any,
+) -> tuple[list[float], dict[str, Tensor], Any]:
+    """Losses, final parameters on the CPU and the engine of a prepared model trained on `device`."""
+    torch.manual_seed(seed)
+    model = make().to(device)
+    prepared, optimizer = zero_ext.prepare(
+        model, optimizer_of(model.parameters()), configuration(stage, plan, **more)
+    )
+    losses = []
+    for step in range(plan.steps):
+        for micro in range(plan.micro_batches):
+            loss = language_loss(prepared, language_batch(seed, step, micro, 0).to(device))
+            prepared.backward(loss)
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {name: value.cpu() for name, value in zero_ext.full_state_dict(prepared).items()}
+    return losses, state, engine_of(prepared)
+
+
+def assert_same(one: tuple[Any, ...], two: tuple[Any, ...]) -> None:
+    """Bit-identical losses and parameters."""
+    assert one[0] == two[0]
+    assert one[1].keys() == two[1].keys()
+    for name, value in one[1].items():
+        assert torch.equal(value, two[1][name]), name
+
+
+def assert_near(one: tuple[Any, ...], two: tuple[Any, ...], tolerance: float) -> None:
+    """Losses within `tolerance`, relative, and parameters within it in norm."""
+    for first, second in zip(one[0], two[0], strict=True):
+        assert abs(first - second) <= tolerance * abs(second), (one[0], two[0])
+    assert one[1].keys() == two[1].keys()
+    difference = norm([one[1][name].double() - value.double() for name, value in two[1].items()])
+    assert difference <= tolerance * norm([value.double() for value in two[1].values()])
+
+
+def norm(tensors: Sequence[Tensor]) -> float:
+    """The norm of all of them together."""
+    return float(sum(tensor.square().sum() for tensor in tensors)) ** 0.5

@@ -1,0 +1,115 @@
+"""One GPU, every stage and tier: bit-identical between tiers, and near the same training on the CPU."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.helpers import assert_near, assert_same, train
+from tests.zero.models import TinyModel
+from tests.zero.training import Plan
+
+# The device's matrix products add in another order than the CPU's.
+TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}
+PLANS = {
+    "fp32": Plan(),
+    "bf16 clipped": Plan(clip=0.1, dtype="bf16"),
+    "fp16 scaled": Plan(dtype="fp16"),
+    "bf16 accumulated": Plan(micro_batches=2, clip=0.1, dtype="bf16"),
+}
+TIERS: list[dict[str, Any]] = [
+    {"optimizer": "host"},
+    {"optimizer": "nvme"},
+    {"optimizer": "host", "grads": "host"},
+    {"optimizer": "nvme", "grads": "nvme"},
+    {"optimizer": "host", "grads": "host", "params": "host"},
+    {"optimizer": "nvme", "grads": "host", "params": "nvme"},
+    {"optimizer": "host", "params": "host", "ratio": 0.5},
+    {"optimizer": "host", "params": "host", "step": "in_backward"},
+    {"optimizer": "nvme", "grads": "host", "step": "in_backward"},
+]
+LEAST_STAGE = {"optimizer": 1, "grads": 2, "params": 3}
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """Kernels whose results are the same from run to run."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def stages_of(tiers: dict[str, Any]) -> int:
+    """The lowest stage that shards everything that leaves the device."""
+    return max(LEAST_STAGE.get(kind, 1) for kind in tiers)
+
+
+def section(tiers: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The section of the configuration."""
+    paths = {"nvme_paths": [str(folder)]} if "nvme" in tiers.values() else {}
+    return {"ring_bytes": 1 << 20, **tiers, **paths}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", sorted(PLANS))
+def test_tiers_train_bit_for_bit_alike(device: torch.device, tmp_path: Path, name: str, stage: int) -> None:
+    plan, seed = PLANS[name], secrets.randbits(30)
+    print(f"seed {seed}")
+    reference = train(device, stage, plan, seed)
+    for tiers in TIERS:
+        if stages_of(tiers) <= stage:
+            found = train(device, stage, plan, seed, offload=section(tiers, tmp_path))
+            try:
+                assert_same(found, reference)
+            except AssertionError as error:
+                raise AssertionError(f"{tiers}: {error}") from error
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", sorted(PLANS))
+def test_the_device_trains_as_the_cpu_does(device: torch.device, name: str, stage: int) -> None:
+    plan, seed = PLANS[name], secrets.randbits(30)
+    print(f"seed {seed}")
+    assert_near(
+        train(device, stage, plan, seed),
+        train(torch.device("cpu"), stage, plan, seed),
+        TOLERANCE[plan.dtype],
+    )
+
+
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+def test_narrow_moments_train_alike_in_every_tier(device: torch.device, tmp_path: Path, moments: str) -> None:
+    seed = secrets.randbits(30)
+    print(f"seed {seed}")
+    precision = {"dtype": "bf16", "moments_dtype": moments}
+    plan = Plan(dtype="bf16")
+    reference = train(device, 3, plan, seed, precision=precision)
+    for tiers in ({"optimizer": "host"}, {"optimizer": "nvme"}):
+        offload = section(tiers, tmp_path)
+        assert_same(train(device, 3, plan, seed, precision=precision, offload=offload), reference)
+
+
+def test_delayed_updates_follow_the_cpus(device: torch.device) -> None:
+    seed = secrets.randbits(30)
+    print(f"seed {seed}")
+    offload = {"optimizer": "host", "grads": "host", "step": "delayed"}
+    plan = Plan(steps=5)
+    found = train(device, 2, plan, seed, offload=offload)
+    assert_near(found, train(torch.device("cpu"), 2, plan, seed, offload=offload), TOLERANCE["fp32"])
+
+
+def test_tied_weights(device: torch.device, tmp_path: Path) -> None:
+    seed = secrets.randbits(30)
+    print(f"seed {seed}")
+
+    def tied() -> TinyModel:
+        return TinyModel(tied=True)
+
+    reference = train(device, 3, Plan(), seed, tied)
+    offload = section({"optimizer": "host", "grads": "host", "params": "nvme"}, tmp_path)
+    assert_same(train(device, 3, Plan(), seed, tied, offload=offload), reference)

@@ -1,0 +1,136 @@
+"""The GPU benchmarks at toy sizes on the CPU: the code that a GPU runs, and the arithmetic of its reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu.gpt import GPT, GPT_13B, TOY, XL, build
+from benchmarks.gpu.overlap import hidden_share
+from benchmarks.gpu.placement import Placement, choices, deepest_predicted
+from benchmarks.gpu.plain_limit import deepest
+from benchmarks.gpu.result import Result, Times
+from benchmarks.harness.shapes import default_dtype
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 2**30
+
+# Trials within the process, and no DeepSpeed, whose import alone takes longer than the rest.
+ALL = """
+import importlib.util, json, sys, torch
+from dataclasses import asdict
+from benchmarks.gpu import adam, capped, copies, step, trial
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "deepspeed" else find(name, *more)
+capped.Trials._ask = lambda self, request: asdict(trial.main(request))
+cpu = torch.device("cpu")
+for result in (
+    copies.measure(cpu, 0.1, True),
+    adam.measure(cpu, 0.1, True),
+    step.measure(cpu, 1.0, True),
+    capped.measure(cpu, 32, "13b", 60.0, True),
+):
+    result.finish()
+"""
+
+
+def test_every_benchmark_runs_at_toy_size() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ALL],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    whole = {table["title"]: table for result in found for table in result["tables"]}
+    for title, count in (("Copy rates", 5), ("Adam on 65,536 elements", 8), ("Under a cap", 3)):
+        rows = next(table["rows"] for name, table in whole.items() if name.startswith(title))
+        assert len(rows) == count, rows
+    steps = next(table["rows"] for name, table in whole.items() if name.startswith("A step of gpt-toy, "))
+    assert [row[0] for row in steps][:3] == [
+        "plain loop, torch fused AdamW",
+        "zero_ext 3 in memory",
+        "zero_ext 3, optimizer and gradients on the host",
+    ]
+    assert all(row[-1] == "yes" for row in steps), steps
+    assert any(name.endswith("with its optimizer on NVMe") for name in whole)
+    bars = {bar["name"]: bar["value"] for bar in found[-1]["bars"]}
+    assert len(bars) == 2 and all(value >= 1.0 for value in bars.values()), bars
+    assert all(not result["failures"] for result in found)
+    for table in whole.values():
+        assert all(len(row) == len(table["columns"]) for row in table["rows"]), table["title"]
+
+
+def test_shapes_count_their_parameters() -> None:
+    for shape in (TOY, XL, GPT_13B):
+        with torch.device("meta"):
+            model = GPT(shape, checkpointing=False)
+        assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
+    assert 1.25e9 < XL.parameters < 1.4e9 and 12.5e9 < GPT_13B.parameters < 13.5e9
+
+
+def test_checkpointing_changes_no_gradient() -> None:
+    ids = torch.randint(TOY.vocabulary, (2, TOY.positions + 1))
+    gradients = []
+    for checkpointing in (False, True):
+        model = build(TOY, torch.device("cpu"), torch.float32, checkpointing)
+        model(ids).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
+    with default_dtype(torch.float32):
+        assert abs(float(model(ids)) - torch.tensor(TOY.vocabulary).log().item()) < 0.3
+
+
+@pytest.mark.parametrize(("limit", "start"), [(5, 5), (5, 4), (5, 6), (7, 3), (1, 3), (0, 2)])
+def test_the_search_finds_the_deepest(limit: int, start: int) -> None:
+    assert deepest(start, lambda depth: depth <= limit)[0] == limit
+
+
+def test_13b_with_bf16_moments_takes_97_gibibytes_of_the_host() -> None:
+    first = choices(GPT_13B, 32 * GIB, "bf16")[0]
+    assert first.offload == {"optimizer": "host"}
+    assert abs(first.host / GIB - 96.3) < 1 and 24 < first.device / GIB < 28
+    assert first.fits(32 * GIB, 110 * GIB, 0) and not first.fits(32 * GIB, 100 * GIB, 0)
+    assert not first.fits(24 * GIB, 110 * GIB, 0)
+    assert 1 <= first.sequences(32 * GIB, 16) < 16
+
+
+def test_predictions_go_on_linearly_until_a_tier_is_full() -> None:
+    few = Placement("a", "bf16", {}, device=100, host=1000, nvme=0)
+    many = Placement("a", "bf16", {}, device=110, host=2000, nvme=0)
+    assert deepest_predicted(few, many, (1, 2), cap=10**9, host=int(10_000 / 0.93) + 1, disk=0) == 10
+    assert deepest_predicted(few, many, (1, 2), cap=int(130 / 0.94) + 1, host=10**9, disk=0) == 4
+
+
+def test_hidden_share_is_what_does_not_show() -> None:
+    assert hidden_share(compute=4.0, transfer=1.0, update=2.0, step=7.0) == 0.0
+    assert hidden_share(compute=4.0, transfer=1.0, update=2.0, step=6.0) == 1.0
+    assert hidden_share(compute=1.0, transfer=2.0, update=0.0, step=2.5) == 0.5
+
+
+def test_times_compare_round_by_round() -> None:
+    assert Times([1.0, 2.0, 4.0]).against(Times([2.0, 4.0, 4.0])) == 2.0
+    assert Times([2.0, 1.0, 9.0]).rate(10) == 5.0
+
+
+def test_a_failure_of_our_own_fails_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    result = Result()
+    with result.attempt("peer", own=False):
+        raise RuntimeError("no memory\nat all")
+    result.finish()
+    assert result.left_out == ["peer: RuntimeError: no memory"]
+    with result.attempt("ours", own=True):
+        raise ValueError("wrong")
+    with pytest.raises(SystemExit):
+        result.finish()
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["failures"] == ["ours: ValueError: wrong"]

@@ -1,0 +1,56 @@
+"""The tests of tests/gpu with the CPU in the place of the GPU: it shows that they run, nothing of a GPU."""
+
+from __future__ import annotations
+
+from tests.gpu.test_adam import (
+    test_a_hundred_steps_stay_the_cpus,
+    test_long_ranges_of_any_alignment,
+    test_tensors_of_two_devices_are_refused,
+)
+from tests.gpu.test_compile import test_compiled_blocks_train_like_plain_ones
+from tests.gpu.test_eight_bit import test_adam_is_the_cpus, test_quantized_values_are_the_cpus
+from tests.gpu.test_equivalence import (
+    deterministic,
+    test_delayed_updates_follow_the_cpus,
+    test_narrow_moments_train_alike_in_every_tier,
+    test_tied_weights,
+    test_tiers_train_bit_for_bit_alike,
+)
+from tests.gpu.test_flat import (
+    test_a_thousand_pieces_in_one_call,
+    test_pieces,
+    test_squared_norm_is_exact,
+    test_sums_of_shards,
+)
+from tests.gpu.test_graphs import (
+    test_a_factor_that_is_not_finite_skips_the_step_on_a_gpu,
+    test_replays_equal_steps_made_one_by_one,
+)
+from tests.gpu.test_groups import test_trains_as_without_a_group, world
+from tests.gpu.test_llama import test_stages_and_tiers
+from tests.gpu.test_memory import test_a_second_hundred_steps_take_no_more, test_device_bytes_are_the_ledgers
+
+__all__ = [
+    "deterministic",
+    "test_a_factor_that_is_not_finite_skips_the_step_on_a_gpu",
+    "test_a_hundred_steps_stay_the_cpus",
+    "test_a_second_hundred_steps_take_no_more",
+    "test_a_thousand_pieces_in_one_call",
+    "test_adam_is_the_cpus",
+    "test_compiled_blocks_train_like_plain_ones",
+    "test_delayed_updates_follow_the_cpus",
+    "test_device_bytes_are_the_ledgers",
+    "test_long_ranges_of_any_alignment",
+    "test_narrow_moments_train_alike_in_every_tier",
+    "test_pieces",
+    "test_quantized_values_are_the_cpus",
+    "test_replays_equal_steps_made_one_by_one",
+    "test_squared_norm_is_exact",
+    "test_stages_and_tiers",
+    "test_sums_of_shards",
+    "test_tensors_of_two_devices_are_refused",
+    "test_tied_weights",
+    "test_tiers_train_bit_for_bit_alike",
+    "test_trains_as_without_a_group",
+    "world",
+]
