@@ -45,8 +45,11 @@ PREDICTED = (
 class Trials:
     """Trials of one cap, each in a process of its own, within the time."""
 
-    def __init__(self, device: torch.device, cap: int, budget: Budget, result: Result, toy: bool) -> None:
-        self.device, self.cap, self.budget, self.result, self.toy = device, cap, budget, result, toy
+    def __init__(
+        self, device: torch.device, cap: int, host: int, budget: Budget, result: Result, toy: bool
+    ) -> None:
+        self.device, self.cap, self.host, self.toy = device, cap, host, toy
+        self.budget, self.result = budget, result
         # Staging and activations of toy models are as large as their state; nothing holds them to a cap.
         self.room = 100 * cap if toy else cap
         columns = (
@@ -91,6 +94,7 @@ class Trials:
             "shape": asdict(shape),
             "device": str(self.device),
             "cap": self.room,
+            "host": self.host,
             "disk": shutil.disk_usage(nvme_folder()).free,
             "batch": 2 if self.toy else BATCH,
             "steps": STEPS,
@@ -155,20 +159,23 @@ class Trials:
         """A table of the largest model that each placement is predicted to hold."""
         title = f"Largest model of each placement under {self.cap / 2**30:.3g} GiB, predicted"
         rows = self.result.table(title, ("placement", "parameters, 10⁹"), PREDICTED)
-        disk, host = shutil.disk_usage(nvme_folder()).free, available_bytes()
+        disk = shutil.disk_usage(nvme_folder()).free
         width = TOY_WIDTH if self.toy else WIDTH
         few, many = (choices(self.shape_of(width, depth), self.room) for depth in DEPTHS)
         for first, second in zip(few, many, strict=True):
-            depth = deepest_predicted(first, second, DEPTHS, self.room, host, disk)
+            depth = deepest_predicted(first, second, DEPTHS, self.room, self.host, disk)
             rows.append(
                 [first.name, f"{self.shape_of(width, depth).parameters / 1e9:.3f}" if depth else "none"]
             )
 
 
-def measure(device: torch.device, gibibytes: int, first: str, seconds: float, toy: bool) -> Result:
-    """A named model, PyTorch alone, our model at the bar's multiple of it."""
+def measure(
+    device: torch.device, gibibytes: int, first: str, memory: float, seconds: float, toy: bool
+) -> Result:
+    """A named model, PyTorch alone, ours at the bar's multiple of it. `memory` in GiB, 0 for what is free."""
     result, budget = Result(), Budget(seconds)
-    trials = Trials(device, TOY_CAP if toy else gibibytes * 2**30, budget, result, toy)
+    host = int(memory * 2**30) or available_bytes()
+    trials = Trials(device, TOY_CAP if toy else gibibytes * 2**30, host, budget, result, toy)
     bar = BARS[gibibytes]
     if first == "13b":
         shape = trials.at_least(2 * TOY_CAP / 16) if toy else GPT_13B
@@ -186,5 +193,8 @@ def measure(device: torch.device, gibibytes: int, first: str, seconds: float, to
 
 
 if __name__ == "__main__":
-    options = parse(__doc__, {"--cap": (int, 10), "--first": (str, "")})
-    measure(options.device, options.cap, options.first, options.seconds - 10, options.toy).finish()
+    options = parse(__doc__, {"--cap": (int, 10), "--first": (str, ""), "--memory": (float, 0.0)})
+    result = measure(
+        options.device, options.cap, options.first, options.memory, options.seconds - 10, options.toy
+    )
+    result.finish()

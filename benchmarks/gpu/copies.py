@@ -5,6 +5,9 @@ python -m benchmarks.gpu.copies [--device cuda] [--seconds 20] [--toy]
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from benchmarks.gpu.clock import Clock
@@ -18,14 +21,20 @@ NOTE = (
 )
 
 
-def pinned(nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [nbytes] of host memory, page-locked where `device` is a GPU."""
-    buffer = ops.host_buffer(nbytes)
-    if device.type == "cuda":
-        status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)
-        if int(status) != 0:
-            raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed with status {int(status)}")
-    return buffer.zero_()
+@contextmanager
+def pinned(nbytes: int, device: torch.device) -> Iterator[torch.Tensor]:
+    """uint8 [nbytes] of host memory, page-locked where `device` is a GPU until the block ends."""
+    buffer = ops.host_buffer(nbytes).fill_(1)
+    if device.type != "cuda":
+        yield buffer
+        return
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 0))
+    try:
+        yield buffer
+    finally:
+        torch.cuda.synchronize(device)
+        torch.cuda.check_error(runtime.cudaHostUnregister(buffer.data_ptr()))
 
 
 class BothWays:
@@ -51,18 +60,18 @@ def measure(device: torch.device, seconds: float, toy: bool) -> Result:
     """Rates of copies on the device, up, down, both ways at once, and from pageable memory."""
     nbytes = 2**20 if toy else 2**30
     here, there = (torch.randint(255, (nbytes,), dtype=torch.uint8, device=device) for _ in range(2))
-    first, second = pinned(nbytes, device), pinned(nbytes, device)
     pageable = torch.zeros(nbytes // 4, dtype=torch.uint8)
     both = BothWays(device)
-    contenders = {
-        "on the device": lambda: there.copy_(here),
-        "host to device, pinned": lambda: here.copy_(first, non_blocking=True),
-        "device to host, pinned": lambda: second.copy_(there, non_blocking=True),
-        "both ways at once, pinned": lambda: both.copy((here, first), (second, there)),
-        "host to device, pageable": lambda: here[: nbytes // 4].copy_(pageable),
-    }
-    moved = dict(zip(contenders, (2 * nbytes, nbytes, nbytes, 2 * nbytes, nbytes // 4), strict=True))
-    times = Clock(device).in_turn(contenders, seconds)
+    with pinned(nbytes, device) as first, pinned(nbytes, device) as second:
+        contenders = {
+            "on the device": lambda: there.copy_(here),
+            "host to device, pinned": lambda: here.copy_(first, non_blocking=True),
+            "device to host, pinned": lambda: second.copy_(there, non_blocking=True),
+            "both ways at once, pinned": lambda: both.copy((here, first), (second, there)),
+            "host to device, pageable": lambda: here[: nbytes // 4].copy_(pageable),
+        }
+        times = Clock(device).in_turn(contenders, seconds)
+    moved = dict(zip(times, (2 * nbytes, nbytes, nbytes, 2 * nbytes, nbytes // 4), strict=True))
     return tell(times, moved)
 
 

@@ -15,7 +15,7 @@ def parse(
     """`device` (torch.device), `seconds` and `toy` of the command line; `more` options by name, each with its
     type and default."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda", 0))
     parser.add_argument("--seconds", type=float, default=60.0, help="time to keep to")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, to see that it runs")
     for name, (kind, default) in (more or {}).items():

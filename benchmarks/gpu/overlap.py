@@ -22,9 +22,10 @@ NOTE = (
 def transfer_seconds(nbytes: int, up: bool, device: torch.device, clock: Clock) -> float:
     """Seconds of one copy of `nbytes`, taken from one of at most 1 GiB."""
     size = min(max(nbytes, 1), 2**30)
-    host, there = pinned(size, device), torch.empty(size, dtype=torch.uint8, device=device)
-    into, source = (there, host) if up else (host, there)
-    copies = [clock.wall_seconds(lambda: into.copy_(source, non_blocking=True)) for _ in range(5)]
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    with pinned(size, device) as host:
+        into, source = (there, host) if up else (host, there)
+        copies = [clock.wall_seconds(lambda: into.copy_(source, non_blocking=True)) for _ in range(5)]
     return sorted(copies)[2] * nbytes / size
 
 

@@ -68,17 +68,20 @@ def deepest(start: int, works: Callable[[int], bool]) -> tuple[int, int]:
 def plain_limit(
     of: Callable[[int], GPTShape], device: torch.device, cap: int
 ) -> tuple[GPTShape | None, int, int]:
-    """(deepest shape that trained, trials, most bytes that tensors took); `of` makes a shape of a depth."""
+    """(deepest shape that trained, trials, most bytes its tensors took); `of` makes a shape of a depth."""
     cap_memory(device, cap)
     ends = of(0).parameters
     block = of(1).parameters - ends
+    peaks: dict[int, int] = {0: 0}
 
     def works(depth: int) -> bool:
-        found = trains(of(depth), device, cap)
-        gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        found = trains(of(depth), device, cap)
+        peaks[depth] = peak_bytes(device)
+        gc.collect()
         return found
 
     depth, trials = deepest(int((cap / STATE_BYTES - ends) / block), works)
-    return (of(depth) if depth else None), trials, peak_bytes(device)
+    return (of(depth) if depth else None), trials, peaks[depth]

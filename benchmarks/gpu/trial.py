@@ -17,7 +17,6 @@ import torch
 import zero_ext
 from benchmarks.gpu.gpt import GPT, GPTShape, fill, tokens_for
 from benchmarks.gpu.placement import Placement, choices, optimizer_of
-from benchmarks.harness.environment import available_bytes
 from benchmarks.harness.shapes import WEIGHT_SEED
 from zero_ext.zero import engine_of
 
@@ -64,10 +63,10 @@ def peak_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
-def place(shape: GPTShape, cap: int, disk: int, moments: str) -> Placement | None:
+def place(shape: GPTShape, cap: int, host: int, disk: int, moments: str) -> Placement | None:
     """The first placement whose predicted bytes fit; all are told on stderr."""
     for placement in choices(shape, cap, moments):
-        fits = placement.fits(cap, available_bytes(), disk)
+        fits = placement.fits(cap, host, disk)
         print(f"{shape.name}, {placement.text()}{', taken' if fits else ''}", file=sys.stderr, flush=True)
         if fits:
             return placement
@@ -127,10 +126,10 @@ def held(model: Any) -> dict[str, Any]:
 
 
 def main(request: dict[str, Any]) -> Trial:
-    """The trial that `request` describes: shape, device, cap, disk, batch, steps, moments."""
+    """The trial that `request` describes: shape, device, cap, host, disk, batch, steps, moments."""
     shape, device = GPTShape(**request["shape"]), torch.device(request["device"])
     cap_memory(device, request["cap"])
-    placement = place(shape, request["cap"], request["disk"], request["moments"])
+    placement = place(shape, *(request[name] for name in ("cap", "host", "disk", "moments")))
     if placement is None:
         return Trial(shape.parameters, reason="no placement is predicted to fit this machine")
     return train(shape, device, placement, request["cap"], request["batch"], request["steps"])

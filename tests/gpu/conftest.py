@@ -25,7 +25,7 @@ if importlib.util.find_spec("transformers") is None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """The device under test."""
-    return torch.device(DEVICE)
+    return torch.device(DEVICE) if DEVICE == "cpu" else torch.device(DEVICE, 0)
 
 
 @pytest.fixture

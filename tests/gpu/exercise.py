@@ -77,7 +77,7 @@ def flat(device: torch.device, count: int, generator: torch.Generator) -> list[t
 def main() -> int:
     """Exit status 1 if anything differs."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda", 0))
     device = parser.parse_args().device
     seed = secrets.randbits(32)
     generator = torch.Generator().manual_seed(seed)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
 from tests.gpu.test_adam import (
     test_a_hundred_steps_stay_the_cpus,
     test_long_ranges_of_any_alignment,
@@ -27,8 +33,9 @@ from tests.gpu.test_graphs import (
     test_replays_equal_steps_made_one_by_one,
 )
 from tests.gpu.test_groups import test_trains_as_without_a_group, world
-from tests.gpu.test_llama import test_stages_and_tiers
-from tests.gpu.test_memory import test_a_second_hundred_steps_take_no_more, test_device_bytes_are_the_ledgers
+from tests.gpu.test_llama import test_near_the_cpu
+from tests.gpu.test_memory import OFFLOADS, test_a_second_hundred_steps_take_no_more
+from tests.gpu.test_memory import test_device_bytes_are_the_ledgers as check_device_bytes
 
 __all__ = [
     "deterministic",
@@ -39,14 +46,13 @@ __all__ = [
     "test_adam_is_the_cpus",
     "test_compiled_blocks_train_like_plain_ones",
     "test_delayed_updates_follow_the_cpus",
-    "test_device_bytes_are_the_ledgers",
     "test_long_ranges_of_any_alignment",
     "test_narrow_moments_train_alike_in_every_tier",
+    "test_near_the_cpu",
     "test_pieces",
     "test_quantized_values_are_the_cpus",
     "test_replays_equal_steps_made_one_by_one",
     "test_squared_norm_is_exact",
-    "test_stages_and_tiers",
     "test_sums_of_shards",
     "test_tensors_of_two_devices_are_refused",
     "test_tied_weights",
@@ -54,3 +60,8 @@ __all__ = [
     "test_trains_as_without_a_group",
     "world",
 ]
+
+
+@pytest.mark.parametrize("offload", [OFFLOADS[0], OFFLOADS[2]])
+def test_device_bytes(device: torch.device, tmp_path: Path, offload: dict[str, Any]) -> None:
+    check_device_bytes(device, tmp_path, 3, offload)

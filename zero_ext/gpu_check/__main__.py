@@ -31,6 +31,9 @@ def main(
         float, typer.Option(min=0.1, help="Time for everything; what matters most runs first.")
     ] = 9.0,
     output: Annotated[Path, typer.Option(help="Folder for report.json, report.md and the logs.")] = RESULTS,
+    memory: Annotated[
+        float, typer.Option(min=0, help="GiB of host memory for large models; 0: what is free.")
+    ] = 0.0,
     only: Annotated[str, typer.Option(help="Comma-separated steps, e.g. tests,adam.")] = "",
     rehearse: Annotated[
         bool, typer.Option(help="On the CPU, at toy sizes, judging no figure: shows that all runs.")
@@ -51,7 +54,7 @@ def main(
         )
         raise typer.Exit(NO_GPU)
     try:
-        steps = chosen(rehearsal_steps() if rehearse else gpu_steps(), only)
+        steps = chosen(rehearsal_steps() if rehearse else gpu_steps(memory), only)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     output.mkdir(parents=True, exist_ok=True)

@@ -105,24 +105,25 @@ def benchmark_step(
     )
 
 
-def gpu_steps() -> list[Step]:
-    """All steps on a machine with a GPU; what matters most comes first."""
+def gpu_steps(memory: float = 0.0) -> list[Step]:
+    """All steps on a machine with a GPU, the weightiest first. `memory`: GiB, 0 for what is free."""
+    room = ("--memory", f"{memory:g}")
     return [
         build_step(),
         test_step("cuda"),
         benchmark_step("copies", "copy rates: on the device and to and from pinned memory", 20, 10),
         benchmark_step("adam", "fused Adam, the bf16 pipeline, 8-bit moments", 40, 15),
+        sanitizer_step("memcheck"),
         benchmark_step("step", "a step of a 1.3B GPT, hooks, what the offload hides", 110, 40),
-        benchmark_step("cap10", "the largest model under 10 GiB", 90, 30, "capped", ("--cap", "10")),
+        benchmark_step("cap10", "the largest model under 10 GiB", 90, 30, "capped", ("--cap", "10", *room)),
         benchmark_step(
             "cap32",
             "13B and the largest model under 32 GiB",
             220,
             60,
             "capped",
-            ("--cap", "32", "--first", "13b"),
+            ("--cap", "32", "--first", "13b", *room),
         ),
-        sanitizer_step("memcheck"),
         sanitizer_step("racecheck"),
     ]
 
