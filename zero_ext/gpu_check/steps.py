@@ -15,8 +15,8 @@ from zero_ext.gpu_check.step import Step, nothing_missing
 # Modules that the programs import beside torch and the standard library.
 NEEDED = ("numpy", "pydantic", "rich", "safetensors", "typer")
 TOY = ("--device", "cpu", "--toy")
-# Toy sizes gain nothing by threads, and lose much where the machine is busy.
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+# Toy sizes gain nothing by threads, and lose much where the machine is busy; a GPU is not to take part.
+REHEARSAL = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def needs_modules(*names: str) -> Callable[[], str]:
@@ -130,17 +130,13 @@ def gpu_steps(memory: float = 0.0) -> list[Step]:
 
 def rehearsal_steps() -> list[Step]:
     """The same programs on the CPU at toy sizes, with what is built already."""
-    steps = [test_step("cpu")]
-    for step in gpu_steps():
-        if step.budgeted:
-            steps.append(replace(step, command=(*step.command, *TOY), environment=ONE_THREAD))
     exercise = (sys.executable, "-m", "tests.gpu.exercise", "--device", "cpu")
-    return [
-        *steps,
-        replace(
-            sanitizer_step("memcheck"), title="the kernels once", command=exercise, missing=nothing_missing
-        ),
-    ]
+    kernels = replace(
+        sanitizer_step("memcheck"), title="the kernels once", command=exercise, missing=nothing_missing
+    )
+    benchmarks = [replace(step, command=(*step.command, *TOY)) for step in gpu_steps() if step.budgeted]
+    steps = [test_step("cpu"), kernels, *benchmarks]
+    return [replace(step, environment={**step.environment, **REHEARSAL}) for step in steps]
 
 
 def chosen(steps: Sequence[Step], only: str) -> list[Step]:
