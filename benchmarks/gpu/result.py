@@ -51,13 +51,16 @@ class Result:
     @contextmanager
     def attempt(self, what: str, own: bool) -> Iterator[None]:
         """A part that may fail without ending the rest: a failure of our `own`, a peer is only left out."""
+        failed = False
         try:
             yield
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
             traceback.print_exc()
             (self.failures if own else self.left_out).append(f"{what}: {type(error).__name__}: {lines[0]}")
-        gc.collect()
+            failed = True
+        if failed:
+            gc.collect()  # what a traceback held
 
     def finish(self) -> None:
         """The last line; ends the program with an error if something of our own failed."""

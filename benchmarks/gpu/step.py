@@ -5,6 +5,7 @@ python -m benchmarks.gpu.step [--device cuda] [--seconds 110] [--toy]
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import shutil
 from collections.abc import Callable
@@ -118,6 +119,7 @@ def measure(device: torch.device, seconds: float, toy: bool) -> Result:
     result.tell()
     contenders.clear()
     steps.trainers.clear()
+    gc.collect()
     measure_nvme_part(steps, clock, budget, toy)
     return result
 
