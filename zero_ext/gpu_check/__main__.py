@@ -61,10 +61,11 @@ def main(
     facts = describe()
     for name, value in facts.items():
         typer.echo(f"{name}: {value}")
-    outcomes = Runner(ROOT, output, 60 * minutes, lambda line: typer.echo(line)).run(steps)
-    write(output, outcomes, facts, judged=not rehearse)
-    _close(outcomes, output, judged=not rehearse)
-    raise typer.Exit(verdict(outcomes, judged=not rehearse))
+    judged = not rehearse
+    outcomes = Runner(ROOT, output, 60 * minutes, lambda line: typer.echo(line), judged).run(steps)
+    write(output, outcomes, facts, judged)
+    _close(outcomes, output, judged)
+    raise typer.Exit(verdict(outcomes, judged))
 
 
 def _close(outcomes: Sequence[Outcome], output: Path, judged: bool) -> None:

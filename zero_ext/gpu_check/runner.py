@@ -27,14 +27,18 @@ class Runner:
         logs: folder for the output of every step.
         seconds: time for all of them.
         tell: takes a line for the terminal.
+        judged: whether figures that miss their bar are told so.
     """
 
-    def __init__(self, folder: Path, logs: Path, seconds: float, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, logs: Path, seconds: float, tell: Callable[[str], None], judged: bool = True
+    ) -> None:
         self._folder = folder
         self._logs = logs
         self._began = time.monotonic()
         self._deadline = self._began + seconds
         self._tell = tell
+        self._judged = judged
 
     def run(self, steps: Sequence[Step]) -> list[Outcome]:
         """The outcome of every step, in order; a step that fails does not stop the others."""
@@ -50,7 +54,8 @@ class Runner:
         took = f" in {outcome.seconds:.1f} s" if outcome.log else ""
         self._tell(f"           {outcome.status}{took}{f': {outcome.reason}' if outcome.reason else ''}")
         for bar in outcome.bars:
-            self._tell(f"           {bar.name}: {bar.text()}{'' if bar.met else '  MISSED'}")
+            missed = self._judged and not bar.met
+            self._tell(f"           {bar.name}: {bar.text()}{'  MISSED' if missed else ''}")
         for what in outcome.left_out:
             self._tell(f"           left out: {what}")
 
