@@ -8,15 +8,11 @@
 
 #include "adam_factors.h"
 #include "numeric_types.h"
+#include "step_segment.h"
 
 namespace zero_ext::core {
 
-// Half-open element range that shares hyper-parameters.
-struct AdamSegment {
-  std::int64_t begin;
-  std::int64_t end;
-  AdamFactors factors;
-};
+using AdamSegment = StepSegment<AdamFactors>;
 
 // Flat buffers of equal element count; param may be absent.
 struct AdamBuffers {

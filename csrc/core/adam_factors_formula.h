@@ -5,24 +5,16 @@
 #include <cmath>
 
 #include "adam_factors.h"
+#include "hyper_fault.h"
 #include "portability.h"
 
 namespace zero_ext::core {
 
 inline constexpr int kAdamHyperParameters = 8;
 
-// What is wrong with a row of hyper-parameters; `name` is null when nothing is.
-struct AdamHyperFault {
-  const char* name;
-  double value;
-  const char* wanted;
-};
-
-ZERO_EXT_HOST_DEVICE bool is_finite(double value) { return value - value == 0; }
-
 // `row` holds kAdamHyperParameters numbers: lr, beta1, beta2, eps, weight_decay, step, decoupled,
 // maximize.
-ZERO_EXT_HOST_DEVICE AdamHyperFault adam_hyper_fault(const double* row) {
+ZERO_EXT_HOST_DEVICE HyperFault adam_hyper_fault(const double* row) {
   if (!is_finite(row[0])) return {"lr", row[0], "finite"};
   if (!(row[1] >= 0 && row[1] < 1)) return {"beta1", row[1], "in [0, 1)"};
   if (!(row[2] >= 0 && row[2] < 1)) return {"beta2", row[2], "in [0, 1)"};
@@ -57,5 +49,19 @@ ZERO_EXT_HOST_DEVICE AdamFactors adam_factors_formula(const AdamHyperParameters&
   factors.step_size = static_cast<float>(hyper.lr / correction1);
   return factors;
 }
+
+// Adam's rows of hyper-parameters, for what reads those of any rule.
+struct AdamHyper {
+  using Factors = AdamFactors;
+  static constexpr int kCount = kAdamHyperParameters;
+  static constexpr const char* kNames =
+      "lr, beta1, beta2, eps, weight_decay, step, decoupled, maximize";
+
+  static ZERO_EXT_HOST_DEVICE const char* step() { return "an Adam step"; }
+  static ZERO_EXT_HOST_DEVICE HyperFault fault(const double* row) { return adam_hyper_fault(row); }
+  static ZERO_EXT_HOST_DEVICE AdamFactors factors(const double* row, float gradient_scale) {
+    return adam_factors_formula(adam_hyper_parameters(row), gradient_scale);
+  }
+};
 
 }  // namespace zero_ext::core

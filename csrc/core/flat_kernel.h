@@ -1,4 +1,4 @@
-// Kernels that copy, accumulate and sum flat ranges with a cast. See adam_kernel.h on inclusion.
+// Kernels that copy, accumulate and sum flat ranges with a cast. See step_kernel.h on inclusion.
 #pragma once
 
 #include <cstdint>

@@ -13,10 +13,17 @@ namespace {
 
 template <class V, class Moment, class Grad>
 constexpr void fill_adam(AdamKernel (&row)[kNumericTypes + 1]) {
-  row[0] = &AdamLoop<V, Moment, Grad, float>::run;
-  row[1] = &AdamLoop<V, Moment, Grad, BFloat16>::run;
-  row[2] = &AdamLoop<V, Moment, Grad, Float16>::run;
-  row[3] = &AdamLoop<V, Moment, Grad, NoParam>::run;
+  row[0] = &run_adam<V, Moment, Grad, float>;
+  row[1] = &run_adam<V, Moment, Grad, BFloat16>;
+  row[2] = &run_adam<V, Moment, Grad, Float16>;
+  row[3] = &run_adam<V, Moment, Grad, NoParam>;
+}
+
+template <class V, class Moment>
+constexpr void fill_steps(Kernels& table, int moments) {
+  fill_adam<V, Moment, float>(table.adam[moments][0]);
+  fill_adam<V, Moment, BFloat16>(table.adam[moments][1]);
+  fill_adam<V, Moment, Float16>(table.adam[moments][2]);
 }
 
 template <class V, class Grad>
@@ -54,12 +61,8 @@ constexpr void fill_flat(Kernels& table, int target) {
 template <class V>
 constexpr Kernels make_kernels() {
   Kernels table{};
-  fill_adam<V, float, float>(table.adam[0][0]);
-  fill_adam<V, float, BFloat16>(table.adam[0][1]);
-  fill_adam<V, float, Float16>(table.adam[0][2]);
-  fill_adam<V, BFloat16, float>(table.adam[1][0]);
-  fill_adam<V, BFloat16, BFloat16>(table.adam[1][1]);
-  fill_adam<V, BFloat16, Float16>(table.adam[1][2]);
+  fill_steps<V, float>(table, 0);
+  fill_steps<V, BFloat16>(table, 1);
   fill_blockwise<V>(table);
   fill_flat<V, float>(table, 0);
   fill_flat<V, BFloat16>(table, 1);

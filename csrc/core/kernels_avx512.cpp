@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "blockwise/block_scale_formula.h"
 #include "kernels.h"
 #include "superaccumulator_formula.h"
 #include "target_region.h"

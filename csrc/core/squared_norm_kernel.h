@@ -1,4 +1,4 @@
-// Exact sum of squares, block by block. See adam_kernel.h on inclusion.
+// Exact sum of squares, block by block. See step_kernel.h on inclusion.
 //
 // A double holds the square of a float exactly. For each block the range of its exponents tells
 // how many double accumulators hold the block's sum exactly. All but the last start from a large

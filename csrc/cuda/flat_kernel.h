@@ -1,4 +1,4 @@
-// Copies, additions and sums of flat buffers as a thread of a grid runs them. See adam_kernel.h on
+// Copies, additions and sums of flat buffers as a thread of a grid runs them. See step_kernel.h on
 // kernels as objects.
 #pragma once
 

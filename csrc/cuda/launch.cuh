@@ -9,10 +9,12 @@
 #include <cstdint>
 
 #include "../ops/checks.h"
+#include "warp.h"
 
 namespace zero_ext::cuda {
 
 inline constexpr int kThreads = 256;
+inline constexpr int kWarpsOfBlock = kThreads / kWarpLanes;
 // A few times what a processor holds at once, so that blocks that end early are replaced.
 inline constexpr std::int64_t kBlocksPerProcessor = 8;
 
@@ -61,6 +63,23 @@ void launch(const char* op, const Kernel& kernel, std::int64_t work) {
   const Launcher launcher(op);
   const unsigned blocks = launcher.blocks((work + kThreads - 1) / kThreads);
   run_kernel<<<blocks, kThreads, 0, launcher.stream>>>(kernel);
+  check(op, cudaGetLastError());
+}
+
+template <class Kernel>
+__global__ void __launch_bounds__(kThreads, kLeastBlocksOfProcessor)
+    run_warps(const __grid_constant__ Kernel kernel) {
+  kernel(std::int64_t{blockIdx.x} * kWarpsOfBlock + threadIdx.x / kWarpLanes,
+         std::int64_t{gridDim.x} * kWarpsOfBlock);
+}
+
+// As launch, for a kernel that whole warps run; `work` is the number of warps that find something.
+template <class Kernel>
+void launch_warps(const char* op, const Kernel& kernel, std::int64_t work) {
+  if (work == 0) return;
+  const Launcher launcher(op);
+  const unsigned blocks = launcher.blocks((work + kWarpsOfBlock - 1) / kWarpsOfBlock);
+  run_warps<<<blocks, kThreads, 0, launcher.stream>>>(kernel);
   check(op, cudaGetLastError());
 }
 

@@ -11,8 +11,6 @@ namespace {
 
 using ops::Tensor;
 
-constexpr int kWarpsOfBlock = kThreads / kWarpLanes;
-
 template <class T>
 __global__ void __launch_bounds__(kThreads, kLeastBlocksOfProcessor)
     run_squares(const __grid_constant__ AddSquares<T> add) {

@@ -1,9 +1,9 @@
 // zero_ext::adam_step_: one-pass Adam / AdamW.
 #include <optional>
 
-#include "adam_arguments.h"
+#include "../core/adam_factors_formula.h"
 #include "adam_buffers.h"
-#include "checks.h"
+#include "step_arguments.h"
 
 namespace zero_ext::ops {
 namespace {
@@ -16,13 +16,11 @@ void adam_step(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_av
                const Tensor& hyper, const Tensor& grad_scale) {
   const core::AdamBuffers buffers =
       read_adam_buffers(kOp, master, exp_avg, exp_avg_sq, grad, param);
-  const std::vector<core::AdamSegment> parts =
-      read_segments(kOp, segments, hyper, read_scale(kOp, grad_scale), master.numel());
-  std::int64_t total = 0;
-  for (const core::AdamSegment& part : parts) total += part.end - part.begin;
-  torch::stable::parallel_for(0, total, kGrain, [&](std::int64_t begin, std::int64_t end) {
-    core::adam_step(buffers, parts, begin, end);
-  });
+  const std::vector<core::AdamSegment> parts = read_segments<core::AdamHyper>(
+      kOp, segments, hyper, read_scale(kOp, grad_scale), master.numel());
+  torch::stable::parallel_for(
+      0, total_of(parts), kGrain,
+      [&](std::int64_t begin, std::int64_t end) { core::adam_step(buffers, parts, begin, end); });
 }
 
 }  // namespace

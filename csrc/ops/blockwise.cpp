@@ -1,10 +1,8 @@
 // zero_ext::quantize_blockwise and dequantize_blockwise: float32 to and from 8-bit dynamic codes.
-#include "../core/blockwise/blockwise.h"
-
 #include <algorithm>
 #include <tuple>
 
-#include "checks.h"
+#include "blockwise_arguments.h"
 
 namespace zero_ext::ops {
 namespace {
@@ -28,17 +26,14 @@ void over_blocks(std::int64_t numel, const Work& work) {
 
 std::tuple<Tensor, Tensor> quantize_blockwise(const Tensor& values, bool is_signed) {
   constexpr const char* op = "quantize_blockwise";
-  check_dtype(values, {op, "values"}, ScalarType::Float);
-  const std::int64_t numel = values.numel();
-  check_flat(values, {op, "values"}, numel);
+  const std::int64_t numel = check_values(op, values);
   const auto* source = values.const_data_ptr<float>();
   if (!is_signed) {
     const auto* negative = std::find_if(source, source + numel, [](float x) { return x < 0; });
     STD_TORCH_CHECK(negative == source + numel, op, ": values[", negative - source, "] is ",
                     *negative, "; the unsigned code holds no negative values: pass signed=True");
   }
-  const Tensor codes = torch::stable::empty({numel}, ScalarType::Byte);
-  const Tensor scales = torch::stable::empty({core::block_count(numel)}, ScalarType::Float);
+  const auto [codes, scales] = empty_quantized(values);
   auto* code = codes.mutable_data_ptr<std::uint8_t>();
   auto* scale = scales.mutable_data_ptr<float>();
   over_blocks(numel, [&](std::int64_t begin, std::int64_t count) {
@@ -50,12 +45,8 @@ std::tuple<Tensor, Tensor> quantize_blockwise(const Tensor& values, bool is_sign
 
 Tensor dequantize_blockwise(const Tensor& codes, const Tensor& scales, bool is_signed) {
   constexpr const char* op = "dequantize_blockwise";
-  check_dtype(codes, {op, "codes"}, ScalarType::Byte);
-  const std::int64_t numel = codes.numel();
-  check_flat(codes, {op, "codes"}, numel);
-  check_dtype(scales, {op, "scales"}, ScalarType::Float);
-  check_flat(scales, {op, "scales"}, core::block_count(numel));
-  const Tensor values = torch::stable::empty({numel}, ScalarType::Float);
+  const std::int64_t numel = check_quantized(op, {codes, scales});
+  const Tensor values = empty_values(codes);
   const auto* code = codes.const_data_ptr<std::uint8_t>();
   const auto* scale = scales.const_data_ptr<float>();
   auto* target = values.mutable_data_ptr<float>();

@@ -1,7 +1,8 @@
 // zero_ext::state_stream_adam_: one Adam step over state in a store.
+#include "../core/adam_factors_formula.h"
 #include "../core/offload/adam_stream.h"
-#include "adam_arguments.h"
 #include "state_stream.h"
+#include "step_arguments.h"
 
 namespace zero_ext::ops {
 namespace {
@@ -100,8 +101,8 @@ void state_stream_adam(std::int64_t handle, const Tensor& ranges, const std::vec
   for (std::size_t i = 0; i < params.size(); ++i) {
     const std::int64_t* const row = rows + kColumns * static_cast<std::int64_t>(i);
     const std::string place = std::string(kOp) + ": range " + std::to_string(i);
-    parts.push_back(read_segments(place.c_str(), rows_of(segments, first, row[4]),
-                                  rows_of(hyper, first, row[4]), scale, row[0]));
+    parts.push_back(read_segments<core::AdamHyper>(place.c_str(), rows_of(segments, first, row[4]),
+                                                   rows_of(hyper, first, row[4]), scale, row[0]));
     first += row[4];
     work.push_back(read_range(*stream, row, i, params[i], grads[i]));
     memory.push_back(extent(params[i], {kOp, "params[" + std::to_string(i) + "]"}));

@@ -38,8 +38,9 @@ def quantize_blockwise(values: Tensor, signed: bool) -> Quantized:
     magnitude is below 2^-126 reads back as zeros.
 
     Args:
-        values: float32 [n], contiguous, on the CPU.
-        signed: the signed code; the unsigned one takes no negative values.
+        values: float32 [n], contiguous, on the CPU or a CUDA device.
+        signed: the signed code; the unsigned one takes no negative values. On a CUDA device the host does not
+            wait to see them: a negative one ends the kernel, after which CUDA calls of the process fail.
 
     Raises:
         RuntimeError: `values` has the wrong dtype, device, layout or size, or is negative somewhere without

@@ -81,10 +81,13 @@ NVCC_FLAGS: tuple[str, ...] = (*NVCC_COMPILE_FLAGS, *architecture_flags(WHEEL_AR
 
 # Checks of arguments that the ops of both modules make.
 CUDA_SHARED_SOURCES: tuple[str, ...] = (
+    "csrc/ops/adam_8bit_buffers.cpp",
     "csrc/ops/adam_buffers.cpp",
+    "csrc/ops/blockwise_arguments.cpp",
     "csrc/ops/checks.cpp",
     "csrc/ops/flat_arguments.cpp",
     "csrc/ops/norm_arguments.cpp",
+    "csrc/ops/step_tensors.cpp",
 )
 
 

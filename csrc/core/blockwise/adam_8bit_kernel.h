@@ -1,4 +1,4 @@
-// Adam over one quantized block, templated over vector and element types. See adam_kernel.h on
+// Adam over one quantized block, templated over vector and element types. See step_kernel.h on
 // inclusion.
 #pragma once
 
@@ -6,7 +6,8 @@
 #include <cstdint>
 #include <span>
 
-#include "../adam_kernel.h"
+#include "../adam_formula.h"
+#include "../step_kernel.h"
 #include "adam_8bit.h"
 #include "blockwise_kernel.h"
 
@@ -15,7 +16,7 @@ namespace {
 
 template <class V, class Grad, class Param>
 struct Adam8BitBlock {
-  using Loop = AdamLoop<V, float, Grad, Param>;
+  using Loop = StepLoop<V, AdamRule, float, Grad, Param>;
   using ExpAvg = BlockCodec<V, SignedDynamicCode>;
   using ExpAvgSq = BlockCodec<V, UnsignedDynamicCode>;
 
@@ -31,7 +32,8 @@ struct Adam8BitBlock {
     ExpAvgSq::load(buffers.exp_avg_sq_codes + begin, buffers.exp_avg_sq_scales[block], count,
                    exp_avg_sq);
     auto* param = static_cast<Param*>(buffers.param);
-    const typename Loop::Pointers at{buffers.master + begin, exp_avg.values, exp_avg_sq.values,
+    const typename Loop::Pointers at{buffers.master + begin,
+                                     {exp_avg.values, exp_avg_sq.values},
                                      static_cast<const Grad*>(buffers.grad) + begin,
                                      param == nullptr ? nullptr : param + begin};
     for (const AdamSegment& segment : segments) {

@@ -1,13 +1,10 @@
-// One block to and from a dynamic code. See adam_kernel.h on inclusion.
+// One block to and from a dynamic code. See step_kernel.h on inclusion.
 #pragma once
 
 #include <algorithm>
-#include <bit>
-#include <cmath>
 #include <cstdint>
-#include <limits>
 
-#include "../numeric_types.h"
+#include "block_scale_formula.h"
 #include "blockwise.h"
 #include "dynamic_code_formula.h"
 
@@ -44,9 +41,7 @@ struct BlockCodec {
     for (std::int64_t i = 0; i < kBlock; i += V::template lanes<float>) {
       highest = V::template max<float>(highest, V::magnitude_keys(values + i));
     }
-    const std::uint32_t key = V::template highest<float>(highest);
-    if (key >> 1 >= kInfinityBits<float>) return std::numeric_limits<float>::quiet_NaN();
-    return std::bit_cast<float>(std::rotr(key ^ 1U, 1));
+    return scale_of_key(V::template highest<float>(highest));
   }
 
   // Reads `count` elements' codes.
@@ -60,10 +55,9 @@ struct BlockCodec {
   // Writes `count` elements' codes; returns the scale.
   static float store(const BlockValues& block, std::int64_t count, std::uint8_t* codes) {
     const float scale = scale_of(block.values);
-    // False for NaN too. Smaller scales have no finite reciprocal.
-    if (!(std::abs(scale) >= std::numeric_limits<float>::min())) {
+    if (!scale_divides(scale)) {
       std::fill(codes, codes + count, Code::zero);
-      return scale != scale ? scale : 0.0F;
+      return scale_of_zeros(scale);
     }
     if (count == kBlock) {
       encode_whole(block.values, 1 / scale, codes);

@@ -15,7 +15,7 @@ namespace zero_ext::core {
 template <class V, class Code>
 ZERO_EXT_HOST_DEVICE typename V::Float decode_dynamic(typename V::Float code) {
   using Float = typename V::Float;
-  constexpr const DynamicCodeTables& tables = Code::tables;
+  static constexpr DynamicCodeTables tables = Code::tables;  // in the memory of either side
   const Float from_zero = Code::is_signed ? V::sub(code, V::set(float{Code::zero})) : code;
   const Float distance = Code::is_signed ? V::abs(from_zero) : code;
   const Float odd = V::fma(V::set(2.0F), distance, V::set(Code::is_signed ? 1.0F : 3.0F));
@@ -31,7 +31,7 @@ ZERO_EXT_HOST_DEVICE typename V::Float decode_dynamic(typename V::Float code) {
 template <class V, class Code>
 ZERO_EXT_HOST_DEVICE typename V::Float encode_dynamic(typename V::Float value) {
   using Float = typename V::Float;
-  constexpr const DynamicCodeTables& tables = Code::tables;
+  static constexpr DynamicCodeTables tables = Code::tables;  // in the memory of either side
   const Float magnitude = V::abs(value);
   auto decade = V::template set_bits<float>(0);
   decade = V::add_if_at_least(decade, 4, magnitude, V::set(tables.highest_boundary));

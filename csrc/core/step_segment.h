@@ -1,0 +1,35 @@
+// Ranges of elements that an optimizer steps with hyper-parameters of their own.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+
+namespace zero_ext::core {
+
+// Half-open element range that shares hyper-parameters, prepared as the rule's factors.
+template <class FactorsOf>
+struct StepSegment {
+  using Factors = FactorsOf;
+  std::int64_t begin;
+  std::int64_t end;
+  Factors factors;
+};
+
+// Calls step(factors, first, last) for what lies in the elements [begin, end) of all segments laid
+// end to end.
+template <class Factors, class Step>
+void over_segments(std::span<const StepSegment<Factors>> segments, std::int64_t begin,
+                   std::int64_t end, const Step& step) {
+  std::int64_t passed = 0;  // elements of earlier segments
+  for (const StepSegment<Factors>& segment : segments) {
+    const std::int64_t length = segment.end - segment.begin;
+    const std::int64_t first = std::max(begin - passed, std::int64_t{0});
+    const std::int64_t last = std::min(end - passed, length);
+    if (first < last) step(segment.factors, segment.begin + first, segment.begin + last);
+    passed += length;
+    if (passed >= end) break;
+  }
+}
+
+}  // namespace zero_ext::core

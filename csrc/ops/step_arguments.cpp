@@ -1,0 +1,27 @@
+#include "step_arguments.h"
+
+#include <cmath>
+
+namespace zero_ext::ops {
+
+void check_bounds(const char* op, std::int64_t i, std::int64_t begin, std::int64_t end,
+                  std::int64_t previous, std::int64_t numel) {
+  STD_TORCH_CHECK(begin >= previous && begin <= end && end <= numel, op, ": segments[", i, "] is [",
+                  begin, ", ", end, "); segments must be sorted, disjoint and inside [", previous,
+                  ", ", numel, ")");
+}
+
+void check_fault(const char* op, std::int64_t i, const core::HyperFault& fault) {
+  STD_TORCH_CHECK(fault.name == nullptr, op, ": ", fault.name, " of hyper[", i, "] is ",
+                  fault.value, "; it must be ", fault.wanted);
+}
+
+float read_scale(const char* op, const Tensor& grad_scale) {
+  check_scale(op, grad_scale);
+  const float scale = *grad_scale.const_data_ptr<float>();
+  STD_TORCH_CHECK(std::isfinite(scale), op, ": grad_scale is ", scale,
+                  "; it must be finite: skip the step when gradients overflow");
+  return scale;
+}
+
+}  // namespace zero_ext::ops

@@ -1,0 +1,135 @@
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "../cuda/blockwise_kernel.h"
+#include "emulated_launch.h"
+#include "test_support.h"
+
+namespace zero_ext::cuda {
+namespace {
+
+using core::DynamicCode;
+using core::SignedDynamicCode;
+using core::UnsignedDynamicCode;
+using core::testing::fresh_generator;
+using zero_ext::testing::emulate_launch;
+
+template <class Code>
+constexpr DynamicCode kCode = Code::is_signed ? DynamicCode::is_signed : DynamicCode::is_unsigned;
+
+template <class Code>
+class CudaBlockwise : public ::testing::Test {};
+using Codes = ::testing::Types<SignedDynamicCode, UnsignedDynamicCode>;
+TYPED_TEST_SUITE(CudaBlockwise, Codes);
+
+// Magnitudes over twelve decades with exact zeros among them; in some blocks all is zero or tiny,
+// or something is not finite.
+template <class Code>
+std::vector<float> values_of(std::size_t count, std::mt19937_64& generator) {
+  std::uniform_real_distribution<float> exponent(-12, 0);
+  std::vector<float> values(count);
+  float factor = 1;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i % 256 == 0) {
+      constexpr float kFactors[] = {1, 1, 3e7F, 1e-20F, 1e-33F, 1e-45F, 0};
+      factor = kFactors[generator() % 7];
+    }
+    values[i] = generator() % 16 == 0 ? 0.0F : factor * std::pow(10.0F, exponent(generator));
+    if (Code::is_signed && generator() % 2 == 0) values[i] = -values[i];
+    if (generator() % 1500 == 0) values[i] = std::numeric_limits<float>::infinity();
+    if (generator() % 1500 == 0) values[i] = std::numeric_limits<float>::quiet_NaN();
+  }
+  return values;
+}
+
+bool same_bits(const std::vector<float>& first, const std::vector<float>& second) {
+  return std::memcmp(first.data(), second.data(), first.size() * sizeof(float)) == 0;
+}
+
+// From element `shift` on: with none, vectors are aligned for packs.
+template <class Code>
+void expect_the_bits_of_the_cpu(std::int64_t count, std::int64_t shift,
+                                std::mt19937_64& generator) {
+  const auto size = static_cast<std::size_t>(count + shift);
+  const auto blocks = static_cast<std::size_t>(core::block_count(count));
+  const std::vector<float> values = values_of<Code>(size, generator);
+  const bool aligned = shift == 0;
+  std::vector<std::uint8_t> codes(size, 0xAA);
+  std::vector<float> scales(blocks, -7);
+  core::quantize_blockwise(values.data() + shift, count, kCode<Code>, codes.data() + shift,
+                           scales.data());
+  std::vector<float> read(size, -7);
+  core::dequantize_blockwise(codes.data() + shift, scales.data(), count, kCode<Code>,
+                             read.data() + shift);
+  for (const std::int64_t warps : {1, 3, 64}) {
+    std::vector<std::uint8_t> own_codes(size, 0xAA);
+    std::vector<float> own_scales(blocks, -7);
+    emulate_launch(QuantizeBlocks<Code>{values.data() + shift, count, own_codes.data() + shift,
+                                        own_scales.data(), aligned},
+                   warps, generator);
+    EXPECT_EQ(own_codes, codes) << count << " elements, shift " << shift << ", " << warps;
+    EXPECT_TRUE(same_bits(own_scales, scales)) << count << " elements, shift " << shift;
+    std::vector<float> own_read(size, -7);
+    emulate_launch(DequantizeBlocks<Code>{codes.data() + shift, scales.data(), count,
+                                          own_read.data() + shift, aligned},
+                   warps, generator);
+    EXPECT_TRUE(same_bits(own_read, read)) << count << " elements, shift " << shift;
+  }
+}
+
+TYPED_TEST(CudaBlockwise, EveryLengthGridAndAlignmentGivesTheBitsOfTheCpu) {
+  auto generator = fresh_generator();
+  for (const std::int64_t count : {0, 1, 7, 8, 255, 256, 257, 1000, 12345}) {
+    for (const std::int64_t shift : {0, 1, 5}) {
+      expect_the_bits_of_the_cpu<TypeParam>(count, shift, generator);
+    }
+  }
+}
+
+// Not only codes that quantization writes.
+TYPED_TEST(CudaBlockwise, EveryCodeAndScaleReadsAsOnTheCpu) {
+  auto generator = fresh_generator();
+  std::vector<std::uint8_t> codes(256 * 7);
+  for (std::size_t i = 0; i < codes.size(); ++i) codes[i] = static_cast<std::uint8_t>(i);
+  const std::vector<float> scales{1,
+                                  -3.5F,
+                                  1e-42F,
+                                  3e38F,
+                                  -0.0F,
+                                  std::numeric_limits<float>::infinity(),
+                                  std::numeric_limits<float>::quiet_NaN()};
+  const auto count = static_cast<std::int64_t>(codes.size());
+  std::vector<float> wanted(codes.size());
+  core::dequantize_blockwise(codes.data(), scales.data(), count, kCode<TypeParam>, wanted.data());
+  std::vector<float> read(codes.size(), -7);
+  emulate_launch(DequantizeBlocks<TypeParam>{codes.data(), scales.data(), count, read.data(), true},
+                 2, generator);
+  for (std::size_t i = 0; i < read.size(); ++i) {
+    if (std::isnan(wanted[i])) {  // whose bits are the machine's affair
+      EXPECT_TRUE(std::isnan(read[i])) << i;
+    } else {
+      EXPECT_EQ(std::memcmp(&read[i], &wanted[i], sizeof(float)), 0) << i;
+    }
+  }
+}
+
+TEST(CudaBlockwiseUnsigned, RefusesNegativeValues) {
+  std::vector<float> values(300, 1.0F);
+  values[299] = -2;
+  std::vector<std::uint8_t> codes(300);
+  std::vector<float> scales(2);
+  const QuantizeBlocks<UnsignedDynamicCode> kernel{values.data(), 300, codes.data(), scales.data(),
+                                                   true};
+  try {
+    kernel(1, 2);
+    FAIL() << "nothing was thrown";
+  } catch (const std::runtime_error& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("element of values[299] is -2"), std::string::npos) << text;
+    EXPECT_NE(text.find("pass signed=True"), std::string::npos) << text;
+  }
+}
+
+}  // namespace
+}  // namespace zero_ext::cuda
