@@ -6,6 +6,7 @@
 #include "blockwise/blockwise_kernel.h"
 #include "flat_kernel.h"
 #include "kernels.h"
+#include "lion_kernel.h"
 #include "squared_norm_kernel.h"
 
 namespace zero_ext::core {
@@ -19,11 +20,22 @@ constexpr void fill_adam(AdamKernel (&row)[kNumericTypes + 1]) {
   row[3] = &run_adam<V, Moment, Grad, NoParam>;
 }
 
+template <class V, class Moment, class Grad>
+constexpr void fill_lion(LionKernel (&row)[kNumericTypes + 1]) {
+  row[0] = &run_lion<V, Moment, Grad, float>;
+  row[1] = &run_lion<V, Moment, Grad, BFloat16>;
+  row[2] = &run_lion<V, Moment, Grad, Float16>;
+  row[3] = &run_lion<V, Moment, Grad, NoParam>;
+}
+
 template <class V, class Moment>
 constexpr void fill_steps(Kernels& table, int moments) {
   fill_adam<V, Moment, float>(table.adam[moments][0]);
   fill_adam<V, Moment, BFloat16>(table.adam[moments][1]);
   fill_adam<V, Moment, Float16>(table.adam[moments][2]);
+  fill_lion<V, Moment, float>(table.lion[moments][0]);
+  fill_lion<V, Moment, BFloat16>(table.lion[moments][1]);
+  fill_lion<V, Moment, Float16>(table.lion[moments][2]);
 }
 
 template <class V, class Grad>

@@ -8,12 +8,14 @@
 #include "blockwise/adam_8bit.h"
 #include "blockwise/blockwise.h"
 #include "blockwise/dynamic_code.h"
+#include "lion.h"
 #include "numeric_types.h"
 #include "superaccumulator.h"
 
 namespace zero_ext::core {
 
 using AdamKernel = void (*)(const AdamBuffers&, const AdamFactors&, std::int64_t, std::int64_t);
+using LionKernel = void (*)(const LionBuffers&, const LionFactors&, std::int64_t, std::int64_t);
 using Adam8BitKernel = void (*)(const Adam8BitBuffers&, std::span<const AdamSegment>, std::int64_t,
                                 std::int64_t);
 using QuantizeKernel = void (*)(const float*, std::int64_t, std::uint8_t*, float*);
@@ -26,6 +28,7 @@ using SumKernel = void (*)(void*, std::span<const void* const>, std::int64_t, st
 // Indices are NumericType values in the order named; param's last index means "no param".
 struct Kernels {
   AdamKernel adam[2][kNumericTypes][kNumericTypes + 1];        // [moments][grad][param]
+  LionKernel lion[2][kNumericTypes][kNumericTypes + 1];        // [moments][grad][param]
   Adam8BitKernel adam_8bit[kNumericTypes][kNumericTypes + 1];  // [grad][param]
   QuantizeKernel quantize_blockwise[kDynamicCodes];
   DequantizeKernel dequantize_blockwise[kDynamicCodes];

@@ -54,6 +54,12 @@ def adam_8bit_inputs() -> tuple[Any, ...]:
     return (torch.rand(300), *moments, grad, param, segments, hyper, torch.tensor(1.0))
 
 
+def lion_inputs() -> tuple[Any, ...]:
+    hyper = torch.tensor([[1e-3, 0.9, 0.99, 0.1, 0]] * 2, dtype=torch.float64)
+    values = (torch.rand(16), torch.rand(16), torch.rand(16).bfloat16(), torch.rand(16).half())
+    return (*values, torch.tensor([[0, 5], [6, 16]]), hyper, torch.tensor(1.0))
+
+
 def accumulator() -> Tensor:
     result = torch.zeros(33, dtype=torch.int64)
     ops.squared_norm_(torch.rand(7), result)
@@ -140,6 +146,7 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "host_exchange_unlink": lambda: (f"/zero_ext-opcheck-{uuid.uuid4().hex}",),
     "host_exchange_wait": lambda: (host_exchange(), 1, 0, True, 1.0),
     "isa_level": lambda: (),
+    "lion_step_": lion_inputs,
     "pack_": flat_inputs,
     "quantize_blockwise": lambda: (torch.rand(300), False),
     "set_isa_level": lambda: (torch.ops.zero_ext.isa_level(),),
@@ -191,6 +198,12 @@ def test_adam_8bit_without_param() -> None:
     arguments = list(adam_8bit_inputs())
     arguments[6] = None
     torch.library.opcheck(torch.ops.zero_ext.adam_step_8bit_.default, tuple(arguments))
+
+
+def test_lion_without_param() -> None:
+    arguments = list(lion_inputs())
+    arguments[3] = None
+    torch.library.opcheck(torch.ops.zero_ext.lion_step_.default, tuple(arguments))
 
 
 def test_fake_kernels_give_shapes_without_touching_memory() -> None:

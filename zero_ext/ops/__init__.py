@@ -34,6 +34,7 @@ from zero_ext.ops.host_exchange import (
 )
 from zero_ext.ops.isa import get_isa, set_isa
 from zero_ext.ops.library import is_built, load, load_kernels
+from zero_ext.ops.lion import lion_step_
 from zero_ext.ops.norm import ACCUMULATOR_ENTRIES, squared_norm_, squared_norm_value
 from zero_ext.ops.state_stream import (
     ADAM_FIELDS,
@@ -95,6 +96,7 @@ __all__ = [
     "host_exchange_send",
     "host_exchange_unlink",
     "host_exchange_wait",
+    "lion_step_",
     "load_kernels",
     "pack_",
     "quantize_blockwise",

@@ -86,6 +86,7 @@ CUDA_SHARED_SOURCES: tuple[str, ...] = (
     "csrc/ops/blockwise_arguments.cpp",
     "csrc/ops/checks.cpp",
     "csrc/ops/flat_arguments.cpp",
+    "csrc/ops/lion_buffers.cpp",
     "csrc/ops/norm_arguments.cpp",
     "csrc/ops/step_tensors.cpp",
 )

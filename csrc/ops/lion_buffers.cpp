@@ -1,0 +1,22 @@
+#include "lion_buffers.h"
+
+#include <array>
+
+#include "step_tensors.h"
+
+namespace zero_ext::ops {
+
+core::LionBuffers read_lion_buffers(const char* op, const Tensor& master, const Tensor& exp_avg,
+                                    const Tensor& grad, const std::optional<Tensor>& param) {
+  const std::array moments{Moment{"exp_avg", exp_avg}};
+  const StepTypes types = check_step(op, master, moments, grad, param);
+  return {master.mutable_data_ptr<float>(),
+          exp_avg.mutable_data_ptr(),
+          types.moments,
+          grad.const_data_ptr(),
+          types.grad,
+          param ? param->mutable_data_ptr() : nullptr,
+          types.param};
+}
+
+}  // namespace zero_ext::ops
