@@ -21,7 +21,6 @@ def library() -> Path:
     folder = CACHE / f"{torch.__version__}-{digest.hexdigest()[:16]}"
     built = folder / "stand_in.so"
     folder.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():
@@ -32,6 +31,8 @@ def library() -> Path:
 def _build(folder: Path) -> None:
     from torch.utils.cpp_extension import load
 
+    # Left by a build that was killed; torch would wait for its end for ever. Whoever builds now is alone here.
+    (folder / "lock").unlink(missing_ok=True)
     load(
         "stand_in",
         sorted(str(source) for source in SOURCES.glob("*.cpp")),

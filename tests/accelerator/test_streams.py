@@ -51,9 +51,9 @@ def test_without_a_wait_there_is_poison(world: World, direction: str) -> None:
     with side:
         into.copy_(source, non_blocking=True)
         arrived = side.record_event()
-    assert not arrived.query()
     if direction == "to the host":
         assert into.isnan().all()
+        assert not arrived.query()
         arrived.synchronize()
         assert torch.equal(into, wanted)
     else:

@@ -19,7 +19,15 @@ CONFIGS = {
         num_key_value_heads=2,
         max_position_embeddings=64,
     ),
-    "gpt2": lambda: transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=97,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
+    ),
 }
 
 
@@ -32,14 +40,14 @@ def losses(
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    draws = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(5):
-        tokens = torch.randint(0, 97, (2, 16)).pin_memory().to(device, non_blocking=True)
+        tokens = torch.randint(0, 97, (2, 16), generator=draws).pin_memory().to(device, non_blocking=True)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.item())

@@ -2,8 +2,11 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
+#include <ATen/core/enum_tag.h>
 
+#include <algorithm>
 #include <cstring>
+#include <optional>
 #include <unordered_map>
 
 #include "allocator.h"
@@ -28,7 +31,7 @@ class Aliases {
     const c10::Storage& storage = tensor.storage();
     auto& entry = aliases_[storage.unsafeGetStorageImpl()];
     if (!entry.host) {
-      entry = {storage, open_storage(storage)};
+      entry = {storage, open_storage(storage), tensor.key_set()};
     }
     at::Tensor host = at::detail::make_tensor<c10::TensorImpl>(
         c10::Storage(entry.host), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
@@ -55,8 +58,7 @@ class Aliases {
     for (const auto& [impl, entry] : aliases_) {
       if (host.storage().unsafeGetStorageImpl() == entry.host.unsafeGetStorageImpl()) {
         at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
-            c10::TensorImpl::VIEW, c10::Storage(entry.device),
-            c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), host.dtype());
+            c10::TensorImpl::VIEW, c10::Storage(entry.device), entry.keys, host.dtype());
         view.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides(),
                                                           host.storage_offset());
         return view;
@@ -89,13 +91,13 @@ class Aliases {
     }
   }
 
-  bool has_device() const { return has_device_; }
   c10::Device device() const { return device_; }
 
  private:
   struct Entry {
     c10::Storage device;
     c10::Storage host;
+    c10::DispatchKeySet keys;  // a view has its base's
   };
 
   // Whoever keeps the alias keeps the device's memory.
@@ -157,19 +159,31 @@ c10::IValue device_result(const c10::IValue& value, Aliases& aliases) {
   return value;
 }
 
-// Ops that may be given a generator draw from the device's own where none was.
-void add_generators(const c10::FunctionSchema& schema, const Aliases& aliases,
-                    torch::jit::Stack& stack, std::size_t begin) {
-  for (std::size_t index = 0; index < schema.arguments().size(); ++index) {
-    const auto* const optional =
-        schema.arguments()[index].type()->castRaw<c10::OptionalType>();
-    if (optional != nullptr && stack[begin + index].isNone() &&
-        optional->getElementType()->kind() == c10::TypeKind::GeneratorType) {
-      const auto& generator = default_generator(aliases.device().index());
-      stack[begin + index] =
-          static_cast<const DeviceGenerator*>(generator.unsafeGetGeneratorImpl())->host();
-    }
+// Lends the device's random numbers to CPU kernels that draw from the CPU's default generator.
+class BorrowedGenerator {
+ public:
+  explicit BorrowedGenerator(at::Generator& own) : own_(own), before_(host_.get_state()) {
+    host_.set_state(own_.get_state());
   }
+  ~BorrowedGenerator() {
+    own_.set_state(host_.get_state());
+    host_.set_state(before_);
+  }
+  BorrowedGenerator(const BorrowedGenerator&) = delete;
+  BorrowedGenerator& operator=(const BorrowedGenerator&) = delete;
+
+ private:
+  at::Generator host_ = at::detail::getDefaultCPUGenerator();
+  at::Generator& own_;
+  at::Tensor before_;
+};
+
+bool draws_from_default(const c10::OperatorHandle& op, const torch::jit::Stack& stack,
+                        std::size_t begin) {
+  const auto& tags = op.getTags();
+  return std::find(tags.begin(), tags.end(), at::Tag::nondeterministic_seeded) != tags.end() &&
+         std::none_of(stack.begin() + static_cast<std::ptrdiff_t>(begin), stack.end(),
+                      [](const c10::IValue& value) { return value.isGenerator(); });
 }
 
 }  // namespace
@@ -181,10 +195,15 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (std::size_t index = begin; index < stack->size(); ++index) {
     (*stack)[index] = host_argument((*stack)[index], aliases);
   }
-  add_generators(schema, aliases, *stack, begin);
   const OnDevice guard(aliases.device());
   current_stream(aliases.device().index()).drain();
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  {
+    std::optional<BorrowedGenerator> borrowed;
+    if (draws_from_default(op, *stack, begin)) {
+      borrowed.emplace(default_generator(aliases.device().index()));
+    }
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  }
   aliases.follow_resized();
   for (std::size_t index = stack->size() - schema.returns().size(); index < stack->size();
        ++index) {
