@@ -61,6 +61,8 @@ class ElementwiseStream:
                 home = gradients[chunk.index]
                 near: Tier = "host" if home.tier == "nvme" else home.tier
                 part = self._staging.bring(home, chunk.begin, chunk.end, near)
+                if part.device != rooms.gradient.device:
+                    self._stream.transfers.record("device", "host", part.nbytes)
                 gradient = rooms.gradient[: chunk.end - chunk.begin].copy_(part).mul_(scale)
                 after.update(self._step_chunk(chunk, gradient, used, rooms.output))
         for name, scalars in after.items():

@@ -77,8 +77,7 @@ class Engine:
             for master in self.masters
         }
         trained = list(self._gradients.values())
-        number = {item.parameter: place for place, item in enumerate(owned)}
-        starts = [min(number[parameter] for parameter in each.unit.parameters) for each in trained]
+        starts = _first_places(owned, [each.unit for each in trained])
         self.norms = GradientNorms(trained, collectives)
         scales_loss = any(unit.layout.dtype is torch.float16 for unit in self.units)
         self.optimizer_step = OptimizerStep(
@@ -88,12 +87,8 @@ class Engine:
         self.residency = Residency(
             self.units, config.units.live_elements, config.units.prefetch_elements, self._bus
         )
-        self.backward_pass = BackwardPass(
-            self.residency,
-            _weakly(self._begin_backward),
-            _weakly(self._end_backward),
-            _weakly(self._abandon_backward),
-        )
+        events = (self._begin_backward, self._end_backward, self._abandon_backward)
+        self.backward_pass = BackwardPass(self.residency, *(_weakly(event) for event in events))
         self.hooks = ForwardHooks(self.residency, self.backward_pass, _weakly(self._check_parameters))
         self.index = {
             parameter: (unit, number)
@@ -294,7 +289,7 @@ class Engine:
                 for number in gradients.contributed:
                     gradients.scale_parameter(number, factor)
             self.norms.forget()
-        return norm.float()
+        return norm.to(self.device, torch.float32)
 
     def refresh_parameters(self) -> None:
         """After master weights changed from outside: parameters follow on all ranks. A collective; it raises
@@ -400,6 +395,12 @@ class Engine:
         self.residency.release_idle()  # what was fetched ahead has the values before the update
         with contextlib.suppress(*([FailedTogether] if replaced else [])):
             step.finish()
+
+
+def _first_places(owned: Sequence[Owned], units: Sequence[Unit]) -> list[int]:
+    """Of each of ``units`` the place, in the order of registration, of its first parameter."""
+    place_of = {item.parameter: place for place, item in enumerate(owned)}
+    return [min(place_of[parameter] for parameter in unit.parameters) for unit in units]
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

@@ -72,7 +72,7 @@ class GradientViews:
             raise RuntimeError(
                 f"norms of sharded gradients are the 2-norm and the inf-norm, not {norm_type:g}"
             )
-        return torch.tensor(value, dtype=torch.float32)
+        return torch.tensor(value, dtype=torch.float32, device=self._engine.device)
 
     def scale(self, key: object, factor: torch.Tensor | float) -> None:
         """See :class:`GradientAccess`."""
