@@ -115,11 +115,11 @@ def gpu_steps(memory: float = 0.0) -> list[Step]:
         benchmark_step("adam", "fused Adam, the bf16 pipeline, 8-bit moments", 40, 15),
         sanitizer_step("memcheck"),
         benchmark_step("step", "a step of a 1.3B GPT, hooks, what the offload hides", 110, 40),
-        benchmark_step("cap10", "the largest model under 10 GiB", 90, 30, "capped", ("--cap", "10", *room)),
+        benchmark_step("cap10", "the largest model under 10 GiB", 100, 30, "capped", ("--cap", "10", *room)),
         benchmark_step(
             "cap32",
             "13B and the largest model under 32 GiB",
-            220,
+            300,
             60,
             "capped",
             ("--cap", "32", "--first", "13b", *room),
