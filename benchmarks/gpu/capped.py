@@ -88,15 +88,15 @@ class Trials:
             depth += 1
         return self.shape_of(width, depth)
 
-    def run(self, shape: GPTShape, moments: str = "") -> dict[str, Any]:
-        """Train `shape` under the cap; the trial as a dictionary, also in the table."""
+    def run(self, shape: GPTShape, moments: str, most: int) -> dict[str, Any]:
+        """Train `shape` under the cap with at most so many sequences; the trial, also in the table."""
         request = {
             "shape": asdict(shape),
             "device": str(self.device),
             "cap": self.room,
             "host": self.host,
             "disk": shutil.disk_usage(nvme_folder()).free,
-            "batch": 2 if self.toy else BATCH,
+            "batch": most,
             "steps": STEPS,
             "moments": moments,
         }
@@ -147,7 +147,10 @@ class Trials:
         if left < (1.0 if self.toy else SECONDS_OF_A_TRIAL):
             self.result.left_out.append(f"{name}: {max(left, 0.0):.0f} s were left for {shape.name}")
             return {}
-        trial = self.run(shape, moments)
+        trial = self.run(shape, moments, 2 if self.toy else BATCH)
+        if "OutOfMemory" in trial.get("reason", "") and trial["batch"] > 1:
+            # How much activations take is an estimate; a smaller batch is the same model.
+            trial = self.run(shape, moments, trial["batch"] // 2)
         if trial.get("timed_out"):
             self.result.left_out.append(f"{name}: {shape.name}, {trial['reason']}")
         else:

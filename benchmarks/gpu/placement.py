@@ -15,6 +15,7 @@ from zero_ext.plan import model_staging
 STATE_BYTES = {"bf16": 8.0, "8bit": 4 + 2 * (1 + 4 / 256)}  # masters and moments of a parameter
 # What stays free of the cap and of the machine's memory.
 DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.94, 0.93, 0.9
+WIDTHS_OF_A_BLOCK, BYTES_OF_A_LOGIT = 26, 12
 SHARE_FOR_STATE = 0.55  # of the cap, where part of the optimizer stays on the device
 
 
@@ -98,20 +99,18 @@ def predicted(placement: Placement, shape: GPTShape) -> Placement:
     bytes_of[tier] += ratio * state
     bytes_of["device"] += (1 - ratio) * state
     bytes_of[placement.offload.get("params", "device")] += params
-    activations = activation_bytes(shape)
-    bytes_of["device"] += activations
+    activations, logits = activation_bytes(shape)
+    bytes_of["device"] += activations + logits
     return replace(
         placement, activations=activations, **{name: int(value) for name, value in bytes_of.items()}
     )
 
 
-def activation_bytes(shape: GPTShape) -> int:
-    """An estimate for one sequence: a checkpoint a block, one block computed again, one chunk of logits."""
-    tokens, width = shape.positions, shape.hidden
-    kept = 2 * tokens * width * shape.layers
-    block = 2 * tokens * width * 22
-    logits = min(tokens, LOSS_CHUNK) * shape.vocabulary * 10
-    return kept + block + logits
+def activation_bytes(shape: GPTShape) -> tuple[int, int]:
+    """An estimate (for each sequence, for any number of them): a checkpoint a block and one block computed
+    again, with its gradients; the logits of one chunk of the loss, in both precisions, and theirs."""
+    each = 2 * shape.positions * shape.hidden * (shape.layers + WIDTHS_OF_A_BLOCK)
+    return each, LOSS_CHUNK * shape.vocabulary * BYTES_OF_A_LOGIT
 
 
 def optimizer_of(model: GPT) -> torch.optim.AdamW:

@@ -19,7 +19,7 @@ from benchmarks.gpu.gpt import GPT, GPT_13B, TOY, XL, build
 from benchmarks.gpu.overlap import hidden_share
 from benchmarks.gpu.placement import Placement, choices, deepest_predicted
 from benchmarks.gpu.plain_limit import deepest
-from benchmarks.gpu.result import Result, Times
+from benchmarks.gpu.result import Budget, Result, Times
 
 GIB = 2**30
 
@@ -104,6 +104,31 @@ def test_13b_with_bf16_moments_takes_97_gibibytes_of_the_host() -> None:
     assert first.fits(32 * GIB, 110 * GIB, 0) and not first.fits(32 * GIB, 100 * GIB, 0)
     assert not first.fits(24 * GIB, 110 * GIB, 0)
     assert 1 <= first.sequences(32 * GIB, 16) < 16
+
+
+def test_a_trial_out_of_memory_is_repeated_with_half_the_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def ask(self: capped.Trials, request: dict[str, Any]) -> dict[str, Any]:
+        asked.append(request["batch"])
+        if len(asked) == 1:
+            return {"trained": False, "reason": "OutOfMemoryError: no room", "batch": 6}
+        return {"trained": True, "reason": "", "step_seconds": [1.0], "teraflops": 2.0, "batch": 3}
+
+    monkeypatch.setattr(capped.Trials, "_ask", ask)
+    result = Result()
+    trials = capped.Trials(CPU, 10 * GIB, 100 * GIB, Budget(1e3), result, toy=False)
+    trials.judge("bar", GPT_13B, 8.0, 9.0)
+    assert asked == [16, 3]
+    assert [(bar.name, bar.value, bar.met) for bar in result.bars] == [("bar", 9.0, True)]
+    monkeypatch.setattr(capped.Trials, "_ask", lambda *_: {"trained": False, "reason": "ended"})
+    trials.judge("other", GPT_13B, 8.0, 9.0)
+    assert not result.bars[1].met
+    monkeypatch.setattr(
+        capped.Trials, "_ask", lambda *_: {"trained": False, "timed_out": True, "reason": "no end"}
+    )
+    trials.judge("late", GPT_13B, 8.0, 9.0)
+    assert len(result.bars) == 2 and result.left_out == ["late: gpt-13b, no end"]
 
 
 def test_predictions_go_on_linearly_until_a_tier_is_full() -> None:
