@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -31,9 +32,17 @@ class GPTShape:
     @property
     def parameters(self) -> int:
         """Number of parameters."""
-        block = 12 * self.hidden**2 + 13 * self.hidden
-        ends = (2 * self.vocabulary + self.positions + 2) * self.hidden
-        return self.layers * block + ends
+        return self.layers * self.block_parameters + self.end_parameters
+
+    @property
+    def block_parameters(self) -> int:
+        """Number of parameters of one block."""
+        return 12 * self.hidden**2 + 13 * self.hidden
+
+    @property
+    def end_parameters(self) -> int:
+        """Number of parameters before the first block and after the last."""
+        return (2 * self.vocabulary + self.positions + 2) * self.hidden
 
     def operations(self, tokens: int) -> float:
         """Floating-point operations of forward and backward on `tokens`, without what checkpointing repeats.
@@ -125,13 +134,12 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def fill(named: Iterable[tuple[str, nn.Parameter]], seed: int) -> None:
-    """Ones for norms, zeros for biases, a normal distribution for matrices: the same for the same seed and
-    kind of device."""
-    generator: torch.Generator | None = None
+    """Ones for norms, zeros for biases, a normal distribution for matrices: the same for the same seed, name
+    and kind of device."""
     for name, parameter in named:
-        if generator is None:
-            generator = torch.Generator(parameter.device).manual_seed(seed)
         if parameter.dim() > 1:
+            own = zlib.crc32(name.encode()) + seed
+            generator = torch.Generator(parameter.device).manual_seed(own)
             parameter.normal_(0.0, INITIAL_DEVIATION, generator=generator)
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -16,7 +16,8 @@ STATE_BYTES = {"bf16": 8.0, "8bit": 4 + 2 * (1 + 4 / 256)}  # masters and moment
 # What stays free of the cap and of the machine's memory.
 DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.94, 0.93, 0.9
 WIDTHS_OF_A_BLOCK, BYTES_OF_A_LOGIT = 26, 12
-SHARE_FOR_STATE = 0.55  # of the cap, where part of the optimizer stays on the device
+SHARE_FOR_STATE = 0.7  # of the cap, where part of the optimizer stays on the device
+GRADIENT_BYTES = 2  # of a parameter whose optimizer stays there: its gradient is kept
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Placement:
 
 def choices(shape: GPTShape, cap: int, moments: str = "") -> list[Placement]:
     """Placements from the quickest to the most frugal, with predicted bytes; of `moments` only, if given."""
-    state = STATE_BYTES["8bit"] * shape.parameters
-    ratio = 1.0 - min(0.9, SHARE_FOR_STATE * cap / state)
+    kept = (STATE_BYTES["8bit"] + GRADIENT_BYTES) * shape.parameters
+    ratio = 1.0 - min(0.9, SHARE_FOR_STATE * cap / kept)
     host = {"params": "host", "optimizer": "host"}
     found = [
         Placement("optimizer on the host, bf16 moments", "bf16", {"optimizer": "host"}),
@@ -77,6 +78,11 @@ def choices(shape: GPTShape, cap: int, moments: str = "") -> list[Placement]:
             "parameters and part of the optimizer on the host, 8-bit moments",
             "8bit",
             {**host, "ratio": ratio},
+        ),
+        Placement(
+            "parameters on NVMe, optimizer on the host, 8-bit moments",
+            "8bit",
+            {"params": "nvme", "optimizer": "host"},
         ),
         Placement(
             "parameters on the host, optimizer on NVMe, 8-bit moments",
@@ -97,7 +103,10 @@ def predicted(placement: Placement, shape: GPTShape) -> Placement:
     params = 2 * shape.parameters
     bytes_of = {"device": float(staging.pool.nbytes), "host": float(staging.host), "nvme": 0.0}
     bytes_of[tier] += ratio * state
-    bytes_of["device"] += (1 - ratio) * state
+    if ratio < 1:
+        # Units are not split: up to one more stays.
+        stays = (1 - ratio) * shape.parameters + shape.block_parameters
+        bytes_of["device"] += stays * (STATE_BYTES[placement.moments] + GRADIENT_BYTES)
     bytes_of[placement.offload.get("params", "device")] += params
     activations, logits = activation_bytes(shape)
     bytes_of["device"] += activations + logits

@@ -70,8 +70,6 @@ def plain_limit(
 ) -> tuple[GPTShape | None, int, int]:
     """(deepest shape that trained, trials, most bytes its tensors took); `of` makes a shape of a depth."""
     cap_memory(device, cap)
-    ends = of(0).parameters
-    block = of(1).parameters - ends
     peaks: dict[int, int] = {0: 0}
 
     def works(depth: int) -> bool:
@@ -83,5 +81,7 @@ def plain_limit(
         gc.collect()
         return found
 
-    depth, trials = deepest(int((cap / STATE_BYTES - ends) / block), works)
+    one = of(1)
+    guess = int((cap / STATE_BYTES - one.end_parameters) / one.block_parameters)
+    depth, trials = deepest(guess, works)
     return (of(depth) if depth else None), trials, peaks[depth]

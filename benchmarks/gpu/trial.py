@@ -79,9 +79,9 @@ def prepared(shape: GPTShape, placement: Placement) -> tuple[Any, Any]:
         model = GPT(shape, checkpointing=True)
     names = {parameter: name for name, parameter in model.named_parameters()}
     model, optimizer = zero_ext.prepare(model, optimizer_of(model), placement.configuration(), values="empty")
-    for number, unit in enumerate(engine_of(model).units):
+    for unit in engine_of(model).units:
         with zero_ext.gathered(unit.parameters, modifier_rank=0):
-            fill([(names[parameter], parameter) for parameter in unit.parameters], WEIGHT_SEED + number)
+            fill([(names[parameter], parameter) for parameter in unit.parameters], WEIGHT_SEED)
     return model, optimizer
 
 
