@@ -13,6 +13,7 @@ from zero_ext.plan.simulation.training import PARAMETER_BYTES
 PIECES = 256  # of all updates through NVMe at most; the engine's chunks are smaller, which changes ends only
 PIECES_HELD = 8  # by the ring
 READ_AHEAD = 4
+STATE = "write state"
 
 AddTask = Callable[[str, str, float, Iterable[int]], int]
 Write = tuple[str, float, list[int]]
@@ -108,20 +109,26 @@ class Updates:
         for piece in range(pieces):
             while len(self._writes) > READ_AHEAD:
                 self._write()
-            freed = [self._written[0]] if len(self._written) == PIECES_HELD else []
+            freed = self._room()
             ready = [self._add(f"read state {number}.{piece}", READ, read, [*after, *freed])]
             if self._grads == "device":
                 copy = self._costs.to_host(elements, width) / pieces
                 ready.append(self._add(f"gradient {number}.{piece}", TO_HOST, copy, after))
             done.append(self._add(f"update {number}.{piece}", HOST, update, ready))
-            self._writes.append((f"write state {number}.{piece}", write, [done[-1]]))
+            self._writes.append((f"{STATE} {number}.{piece}", write, [done[-1]]))
         return done
+
+    def _room(self) -> list[int]:
+        """The write after which the next piece has room in the ring, if it has to wait for any."""
+        waiting = sum(name.startswith(STATE) for name, _, _ in self._writes)
+        behind = PIECES_HELD - waiting
+        return [self._written[-behind]] if len(self._written) >= behind else []
 
     def _write(self) -> None:
         name, seconds, after = self._writes.popleft()
         task = self._add(name, WRITE, seconds, after)
         self._stored.append(task)
-        if name.startswith("write state"):
+        if name.startswith(STATE):
             self._written.append(task)
 
     def _publish(self, number: int, after: Sequence[int]) -> list[int]:
