@@ -31,7 +31,8 @@ def library() -> Path:
 def _build(folder: Path) -> None:
     from torch.utils.cpp_extension import load
 
-    # Left by a build that was killed; torch would wait for its end for ever. Whoever builds now is alone here.
+    # Left by a build that was killed; torch would wait for its end for ever. Whoever builds now is alone
+    # here.
     (folder / "lock").unlink(missing_ok=True)
     load(
         "stand_in",

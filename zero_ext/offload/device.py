@@ -52,10 +52,12 @@ class Device:
     """Memory of the tiers "device" and "host", and copies between them.
 
     On a CPU both are host memory and a copy is a plain one. On an accelerator host memory is pinned, and a
-    copy runs in a stream of its direction, after what the current stream was given before it.
+    copy runs in a stream of its direction, after what the current stream was given before it. Raises
+    ``RuntimeError`` where the device's kernels cannot be had.
     """
 
     def __init__(self, device: torch.device) -> None:
+        ops.load_kernels(device)
         self.device = device
         self._to_device = self._to_host = None
         if self.is_accelerator:
