@@ -57,10 +57,10 @@ class Device:
     """
 
     def __init__(self, device: torch.device) -> None:
-        ops.load_kernels(device)
         self.device = device
         self._to_device = self._to_host = None
         if self.is_accelerator:
+            ops.load_kernels(device)
             self._to_device, self._to_host = torch.Stream(device), torch.Stream(device)
 
     @property
