@@ -52,17 +52,9 @@ class Trials:
         self.budget, self.result = budget, result
         # Staging and activations of toy models are as large as their state; nothing holds them to a cap.
         self.room = 100 * cap if toy else cap
-        columns = (
-            "model",
-            "parameters, 10⁹",
-            "placement",
-            "trained",
-            "batch",
-            "peak GiB",
-            "prepare s",
-            "step s",
-        )
-        self.rows = result.table(f"Under a cap of {cap / 2**30:.3g} GiB", (*columns, "TFLOP/s"), NOTE)
+        columns = ("model", "parameters, 10⁹", "placement", "predicted GiB: device, host, NVMe", "trained")
+        figures = ("batch", "peak GiB", "prepare s", "step s", "TFLOP/s")
+        self.rows = result.table(f"Under a cap of {cap / 2**30:.3g} GiB", (*columns, *figures), NOTE)
 
     def plain(self) -> GPTShape | None:
         """The deepest of PyTorch alone."""
@@ -70,7 +62,7 @@ class Trials:
         shape, count, peak = plain_limit(lambda depth: self.shape_of(width, depth), self.device, self.cap)
         name, size = (shape.name, f"{shape.parameters / 1e9:.3f}") if shape else ("none", "0")
         words = f"PyTorch alone, deepest of {count} trials"
-        self.rows.append([name, size, words, "yes", "1", f"{peak / 2**30:.1f}", "", "", ""])
+        self.rows.append([name, size, words, "", "yes", "1", f"{peak / 2**30:.1f}", "", "", ""])
         self.result.data["plain"] = {"parameters": shape.parameters if shape else 0, "peak": peak}
         return shape
 
@@ -108,6 +100,7 @@ class Trials:
                 shape.name,
                 f"{shape.parameters / 1e9:.3f}",
                 str(trial.get("placement", "")),
+                ", ".join(f"{nbytes / 2**30:.1f}" for nbytes in (trial.get("predicted") or {}).values()),
                 "yes" if trial.get("trained") else f"no: {trial['reason']}",
                 str(trial.get("batch", "")),
                 f"{trial.get('peak', 0) / 2**30:.1f}",
