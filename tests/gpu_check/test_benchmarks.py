@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu import adam, capped, copies, step, trial
+from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.gpt import GPT, GPT_13B, TOY, XL, build
 from benchmarks.gpu.overlap import hidden_share
 from benchmarks.gpu.placement import Placement, choices, deepest_predicted
@@ -36,6 +37,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(importlib.util, "find_spec", without_deepspeed)
     monkeypatch.setattr(capped.Trials, "_ask", lambda self, request: asdict(trial.main(request)))
+    monkeypatch.setattr(step, "SECONDS_TO_PREPARE", 0.0)
+    monkeypatch.setattr(step, "PROBE_BYTES", 2**22)
+    monkeypatch.setattr(step, "SHARE_OF_HOOKS", 0.01)
+    monkeypatch.setattr(step, "SHARE_OF_STEPS", 0.01)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
         monkeypatch.delenv(name)
@@ -48,7 +53,7 @@ def test_every_benchmark_runs_at_toy_size(quick: None, capsys: pytest.CaptureFix
     for result in (
         copies.measure(CPU, 0.01, True),
         adam.measure(CPU, 0.01, True),
-        step.measure(CPU, 0.1, True),
+        step.measure(CPU, 12.0, True),
         capped.measure(CPU, 32, "13b", 0.0, 60.0, True),
     ):
         result.finish()
@@ -71,6 +76,15 @@ def test_every_benchmark_runs_at_toy_size(quick: None, capsys: pytest.CaptureFix
     assert all(not result["failures"] for result in found)
     for table in whole.values():
         assert all(len(row) == len(table["columns"]) for row in table["rows"]), table["title"]
+
+
+def test_storage_too_slow_for_a_step_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "written_per_second", lambda folder: 1e6)
+    result = Result()
+    steps = step.Steps(XL, CPU, 8, result)
+    step.measure_nvme_part(steps, Clock(CPU), Budget(60.0))
+    assert len(result.left_out) == 1 and "it needs 16.1 GB" in result.left_out[0]
+    assert not result.tables and not result.failures
 
 
 def test_shapes_count_their_parameters() -> None:
