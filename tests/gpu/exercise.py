@@ -42,12 +42,31 @@ def adam(device: torch.device, count: int, generator: torch.Generator) -> list[t
     return pairs
 
 
+def lion(device: torch.device, count: int, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
+    """The same of Lion."""
+    state = [torch.randn(count, generator=generator) for _ in range(2)]
+    grad, param = torch.randn(count, generator=generator).bfloat16(), torch.zeros(count).bfloat16()
+    row = torch.tensor([[1e-3, 0.9, 0.99, 0.1, 0.0]], dtype=torch.float64)
+    rest = [torch.tensor([[0, count]]), row, torch.tensor(0.5)]
+    here = moved(device, [*state, grad, param, *rest])
+    ops.lion_step_(*here)
+    ops.lion_step_(*state, grad, param, *rest)
+    return [*zip(here[:2], state, strict=True), (here[3], param)]
+
+
 def eight_bit(device: torch.device, count: int, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
-    """The same for quantizing and reading back."""
+    """The same for quantizing, an update of what was quantized, and reading back."""
     values = torch.randn(count, generator=generator)
-    here, there = (ops.quantize_blockwise(each, True) for each in (values.to(device), values))
-    back = [ops.dequantize_blockwise(each, True) for each in (here, there)]
-    return [(here.codes, there.codes), (here.scales, there.scales), (back[0], back[1])]
+    row = torch.tensor([[1e-3, 0.9, 0.999, 1e-8, 0.1, 2.0, 1.0, 0.0]], dtype=torch.float64)
+    rest = [torch.tensor([[0, count]]), row, torch.tensor(0.5)]
+    results = []
+    for where in (device, torch.device("cpu")):
+        start = values.to(where, copy=True)
+        first, second = ops.quantize_blockwise(start, True), ops.quantize_blockwise(start.abs(), False)
+        ops.adam_step_8bit_(start, first, second, start.bfloat16(), None, *moved(where, rest))
+        back = (ops.dequantize_blockwise(first, True), ops.dequantize_blockwise(second, False))
+        results.append([start, *first, *second, *back])
+    return list(zip(*results, strict=True))
 
 
 def flat(device: torch.device, count: int, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
@@ -83,7 +102,7 @@ def main() -> int:
     generator = torch.Generator().manual_seed(seed)
     compared, different = 0, 0
     for count in SIZES:
-        for kernels in (adam, eight_bit, flat):
+        for kernels in (adam, lion, eight_bit, flat):
             for found, wanted in kernels(device, count, generator):
                 compared += 1
                 if not torch.equal(found.cpu(), wanted):

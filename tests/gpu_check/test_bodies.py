@@ -30,6 +30,7 @@ from tests.gpu.test_graphs import (
     test_replays_equal_steps_made_one_by_one,
 )
 from tests.gpu.test_groups import test_trains_as_without_a_group, world
+from tests.gpu.test_lion import test_is_the_cpus
 from tests.gpu.test_memory import OFFLOADS, test_a_second_hundred_steps_take_no_more
 from tests.gpu.test_memory import test_device_bytes_are_the_ledgers as check_device_bytes
 
@@ -41,6 +42,7 @@ __all__ = [
     "test_a_thousand_pieces_in_one_call",
     "test_adam_is_the_cpus",
     "test_delayed_updates_follow_the_cpus",
+    "test_is_the_cpus",
     "test_long_ranges_of_any_alignment",
     "test_narrow_moments_train_alike_in_every_tier",
     "test_pieces",
