@@ -4,6 +4,7 @@ from zero_ext.checkpoint.model import load_checkpoint, save_checkpoint
 from zero_ext.checkpoint.safetensors_load import load_safetensors
 from zero_ext.config import ConfigError, ZeroConfig, load_config
 from zero_ext.integrations import initialize
+from zero_ext.optim.lion import Lion
 from zero_ext.zero.gathered import (
     double_backward,
     full_gradient,
@@ -19,6 +20,7 @@ from zero_ext.zero.tiling import TiledEmbedding, TiledLinear
 __all__ = [
     "ConfigError",
     "Init",
+    "Lion",
     "TiledEmbedding",
     "TiledLinear",
     "ZeroConfig",

@@ -365,6 +365,16 @@ def test_adam_takes_deepspeeds_defaults() -> None:
     assert "optimizer.params.torch_adam" in [note.path for note in torchs.notes]
 
 
+def test_lion_takes_deepspeeds_defaults() -> None:
+    given = {"type": "Lion", "params": {"betas": [0.8, 0.9], "set_grad_none": True}}
+    translation = load_deepspeed_config({"optimizer": given})
+    assert translation.config.optimizer is not None
+    assert translation.config.optimizer.params == {"lr": 1e-3, "betas": [0.8, 0.9]}
+    assert "optimizer.params.set_grad_none" in [note.path for note in translation.notes]
+    missing = load_deepspeed_config({"optimizer": {"type": "Lion"}}).config.optimizer
+    assert missing is not None and missing.params == {"lr": 1e-3, "betas": [0.9, 0.999]}
+
+
 def test_never_printing_may_be_infinity() -> None:
     assert load_deepspeed_config({"steps_per_print": math.inf}).config.steps_per_print is None
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import zero_ext
 from zero_ext.config import ConfigError, OptimizerPolicy, SchedulerPolicy, load_deepspeed_config
 from zero_ext.config.kinds import OPTIMIZERS, REFUSED_OPTIMIZERS, REFUSED_SCHEDULERS, SCHEDULERS
 from zero_ext.optim import schedulers
@@ -32,8 +33,9 @@ def stepped(optimizer: torch.optim.Optimizer) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_known_optimizer_is_torchs(name: str) -> None:
-    wanted = torch.optim.AdamW if name == "Adam" else getattr(torch.optim, name)
+def test_every_known_optimizer_is_torchs_or_lion(name: str) -> None:
+    names = {"Adam": torch.optim.AdamW, "Lion": zero_ext.Lion}
+    wanted = names[name] if name in names else getattr(torch.optim, name)
     for spelling in (name, name.lower(), name.upper()):
         assert type(built(spelling, lr=0.05)) is wanted
     assert stepped(built(name, lr=0.05)).equal(stepped(wanted(parameters(), lr=0.05)))

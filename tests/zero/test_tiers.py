@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
@@ -24,6 +25,7 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": sgd,
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
     "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "lion": lambda p: zero_ext.Lion(p, lr=1e-3, weight_decay=0.1),
     "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
     "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
@@ -79,6 +81,15 @@ def test_torchs_own_optimizers(world: World, name: str) -> None:
         {"optimizer": "nvme", "params": "nvme"},
     ):
         check_equal(train(world, 3, PLANS[1], tiers, OPTIMIZERS[name]), reference)
+
+
+@on_ranks(1, 2)
+def test_lion_with_a_moment_in_bf16(world: World) -> None:
+    bf16 = {"precision": {"dtype": "bf16", "moments_dtype": "bf16"}}
+    plan, make = Plan(clip=0.1, dtype="bf16"), OPTIMIZERS["lion"]
+    reference = train(world, 3, plan, {}, make, **bf16)
+    for tiers in ({"optimizer": "host", "params": "host"}, {"optimizer": "nvme", "grads": "nvme"}):
+        check_equal(train(world, 3, plan, tiers, make, **bf16), reference)
 
 
 @on_ranks(1, 2)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import optim
 
+from zero_ext.optim.lion import Lion
+
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.Adadelta,
     optim.Adagrad,
@@ -17,6 +19,7 @@ ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.Adamax,
     optim.AdamW,
     optim.ASGD,
+    Lion,
     optim.NAdam,
     optim.RAdam,
     optim.RMSprop,
@@ -32,7 +35,13 @@ WHOLE_TENSOR: dict[str, str] = {
 
 
 def fusible(optimizer: optim.Optimizer) -> bool:
-    """Whether the fused one-pass op computes what ``optimizer`` would: Adam or AdamW without amsgrad."""
+    """Whether a fused one-pass op computes what ``optimizer`` would: Lion, or what :func:`streamable` is."""
+    return type(optimizer) is Lion or streamable(optimizer)
+
+
+def streamable(optimizer: optim.Optimizer) -> bool:
+    """Whether the fused op also steps state on NVMe, in one pipeline: Adam or AdamW without amsgrad. For
+    others the optimizer's own code steps chunks there."""
     if type(optimizer) not in (optim.Adam, optim.AdamW):
         return False
     return not any(group["amsgrad"] or group.get("differentiable") for group in optimizer.param_groups)
@@ -97,7 +106,10 @@ def _run(
 def initial_state(
     optimizer: optim.Optimizer, value: torch.Tensor, group: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """The state of ``value`` before the first step, for the classes that make it at construction."""
+    """The state of ``value`` before the first step, for the classes that make it at construction, and for
+    Lion, whose fused stepper does."""
+    if type(optimizer) is Lion:
+        return {"exp_avg": torch.zeros_like(value)}
     if not isinstance(optimizer, optim.Adagrad):
         return {}
     return {"step": torch.tensor(0.0), "sum": torch.full_like(value, group["initial_accumulator_value"])}

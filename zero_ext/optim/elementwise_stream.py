@@ -47,7 +47,7 @@ class ElementwiseStream:
                 }
                 self._made[segment.name] = bool(state)
                 for name, entry in state.items():
-                    if per_element(entry):
+                    if per_element(entry) and entry[0] != 0:  # storage is zero from the start
                         _fill(_stored(owned), name, segment, float(entry[0]))
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:

@@ -1,7 +1,9 @@
-"""Adam and AdamW in one pass over flat shards (Kingma & Ba 2015; Loshchilov & Hutter 2019)."""
+"""Optimizers in one pass over flat shards: Adam and AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019), Lion
+(Chen et al. 2023)."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,62 +22,42 @@ from zero_ext.offload import (
     Values,
     stream_adam,
 )
-from zero_ext.optim.moments import EightBitMoments, FloatMoments, Moments, MomentsDtype
+from zero_ext.optim.compatibility import plain_scalars
+from zero_ext.optim.lion import lion_row
+from zero_ext.optim.moments import EightBitMoments, FloatMoments, LionMoments, Moments, MomentsDtype
 from zero_ext.optim.stepper import OwnedRange, Segment, Update
 
 
-class AdamStepper:
-    """Fused Adam over owned ranges: unscale, clip, update, cast to compute precision in one pass of memory.
-
-    Hyper-parameters are read from the live ``groups`` at each step; every parameter counts its own steps,
-    as torch's do. Moments are fp32, bf16 or "8bit".
+class FusedStepper(ABC):
+    """A fused optimizer over owned ranges in memory: unscale, clip, update, cast to compute precision in one
+    pass of memory. Hyper-parameters are read from the live ``groups`` at each step.
     """
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
         ranges: Sequence[OwnedRange],
-        moments_dtype: MomentsDtype,
+        moments: Moments,
         staging: StepStaging,
     ) -> None:
         self._groups = groups
         self._ranges = tuple(ranges)
         self._staging = staging
-        self._steps = {segment.name: 0 for owned in ranges for segment in owned.segments}
-        self._kept_steps: dict[int, dict[str, int]] = {}
-        self._moments: Moments = (
-            EightBitMoments(ranges) if moments_dtype == "8bit" else FloatMoments(ranges, moments_dtype)
-        )
+        self._moments = moments
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`. Gradients may be fp32, bf16 or fp16."""
-        stored: list[AdamWork] = []
-        in_storage: list[int] = []
         for update in updates:
             owned = self._ranges[update.index]
             bounds, rows = self._rows(owned, used)
-            output, tier = owned.output, owned.state.tier
-            if isinstance(owned.state, NvmeState):
-                in_storage.append(update.index)
-                if self._staging.reaches(update.gradient, "host") and self._staging.reaches(output, "host"):
-                    stored.append(AdamWork(owned.state, update.gradient, output, bounds, rows))
-                else:
-                    self._step_far(owned.state, update.gradient, output, (bounds, rows), scale)
-                continue
-            for part in self._staging.parts(tier, update.gradient, output):
+            for part in self._staging.parts(owned.state.tier, update.gradient, owned.output):
                 self._step_part(update.index, part, bounds, rows, scale)
             yield update.index
-        if stored:
-            # All ranges in one pipeline: between two of them nothing has to drain.
-            stream_adam(stored, scale)
-        yield from in_storage
 
     def _rows(
         self, owned: OwnedRange, used: frozenset[str]
     ) -> tuple[list[tuple[int, int]], list[list[float]]]:
-        """Element ranges to step and the hyper-parameters of each; the parameters' steps are counted."""
-        for name in {segment.name for segment in owned.segments if segment.name in used}:
-            self._steps[name] += 1
+        """Element ranges to step and the hyper-parameters of each."""
         bounds: list[tuple[int, int]] = []
         rows: list[list[float]] = []
         for segment in owned.segments:
@@ -89,6 +71,106 @@ class AdamStepper:
                 bounds.append((begin, end))
                 rows.append(row)
         return bounds, rows
+
+    def _step_part(
+        self,
+        index: int,
+        part: StepPart,
+        bounds: list[tuple[int, int]],
+        rows: list[list[float]],
+        scale: torch.Tensor,
+    ) -> None:
+        inside, kept = _inside(part, bounds, rows)
+        covered = sum(end - begin for begin, end in inside)
+        if part.staged is not None and covered < part.end - part.begin:
+            # All of it goes back, so elements that the step leaves alone need the value they have.
+            part.staged.copy_(self._ranges[index].state.read(MASTER, part.begin, part.end))
+        if kept:
+            segments = torch.tensor(inside, dtype=torch.int64)
+            hyper = torch.tensor(kept, dtype=torch.float64)
+            self._moments.update(index, part, segments, hyper, scale)
+
+    @abstractmethod
+    def _hyper_parameters(self, segment: Segment) -> list[float]:
+        """A row of ``hyper`` as the op takes it."""
+
+    def keep(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        self._ranges[index].state.keep()
+
+    def settle(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        self._ranges[index].state.settle()
+
+    def take_back(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        self._ranges[index].state.take_back()
+
+    def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
+        """See :class:`Stepper`: the moments."""
+        return self._moments.values(index)
+
+    @abstractmethod
+    def scalars(self) -> dict[str, Any]:
+        """See :class:`Stepper`."""
+
+    @abstractmethod
+    def load_scalars(self, state: dict[str, Any]) -> None:
+        """See :class:`Stepper`."""
+
+    def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
+        """See :class:`Stepper`; the moments exist from the start."""
+        return lambda: None
+
+    def state_bytes(self) -> Mapping[Tier, int]:
+        """See :class:`Stepper`: none, the moments lie beside the master weights."""
+        return {}
+
+
+class AdamStepper(FusedStepper):
+    """Adam and AdamW, on state in memory and on NVMe. Every parameter counts its own steps, as torch's do.
+    Moments are fp32, bf16 or "8bit"."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        ranges: Sequence[OwnedRange],
+        moments_dtype: MomentsDtype,
+        staging: StepStaging,
+    ) -> None:
+        moments: Moments = (
+            EightBitMoments(ranges) if moments_dtype == "8bit" else FloatMoments(ranges, moments_dtype)
+        )
+        super().__init__(groups, ranges, moments, staging)
+        self._steps = {segment.name: 0 for owned in ranges for segment in owned.segments}
+        self._kept_steps: dict[int, dict[str, int]] = {}
+
+    def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
+        """See :class:`Stepper`. Gradients may be fp32, bf16 or fp16."""
+        stored: list[AdamWork] = []
+        in_storage: list[int] = []
+        for update in updates:
+            owned = self._ranges[update.index]
+            if not isinstance(owned.state, NvmeState):
+                yield from super().step([update], scale, used)
+                continue
+            gradient, output, rows = update.gradient, owned.output, self._rows(owned, used)
+            in_storage.append(update.index)
+            if self._staging.reaches(gradient, "host") and self._staging.reaches(output, "host"):
+                stored.append(AdamWork(owned.state, gradient, output, *rows))
+            else:
+                self._step_far(owned.state, gradient, output, rows, scale)
+        if stored:
+            # All ranges in one pipeline: between two of them nothing has to drain.
+            stream_adam(stored, scale)
+        yield from in_storage
+
+    def _rows(
+        self, owned: OwnedRange, used: frozenset[str]
+    ) -> tuple[list[tuple[int, int]], list[list[float]]]:
+        for name in {segment.name for segment in owned.segments if segment.name in used}:
+            self._steps[name] += 1
+        return super()._rows(owned, used)
 
     def _step_far(
         self,
@@ -114,24 +196,6 @@ class AdamStepper:
             stream_adam([AdamWork(state.part(*span), source, target, bounds, rows)], scale)
             part.sent.extend(bounds or [(0, 0)])
 
-    def _step_part(
-        self,
-        index: int,
-        part: StepPart,
-        bounds: list[tuple[int, int]],
-        rows: list[list[float]],
-        scale: torch.Tensor,
-    ) -> None:
-        inside, kept = _inside(part, bounds, rows)
-        covered = sum(end - begin for begin, end in inside)
-        if part.staged is not None and covered < part.end - part.begin:
-            # All of it goes back, so elements that the step leaves alone need the value they have.
-            part.staged.copy_(self._ranges[index].state.read(MASTER, part.begin, part.end))
-        if kept:
-            segments = torch.tensor(inside, dtype=torch.int64)
-            hyper = torch.tensor(kept, dtype=torch.float64)
-            self._moments.update(index, part, segments, hyper, scale)
-
     def _hyper_parameters(self, segment: Segment) -> list[float]:
         group = self._groups[segment.group]
         beta1, beta2 = group["betas"]
@@ -151,20 +215,12 @@ class AdamStepper:
         """See :class:`Stepper`."""
         owned = self._ranges[index]
         self._kept_steps[index] = {segment.name: self._steps[segment.name] for segment in owned.segments}
-        owned.state.keep()
-
-    def settle(self, index: int) -> None:
-        """See :class:`Stepper`."""
-        self._ranges[index].state.settle()
+        super().keep(index)
 
     def take_back(self, index: int) -> None:
         """See :class:`Stepper`."""
         self._steps.update(self._kept_steps[index])
-        self._ranges[index].state.take_back()
-
-    def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
-        """See :class:`Stepper`: ``exp_avg`` and ``exp_avg_sq``."""
-        return self._moments.values(index)
+        super().take_back(index)
 
     def scalars(self) -> dict[str, Any]:
         """See :class:`Stepper`: the number of steps of every parameter."""
@@ -175,13 +231,28 @@ class AdamStepper:
         for name in self._steps:
             self._steps[name] = int(state["step"][name])
 
-    def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
-        """See :class:`Stepper`; the moments exist from the start."""
-        return lambda: None
 
-    def state_bytes(self) -> Mapping[Tier, int]:
-        """See :class:`Stepper`: none, the moments lie beside the master weights."""
-        return {}
+class LionStepper(FusedStepper):
+    """Lion on state in memory, its moment fp32 or bf16."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        ranges: Sequence[OwnedRange],
+        moments_dtype: torch.dtype,
+        staging: StepStaging,
+    ) -> None:
+        super().__init__(groups, ranges, LionMoments(ranges, moments_dtype), staging)
+
+    def _hyper_parameters(self, segment: Segment) -> list[float]:
+        return lion_row(self._groups[segment.group])
+
+    def scalars(self) -> dict[str, Any]:
+        """See :class:`Stepper`: there are none, in the form that the element-wise steppers give them."""
+        return {segment.name: plain_scalars({}) for owned in self._ranges for segment in owned.segments}
+
+    def load_scalars(self, state: dict[str, Any]) -> None:
+        """See :class:`Stepper`."""
 
 
 def _inside(

@@ -1,8 +1,8 @@
-"""Where Adam's two moments are kept and in which precision: floats beside the masters, or 8-bit blocks."""
+"""Where moments are kept and in which precision: floats beside the masters, or Adam's in 8-bit blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from zero_ext.optim.block_values import BlockValues, codes_of, scales_of
 from zero_ext.optim.stepper import OwnedRange, Segment
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+LION_MOMENTS = ("exp_avg",)
 _SIGNED = (True, False)
 MomentsDtype = torch.dtype | Literal["8bit"]
 _BY_NAME: dict[str, MomentsDtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": "8bit"}
@@ -24,7 +25,7 @@ def moments_dtype_named(name: str) -> MomentsDtype:
 
 
 def moment_fields(dtype: MomentsDtype) -> dict[str, StateField]:
-    """The state that moments of ``dtype`` take, in the order of ``ops.ADAM_FIELDS``."""
+    """The state that Adam's moments of ``dtype`` take, in the order of ``ops.ADAM_FIELDS``."""
     if isinstance(dtype, torch.dtype):
         return dict.fromkeys(MOMENTS, StateField(dtype))
     scales = dict.fromkeys(map(scales_of, MOMENTS), StateField(torch.float32, ops.BLOCK_ELEMENTS))
@@ -32,24 +33,25 @@ def moment_fields(dtype: MomentsDtype) -> dict[str, StateField]:
 
 
 class Moments(Protocol):
-    """Both moments of every owned range; zeros at first. ``index`` counts the ranges."""
+    """The moments of every owned range; zeros at first. ``index`` counts the ranges."""
 
     def update(
         self, index: int, part: StepPart, segments: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor
     ) -> None:
-        """Adam over one part of a range; ``segments``, ``hyper`` and ``scale`` as `ops.adam_step_` takes
-        them."""
+        """The step over one part of a range; ``segments``, ``hyper`` and ``scale`` as its op takes them."""
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Stepper`."""
 
 
 class FloatMoments:
-    """Moments in fp32 or bf16, as state of the ranges."""
+    """Adam's moments in fp32 or bf16, as state of the ranges."""
+
+    KINDS: tuple[str, ...] = MOMENTS
 
     def __init__(self, ranges: Sequence[OwnedRange], dtype: torch.dtype) -> None:
         self._ranges = tuple(ranges)
-        _add_state(ranges, dtype)
+        _add_state(ranges, dict.fromkeys(self.KINDS, StateField(dtype)))
 
     def update(
         self, index: int, part: StepPart, segments: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor
@@ -63,9 +65,23 @@ class FloatMoments:
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Moments`."""
         owned = self._ranges[index]
-        for kind in MOMENTS:
+        for kind in self.KINDS:
             for segment in owned.segments:
                 yield kind, segment, owned.state.run(kind, segment.begin, segment.begin + segment.numel)
+
+
+class LionMoments(FloatMoments):
+    """Lion's moment in fp32 or bf16, as state of the ranges."""
+
+    KINDS = LION_MOMENTS
+
+    def update(
+        self, index: int, part: StepPart, segments: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor
+    ) -> None:
+        """See :class:`Moments`."""
+        master, exp_avg = self._ranges[index].state.read_kinds((MASTER, *self.KINDS), part.begin, part.end)
+        segments, hyper, scale = _beside(master, segments, hyper, scale)
+        ops.lion_step_(master, exp_avg, part.gradient, part.output, segments, hyper, scale)
 
 
 class EightBitMoments:
@@ -74,7 +90,7 @@ class EightBitMoments:
 
     def __init__(self, ranges: Sequence[OwnedRange]) -> None:
         self._ranges = tuple(ranges)
-        _add_state(ranges, "8bit")
+        _add_state(ranges, moment_fields("8bit"))
 
     def update(
         self, index: int, part: StepPart, segments: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor
@@ -104,7 +120,7 @@ def _beside(state: torch.Tensor, *small: torch.Tensor) -> list[torch.Tensor]:
     return [values.to(state.device, non_blocking=True) for values in small]
 
 
-def _add_state(ranges: Sequence[OwnedRange], dtype: MomentsDtype) -> None:
+def _add_state(ranges: Sequence[OwnedRange], fields: Mapping[str, StateField]) -> None:
     for owned in ranges:
-        for kind, field in moment_fields(dtype).items():
+        for kind, field in fields.items():
             owned.state.add(kind, field)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from zero_ext.offload import StateField, Tiers
-from zero_ext.optim.compatibility import check_elementwise, elementwise_kinds, fusible
+from zero_ext.optim.compatibility import check_elementwise, elementwise_kinds, fusible, streamable
 from zero_ext.optim.elementwise import ElementwiseStepper
 from zero_ext.optim.elementwise_stream import ElementwiseStream
-from zero_ext.optim.fused import AdamStepper
-from zero_ext.optim.moments import MomentsDtype, moment_fields
+from zero_ext.optim.fused import AdamStepper, LionStepper
+from zero_ext.optim.moments import LION_MOMENTS, MomentsDtype, moment_fields
 from zero_ext.optim.split import SplitStepper
 from zero_ext.optim.stepper import OwnedRange, Stepper
 
@@ -23,32 +23,40 @@ def make_stepper(
     elementwise: bool,
     tiers: Tiers,
 ) -> Stepper:
-    """The stepper for a user's optimizer: fused for Adam and AdamW, else torch's own code on the shards.
+    """The stepper for a user's optimizer: fused for Adam, AdamW and, in memory, Lion; else the class's own
+    code on the shards.
 
     Raises ``ValueError`` if the class needs whole tensors, or is unknown and ``elementwise`` is False, or if
-    moments in 8 bits are asked of torch's own code.
+    moments in 8 bits are asked of any but Adam and AdamW.
     """
-    if fusible(optimizer):
+    if streamable(optimizer):
         return AdamStepper(optimizer.param_groups, ranges, moments_dtype, tiers.staging)
     check_elementwise(optimizer, elementwise)
     if moments_dtype == "8bit":
         raise ValueError(
             "precision.moments_dtype '8bit' is for Adam and AdamW without amsgrad; the state of "
-            f"{type(optimizer).__name__} stays in fp32: drop the key"
+            f"{type(optimizer).__name__} stays in floats: drop the key"
         )
     stored = [number for number, owned in enumerate(ranges) if owned.state.tier == "nvme"]
     live = [number for number, owned in enumerate(ranges) if owned.state.tier != "nvme"]
+    of_live = [ranges[number] for number in live]
+    in_memory: Stepper = (
+        LionStepper(optimizer.param_groups, of_live, moments_dtype, tiers.staging)
+        if fusible(optimizer)
+        else ElementwiseStepper(optimizer, of_live, tiers.staging)
+    )
     if not stored:
-        return ElementwiseStepper(optimizer, ranges, tiers.staging)
+        return in_memory
     streamed = ElementwiseStream(optimizer, [ranges[number] for number in stored], tiers.staging)
-    in_memory = ElementwiseStepper(optimizer, [ranges[number] for number in live], tiers.staging)
     return SplitStepper([(in_memory, live), (streamed, stored)])
 
 
 def state_kinds(optimizer: torch.optim.Optimizer, moments_dtype: MomentsDtype) -> dict[str, StateField]:
     """The state that :func:`make_stepper`'s stepper keeps beside the master weights, in the order that a
     step on NVMe wants."""
-    if fusible(optimizer):
+    if streamable(optimizer):
         return moment_fields(moments_dtype)
+    if fusible(optimizer) and moments_dtype != "8bit":
+        return dict.fromkeys(LION_MOMENTS, StateField(moments_dtype))
     kinds = {kind for group in optimizer.param_groups for kind in elementwise_kinds(optimizer, group)}
     return dict.fromkeys(sorted(kinds), StateField(torch.float32))

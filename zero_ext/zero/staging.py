@@ -14,7 +14,7 @@ from torch import nn
 from zero_ext.config import Tier, ZeroConfig
 from zero_ext.offload import CPU, SLOTS, StepRooms, chunk_rooms_bytes, part_elements, stream_chunk_elements
 from zero_ext.optim import moments_dtype_named, state_kinds
-from zero_ext.optim.compatibility import fusible
+from zero_ext.optim.compatibility import fusible, streamable
 from zero_ext.zero.construction import layout_of
 from zero_ext.zero.partition import DTYPES, Owned, UnitPlan, find_blocks, trained_by
 from zero_ext.zero.placement import Placement
@@ -83,8 +83,8 @@ def plan_staging(
       :func:`demands_of_a_step` and :func:`plan_pool`;
     - gradients, outputs: the largest shard, at most ``ring_bytes / 8`` elements, in the precision of
       gradients or parameters, where the step in memory finds them in another tier;
-    - elementwise: the largest shard's gradient in fp32 where torch's own code steps state in memory; where
-      it steps state on NVMe, three chunks (an eighth of the ring each, at most) and the gradient and
+    - elementwise: the largest shard's gradient in fp32 where the optimizer's own code steps state in memory;
+      where it steps state on NVMe, three chunks (an eighth of the ring each, at most) and the gradient and
       parameters of one;
     - ring: ``ring_bytes`` where optimizer state is on NVMe;
     - landings: for as many of the largest shards as reductions may be under way to the host, where gradients
@@ -99,9 +99,12 @@ def plan_staging(
     if optimizer is None:
         return Staging(pool, demands, {"device": StepRooms(), "host": StepRooms()}, 0, transit=transit)
     trained = [unit for unit in units if unit.completes is not None]
-    fused = fusible(optimizer)
+
+    def one_pass(unit: StagedUnit) -> bool:
+        return streamable(optimizer) or (fusible(optimizer) and unit.placement.optimizer_tier != "nvme")
+
     state, chunk = 0, 0
-    if not fused:
+    if not streamable(optimizer):
         kinds = state_kinds(optimizer, moments_dtype_named(config.precision.moments_dtype))
         sizes = [4, *(field.dtype.itemsize for field in kinds.values())]
         state = sum(sizes)
@@ -109,10 +112,14 @@ def plan_staging(
     rooms: dict[Tier, StepRooms] = {}
     for tier in MEMORY:
         near = [unit for unit in trained if (unit.placement.optimizer_tier == "device") == (tier == "device")]
+        own_code = [unit for unit in near if not one_pass(unit)]
         rooms[tier] = StepRooms(
-            max((_gradient_room(unit, config, chunk, fused and accelerated) for unit in near), default=0),
-            max((_output_room(unit, config, fused, accelerated) for unit in near), default=0),
-            0 if fused else max((_elementwise_room(unit, chunk, state, config) for unit in near), default=0),
+            max(
+                (_gradient_room(unit, config, chunk, one_pass(unit) and accelerated) for unit in near),
+                default=0,
+            ),
+            max((_output_room(unit, config, one_pass(unit), accelerated) for unit in near), default=0),
+            max((_elementwise_room(unit, chunk, state, config) for unit in own_code), default=0),
         )
     ring = config.offload.ring_bytes if config.offload.optimizer == "nvme" else 0
     return Staging(pool, demands, rooms, ring, _landing_bytes(trained, config) if accelerated else 0, transit)

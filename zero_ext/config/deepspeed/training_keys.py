@@ -175,9 +175,10 @@ OPTIMIZER_KEYS = (
         "optimizer.params",
         MAPPING,
         "honoured",
-        "keyword arguments. For Adam and AdamW: lr 0.001 and weight_decay 0 when missing, as in DeepSpeed; "
-        "torch_adam, set_grad_none, foreach, fused have no effect; bias_correction and fp32_optimizer_states "
-        "must be true; max_grad_norm is refused, use gradient_clipping",
+        "keyword arguments. When missing, as in DeepSpeed: lr 0.001 and weight_decay 0 for Adam and AdamW, "
+        "lr 0.001 and betas 0.9, 0.999 for Lion. For these torch_adam, set_grad_none, foreach, fused have no "
+        "effect; bias_correction and fp32_optimizer_states must be true; max_grad_norm is refused, use "
+        "gradient_clipping",
     ),
     Key("optimizer.legacy_fusion", FLAG, "no effect", "there is one implementation", harmless=(False,)),
     Key("scheduler.type", TEXT, "honoured", "one of the five of DeepSpeed, or of torch's"),

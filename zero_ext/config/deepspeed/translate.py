@@ -19,7 +19,11 @@ from .tiers import set_tiers, settle_tiers
 
 _SOURCE = "DeepSpeed configuration"
 _CLIPPING = 1.0
-_ADAM_DEFAULTS = {"lr": 1e-3, "weight_decay": 0.0}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "adam": {"lr": 1e-3, "weight_decay": 0.0},
+    "adamw": {"lr": 1e-3, "weight_decay": 0.0},
+    "lion": {"lr": 1e-3, "betas": [0.9, 0.999]},
+}
 _NO_EFFECT_PARAMS = ("torch_adam", "set_grad_none", "fused", "foreach")
 _TRUE_PARAMS = {
     "bias_correction": "the moments are always corrected",
@@ -151,26 +155,28 @@ def _set_optimizer(settled: Settled, native: dict[str, object], notes: list[Note
             continue
         settings = dict(params) if isinstance(params, dict) else {}
         if section == "optimizer":
-            _set_adam(str(kind), settings, settled, notes)
+            _set_fused(str(kind), settings, settled, notes)
         native[section] = {"type": kind, "params": settings}
 
 
-def _set_adam(kind: str, settings: dict[str, Any], settled: Settled, notes: list[Note]) -> None:
-    """Take out of an optimizer's params what torch does not know, and fill in DeepSpeed's defaults for
-    Adam."""
+def _set_fused(kind: str, settings: dict[str, Any], settled: Settled, notes: list[Note]) -> None:
+    """Take out of an optimizer's params what the class here does not know, and fill in DeepSpeed's defaults
+    for Adam and Lion."""
     if "max_grad_norm" in settings:
         settled.problems.append(
             Problem("optimizer.params.max_grad_norm", "refused, as in DeepSpeed; use gradient_clipping")
         )
-    if kind.lower() not in ("adam", "adamw"):
+    if kind.lower() not in _DEFAULTS:
         return
     if settings.get("torch_adam") is not True:
-        for name, value in _ADAM_DEFAULTS.items():
+        for name, value in _DEFAULTS[kind.lower()].items():
             settings.setdefault(name, value)
     for name in _NO_EFFECT_PARAMS:
         if name in settings:
             settings.pop(name)
-            notes.append(Note(f"optimizer.params.{name}", "no effect", "there is one implementation of Adam"))
+            notes.append(
+                Note(f"optimizer.params.{name}", "no effect", f"there is one implementation of {kind}")
+            )
     for name, why in _TRUE_PARAMS.items():
         value = settings.pop(name, True)
         if value is not True:

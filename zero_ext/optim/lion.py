@@ -1,0 +1,106 @@
+"""Lion as a torch optimizer; torch has none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from zero_ext import ops
+
+
+class Lion(torch.optim.Optimizer):
+    """Evolved sign momentum: every weight steps by ``lr``, up or down.
+
+    With gradient g, moment m and weight w: w shrinks by lr x weight_decay of itself, then steps by lr against
+    the sign of beta1 m + (1 - beta1) g; m becomes beta2 m + (1 - beta2) g. One fused pass in float32; state
+    is m (``exp_avg``, float32). The authors advise an lr 3 to 10 times smaller and a weight decay as many
+    times larger than for AdamW.
+
+    Parameters are float32, bfloat16 or float16, on the CPU or a CUDA device; gradients are dense.
+    ``lr`` may be a tensor. Raises ``ValueError`` for hyper-parameters out of range.
+
+    Source: Chen et al., "Symbolic discovery of optimization algorithms" (arXiv 2302.06675), algorithm 2.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}: {float(value)} given, a finite number of at least 0 wanted")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas: {betas} given, two numbers in [0, 1) wanted")
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step on every parameter that has a gradient; returns what ``closure`` returns.
+
+        Raises ``RuntimeError`` for a sparse gradient, ``TypeError`` for a parameter of another dtype.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for number, group in enumerate(self.param_groups):
+            hyper = torch.tensor([lion_row(group)], dtype=torch.float64)
+            for position, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    _check(parameter, parameter.grad, f"param group {number}, parameter {position}")
+                    self._update(parameter, parameter.grad, hyper)
+        return loss
+
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, hyper: torch.Tensor) -> None:
+        state = self.state[parameter]
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+        device, moment = parameter.device, state["exp_avg"]
+        # Copies only of what the op cannot read where it lies.
+        master = parameter.detach().to(torch.float32).contiguous()
+        kept = moment.dtype if moment.dtype == torch.bfloat16 else torch.float32
+        exp_avg = moment.to(kept).contiguous()
+        ops.lion_step_(
+            master.view(-1),
+            exp_avg.view(-1),
+            gradient.contiguous().view(-1),
+            None,
+            torch.tensor([[0, master.numel()]], device=device),
+            hyper.to(device),
+            torch.ones((), device=device),
+        )
+        for lasting, stepped in ((parameter, master), (moment, exp_avg)):
+            if lasting.data_ptr() != stepped.data_ptr():
+                lasting.copy_(stepped)
+
+
+def lion_row(group: dict[str, Any]) -> list[float]:
+    """The hyper-parameters of a param group as `ops.lion_step_` takes them."""
+    beta1, beta2 = group["betas"]
+    return [
+        float(group["lr"]),
+        float(beta1),
+        float(beta2),
+        float(group["weight_decay"]),
+        float(bool(group["maximize"])),
+    ]
+
+
+def _check(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -> None:
+    if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(
+            f"Lion: {name} is {parameter.dtype}; float32, bfloat16 or float16 wanted, because the step is "
+            "computed in float32"
+        )
+    if gradient.is_sparse:
+        raise RuntimeError(f"Lion: {name} has a sparse gradient; dense ones wanted: pass sparse=False")
