@@ -1,5 +1,5 @@
+#include <bit>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "../cuda/blockwise_kernel.h"
@@ -44,7 +44,9 @@ std::vector<float> values_of(std::size_t count, std::mt19937_64& generator) {
 }
 
 bool same_bits(const std::vector<float>& first, const std::vector<float>& second) {
-  return std::memcmp(first.data(), second.data(), first.size() * sizeof(float)) == 0;
+  return std::equal(first.begin(), first.end(), second.begin(), second.end(), [](float a, float b) {
+    return std::bit_cast<std::uint32_t>(a) == std::bit_cast<std::uint32_t>(b);
+  });
 }
 
 // From element `shift` on: with none, vectors are aligned for packs.
@@ -109,7 +111,8 @@ TYPED_TEST(CudaBlockwise, EveryCodeAndScaleReadsAsOnTheCpu) {
     if (std::isnan(wanted[i])) {  // whose bits are the machine's affair
       EXPECT_TRUE(std::isnan(read[i])) << i;
     } else {
-      EXPECT_EQ(std::memcmp(&read[i], &wanted[i], sizeof(float)), 0) << i;
+      EXPECT_EQ(std::bit_cast<std::uint32_t>(read[i]), std::bit_cast<std::uint32_t>(wanted[i]))
+          << i;
     }
   }
 }
