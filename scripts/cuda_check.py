@@ -1,18 +1,21 @@
 """Compiles every file of module zero_ext._C_cuda, links nothing, needs no GPU: `make cuda-check`.
 
 The headers of any torch serve, those of the CPU's too. Warnings of nvcc are errors, and so is a kernel that
-spills registers. What the assembler says of each kernel is kept in build/cuda/kernels.txt. Without nvcc
+spills registers or takes more shared memory than every GPU gives. What the assembler says of each kernel is
+kept in build/cuda/kernels.txt, and with `--report docs/cuda_kernels.md` as a table there. Without nvcc
 nothing is checked, and a line says so. MAX_JOBS files are compiled at a time, by default one.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,22 +28,31 @@ import torch  # noqa: E402
 
 OUTPUT = ROOT / "build" / "cuda"
 
+SHARED_BYTES = 48 << 10  # that every GPU gives a block without being asked
+
 KERNEL = re.compile(
     r"Compiling entry function '(?P<name>\w+)' for '(?P<architecture>\w+)'.*?"
+    r"(?P<stack>\d+) bytes stack frame, "
     r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
-    r"Used (?P<registers>\d+) registers",
+    r"Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
     re.DOTALL,
 )
+ABOUT_KERNELS = re.compile(r"ptxas info|\s+\d+ bytes stack frame")
+SHARED = re.compile(r"(\d+) bytes smem")
+NAMESPACES = re.compile(r"zero_ext::(?:core|cuda)::(?:\(anonymous namespace\)::)?")
 
 
 @dataclass(frozen=True)
 class Kernel:
     """What the assembler says of one kernel on one architecture."""
 
-    name: str
+    file: str
+    name: str  # as in the source, without namespaces
     architecture: str
     registers: int
     spilled_bytes: int
+    stack_bytes: int
+    shared_bytes: int
 
 
 def command(name: str, nvcc: str) -> list[str]:
@@ -63,38 +75,109 @@ def compile_file(name: str, nvcc: str) -> list[Kernel]:
     """
     result = subprocess.run(command(name, nvcc), cwd=ROOT, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise RuntimeError(f"{name} does not compile:\n{result.stdout}{result.stderr}")
-    found = KERNEL.finditer(result.stdout + result.stderr)
-    kernels = [
-        Kernel(
-            each["name"],
-            each["architecture"],
-            int(each["registers"]),
-            int(each["stores"]) + int(each["loads"]),
-        )
-        for each in found
-    ]
+        said = [
+            line for line in (result.stdout + result.stderr).splitlines() if not ABOUT_KERNELS.match(line)
+        ]
+        raise RuntimeError("\n".join([f"{name} does not compile:", *said]))
+    kernels = read_kernels(name, result.stdout + result.stderr)
     print(f"{name}: {len(kernels)} kernels", flush=True)
     return kernels
 
 
+def read_kernels(file: str, text: str) -> list[Kernel]:
+    """The kernels of a source file, from what the assembler said."""
+    found = list(KERNEL.finditer(text))
+    names = readable([each["name"] for each in found])
+    kernels = []
+    for each, name in zip(found, names, strict=True):
+        shared = SHARED.search(each["rest"])
+        kernels.append(
+            Kernel(
+                file,
+                name,
+                each["architecture"],
+                int(each["registers"]),
+                int(each["stores"]) + int(each["loads"]),
+                int(each["stack"]),
+                int(shared[1]) if shared else 0,
+            )
+        )
+    return kernels
+
+
 def readable(names: list[str]) -> list[str]:
-    """The kernels' names as in the sources."""
+    """The kernels' names as in the sources: of `run_kernel<Object>` and its like, the object."""
+    if not names:
+        return []
     result = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True)
-    return result.stdout.splitlines()
+    found = []
+    for line in result.stdout.splitlines():
+        plain = NAMESPACES.sub("", line).replace(" >", ">")
+        call = re.search(r"run_\w+<(.*)>\(", plain)
+        found.append(call[1] if call else plain)
+    return found
 
 
-def report(kernels: list[Kernel]) -> str:
-    """One line for each kernel: architecture, registers, spilled bytes, name."""
-    names = readable([kernel.name for kernel in kernels])
+def report(kernels: Sequence[Kernel]) -> str:
+    """One line for each kernel: architecture, registers, spilled bytes, stack, shared memory, name."""
     lines = [
-        f"{kernel.architecture} {kernel.registers:4} registers {kernel.spilled_bytes:6} bytes spilled  {name}"
-        for kernel, name in zip(kernels, names, strict=True)
+        f"{kernel.architecture} {kernel.registers:4} registers {kernel.spilled_bytes:6} bytes spilled "
+        f"{kernel.stack_bytes:6} stack {kernel.shared_bytes:6} shared  {kernel.name}"
+        for kernel in kernels
     ]
     return "\n".join(sorted(lines)) + "\n"
 
 
+def table(kernels: Sequence[Kernel], compiler: str) -> str:
+    """The report as Markdown: a row for each kernel, registers for each architecture."""
+    architectures = sorted({kernel.architecture for kernel in kernels})
+    by_kernel: dict[tuple[str, str], dict[str, Kernel]] = {}
+    for kernel in kernels:
+        by_kernel.setdefault((kernel.file, kernel.name), {})[kernel.architecture] = kernel
+    spilling = sum(kernel.spilled_bytes > 0 for kernel in kernels)
+    lines = [
+        "# CUDA kernels",
+        "",
+        "What nvcc's assembler says of every kernel of module `_C_cuda`, written by",
+        "`python scripts/cuda_check.py --report docs/cuda_kernels.md`. Nothing here was measured on a GPU.",
+        "",
+        f"{compiler}; {', '.join(architectures)}, and PTX for later GPUs. {len(by_kernel)} kernels, "
+        f"{spilling} with spilled registers.",
+        "A block has 256 threads; with at most 128 registers a thread a processor holds two blocks. Stack is",
+        "bytes a thread, shared memory bytes a block.",
+    ]
+    for file in sorted({file for file, _ in by_kernel}):
+        lines += ["", f"## {file}", ""]
+        lines.append(f"| kernel | registers {' | '.join(architectures)} | spilled | stack | shared |")
+        lines.append("| --- | " + " | ".join(["---:"] * (len(architectures) + 3)) + " |")
+        for (of_file, name), found in sorted(by_kernel.items()):
+            if of_file != file:
+                continue
+            registers = [str(found[each].registers) if each in found else "" for each in architectures]
+            most = [
+                str(max(getattr(each, field) for each in found.values()))
+                for field in ("spilled_bytes", "stack_bytes", "shared_bytes")
+            ]
+            lines.append(f"| `{name}` | {' | '.join([*registers, *most])} |")
+    return "\n".join(lines) + "\n"
+
+
+def faults(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Kernels that spill registers or take more shared memory than every GPU gives."""
+    return [kernel for kernel in kernels if kernel.spilled_bytes > 0 or kernel.shared_bytes > SHARED_BYTES]
+
+
+def version_of(nvcc: str) -> str:
+    """The compiler's name and version, as `nvcc 13.0.88`."""
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"\bV(\d[\d.]*)", said)
+    return f"nvcc {found[1]}" if found else "nvcc"
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description="Compiles the CUDA kernels; needs nvcc, no GPU.")
+    parser.add_argument("--report", type=Path, help="also write a table of all kernels, as Markdown")
+    options = parser.parse_args()
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         print("SKIPPED: the CUDA kernels were not compiled, because nvcc is not on PATH")
@@ -108,13 +191,16 @@ def main() -> int:
         return 1
     kernels = [kernel for found in files for kernel in found]
     (OUTPUT / "kernels.txt").write_text(report(kernels))
-    spilling = [kernel for kernel in kernels if kernel.spilled_bytes > 0]
+    if options.report is not None:
+        options.report.write_text(table(kernels, version_of(nvcc)))
+    wrong = faults(kernels)
     print(
         f"{len(kernels)} kernels, at most {max(kernel.registers for kernel in kernels)} registers, "
-        f"{len(spilling)} with spills: see {(OUTPUT / 'kernels.txt').relative_to(ROOT)}"
+        f"{len(wrong)} with spills or too much shared memory: see "
+        f"{(OUTPUT / 'kernels.txt').relative_to(ROOT)}"
     )
-    if spilling:
-        print(report(spilling), file=sys.stderr)
+    if wrong:
+        print(report(wrong), file=sys.stderr)
         return 1
     return 0
 

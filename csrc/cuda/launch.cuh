@@ -6,15 +6,20 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "../ops/checks.h"
+#include "launch_fault.h"
 #include "warp.h"
 
 namespace zero_ext::cuda {
 
 inline constexpr int kThreads = 256;
 inline constexpr int kWarpsOfBlock = kThreads / kWarpLanes;
+// Shared memory that every GPU gives a block without being asked.
+inline constexpr std::size_t kSharedBytes = 48 << 10;
 // A few times what a processor holds at once, so that blocks that end early are replaced.
 inline constexpr std::int64_t kBlocksPerProcessor = 8;
 
@@ -27,11 +32,37 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocksOfProcessor)
   kernel(std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x, std::int64_t{gridDim.x} * blockDim.x);
 }
 
+inline GpuFacts gpu_facts() {
+  GpuFacts gpu{};
+  cudaGetDevice(&gpu.device);
+  cudaDeviceGetAttribute(&gpu.major, cudaDevAttrComputeCapabilityMajor, gpu.device);
+  cudaDeviceGetAttribute(&gpu.minor, cudaDevAttrComputeCapabilityMinor, gpu.device);
+  cudaDeviceGetAttribute(&gpu.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlock, gpu.device);
+  cudaDeviceGetAttribute(&gpu.registers, cudaDevAttrMaxRegistersPerBlock, gpu.device);
+  return gpu;
+}
+
+inline std::optional<LaunchFault> fault_of(cudaError_t status) {
+  switch (status) {
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction:
+      return LaunchFault::no_code;
+    case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorJitCompilerNotFound:
+    case cudaErrorInsufficientDriver:
+      return LaunchFault::old_driver;
+    case cudaErrorLaunchOutOfResources:
+      return LaunchFault::resources;
+    default:
+      return std::nullopt;
+  }
+}
+
 inline void check(const char* op, cudaError_t status) {
   if (status == cudaSuccess) return;
-  STD_TORCH_CHECK(status != cudaErrorNoKernelImageForDevice, op,
-                  ": this GPU has no kernels; it must have compute capability 8.0 or higher");
-  STD_TORCH_CHECK(false, op, ": CUDA error: ", cudaGetErrorString(status));
+  const std::optional<LaunchFault> fault = fault_of(status);
+  STD_TORCH_CHECK(false, op, ": ", fault ? explain(*fault, gpu_facts()) : "CUDA error", " (",
+                  cudaGetErrorString(status), ")");
 }
 
 // Where and how wide launches of one op are.

@@ -15,6 +15,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, kLeastBlocksOfProcessor)
     run_squares(const __grid_constant__ AddSquares<T> add) {
   __shared__ std::int64_t own[kWarpsOfBlock][AddSquares<T>::kEntries];
+  static_assert(sizeof(own) <= kSharedBytes);
   const auto warp = threadIdx.x / kWarpLanes;
   add(std::int64_t{blockIdx.x} * kWarpsOfBlock + warp, std::int64_t{gridDim.x} * kWarpsOfBlock,
       own[warp]);

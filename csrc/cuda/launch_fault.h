@@ -1,0 +1,50 @@
+// Why a GPU does not run a kernel, in words.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace zero_ext::cuda {
+
+// What the messages tell of a GPU.
+struct GpuFacts {
+  int device;
+  int major;  // compute capability
+  int minor;
+  int shared_bytes;  // most that a block may have without asking for more
+  int registers;     // most that a block may have
+};
+
+enum class LaunchFault : std::uint8_t {
+  no_code,     // the module holds none for the GPU
+  old_driver,  // it holds PTX that the driver cannot translate
+  resources,   // a block needs more than a processor of the GPU has
+};
+
+inline constexpr int kLeastMajor = 8;
+
+inline std::string explain(LaunchFault fault, const GpuFacts& gpu) {
+  const std::string name = "cuda:" + std::to_string(gpu.device) + ", of compute capability " +
+                           std::to_string(gpu.major) + "." + std::to_string(gpu.minor) + ", ";
+  switch (fault) {
+    case LaunchFault::no_code:
+      if (gpu.major < kLeastMajor) {
+        return name +
+               "cannot run the kernels: they need 8.0 or higher; keep the tensors on the CPU";
+      }
+      return name +
+             "finds no code for it in module _C_cuda: build the module again, with the flags " +
+             "of zero_ext/ops/toolchain.py";
+    case LaunchFault::old_driver:
+      return name +
+             "has a driver that cannot translate this module's PTX: update the driver to the " +
+             "CUDA version that built the module, or build it with the driver's";
+    case LaunchFault::resources:
+      break;
+  }
+  return name + "gives a block " + std::to_string(gpu.shared_bytes) +
+         " bytes of shared memory and " + std::to_string(gpu.registers) +
+         " registers, and the kernel needs more; docs/cuda_kernels.md lists what each takes";
+}
+
+}  // namespace zero_ext::cuda
