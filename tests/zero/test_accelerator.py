@@ -120,6 +120,19 @@ def test_moments_in_8_bits(world: World) -> None:
 
 
 @on_ranks(1, stand_in=True)
+def test_lion(world: World) -> None:
+    def lion(parameters: Any) -> torch.optim.Optimizer:
+        return zero_ext.Lion(parameters, lr=1e-3, weight_decay=0.1)
+
+    plan = Plan(dtype="bf16", steps=2)
+    precision = {"precision": {"dtype": "bf16", "moments_dtype": "bf16"}}
+    reference = train(world, "cpu", 3, plan, {}, lion, **precision)
+    choices = [{}, {"optimizer": "host", "params": "host"}, {"optimizer": "nvme"}]
+    for number, offload in enumerate([*choices, {"optimizer": "nvme", "grads": "nvme", "params": "nvme"}]):
+        check_equal(on_accelerator(world, number, 3, plan, offload, lion, **precision), reference)
+
+
+@on_ranks(1, stand_in=True)
 def test_torchs_own_optimizers(world: World) -> None:
     def amsgrad(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True)
