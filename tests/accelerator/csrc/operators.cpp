@@ -92,6 +92,30 @@ void set_random_state(std::int64_t device, const at::Tensor& state) {
 
 std::int64_t count_pinned() { return static_cast<std::int64_t>(pinned_bytes()); }
 
+// Ops that torch composes of others for devices without a kernel: here they take the CPU's own kernel,
+// so that results are the CPU's bit for bit.
+void prefer_own_kernels(torch::Library& library) {
+  using c10::DispatchKey;
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findSchema(name);
+    if (name.name.rfind("aten::", 0) != 0 || !op ||
+        !op->hasKernelForDispatchKey(DispatchKey::CPU) ||
+        op->hasKernelForDispatchKey(DispatchKey::PrivateUse1)) {
+      continue;
+    }
+    for (const auto composed :
+         {DispatchKey::CompositeExplicitAutograd, DispatchKey::CompositeImplicitAutograd,
+          DispatchKey::CompositeExplicitAutogradNonFunctional}) {
+      if (op->hasKernelForDispatchKey(composed)) {
+        library.impl(c10::toString(name).c_str(),
+                     torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+        break;
+      }
+    }
+  }
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
@@ -117,6 +141,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from", &copy_from);
   library.impl("_copy_from_and_resize", &copy_from_and_resize);
   library.impl("_local_scalar_dense", &read_scalar);
+  prefer_own_kernels(library);
 }
 
 TORCH_LIBRARY(stand_in, library) {
