@@ -108,6 +108,18 @@ def test_the_packages_ops_run(world: World) -> None:
     assert torch.ops.zero_ext.crc32c(values.to(DEVICE), 0) == torch.ops.zero_ext.crc32c(values, 0)
 
 
+@on_ranks(1, stand_in=True)
+def test_modules_move_with_their_ties(world: World) -> None:
+    module = torch.nn.ModuleList([torch.nn.Embedding(7, 3), torch.nn.Linear(3, 7, bias=False)])
+    module[1].weight = shared = module[0].weight
+    wanted = shared.detach().clone()
+    module.to(DEVICE)
+    assert module[0].weight is shared and module[1].weight is shared
+    assert shared.device.type == DEVICE and torch.equal(shared.cpu(), wanted)
+    module.to(torch.bfloat16).cpu()
+    assert module[1].weight is shared and torch.equal(shared, wanted.bfloat16())
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @on_ranks(1, stand_in=True)
 def test_checkpointed_blocks(world: World, reentrant: bool) -> None:

@@ -86,7 +86,8 @@ std::byte* DeviceMemory::take(Device& device, std::size_t bytes) {
 
 c10::DataPtr DeviceMemory::allocate(std::size_t bytes) {
   const int index = current_device();
-  const c10::Device torch_device(c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(index));
+  const c10::Device torch_device(c10::DeviceType::PrivateUse1,
+                                 static_cast<c10::DeviceIndex>(index));
   if (bytes == 0) {
     return {nullptr, torch_device};
   }

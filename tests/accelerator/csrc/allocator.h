@@ -28,8 +28,8 @@ std::int64_t exchange_stream(int device, std::int64_t id);
 class OnDevice {
  public:
   explicit OnDevice(std::optional<c10::Device> device)
-      : previous_(exchange_device(device && device->has_index() ? device->index()
-                                                                : current_device())) {}
+      : previous_(
+            exchange_device(device && device->has_index() ? device->index() : current_device())) {}
   ~OnDevice() { exchange_device(previous_); }
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;

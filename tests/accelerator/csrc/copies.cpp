@@ -88,8 +88,8 @@ at::Tensor copy_from(const at::Tensor& original, const at::Tensor& destination, 
                 "stand_in: copies between two devices go through the host");
     non_blocking = true;
   }
-  Stream& stream =
-      current_stream(is_device(destination) ? destination.device().index() : source.device().index());
+  Stream& stream = current_stream(is_device(destination) ? destination.device().index()
+                                                         : source.device().index());
   at::Tensor stage;
   if (non_blocking && !is_device(source) && !is_pinned(source.const_data_ptr())) {
     source = stage = staged(source);

@@ -1,5 +1,5 @@
-// Random numbers of a device: the CPU's generator under the device's name, because the CPU's kernels
-// draw them.
+// Random numbers of a device: the CPU's generator under the device's name, because the CPU's
+// kernels draw them.
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -59,6 +59,16 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   DeviceMemory::get().recordStream(self.storage().data_ptr(), stream);
 }
 
+// Whether `parameter.data = tensor` may bring a tensor to the device: else `module.to(device)`
+// would make new parameters and untie shared ones, which no real device does.
+bool may_set_data(const at::Tensor& self, const at::Tensor& from) {
+  const auto is_dense = [](const at::Tensor& tensor) {
+    return tensor.layout() == at::kStrided &&
+           (tensor.device().is_cpu() || tensor.device().is_privateuseone());
+  };
+  return is_dense(self) && is_dense(from);
+}
+
 void choose_schedule(const std::string& name, std::int64_t seed) {
   TORCH_CHECK(name == "eager" || name == "random" || name == "lazy", "stand_in: schedule is ", name,
               "; eager, random or lazy wanted");
@@ -92,8 +102,8 @@ void set_random_state(std::int64_t device, const at::Tensor& state) {
 
 std::int64_t count_pinned() { return static_cast<std::int64_t>(pinned_bytes()); }
 
-// Ops that torch composes of others for devices without a kernel: here they take the CPU's own kernel,
-// so that results are the CPU's bit for bit.
+// Ops that torch composes of others for devices without a kernel: here they take the CPU's own
+// kernel, so that results are the CPU's bit for bit.
 void prefer_own_kernels(torch::Library& library) {
   using c10::DispatchKey;
   auto& dispatcher = c10::Dispatcher::singleton();
@@ -137,6 +147,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage_storage_offset", &set_storage);
   library.impl("set_.source_Tensor", &at::native::set_tensor_);
   library.impl("set_", &set_empty);
+  library.impl("_has_compatible_shallow_copy_type", &may_set_data);
   library.impl("record_stream", &record_stream);
   library.impl("_copy_from", &copy_from);
   library.impl("_copy_from_and_resize", &copy_from_and_resize);

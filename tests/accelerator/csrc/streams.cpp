@@ -165,8 +165,8 @@ std::shared_ptr<Recording> record(Stream& stream) {
   recording->ticket = stream.ticket();
   recording->time = std::chrono::steady_clock::now();
   if (!stream.reached(recording->ticket)) {
-    recording->ticket = stream.enqueue(
-        {[recording] { recording->time = std::chrono::steady_clock::now(); }, {}});
+    recording->ticket =
+        stream.enqueue({[recording] { recording->time = std::chrono::steady_clock::now(); }, {}});
   }
   return recording;
 }
