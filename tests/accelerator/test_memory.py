@@ -89,6 +89,7 @@ def copied_after_free(record: bool) -> torch.Tensor:
     side = torch.Stream(device="stand_in")
     source = torch.arange(100.0, device="stand_in")
     into = torch.zeros(100).pin_memory()
+    torch.accelerator.synchronize()
     with side:
         into.copy_(source, non_blocking=True)
     if record:

@@ -48,6 +48,7 @@ def test_without_a_wait_there_is_poison(world: World, direction: str) -> None:
     source = pinned(wanted) if direction == "to the device" else wanted.to("stand_in")
     into = pinned(torch.zeros(NUMEL)) if direction == "to the host" else torch.zeros(NUMEL, device="stand_in")
     side = torch.Stream(device="stand_in")
+    torch.accelerator.synchronize()
     with side:
         into.copy_(source, non_blocking=True)
         arrived = side.record_event()
@@ -75,6 +76,7 @@ def test_with_waits_there_are_values(world: World, schedule: str) -> None:
     results = [pinned(torch.zeros(100)) for _ in chunks]
     ring = [torch.zeros(100, device="stand_in") for _ in range(2)]
     free: list[torch.Event | None] = [None, None]
+    up.wait_stream(current)
     for index, source in enumerate(sources):
         place = index % 2
         with up:
@@ -90,6 +92,27 @@ def test_with_waits_there_are_values(world: World, schedule: str) -> None:
     down.synchronize()
     for chunk, result in zip(chunks, results, strict=True):
         assert torch.equal(result, chunk * 2)
+
+
+@pytest.mark.parametrize("written", ["new", "in place"])
+@on_ranks(1, stand_in=True)
+def test_results_are_late_too(world: World, written: str) -> None:
+    """A side stream that does not wait for the op gets poison; so does an op on another stream."""
+    torch.stand_in.set_schedule("lazy")
+    wanted = values(world) + 1
+    results, downs = [], [pinned(torch.zeros(NUMEL)) for _ in range(2)]
+    side = torch.Stream(device="stand_in")
+    for wait, down in zip((False, True), downs, strict=True):
+        source = values(world).to("stand_in")
+        result = source + 1 if written == "new" else source.add_(1)
+        if wait:
+            side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            results.append(result * 1)
+            down.copy_(result, non_blocking=True)
+            side.synchronize()
+    assert results[0].isnan().all() and downs[0].isnan().all()
+    assert torch.equal(results[1].cpu(), wanted) and torch.equal(downs[1], wanted)
 
 
 @on_ranks(1, stand_in=True)

@@ -117,6 +117,47 @@ class Aliases {
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;
 };
 
+// Ops run before they return, yet what they wrote must not be there for other streams: it is taken
+// away and put back by the stream's own queue.
+class LateResults {
+ public:
+  void add(const at::Tensor& tensor) {
+    if (tensor.defined() && tensor.device().is_privateuseone() && tensor.numel() > 0 &&
+        tensor.is_non_overlapping_and_dense()) {
+      std::byte* const address = open_alias(tensor.const_data_ptr());
+      ranges_.push_back({{static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()},
+                         {address, address + tensor.nbytes()}});
+    }
+  }
+  void add(const c10::IValue& value) {
+    if (value.isTensor()) {
+      add(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) {
+        add(tensor);
+      }
+    }
+  }
+
+  void delay(Stream& stream) {
+    std::vector<Range> uses;
+    for (const auto& [range, values] : ranges_) {
+      std::memset(open_alias(range.begin), kPoison, range.bytes);
+      uses.push_back(range);
+    }
+    stream.enqueue({[kept = std::move(ranges_)] {
+                      for (const auto& [range, values] : kept) {
+                        std::memcpy(open_alias(range.begin), values.data(), values.size());
+                      }
+                    },
+                    std::move(uses)});
+  }
+  bool empty() const { return ranges_.empty(); }
+
+ private:
+  std::vector<std::pair<Range, std::vector<std::byte>>> ranges_;
+};
+
 c10::IValue host_argument(const c10::IValue& value, Aliases& aliases) {
   if (value.isTensor()) {
     return aliases.alias(value.toTensor());
@@ -192,11 +233,18 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const std::size_t begin = stack->size() - schema.arguments().size();
   Aliases aliases;
-  for (std::size_t index = begin; index < stack->size(); ++index) {
-    (*stack)[index] = host_argument((*stack)[index], aliases);
+  torch::jit::Stack written;
+  for (std::size_t index = 0; index < schema.arguments().size(); ++index) {
+    c10::IValue& value = (*stack)[begin + index];
+    const auto* const alias = schema.arguments()[index].alias_info();
+    if (alias != nullptr && alias->isWrite()) {
+      written.push_back(value);
+    }
+    value = host_argument(value, aliases);
   }
   const OnDevice guard(aliases.device());
-  current_stream(aliases.device().index()).drain();
+  Stream& stream = current_stream(aliases.device().index());
+  stream.drain();
   {
     std::optional<BorrowedGenerator> borrowed;
     if (draws_from_default(op, *stack, begin)) {
@@ -205,9 +253,20 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }
   aliases.follow_resized();
-  for (std::size_t index = stack->size() - schema.returns().size(); index < stack->size();
-       ++index) {
-    (*stack)[index] = device_result((*stack)[index], aliases);
+  const bool late = stream.draw_late_result();
+  LateResults results;
+  for (std::size_t index = 0; index < schema.returns().size(); ++index) {
+    c10::IValue& value = (*stack)[stack->size() - schema.returns().size() + index];
+    value = device_result(value, aliases);
+    if (late && schema.returns()[index].alias_info() == nullptr) {
+      results.add(value);
+    }
+  }
+  for (std::size_t index = 0; late && index < written.size(); ++index) {
+    results.add(written[index]);
+  }
+  if (!results.empty()) {
+    results.delay(stream);
   }
 }
 

@@ -112,6 +112,13 @@ bool Stream::uses(const Range& range) const {
   return false;
 }
 
+bool Stream::draw_late_result() {
+  const Runtime& all = runtime();
+  const std::lock_guard lock(runtime().mutex);
+  return all.schedule == Schedule::kLazy ||
+         (all.schedule == Schedule::kRandom && random_() % 4 == 0);
+}
+
 void Stream::start_worker() {
   has_worker_ = true;
   std::thread([this] { work_loop(); }).detach();

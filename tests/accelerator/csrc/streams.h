@@ -50,6 +50,8 @@ class Stream {
   // Waits for all work; throws what failed in it since the last drain.
   void drain();
   bool uses(const Range& range) const;
+  // Whether what an op computes on this stream shall arrive late, as the schedule draws it.
+  bool draw_late_result();
   void reseed();
 
  private:
