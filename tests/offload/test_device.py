@@ -58,7 +58,8 @@ def test_a_copy_comes_after_what_the_current_stream_was_given(world: World) -> N
     down = other.cpu()
     there.copy_(old)
     other.copy_(there)  # late: reads what is there before the copy from the host replaces it
-    device.copy(there, here).wait()
+    with device.copy(there, here).followed():
+        assert torch.equal(there.cpu(), fresh)
     assert torch.equal(other.cpu(), old) and torch.equal(there.cpu(), fresh) and torch.equal(down, fresh)
 
 
@@ -134,6 +135,7 @@ def test_storage_by_way_of_the_host(world: World) -> None:
         rooms = [torch.zeros(count, device="stand_in") for _ in homes]
         arrivals = [home.fetch(room) for home, room in zip(homes, rooms, strict=True)]
         followed = torch.empty_like(rooms[0])
+        torch.get_device_module("stand_in").set_schedule("lazy")
         with arrivals[0].followed():
             followed.copy_(rooms[0])
         torch.accelerator.synchronize()

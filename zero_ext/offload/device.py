@@ -57,6 +57,8 @@ class Device:
     """
 
     def __init__(self, device: torch.device) -> None:
+        if device.type == str(device) != "cpu":  # without an index
+            device = torch.device(device.type, torch.accelerator.current_device_index())
         self.device = device
         self._to_device = self._to_host = None
         if self.is_accelerator:

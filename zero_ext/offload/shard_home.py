@@ -115,10 +115,8 @@ class MemoryHome:
 
 
 def put(home: ShardHome, begin: int, values: torch.Tensor, source: Tier) -> None:
-    """Stores ``values``, which may be changed again when it returns, and the home's owner may use them."""
-    arrival = home.store(begin, values, source)
-    arrival.wait()
-    arrival.let_go()
+    """Stores ``values``, which may be changed again when it returns; from the host, they are there then."""
+    home.store(begin, values, source).let_go()
 
 
 def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -71,6 +71,7 @@ class StepStaging:
         self._rooms: dict[Tier, _TierRooms] = {
             tier: _TierRooms(device, tier, rooms.get(tier, StepRooms())) for tier in ("device", "host")
         }
+        self._ahead: tuple[ShardHome, tuple[torch.Tensor, Arrival]] | None = None
 
     def parts(
         self,
@@ -78,30 +79,31 @@ class StepStaging:
         gradient: ShardHome,
         output: ShardHome | None,
         grain: int = ops.BLOCK_ELEMENTS,
+        then: tuple[ShardHome, ShardHome | None] | None = None,
     ) -> Iterator[StepPart]:
         """The parts of a range [n] whose state lies in memory of ``tier``: one where all else does, too. They
         begin at multiples of ``grain`` elements.
 
         What a part's ``output`` holds replaces that part of ``output`` when the next part is asked for; it is
-        there for who comes after the last part.
+        there for who comes after the last part. ``then`` are the gradient and the output of the range that
+        will be asked for next, whose first part is brought meanwhile.
         """
         rooms = self._rooms[tier]
         in_place = output.memory(tier) if output is not None else None
         staged_output = output if in_place is None else None
-        elements = gradient.numel
-        if gradient.memory(tier) is None:
-            elements = min(elements, rooms.gradients.elements(gradient.dtype))
-        if staged_output is not None:
-            elements = min(elements, rooms.outputs.elements(staged_output.dtype))
-        elements = _cut(elements, gradient.numel, grain)
+        elements = self._elements(tier, gradient, staged_output, grain)
+        early = rooms.gradients.has_halves
         stored: Arrival = HERE
-        coming = self._bring(gradient, 0, min(elements, gradient.numel), tier)
+        coming = self._come(tier, gradient, min(elements, gradient.numel))
         for begin in range(0, gradient.numel, elements):
             end = min(begin + elements, gradient.numel)
+            following = end, min(end + elements, gradient.numel)
             part, arrival = coming
             arrival.wait()
-            if end < gradient.numel and rooms.gradients.has_halves:
-                coming = self._bring(gradient, end, min(end + elements, gradient.numel), tier)
+            if end < gradient.numel and early:
+                coming = self._bring(gradient, *following, tier)
+            elif end == gradient.numel and early and then is not None:
+                self._start(tier, *then, grain)
             if staged_output is None:
                 near = None if in_place is None else in_place[begin:end]
                 yield StepPart(begin, end, part, near, None, [])
@@ -112,9 +114,31 @@ class StepStaging:
                 for first, last in sent or [(0, end - begin)]:
                     stored = staged_output.store(begin + first, room[first:last], tier)
                 rooms.outputs.lend(stored)
-            if end < gradient.numel and not rooms.gradients.has_halves:
-                coming = self._bring(gradient, end, min(end + elements, gradient.numel), tier)
+            if end < gradient.numel and not early:
+                coming = self._bring(gradient, *following, tier)
         stored.wait()
+
+    def _elements(self, tier: Tier, gradient: ShardHome, staged: ShardHome | None, grain: int) -> int:
+        """Elements of a part of a range with parameters that are ``staged``, if any are."""
+        rooms, elements = self._rooms[tier], gradient.numel
+        if gradient.memory(tier) is None:
+            elements = min(elements, rooms.gradients.elements(gradient.dtype))
+        if staged is not None:
+            elements = min(elements, rooms.outputs.elements(staged.dtype))
+        return _cut(elements, gradient.numel, grain)
+
+    def _start(self, tier: Tier, gradient: ShardHome, output: ShardHome | None, grain: int) -> None:
+        """Begins to bring the first part of the next range."""
+        staged = output if output is not None and output.memory(tier) is None else None
+        end = self._elements(tier, gradient, staged, grain)
+        self._ahead = gradient, self._bring(gradient, 0, end, tier)
+
+    def _come(self, tier: Tier, gradient: ShardHome, end: int) -> tuple[torch.Tensor, Arrival]:
+        """The first part of a range, which may be on its way."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] is gradient:
+            return ahead[1]
+        return self._bring(gradient, 0, end, tier)
 
     def reaches(self, home: ShardHome | None, tier: Tier) -> bool:
         """Whether ops on memory of ``tier`` can use ``home`` where it is: there, in storage, or nowhere."""

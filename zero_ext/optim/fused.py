@@ -47,12 +47,23 @@ class FusedStepper(ABC):
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`. Gradients may be fp32, bf16 or fp16."""
-        for update in updates:
+        for number, update in enumerate(updates):
             owned = self._ranges[update.index]
             bounds, rows = self._rows(owned, used)
-            for part in self._staging.parts(owned.state.tier, update.gradient, owned.output):
+            output, tier = owned.output, owned.state.tier
+            then = self._near_range(updates[number + 1 : number + 2], tier)
+            for part in self._staging.parts(tier, update.gradient, output, then=then):
                 self._step_part(update.index, part, bounds, rows, scale)
             yield update.index
+
+    def _near_range(
+        self, following: Sequence[Update], tier: Tier
+    ) -> tuple[ShardHome, ShardHome | None] | None:
+        """Gradient and output of the range that comes next, if its state lies in memory of ``tier``."""
+        for update in following:
+            if self._ranges[update.index].state.tier == tier:
+                return update.gradient, self._ranges[update.index].output
+        return None
 
     def _rows(
         self, owned: OwnedRange, used: frozenset[str]
@@ -147,15 +158,16 @@ class AdamStepper(FusedStepper):
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`. Gradients may be fp32, bf16 or fp16."""
+        in_memory = [each for each in updates if self._ranges[each.index].state.tier != "nvme"]
+        yield from super().step(in_memory, scale, used)
         stored: list[AdamWork] = []
         in_storage: list[int] = []
         for update in updates:
             owned = self._ranges[update.index]
             if not isinstance(owned.state, NvmeState):
-                yield from super().step([update], scale, used)
                 continue
-            gradient, output, rows = update.gradient, owned.output, self._rows(owned, used)
             in_storage.append(update.index)
+            gradient, output, rows = update.gradient, owned.output, self._rows(owned, used)
             if self._staging.reaches(gradient, "host") and self._staging.reaches(output, "host"):
                 stored.append(AdamWork(owned.state, gradient, output, *rows))
             else:

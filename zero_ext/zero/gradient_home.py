@@ -19,13 +19,17 @@ class GradientHome(Protocol):
 
     ``dtype`` is that of the kept gradient, or of the next one. Once a second gradient was added, or the sum
     of several was taken over, it is the dtype in which gradients add up. ``alignment`` is what the sizes of
-    the buffers given to :meth:`take` are multiples of. ``failure`` is why the gradient is not to be used;
-    reading it raises that.
+    the buffers given to :meth:`take` are multiples of; ``is_late`` says that a gradient is still on its way
+    when that returns. ``failure`` is why the gradient is not to be used; reading it raises that.
     """
 
     tier: Tier
     alignment: int
     failure: RuntimeError | None
+
+    @property
+    def is_late(self) -> bool:
+        """See above."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,6 +96,11 @@ class MemoryGradients:
         self._landings = landings  # host memory for what comes from an accelerator and is to be added
         self._arrival: Arrival = HERE  # of what is copied into ``_memory``
         self._landing: _Landing | None = None  # what is still to be added to it, or cast
+
+    @property
+    def is_late(self) -> bool:
+        """See :class:`GradientHome`."""
+        return self._memory.device != self._pool.device.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -230,6 +239,7 @@ class BorrowedGradients:
 
     tier: Tier = "device"
     alignment = 1
+    is_late = False
     failure: RuntimeError | None = None
 
     def __init__(

@@ -24,7 +24,7 @@ class GradientReducer:
     parameters, other branches). At first it is the reverse of the registration of the units' first parameters
     (``starts``); after the first step, rank 0's order of arrival. Gradients that come after their unit's
     reduction stay local until the next backward pass or :meth:`settle`. ``on_reduced`` hears of every
-    reduction that is finished.
+    reduction that is finished, of one that is late once some others are.
     """
 
     def __init__(
@@ -140,16 +140,24 @@ class GradientReducer:
         gradients.finish_reduction()
         self._moving.append(gradients)
         while len(self._moving) > HOMES_UNDER_WAY:
-            self._moving.popleft().home.settle()
+            self._settle_oldest()
         if self._bus:
             unit = gradients.unit
             self._bus.publish(ReduceEvent(unit.name, unit.layout.numel, time.perf_counter() - began))
-        self._on_reduced(gradients)
+        if not gradients.home.is_late:
+            self._on_reduced(gradients)
+
+    def _settle_oldest(self) -> None:
+        gradients = self._moving.popleft()
+        gradients.home.settle()
+        if gradients.home.is_late:
+            # What uses it on the host would stand still with the device until it is there.
+            self._on_reduced(gradients)
 
     def _drain(self) -> None:
         while self._flying:
             self._finish_oldest()
         while self._moving:
-            self._moving.popleft().home.settle()
+            self._settle_oldest()
         for gradients in self.gradients:
             gradients.finish_gather()

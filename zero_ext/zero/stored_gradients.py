@@ -25,6 +25,7 @@ class StoredGradients:
 
     tier: Tier = "nvme"
     alignment = STORAGE_ALIGNMENT
+    is_late = False
 
     def __init__(
         self,
