@@ -10,6 +10,7 @@ import torch
 
 from zero_ext import ops
 from zero_ext.config import Tier
+from zero_ext.offload.numa import near
 from zero_ext.offload.pinned import pinned
 
 
@@ -91,7 +92,10 @@ class Device:
             if tier == "device" and self.is_accelerator:
                 return torch.zeros(numel, dtype=dtype, device=self.device)
             memory = ops.host_buffer(numel * dtype.itemsize)
-            return (pinned(memory, self.device) if self.is_accelerator else memory).view(dtype)
+            if self.is_accelerator:
+                with near(self.device):
+                    memory = pinned(memory, self.device)
+            return memory.view(dtype)
 
     def now(self) -> torch.Event | None:
         """The end of what the current stream was given so far, for :meth:`copy`."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import resource
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+from zero_ext.offload import cuda
 
 
 def pinned(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -28,36 +31,28 @@ def pinned(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _release(memory: torch.Tensor, device: torch.device) -> None:
     torch.accelerator.synchronize(device)
+    _of_device(device, "unregister")(memory.data_ptr())
+
+
+def _of_device(device: torch.device, name: str) -> Callable[..., object]:
+    """What pins or frees pages for ``device``; it does nothing for a device that does not say how."""
     if device.type == "cuda":
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-    else:
-        getattr(torch.get_device_module(device), "host_unregister", _nothing)(memory.data_ptr())
-
-
-def _nothing(*_: int) -> None:
-    """A device that does not register pages."""
+        return cuda.register if name == "register" else cuda.unregister
+    return getattr(torch.get_device_module(device), f"host_{name}", lambda *_: None)
 
 
 def _register(memory: torch.Tensor, device: torch.device) -> None:
-    why = ""
-    if device.type == "cuda":
-        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-        why = f"cudaHostRegister returned {error}" if error else ""
-    else:
-        try:
-            module = torch.get_device_module(device)
-            getattr(module, "host_register", _nothing)(memory.data_ptr(), memory.nbytes)
-        except RuntimeError as error:
-            why = str(error)
-    if why:
+    try:
+        _of_device(device, "register")(memory.data_ptr(), memory.nbytes)
+    except RuntimeError as error:
         locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         limit = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked} bytes"
         raise RuntimeError(
-            f"{memory.nbytes} bytes of host memory cannot be pinned: {why}. "
+            f"{memory.nbytes} bytes of host memory cannot be pinned: {error}. "
             f"The limit of locked memory (ulimit -l) is {limit}, and {_available()} bytes of memory are "
             "available. Raise the limit, free memory, or offload less to the host ('offload' tiers 'nvme' or "
             "'device', or a smaller 'offload.ratio')."
-        )
+        ) from error
 
 
 def _available() -> str:

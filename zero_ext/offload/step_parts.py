@@ -138,6 +138,8 @@ class StepStaging:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] is gradient:
             return ahead[1]
+        if ahead is not None:
+            ahead[1][1].let_go()  # of a step that broke off
         return self._bring(gradient, 0, end, tier)
 
     def reaches(self, home: ShardHome | None, tier: Tier) -> bool:

@@ -8,6 +8,7 @@ import torch
 
 from zero_ext.config import AioPolicy, OffloadPolicy, Tier
 from zero_ext.offload.device import CPU, Device
+from zero_ext.offload.numa import near
 from zero_ext.offload.nvme_store import NvmeStore
 from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, MemoryHome, ShardHome
 from zero_ext.offload.state_home import MemoryState, StateField, StateHome
@@ -60,7 +61,8 @@ class Tiers:
         self._stream: StateStream | None = None
         self._transit = Transit(device, transit_bytes) if transit_bytes else None
         if policy.any_nvme:
-            self._store = open_store(policy, aio)
+            with near(device.device):  # its threads
+                self._store = open_store(policy, aio)
             if policy.optimizer == "nvme" and kinds is not None:
                 self._stream = StateStream(self._store, policy.ring_bytes, kinds, self.transfers)
 

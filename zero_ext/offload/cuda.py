@@ -1,0 +1,30 @@
+"""What CUDA alone can tell and do; everything else goes through ``torch.accelerator``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process
+
+
+def register(pointer: int, nbytes: int) -> None:
+    """Pins host memory in place. ``RuntimeError`` with the driver's number if it refuses."""
+    error = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, _PORTABLE))
+    if error:
+        raise RuntimeError(f"cudaHostRegister returned {error}")
+
+
+def unregister(pointer: int) -> None:
+    """Ends :func:`register`."""
+    torch.cuda.cudart().cudaHostUnregister(pointer)
+
+
+def pci_address(device: torch.device) -> str:
+    """Where the device is on the PCI bus, as the kernel writes it (domain:bus:device.function); empty where
+    torch does not tell."""
+    facts: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(facts, "pci_bus_id"):
+        return ""
+    return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
