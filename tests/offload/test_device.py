@@ -119,8 +119,8 @@ def test_storage_by_way_of_the_host(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
         device, _, _ = device_and_data(world, "random")
         policy = OffloadPolicy(params="nvme", nvme_paths=(folder,))
-        tiers = Tiers(policy, AioPolicy(), {}, device=device, transit_bytes=8 * 4096)
-        assert tiers.staging_bytes()["host"] == 8 * 4096
+        tiers = Tiers(policy, AioPolicy(), {}, device=device, transit_bytes=12 * 4096)
+        assert tiers.staging_bytes()["host"] == 12 * 4096
         count = 20 * 1024
         tiers.reserve(3 * 4 * count)
         homes = [tiers.stored_home(count, torch.float32) for _ in range(3)]
@@ -152,7 +152,7 @@ def test_a_failed_transfer_is_told_by_all_who_wait(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
         device, _, _ = device_and_data(world, "random")
         policy = OffloadPolicy(params="nvme", nvme_paths=(folder,), checksum=True)
-        tiers = Tiers(policy, AioPolicy(), {}, device=device, transit_bytes=8 * 4096)
+        tiers = Tiers(policy, AioPolicy(), {}, device=device, transit_bytes=12 * 4096)
         tiers.reserve(2 * 80 * 1024)
         good, bad = (tiers.stored_home(20 * 1024, torch.float32) for _ in range(2))
         values = torch.rand(20 * 1024, device="stand_in")

@@ -145,6 +145,16 @@ def test_torchs_own_optimizers(world: World) -> None:
 
 
 @on_ranks(1, stand_in=True)
+def test_in_a_stream_of_the_users_own(world: World) -> None:
+    everywhere = dict.fromkeys(KINDS, "host"), dict.fromkeys(KINDS, "nvme"), {"optimizer": "host"}
+    for number, offload in enumerate(everywhere):
+        plan = PLANS[(number + world.seed) % len(PLANS)]
+        with torch.Stream(device="stand_in"):
+            run = on_accelerator(world, number, 3, plan, offload)
+        check_equal(run, train(world, "cpu", 3, plan, {}))
+
+
+@on_ranks(1, stand_in=True)
 def test_bytes_between_tiers(world: World) -> None:
     """Once a step gradients go down and parameters come up, in compute precision; units on the host or on
     NVMe come up for forward and backward; state on NVMe goes there and back."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -121,16 +120,6 @@ class Device:
     def beside(self, small: torch.Tensor, tier: Tier) -> torch.Tensor:
         """``small``, a few values in host memory, where ops on memory of ``tier`` read it."""
         return small.to(self.of(tier), non_blocking=True)
-
-    def stream(self) -> torch.Stream | None:
-        """The current stream, for another thread to work in by :meth:`working_in`."""
-        return torch.accelerator.current_stream(self.device) if self.is_accelerator else None
-
-    @contextlib.contextmanager
-    def working_in(self, stream: torch.Stream | None) -> Iterator[None]:
-        """Inside, this thread gives its work to ``stream``, from :meth:`stream`."""
-        with stream if stream is not None else contextlib.nullcontext():
-            yield
 
     def synchronize(self) -> None:
         """Returns when the device has done all it was given."""

@@ -11,7 +11,9 @@ import torch
 
 from zero_ext.offload.device import HERE, Arrival, Device
 
-SLOTS = 4  # chunks in flight together, in each direction
+# Chunks in flight together, in each direction: so many in their first stage, the others in their second.
+SLOTS = 6
+_FIRST = 4
 
 # Starts to move the bytes from an offset of a home on, from or into host memory.
 Move = Callable[[int, torch.Tensor], Arrival]
@@ -21,8 +23,8 @@ class Transit:
     """Moves bytes between storage and memory of ``device``, both ways at once, each through ``SLOTS`` chunks
     of pinned memory: ``nbytes``, allocated here.
 
-    A chunk passes two stages: storage and copy. Nobody waits for a chunk's first stage before as many are
-    under way as there are slots, or somebody waits for all of a transfer.
+    A chunk passes two stages, storage and copy, in the one order or the other. The chunks of all transfers of
+    a direction go one after another; they go on when somebody waits for a transfer that is not through.
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -75,7 +77,7 @@ class _Line:
     def add(self, way: _Way, begin: int, end: int) -> None:
         """Puts a chunk at the end."""
         self._waiting.append((way, begin, end))
-        if len(self._started) < len(self.slots):
+        if len(self._started) < _FIRST:
             self._start()
 
     def advance(self) -> None:

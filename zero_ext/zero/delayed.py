@@ -12,7 +12,7 @@ import torch
 
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier
-from zero_ext.offload import Device, MemoryHome, ShardHome, Tiers
+from zero_ext.offload import MemoryHome, ShardHome, Tiers
 from zero_ext.optim import Stepper, Update
 from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.master import MasterShard
@@ -60,7 +60,7 @@ class Delayed(AfterBackward):
             kept.clear()
             kept.update(now)
         # The call must not refer to this object: it lives on while the model goes.
-        self._job = _Job(_step_of(self._stepper, updates, scale, used, self._tiers.device))
+        self._job = _Job(_step_of(self._stepper, updates, scale, used))
         self._used = used
         self.under_way = True
 
@@ -127,13 +127,10 @@ class Delayed(AfterBackward):
 
 
 def _step_of(
-    stepper: Stepper, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str], device: Device
+    stepper: Stepper, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]
 ) -> Callable[[], list[int]]:
-    stream = device.stream()
-
     def step() -> list[int]:
-        # A thread starts with gradients enabled and a stream of its own.
-        with torch.no_grad(), device.working_in(stream):
+        with torch.no_grad():  # a thread starts with gradients enabled
             return list(stepper.step(updates, scale, used))
 
     return step

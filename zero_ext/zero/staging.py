@@ -89,7 +89,7 @@ def plan_staging(
     - ring: ``ring_bytes`` where optimizer state is on NVMe;
     - landings: for as many of the largest shards as reductions may be under way to the host, where gradients
       from an accelerator add up there;
-    - transit: eight of the largest shard that passes, at most ``ring_bytes``.
+    - transit: twelve of the largest shard that passes, at most ``ring_bytes``.
     """
     units = _staged_units(model, optimizer, plans, owned, config, world_size)
     accelerated = device.type != "cpu"
