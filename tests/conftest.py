@@ -8,7 +8,7 @@ import pytest
 
 from tests.multi.pool import RankPool
 
-STAND_IN_RANKS = 2
+STAND_IN_RANKS = 3
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from zero_ext.comm import fastest_exchange
-from zero_ext.comm.exchange import Exchange, Message, Waitable
+from zero_ext.comm.exchange import Message, PointToPoint, Waitable
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -22,14 +22,15 @@ def poison(tensor: torch.Tensor) -> None:
     tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
 
 
-class DelayedExchange:
+class DelayedExchange(PointToPoint):
     """Runs another exchange on a thread of its own, after random delays, through private buffers.
 
     A destination holds poison from ``start`` until its ``wait``; a source is read at some time in between,
     so that a caller who changes it too early sends the wrong values.
     """
 
-    def __init__(self, inner: Exchange, seed: int, longest: float = 0.002) -> None:
+    def __init__(self, inner: PointToPoint, seed: int, longest: float = 0.002) -> None:
+        super().__init__(inner.rank, inner.world_size)
         self._inner = inner
         self._random = random.Random(seed)
         self._longest = longest
@@ -56,6 +57,10 @@ class DelayedExchange:
         private = tensor.clone()
         poison(tensor)
         return self._later(lambda: self._inner.all_reduce(private).wait(), [tensor], [private])
+
+    def give_up(self, reason: str) -> None:
+        """See :class:`Exchange`."""
+        self._inner.give_up(reason)
 
     def _later(
         self, transfer: Callable[[], Any], targets: list[torch.Tensor], results: list[torch.Tensor]

@@ -1,16 +1,25 @@
 """The one interface to collectives: gather, reduce-scatter and small all-reduces, with byte counters."""
 
+from zero_ext.comm.by_device import ExchangeByDevice
 from zero_ext.comm.collectives import Collectives
-from zero_ext.comm.exchange import Exchange, GroupExchange, Pending
+from zero_ext.comm.device_backend import NAN_CHECK, BackendExchange, nccl_exchange
+from zero_ext.comm.exchange import Exchange, GroupExchange, Pending, PointToPoint
 from zero_ext.comm.host_exchange import HostExchange, fastest_exchange
+from zero_ext.comm.staged import StagedExchange
 from zero_ext.comm.wire import WireLog
 
 __all__ = [
+    "NAN_CHECK",
+    "BackendExchange",
     "Collectives",
     "Exchange",
+    "ExchangeByDevice",
     "GroupExchange",
     "HostExchange",
     "Pending",
+    "PointToPoint",
+    "StagedExchange",
     "WireLog",
     "fastest_exchange",
+    "nccl_exchange",
 ]

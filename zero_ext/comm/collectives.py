@@ -1,26 +1,28 @@
 """Gather and reduce-scatter of flat buffers, summed in rank order and in float32.
 
-gloo's own reduce-scatter is an all-reduce and a slice, and its all-gather copies twice, so both are built
-from one exchange of shards; the local half of the reduction is one C++ pass
+gloo's own reduce-scatter is an all-reduce and a slice, NCCL's adds up in the dtype on the wire and in an
+order of its own. So ranks exchange shards instead, and each adds those of its part in one pass
 (:func:`zero_ext.ops.sum_shards_`).
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 
 from zero_ext import ops
-from zero_ext.comm.exchange import Exchange, Message, Pending
+from zero_ext.comm.exchange import Exchange, Pending, Waitable
 from zero_ext.comm.wire import WireLog
 
 
 class Collectives:
-    """The collectives of one group of ``world_size`` ranks, counted in ``wire``.
+    """The collectives of one group of ``world_size`` ranks, counted in ``wire``, on tensors of the host or of
+    the device that ``gathers`` and ``reductions`` serve.
 
-    ``gathers`` and ``reductions`` are separate transports, so that the order of parameter gathers relative
-    to gradient reductions need not agree between ranks; within each the order must agree.
+    These are separate transports, so that the order of parameter gathers relative to gradient reductions need
+    not agree between ranks; within each the order must agree.
     """
 
     def __init__(self, rank: int, world_size: int, gathers: Exchange, reductions: Exchange, wire: WireLog):
@@ -30,9 +32,10 @@ class Collectives:
         self._gathers = gathers
         self._reductions = reductions
 
-    def _peers(self) -> list[int]:
-        # Each rank starts with its right neighbour: no rank is everybody's first target.
-        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of host memory that device tensors go through between the ranks."""
+        return self._gathers.staging_bytes + self._reductions.staging_bytes
 
     def gather(self, flat: torch.Tensor, shard: torch.Tensor, kind: str, label: str) -> Pending:
         """Fills ``flat`` [numel] with the shards [numel / N] of all ranks, in rank order.
@@ -43,10 +46,8 @@ class Collectives:
         own = slices[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        sends: list[Message] = [(peer, own) for peer in self._peers()]
-        receives: list[Message] = [(peer, slices[peer]) for peer in self._peers()]
-        self.wire.record(kind, flat.numel(), shard.nbytes * len(sends))
-        return Pending(label, self.rank, lambda: self._gathers.start(sends, receives, _tag(label)))
+        self.wire.record(kind, flat.numel(), shard.nbytes * (self.world_size - 1))
+        return Pending(label, self.rank, lambda: self._gathers.gather(flat, _tag(label)))
 
     def reduce_scatter(
         self,
@@ -60,21 +61,29 @@ class Collectives:
         """Averages ``flat`` [numel] over the ranks; this rank's shard of it goes to ``out`` [numel / N].
 
         ``received`` [(N - 1) * numel / N] is scratch of ``flat``'s dtype, in use until ``wait`` returns.
-        The sum runs in float32 and in rank order, so it does not depend on bucket or stage. ``accumulate``
-        adds to ``out``; ``out`` may be this rank's own slice of ``flat`` if not accumulating.
+        The sum runs in float32 and in rank order, so it does not depend on bucket or stage, unless the
+        transport was made to add up on the way. ``accumulate`` adds to ``out``; ``out`` may be this rank's
+        own slice of ``flat`` if not accumulating.
         """
-        slices = flat.chunk(self.world_size)
-        peers = self._peers()
-        landing = dict(zip(peers, received.chunk(len(peers)), strict=True))
-        sends: list[Message] = [(peer, slices[peer]) for peer in peers]
-        receives: list[Message] = list(landing.items())
-        self.wire.record(kind, flat.numel(), out.numel() * flat.element_size() * len(sends))
+        self.wire.record(kind, flat.numel(), out.numel() * flat.element_size() * (self.world_size - 1))
+        slices = list(flat.chunk(self.world_size))
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        landing = dict(zip(others, received.chunk(len(others)), strict=True))
+        shards: list[torch.Tensor] = []
+
+        def start() -> Sequence[Waitable]:
+            total = received[: out.numel()]
+            works = self._reductions.reduce_scatter(flat, total)
+            if works is not None:
+                shards.append(total)
+                return works
+            shards.extend(landing.get(rank, slices[rank]) for rank in range(self.world_size))
+            return self._reductions.all_to_all(shards, slices, _tag(label))
 
         def finish() -> None:
-            shards = [slices[rank] if rank == self.rank else landing[rank] for rank in range(self.world_size)]
             ops.sum_shards_(out, shards, 1.0 / self.world_size, accumulate)
 
-        return Pending(label, self.rank, lambda: self._reductions.start(sends, receives, _tag(label)), finish)
+        return Pending(label, self.rank, start, finish)
 
     def sum_(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """Sums a small tensor over the ranks in place, and returns it."""
@@ -87,12 +96,9 @@ class Collectives:
         """Copies a contiguous ``tensor`` from rank ``source`` of the group to all ranks."""
         if self.world_size == 1:
             return tensor
-        if self.rank == source:
-            sends, receives = [(peer, tensor) for peer in self._peers()], []
-        else:
-            sends, receives = [], [(source, tensor)]
-        self.wire.record("broadcast", tensor.numel(), tensor.nbytes * len(sends))
-        Pending(label, self.rank, lambda: self._gathers.start(sends, receives, _tag(label))).wait()
+        sent = tensor.nbytes * (self.world_size - 1) if self.rank == source else 0
+        self.wire.record("broadcast", tensor.numel(), sent)
+        Pending(label, self.rank, lambda: self._gathers.broadcast(tensor, source, _tag(label))).wait()
         return tensor
 
     def give_up(self, reason: str) -> None:

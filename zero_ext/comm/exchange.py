@@ -1,7 +1,8 @@
-"""Point-to-point exchange between the ranks of a group: the transport under every collective on gloo."""
+"""What collectives are made of: the protocol of a transport, and the one built from messages."""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -20,29 +21,100 @@ class Waitable(Protocol):
 
 
 class Exchange(Protocol):
-    """Sends and receives whole tensors between ranks; received data is valid only after ``wait``."""
+    """Moves flat tensors between the ``world_size`` ranks of a group; what arrives is valid only after
+    ``wait``, and nothing that takes part is touched before.
 
-    def start(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0
+    All ranks make the same calls in the same order. ``tag`` (31 bits) names what is moved: ranks that are not
+    at the same place get an error, where the transport can tell, not each other's data. ``wait`` blocks the
+    host for tensors in host memory, and the current stream for those on a device.
+    """
+
+    rank: int
+    world_size: int
+    staging_bytes: int  # host memory that it moves device tensors through
+
+    def gather(self, flat: torch.Tensor, tag: int = 0) -> Sequence[Waitable]:
+        """Fills ``flat`` [numel] with the slices [numel / N] of all ranks, in rank order; this rank's own is
+        in its place already."""
+
+    def all_to_all(
+        self, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], tag: int = 0
     ) -> Sequence[Waitable]:
-        """Begins all transfers. Tensors stay untouched by the caller until every result was waited for.
+        """Sends ``sends[r]`` to every rank ``r`` and fills ``receives[r]`` with what it sends; the entries of
+        this rank itself are left alone."""
 
-        ``tag`` (31 bits) names what is moved: ranks that are not at the same place get an error, not each
-        other's data.
-        """
+    def broadcast(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Sequence[Waitable]:
+        """Copies a contiguous ``tensor`` from rank ``source`` to all ranks."""
 
     def all_reduce(self, tensor: torch.Tensor) -> Waitable:
         """Begins an in-place sum of a small tensor over the group."""
+
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Sequence[Waitable] | None:
+        """Sums ``flat`` [numel] over the ranks in its own dtype and an order of the transport's; this rank's
+        slice of it goes to ``out`` [numel / N]. None where the transport adds nothing up on the way."""
 
     def give_up(self, reason: str) -> None:
         """Ends this rank's part: the other ranks' transfers with it fail, where it can be without their
         time-out, and so does whatever it starts from now on."""
 
 
-class GroupExchange:
+class PointToPoint(abc.ABC):
+    """An :class:`Exchange` made of messages from rank to rank."""
+
+    staging_bytes = 0
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    @abc.abstractmethod
+    def start(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0
+    ) -> Sequence[Waitable]:
+        """Begins all transfers; ``tag`` as in :class:`Exchange`."""
+
+    @abc.abstractmethod
+    def all_reduce(self, tensor: torch.Tensor) -> Waitable:
+        """See :class:`Exchange`."""
+
+    @abc.abstractmethod
+    def give_up(self, reason: str) -> None:
+        """See :class:`Exchange`."""
+
+    def _peers(self) -> list[int]:
+        # Each rank starts with its right neighbour: no rank is everybody's first target.
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    def gather(self, flat: torch.Tensor, tag: int = 0) -> Sequence[Waitable]:
+        """See :class:`Exchange`."""
+        slices = flat.chunk(self.world_size)
+        return self.all_to_all(slices, [slices[self.rank]] * self.world_size, tag)
+
+    def all_to_all(
+        self, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], tag: int = 0
+    ) -> Sequence[Waitable]:
+        """See :class:`Exchange`."""
+        peers = self._peers()
+        return self.start(
+            [(peer, sends[peer]) for peer in peers], [(peer, receives[peer]) for peer in peers], tag
+        )
+
+    def broadcast(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Sequence[Waitable]:
+        """See :class:`Exchange`."""
+        if self.rank == source:
+            return self.start([(peer, tensor) for peer in self._peers()], [], tag)
+        return self.start([], [(source, tensor)], tag)
+
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Sequence[Waitable] | None:
+        """See :class:`Exchange`: none, a sum is made where its parts arrive."""
+        return None
+
+
+class GroupExchange(PointToPoint):
     """Exchange over a process group or backend that has send and receive (gloo), for its use alone."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
         self._connections: dist.ProcessGroup | None = group
         self._reason = ""
 
@@ -55,7 +127,7 @@ class GroupExchange:
     def start(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0
     ) -> Sequence[Waitable]:
-        """Posts receives before sends, so that arriving data finds its destination."""
+        """See :class:`PointToPoint`: receives before sends, so that arriving data finds its destination."""
         works = [self._group.recv([tensor], rank, tag) for rank, tensor in receives]
         works += [self._group.send([tensor], rank, tag) for rank, tensor in sends]
         return works

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from zero_ext import ops
-from zero_ext.comm.exchange import Exchange, GroupExchange, Message, Waitable
+from zero_ext.comm.exchange import GroupExchange, Message, PointToPoint, Waitable
 
 
-class HostExchange:
+class HostExchange(PointToPoint):
     """Sends and receives through ``ops.host_exchange_*``; small sums go through the process group."""
 
     def __init__(self, handle: int, group: GroupExchange, timeout_seconds: float) -> None:
+        super().__init__(group.rank, group.world_size)
         self._handle = handle
         self._group = group
         self._timeout_seconds = timeout_seconds
@@ -28,7 +29,7 @@ class HostExchange:
     def start(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0
     ) -> Sequence[Waitable]:
-        """See :class:`Exchange`."""
+        """See :class:`PointToPoint`."""
         for rank, tensor in sends:
             ops.host_exchange_send(self._handle, rank, tensor, tag)
         for rank, tensor in receives:
@@ -60,12 +61,12 @@ class _Transfer:
         ops.host_exchange_wait(*self._arguments)
 
 
-def fastest_exchange(group: dist.ProcessGroup, timeout_seconds: float) -> Exchange:
+def fastest_exchange(group: dist.ProcessGroup, timeout_seconds: float) -> PointToPoint:
     """A :class:`HostExchange` if all ranks of ``group`` share a host and may read each other's memory (the
     kernel's ptrace rules), else a :class:`GroupExchange`; a collective, all ranks choose alike."""
     through_group = GroupExchange(group)
-    rank, world_size = group.rank(), group.size()
-    token = torch.tensor([uuid.uuid4().int >> 65 if rank == 0 else 0], dtype=torch.int64)
+    rank, world_size = through_group.rank, through_group.world_size
+    token = torch.tensor([uuid.uuid4().int >> 65 if rank == 0 else 0], dtype=torch.int64, device="cpu")
     through_group.all_reduce(token).wait()
     name = f"/zero_ext-{int(token):x}"
     handle: int | None = None
@@ -95,6 +96,6 @@ def _try_open(name: str, rank: int, world_size: int) -> int | None:
 
 
 def _all(group: GroupExchange, mine: bool) -> bool:
-    refusals = torch.tensor([int(not mine)], dtype=torch.int64)
+    refusals = torch.tensor([int(not mine)], dtype=torch.int64, device="cpu")
     group.all_reduce(refusals).wait()
     return int(refusals) == 0

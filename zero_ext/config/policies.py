@@ -25,12 +25,17 @@ class PrecisionPolicy(Policy):
         moments_dtype: precision of Adam's two moments (masters are always fp32). "8bit" quantizes blocks
             of 256 elements (Dettmers et al., arXiv 2110.02861); checkpoints hold them as float32.
         communication_dtype: precision of gradients on the wire; None sends a gradient in its own.
+        reduction: who adds up the ranks' gradients. "rank_order": each rank those of its shard, in float32
+            and in the order of the ranks, so that the result does not depend on how they are grouped.
+            "backend": NCCL, which sends less between hosts, in the precision on the wire and an order of its
+            own; other backends do not and stay in rank order.
     """
 
     dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
     grad_accum_dtype: ParameterDtype = "fp32"
     moments_dtype: Literal["fp32", "bf16", "8bit"] = "fp32"
     communication_dtype: ParameterDtype | None = None
+    reduction: Literal["rank_order", "backend"] = "rank_order"
 
 
 class LossScalePolicy(Policy):

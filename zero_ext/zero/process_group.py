@@ -3,33 +3,70 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import uuid
 from collections.abc import Sequence
-from typing import cast
+from dataclasses import dataclass
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 
-from zero_ext.comm import Collectives, GroupExchange, WireLog, fastest_exchange
+from zero_ext.comm import (
+    NAN_CHECK,
+    Collectives,
+    Exchange,
+    ExchangeByDevice,
+    GroupExchange,
+    PointToPoint,
+    StagedExchange,
+    WireLog,
+    fastest_exchange,
+    nccl_exchange,
+)
 from zero_ext.comm.exchange import Message, Waitable
 
-BACKENDS = ("gloo", "fake")
+Reduction = Literal["rank_order", "backend"]
+_Way = Literal["host", "nccl", "staged", "fake"]
+CPU = torch.device("cpu")
+# Device tensors a call of ops.sum_shards_ adds up on CUDA.
+MOST_SHARDS_ON_CUDA = 256
+_log = logging.getLogger(__name__)
 
 
 def join_world(timeout_seconds: float) -> None:
-    """Starts torch.distributed with gloo if a launcher (torchrun) set the environment and nobody did yet."""
-    if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
+    """Starts torch.distributed if a launcher (torchrun) set the environment and nobody did yet: with gloo,
+    and NCCL beside it where there is CUDA.
 
-
-def make_collectives(group: dist.ProcessGroup | None, timeout_seconds: float) -> Collectives:
-    """Collectives over ``group`` (default: the world) on connections of their own; a collective call.
-
-    Without torch.distributed, one rank. Raises ``ValueError`` for a backend that cannot send and receive
-    CPU tensors.
+    NCCL then ends a job whose ranks wait for each other longer than ``timeout_seconds``, and one that sends
+    NaN, unless the environment says something else.
     """
-    wire = WireLog()
+    if not dist.is_available() or dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    backend = "gloo"
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        backend = "cpu:gloo,cuda:nccl"
+        for name, value in ((NAN_CHECK, "1"), ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")):
+            os.environ.setdefault(name, value)
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_seconds))
+
+
+def make_collectives(
+    group: dist.ProcessGroup | None,
+    timeout_seconds: float,
+    device: torch.device = CPU,
+    *,
+    reduction: Reduction = "rank_order",
+    checks_nan: bool = False,
+) -> Collectives:
+    """Collectives over ``group`` (default: the world) for tensors in host memory and on ``device``, on
+    connections of their own; a collective call.
+
+    Without torch.distributed, one rank. ``reduction`` "backend" lets NCCL add gradients up; ``checks_nan``
+    lets it look for NaN among gathered values. Raises ``ValueError`` for a group whose backends serve neither
+    the device nor host memory, and for more ranks than can be added in rank order.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return alone()
     parent = group if group is not None else dist.group.WORLD
@@ -41,43 +78,88 @@ def make_collectives(group: dist.ProcessGroup | None, timeout_seconds: float) ->
         raise ValueError(f"rank {dist.get_rank()} is not a member of the process group given, ranks {ranks}")
     if world_size == 1:
         return alone()
-    offered = str(dist.get_backend(group))
-    backend = next((name for name in BACKENDS if name in offered), None)
-    if backend is None:
-        raise ValueError(f"process group backend '{offered}': CPU tensors need 'gloo' (or 'cpu:gloo,...')")
-    if backend == "fake":
-        return Collectives(rank, world_size, GroupExchange(parent), GroupExchange(parent), wire)
+    way = _way(str(dist.get_backend(group)), device)
+    if way == "fake":
+        return Collectives(rank, world_size, GroupExchange(parent), GroupExchange(parent), WireLog())
+    if device.type == "cuda" and reduction == "rank_order" and world_size > MOST_SHARDS_ON_CUDA:
+        raise ValueError(
+            f"{world_size} ranks: gradients of at most {MOST_SHARDS_ON_CUDA} are added in rank order on "
+            "CUDA; set 'precision.reduction' to 'backend'"
+        )
+    if way == "staged" and rank == 0:
+        _log.info(
+            "the process group has no backend for %s: what the ranks exchange goes through host memory",
+            device,
+        )
     # Not dist.new_group: its local names differ between ranks that belong to different numbers of groups, and
     # it keeps every group for the life of the process.
-    store = dist.PrefixStore(_shared_name(parent), parent.get_group_store())
-    timeout = datetime.timedelta(seconds=timeout_seconds)
-    gathers, reductions = (
-        # torch's stubs do not say that gloo's class has the methods of a process group.
-        fastest_exchange(
-            cast(
-                dist.ProcessGroup,
-                dist.ProcessGroupGloo(dist.PrefixStore(purpose, store), rank, world_size, timeout),
-            ),
-            timeout_seconds,
-        )
-        for purpose in ("gathers", "reductions")
+    name = _shared_name(parent, device if way == "nccl" else CPU)
+    made = _Connections(
+        dist.PrefixStore(name, parent.get_group_store()), rank, world_size, timeout_seconds, device
     )
-    return Collectives(rank, world_size, gathers, reductions, wire)
+    gathers = made.exchange("gathers", way, False, checks_nan)
+    reductions = made.exchange("reductions", way, reduction == "backend", False)
+    return Collectives(rank, world_size, gathers, reductions, WireLog())
 
 
-def _shared_name(parent: dist.ProcessGroup) -> str:
-    """A name that no other engine has, the same on all ranks of ``parent``."""
-    name = torch.tensor([uuid.uuid4().int >> 65], dtype=torch.int64)
+@dataclass(frozen=True)
+class _Connections:
+    """Makes exchanges that nobody else uses, each by all ranks together."""
+
+    store: dist.Store
+    rank: int
+    world_size: int
+    timeout_seconds: float
+    device: torch.device
+
+    def exchange(self, purpose: str, way: _Way, sums: bool, checks_nan: bool) -> Exchange:
+        """For tensors of host and device."""
+        host = self._over_host(purpose)
+        if way == "host":
+            return host
+        if way == "staged":
+            # Host tensors have connections of their own: a thread moves the others, at times of its own.
+            return ExchangeByDevice(host, StagedExchange(self._over_host(f"staged {purpose}"), self.device))
+        store = dist.PrefixStore(f"nccl {purpose}", self.store)
+        nccl = nccl_exchange(
+            store, self.rank, self.world_size, self.timeout_seconds, sums=sums, checks_nan=checks_nan
+        )
+        return ExchangeByDevice(host, nccl)
+
+    def _over_host(self, purpose: str) -> PointToPoint:
+        timeout = datetime.timedelta(seconds=self.timeout_seconds)
+        store = dist.PrefixStore(purpose, self.store)
+        gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
+        # torch's stubs do not say that gloo's class has the methods of a process group.
+        return fastest_exchange(cast(dist.ProcessGroup, gloo), self.timeout_seconds)
+
+
+def _way(offered: str, device: torch.device) -> _Way:
+    """How tensors on ``device`` travel between the ranks of a group with the backends ``offered``."""
+    if "fake" in offered:
+        return "fake"
+    if device.type == "cuda" and "nccl" in offered:
+        return "nccl"
+    if "gloo" not in offered:
+        wanted = "'cpu:gloo,cuda:nccl' or 'nccl'" if device.type == "cuda" else "'gloo' (or 'cpu:gloo,...')"
+        tensors = "CPU tensors" if device.type == "cpu" else f"tensors on {device}"
+        raise ValueError(f"process group backend '{offered}': {tensors} need {wanted}")
+    return "host" if device.type == "cpu" else "staged"
+
+
+def _shared_name(parent: dist.ProcessGroup, device: torch.device) -> str:
+    """A name that no other engine has, the same on all ranks of ``parent``, which serves ``device``."""
+    name = torch.tensor([uuid.uuid4().int >> 65], dtype=torch.int64, device=device)
     dist.broadcast(name, group=parent, group_src=0)
     return f"zero_ext/{int(name):x}"
 
 
 def alone() -> Collectives:
     """The collectives of a single rank."""
-    return Collectives(0, 1, _NoPeers(), _NoPeers(), WireLog())
+    return Collectives(0, 1, _NoPeers(0, 1), _NoPeers(0, 1), WireLog())
 
 
-class _NoPeers:
+class _NoPeers(PointToPoint):
     """The exchange of a single rank: nothing is ever sent."""
 
     def start(

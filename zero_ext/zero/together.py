@@ -28,7 +28,7 @@ def together(collectives: Collectives, action: Callable[[], Result], what: str, 
         results.append(action())
     except Exception as caught:
         error = caught
-    flags = torch.zeros(collectives.world_size, dtype=torch.int64)
+    flags = torch.zeros(collectives.world_size, dtype=torch.int64, device="cpu")
     flags[collectives.rank] = int(error is not None)
     failed = collectives.sum_(flags, f"agreement on {what}").nonzero().flatten().tolist()
     if failed:
