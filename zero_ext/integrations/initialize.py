@@ -18,6 +18,7 @@ from zero_ext.data import ShardedLoader
 from zero_ext.integrations.step_log import StepLog
 from zero_ext.integrations.training_module import TrainingModule
 from zero_ext.optim.build import build_optimizer, build_scheduler, check_scheduler
+from zero_ext.zero.construction import accelerator_or_cpu
 from zero_ext.zero.lookup import engine_of
 from zero_ext.zero.prepare import prepare
 from zero_ext.zero.process_group import join_world
@@ -42,7 +43,7 @@ def initialize(
     """Prepares a model for the engine loop; a collective of all ranks.
 
     Args:
-        model: the module to train.
+        model: the module to train; it moves to the accelerator if there is one.
         config: DeepSpeed's JSON (mapping or path), unchanged, or a :class:`ZeroConfig`. Keys that have no
             effect here are reported once; keys that cannot be served raise :class:`ConfigError`.
         optimizer: over the model's parameters, or a callable that makes one from ``model_parameters``.
@@ -66,7 +67,9 @@ def initialize(
     made = _optimizer(optimizer, settings, model, model_parameters)
     if lr_scheduler is None and settings.scheduler is not None:
         check_scheduler(settings.scheduler, made)
-    inner, prepared = prepare(model, made, settings, process_group=process_group, wrap=False)
+    inner, prepared = prepare(
+        model, made, settings, process_group=process_group, wrap=False, device=accelerator_or_cpu()
+    )
     scheduler = _scheduler(lr_scheduler, settings, prepared)
     if settings.steps_per_print is not None and engine_of(inner).rank == 0:
         engine_of(inner).subscribe(StepLog(settings.steps_per_print))

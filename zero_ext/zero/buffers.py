@@ -1,4 +1,4 @@
-"""The module buffers that belong to a model's state."""
+"""The buffers of a model: which belong to its state, and where they are."""
 
 from __future__ import annotations
 
@@ -14,3 +14,12 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer
     return found
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Puts the buffers of a model whose parameters are yet to get a place where these will be; buffers on the
+    meta device stay."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)

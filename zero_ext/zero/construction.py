@@ -100,9 +100,12 @@ def check_values(owned: Sequence[Owned]) -> None:
             )
 
 
-def device_of(owned: Sequence[Owned]) -> torch.device:
-    """The device that a model trains on: its parameters', or where none has a value of its own yet (meta,
-    :class:`zero_ext.Init`) the accelerator, or the CPU without one. ``ValueError`` for several devices."""
+def device_of(owned: Sequence[Owned], wanted: torch.device | str | None = None) -> torch.device:
+    """The device that a model trains on: the one ``wanted``, its parameters', or where none has a value of
+    its own yet (meta, :class:`zero_ext.Init`) the accelerator, or the CPU without one. ``ValueError`` for
+    several devices."""
+    if wanted is not None:
+        return torch.empty(0, device=wanted).device  # with its index
     found: dict[torch.device, str] = {}
     for item in owned:
         if not item.parameter.is_meta and born_shard(item.parameter) is None:
@@ -111,10 +114,13 @@ def device_of(owned: Sequence[Owned]) -> torch.device:
         seen = ", ".join(f"'{name}' on '{device}'" for device, name in found.items())
         raise ValueError(
             f"the parameters are on {len(found)} devices: {seen}; one is wanted. Move the model to one "
-            "device first (model.to(device)); ranks share it out, one device each."
+            "device first (model.to(device)), or pass device=...; ranks share it out, one device each."
         )
-    if found:
-        return next(iter(found))
+    return next(iter(found)) if found else accelerator_or_cpu()
+
+
+def accelerator_or_cpu() -> torch.device:
+    """This process's current accelerator device; the CPU where there is none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
@@ -223,4 +229,5 @@ def broadcast_buffers(model: nn.Module, collectives: Collectives) -> None:
         if buffer.numel() and not buffer.is_meta:
             value = buffer.data.contiguous()
             collectives.broadcast_(value.view(-1).view(torch.uint8), 0, f"buffer '{name}' from rank 0")
-            buffer.data.copy_(value)
+            if value.data_ptr() != buffer.data_ptr():
+                buffer.data.copy_(value)

@@ -130,10 +130,10 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
             for number, parameter in enumerate(unit.parameters if keep else ()):
                 place, value = engine.wholes.place(engine.names[parameter][0]), unit.view_of(number).detach()
                 if place is None:
-                    whole[parameter] = value.clone()
+                    whole[parameter] = value.to("cpu", copy=True)
                     continue
                 if place.name not in tiled:
-                    tiled[place.name] = value.new_empty(place.shape)
+                    tiled[place.name] = value.new_empty(place.shape, device="cpu")
                 place.part_of(tiled[place.name]).copy_(value)
                 whole[parameter] = tiled[place.name]
     if not keep:
@@ -141,7 +141,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     named = engine.model.named_parameters(remove_duplicate=False)
     values = {engine.wholes.name(name): whole[parameter] for name, parameter in named}
     buffers = persistent_buffers(engine.model)
-    return {**values, **{name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}}
+    return {**values, **{name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}}
 
 
 def load_full_state_dict(
@@ -211,8 +211,8 @@ def _fill(engine: Engine, unit: Unit, values: list[torch.Tensor | None]) -> None
 def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """The whole averaged gradient of one parameter, on every rank, before the step clips it; a collective.
 
-    None if no rank has one. Shape and memory order of the parameter, dtype of the reduced gradient. Of fp16
-    parameters it is still multiplied by the loss scale.
+    None if no rank has one. Shape, device and memory order of the parameter, dtype of the reduced gradient.
+    Of fp16 parameters it is still multiplied by the loss scale.
     """
     engine = engine_of_parameter(parameter)
     engine.optimizer_step.refuse_pending("full_gradient")
@@ -224,7 +224,7 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     if number not in gradients.contributed:
         return None
     layout = unit.layout
-    flat = torch.empty(layout.numel, dtype=gradients.home.dtype)
+    flat = torch.empty(layout.numel, dtype=gradients.home.dtype, device=parameter.device)
     own = engine.norms.read_together(lambda: gradients.home.shard().read(0, layout.shard_numel))
     if engine.world_size == 1:
         flat.copy_(own)

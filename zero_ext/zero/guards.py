@@ -94,13 +94,14 @@ class ApplyGuard:
             raise AssertionError("the guard of a deleted model was called")
         if not self._active:
             return type(model)._apply(model, fn, recurse)
-        for dtype in {tensor.dtype for tensor in (*model.parameters(), *model.buffers())}:
-            probe = torch.empty(0, dtype=dtype)
+        tensors = [each for each in (*model.parameters(), *model.buffers()) if not each.is_meta]
+        for dtype, device in {(tensor.dtype, tensor.device) for tensor in tensors}:
+            probe = torch.empty(0, dtype=dtype, device=device)
             if fn(probe) is not probe:
                 raise RuntimeError(
                     f"{type(model).__name__}: .to(), .half(), .bfloat16(), .cuda() and the like would "
                     f"break the "
-                    "link between parameters and their shards. Convert the model before zero_ext.prepare, or "
-                    "set 'precision.dtype' in the configuration."
+                    "link between parameters and their shards. Convert the model, and move it to its device, "
+                    "before zero_ext.prepare, or set 'precision.dtype' in the configuration."
                 )
         return model

@@ -21,6 +21,7 @@ from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.offload import Birthplace
 from zero_ext.zero.born import REBUILD, born_shard, full_value, refuse_copies, shard_at_birth
+from zero_ext.zero.construction import accelerator_or_cpu
 from zero_ext.zero.heap import trim_heap
 from zero_ext.zero.meta import materialise
 from zero_ext.zero.postponed import Postponed
@@ -57,9 +58,11 @@ class Init:
     of the model's own, whose files ``prepare`` reads once and removes. They are removed as well if the block
     raises, and after a crash when the next run opens the path.
 
-    Nothing is sharded if the configured stage is not 3, or on one rank that keeps its parameters on the
-    device. Between the block and :func:`zero_ext.prepare`, which wants the same ``process_group``, the
-    parameters are NaN placeholders. Raises ``RuntimeError`` on all ranks if storage fails on any.
+    Nothing is sharded if the configured stage is not 3 (parameters are then ordinary ones of the device that
+    they are built on), or on one rank without an accelerator that keeps them on the device. Shards of the
+    device tier wait in host memory for :func:`zero_ext.prepare`, which moves them to the accelerator.
+    Between the block and prepare, which wants the same ``process_group``, the parameters are NaN
+    placeholders. Raises ``RuntimeError`` on all ranks if storage fails on any.
     """
 
     def __init__(
@@ -72,7 +75,9 @@ class Init:
         with torch.device("cpu"):
             join_world(settings.timeout_seconds)
             collectives = make_collectives(process_group, settings.timeout_seconds)
-        sharding = collectives.world_size > 1 or settings.offload.params != "device"
+        # On an accelerator a single rank's parameters too have yet to get to their place.
+        moving = settings.offload.params != "device" or accelerator_or_cpu().type != "cpu"
+        sharding = collectives.world_size > 1 or moving
         self._births = _Births(collectives, settings) if sharding and settings.stage == 3 else None
         self._modules: dict[nn.Module, None] = {}
         self._entered: contextlib.ExitStack | None = None
@@ -203,6 +208,7 @@ class _Births:
     def forget(self, complete: bool) -> None:
         """Leaves what is whole as it is. Unless the model is ``complete``, what is stored of it goes."""
         self._whole.clear()
+        self._by_placeholder.clear()
         self._elements = 0
         # From here on the shards hold their place, which goes with the last of them.
         place, self._place = self._place, None

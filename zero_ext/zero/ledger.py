@@ -49,6 +49,7 @@ def ledger_by_tier(engine: Engine) -> dict[Tier, dict[str, int]]:
             held[tier]["grads"] += nbytes
     held["device"]["staging"] = engine.pool.total_bytes
     held["host"]["staging"] = engine.landings.total_bytes
+    held["host"]["staging"] += engine.collectives.staging_bytes
     for tier, nbytes in engine.tiers.staging_bytes().items():
         held[tier]["staging"] += nbytes
     return {tier: {kind: counts[kind] for kind in KINDS} for tier, counts in held.items()}

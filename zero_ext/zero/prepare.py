@@ -13,8 +13,8 @@ from torch import nn
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.offload import Device, Tiers
-from zero_ext.optim import moments_dtype_named, state_kinds
 from zero_ext.optim.compatibility import check_elementwise, fusible, was_stepped
+from zero_ext.zero.buffers import move_buffers
 from zero_ext.zero.construction import (
     broadcast_buffers,
     build_unit,
@@ -25,6 +25,7 @@ from zero_ext.zero.construction import (
     reserve_storage,
 )
 from zero_ext.zero.engine import Engine
+from zero_ext.zero.forecast import Forecast
 from zero_ext.zero.guards import guard_module
 from zero_ext.zero.hooks import install, watch_reads
 from zero_ext.zero.input_cast import cast_inputs, cast_running_statistics
@@ -36,17 +37,13 @@ from zero_ext.zero.parameter_hooks import watch_all
 from zero_ext.zero.partition import (
     DTYPES,
     Owned,
-    UnitPlan,
     owned_parameters,
-    plan_units,
-    split_optimizer,
     trained_by,
     updates_on_trial,
 )
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.pool_plan import PoolPlan
 from zero_ext.zero.process_group import join_world, make_collectives
-from zero_ext.zero.staging import Staging, plan_staging
 from zero_ext.zero.tiling.replace import apply_tiling, plan_tiling
 from zero_ext.zero.together import together
 
@@ -60,6 +57,7 @@ def prepare(
     wrap: bool = True,
     elementwise: bool = False,
     values: Literal["keep", "empty"] = "keep",
+    device: torch.device | str | None = None,
 ) -> tuple[Any, Any]:
     """Shards ``model`` and ``optimizer`` in place, as ``config`` says; a collective of all ranks.
 
@@ -69,8 +67,7 @@ def prepare(
     optimizer is None.
 
     Args:
-        model: any module, built plainly or inside :class:`zero_ext.Init`. It trains on the device that its
-            parameters are on; the accelerator, if there is one, where they are on none yet.
+        model: any module, built plainly or inside :class:`zero_ext.Init`.
         optimizer: over the model's own parameters, not yet stepped. Adam and AdamW run fused; torch's other
             element-wise optimizers run unchanged on the fp32 shards.
         config: :class:`ZeroConfig`, a mapping, or the path of a JSON file; default ZeRO-3.
@@ -79,6 +76,8 @@ def prepare(
         elementwise: declares an unknown optimizer class to be element-wise; it is checked by trial.
         values: "empty" skips initial values: parameters are zero until a checkpoint is loaded, and may be
             on the meta device.
+        device: where the model trains. Default: where its parameters are, or, if they are nowhere yet (meta,
+            Init), the accelerator if there is one. Parameters move there a unit at a time.
 
     Returns:
         The model and a :class:`ZeroOptimizer`.
@@ -91,15 +90,14 @@ def prepare(
     settings = _settings(config, optimizer)
     _check_model(model)
     tiling = plan_tiling(model, settings.units.tiles)
-    join_world(settings.timeout_seconds)
-    collectives = make_collectives(process_group, settings.timeout_seconds)
-    settings = settings.replace(batch=settings.batch.resolve(collectives.world_size))
     owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
     if not owned:
         raise ValueError(f"{type(model).__name__} has no parameters; there is nothing to shard")
+    place = Device(device_of(owned, device))
+    collectives = _join(process_group, settings, owned, place)
+    settings = settings.replace(batch=settings.batch.resolve(collectives.world_size))
     _check_parameters(owned, optimizer)
     _check_optimizer(optimizer, {item.parameter for item in owned}, elementwise)
-    device = Device(device_of(owned))
     if values == "keep":
         check_values(owned)
     check_agreement(owned, settings, collectives)
@@ -107,20 +105,54 @@ def prepare(
         apply_tiling(model, optimizer, tiling, collectives)
     if values == "empty":
         leave_meta(model)
+    if any(item.parameter.device != place.device for item in owned):
+        move_buffers(model, place.device)
     owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
-    trains = trained_by(optimizer)
-    plans = plan_units(model, owned, settings, collectives.world_size)
-    plans = split_optimizer(plans, settings.offload.ratio, trains, collectives.world_size)
-    staging = plan_staging(model, optimizer, plans, owned, settings, collectives.world_size, device.device)
-    tiers = _make_tiers(settings, optimizer, plans, collectives, staging, device)
-    pool = BufferPool(staging.pool, tiers.device)
-    built = [build_unit(plan, collectives, pool, tiers, values == "keep", trains(plan)) for plan in plans]
+    forecast = Forecast(model, optimizer, owned, settings, collectives, place.device)
+    with forecast.watching():
+        engine = _shard(model, owned, optimizer, forecast, place, values)
+        engine.group = (process_group or dist.group.WORLD) if collectives.world_size > 1 else None
+        prepared = _prepared_optimizer(engine, optimizer, elementwise) if optimizer is not None else None
+    engine.tiers.transfers.clear()
+    return (ZeroModule(model) if wrap else model), prepared
+
+
+def _join(
+    process_group: dist.ProcessGroup | None, settings: ZeroConfig, owned: Sequence[Owned], device: Device
+) -> Collectives:
+    """The ranks' collectives on tensors of ``device``."""
+    join_world(settings.timeout_seconds)
+    # A loss scale that is too large makes NaN, which ends a step and not the job; stage 0 gathers gradients.
+    expects_nan = settings.stage == 0 or any(item.spec.dtype is torch.float16 for item in owned)
+    return make_collectives(
+        process_group,
+        settings.timeout_seconds,
+        device.device,
+        reduction=settings.precision.reduction,
+        checks_nan=not expects_nan,
+    )
+
+
+def _shard(
+    model: nn.Module,
+    owned: Sequence[Owned],
+    optimizer: torch.optim.Optimizer | None,
+    forecast: Forecast,
+    device: Device,
+    values: Literal["keep", "empty"],
+) -> Engine:
+    """Turns the parameters ``owned`` into units, and the model into one that an engine moves."""
+    plans, settings, collectives = forecast.plans, forecast.config, forecast.collectives
+    tiers = _make_tiers(forecast, optimizer, device)
+    pool = BufferPool(forecast.staging.pool, tiers.device)
+    built = [
+        build_unit(plan, collectives, pool, tiers, values == "keep", forecast.trains(plan)) for plan in plans
+    ]
     if settings.precision.dtype != "keep":
         cast_running_statistics(model, DTYPES[settings.precision.dtype])
     broadcast_buffers(model, collectives)
-    landings = BufferPool(PoolPlan(staging.landings, {}), device, "host")
+    landings = BufferPool(PoolPlan(forecast.staging.landings, {}), device, "host")
     engine = Engine(model, owned, built, settings, collectives, pool, landings, tiers)
-    engine.group = (process_group or dist.group.WORLD) if collectives.world_size > 1 else None
     homes = {
         parameter: (unit, plan.home)
         for (unit, _), plan in zip(built, plans, strict=True)
@@ -132,9 +164,7 @@ def prepare(
     if settings.precision.dtype != "keep":
         cast_inputs(model, DTYPES[settings.precision.dtype])
     attach_engine(model, engine)
-    prepared = _prepared_optimizer(engine, optimizer, elementwise) if optimizer is not None else None
-    tiers.transfers.clear()
-    return (ZeroModule(model) if wrap else model), prepared
+    return engine
 
 
 def _settings(
@@ -180,21 +210,16 @@ def _check_parameters(owned: Sequence[Owned], optimizer: torch.optim.Optimizer |
             )
 
 
-def _make_tiers(
-    settings: ZeroConfig,
-    optimizer: torch.optim.Optimizer | None,
-    plans: Sequence[UnitPlan],
-    collectives: Collectives,
-    staging: Staging,
-    device: Device,
-) -> Tiers:
+def _make_tiers(forecast: Forecast, optimizer: torch.optim.Optimizer | None, device: Device) -> Tiers:
     """The tiers with room for everything, or an error on all ranks with nothing changed."""
-    moments = moments_dtype_named(settings.precision.moments_dtype)
-    kinds = state_kinds(optimizer, moments) if optimizer is not None else None
+    settings, plans, collectives = forecast.config, forecast.plans, forecast.collectives
     on_trial = updates_on_trial(settings, (item.spec.dtype for plan in plans for item in plan.members))
 
     def make() -> Tiers:
-        tiers = Tiers(settings.offload, settings.aio, staging.rooms, kinds, on_trial, device, staging.transit)
+        staging = forecast.staging
+        tiers = Tiers(
+            settings.offload, settings.aio, staging.rooms, forecast.kinds, on_trial, device, staging.transit
+        )
         sums = DTYPES[settings.precision.grad_accum_dtype]
         reserve_storage(plans, tiers, collectives.world_size, trained_by(optimizer), sums)
         return tiers

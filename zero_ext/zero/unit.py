@@ -218,11 +218,14 @@ class Unit:
         for begin, end in self.layout.gaps():
             self.flat[begin:end].zero_()
         self.store_shard()
-        self._point_at(self._views)
+        self.publish_views()
 
     def publish_views(self) -> None:
         """Makes the parameters views of the gathered flat buffer as it is."""
         self._require(UnitState.GATHERED)
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if not torch._has_compatible_shallow_copy_type(parameter, view):
+                _move(parameter, view.device)
         self._point_at(self._views)
 
     def store_shard(self) -> None:
@@ -316,3 +319,11 @@ class Unit:
 def _is_blank(placeholder: torch.Tensor) -> bool:
     value = placeholder.reshape(()).item()
     return value != value or (value == 0 and not placeholder.dtype.is_floating_point)
+
+
+def _move(parameter: nn.Parameter, device: torch.device) -> None:
+    """Makes ``parameter``, the same object, one on a device to which its ``data`` cannot be set."""
+    # Empty: a view would share its version counter, and gathers would look like writes to the parameter.
+    moved = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), parameter.requires_grad)
+    vars(moved).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, moved)

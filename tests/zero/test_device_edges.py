@@ -1,0 +1,180 @@
+"""A model on an accelerator as users meet it: where it may come from, what is refused, what comes back."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from zero_ext.zero import engine_of
+
+DEVICE = "stand_in:0"
+TIERS = [{}, {"optimizer": "host"}, {"optimizer": "host", "grads": "host", "params": "host"}]
+
+
+class Normalised(nn.Module):
+    """Running statistics, a buffer that is not saved, a parameter outside blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.register_buffer("scale", torch.full((8,), 0.5, device="cpu"), persistent=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(values)) * self.scale
+        for block in self.blocks:
+            hidden = block(hidden).tanh()
+        return hidden.square().mean()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, count: int = 2) -> list[float]:
+    losses = []
+    for step in range(count):
+        generator = torch.Generator().manual_seed(world.seed + 10 * step + world.rank)
+        loss = model(torch.randn(5, 6, generator=generator).to(engine_of(model).device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def born(how: str, config: dict[str, object], world: World) -> nn.Module:
+    """The same model, made in one of the ways that users have."""
+    torch.manual_seed(world.seed)
+    if how == "init":
+        with zero_ext.Init(config, process_group=world.group):
+            return Normalised()
+    if how == "init_meta":
+        with zero_ext.Init(config, process_group=world.group), torch.device("meta"):
+            return Normalised()
+    model = Normalised()
+    return model.to(DEVICE) if how == "device" else model
+
+
+@on_ranks(1, 3, stand_in=True)
+@pytest.mark.parametrize("tiers", TIERS, ids=["device", "optimizer", "host"])
+def test_however_a_model_is_born_it_trains_on_the_device(world: World, tiers: dict[str, str]) -> None:
+    config = {"stage": 3, "offload": tiers, "timeout_seconds": 20.0}
+    seen = {}
+    for how in ("device", "argument", "init", "init_meta"):
+        model = born(how, config, world)
+        kept = dict(model.named_parameters())
+        model, optimizer = zero_ext.prepare(
+            model,
+            adamw(model),
+            config,
+            process_group=world.group,
+            device=DEVICE if how == "argument" else None,
+        )
+        assert engine_of(model).device == torch.device(DEVICE)
+        assert all(parameter is kept[name] for name, parameter in model.named_parameters())
+        assert {each.device for each in (*model.parameters(), *model.buffers())} == {torch.device(DEVICE)}
+        losses = steps(model, optimizer, world)
+        state = zero_ext.full_state_dict(model)
+        assert {each.device.type for each in state.values()} == {"cpu"}
+        seen[how] = (losses, state)
+    for how, (losses, state) in seen.items():
+        assert losses == seen["device"][0], how
+        for name, value in state.items():
+            assert torch.equal(value, seen["device"][1][name]), (how, name)
+
+
+@on_ranks(2, stand_in=True)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parameters_are_read_and_edited_where_they_are(world: World, stage: int) -> None:
+    torch.manual_seed(world.seed)
+    model = Normalised().to(DEVICE)
+    model, optimizer = zero_ext.prepare(model, adamw(model), {"stage": stage}, process_group=world.group)
+    whole = {name: value.clone() for name, value in zero_ext.full_state_dict(model).items()}
+    with zero_ext.gathered(model):
+        assert torch.equal(model.first.weight.cpu(), whole["first.weight"])
+    with zero_ext.gathered(model.first, modifier_rank=1):
+        if world.rank == 1:
+            with torch.no_grad():
+                model.first.weight.fill_(2.0)
+    assert zero_ext.full_state_dict(model)["first.weight"].eq(2.0).all()
+    zero_ext.load_full_state_dict(model, whole)
+    model(torch.ones(5, 6, device=DEVICE)).backward()
+    gradient = zero_ext.full_gradient(model.first.weight)
+    assert gradient is not None and gradient.device == torch.device(DEVICE)
+    assert len({tuple(each) for each in world.everyone(gradient.flatten().tolist())}) == 1
+    total = model.clip_grad_norm_(1e9)
+    squares = sum(
+        zero_ext.full_gradient(parameter).cpu().double().square().sum()  # type: ignore[union-attr]
+        for parameter in model.parameters()
+    )
+    assert float(total) == pytest.approx(float(squares) ** 0.5, rel=1e-5)
+    optimizer.step()
+
+
+@on_ranks(2, stand_in=True)
+def test_ranks_start_with_the_buffers_of_rank_0(world: World) -> None:
+    torch.manual_seed(world.seed)
+    model = Normalised().to(DEVICE)
+    model.norm.running_mean.fill_(float(world.rank + 1))
+    model, _ = zero_ext.prepare(model, adamw(model), {"stage": 3}, process_group=world.group)
+    assert model.norm.running_mean.tolist() == [1.0] * 8
+    assert model.scale.tolist() == [0.5] * 8
+
+
+@on_ranks(1, stand_in=True)
+def test_a_prepared_model_stays_where_it_is(world: World) -> None:
+    model = Normalised().to(DEVICE)
+    model, _ = zero_ext.prepare(model, adamw(model), {"stage": 3}, process_group=world.group)
+    assert model.to(DEVICE) is model and model.float() is model
+    for move in (lambda: model.cpu(), lambda: model.to("meta"), lambda: model.to(torch.bfloat16)):
+        with pytest.raises(RuntimeError, match=r"\.to\(\).* would break .*move it to its device, before"):
+            move()
+
+
+@on_ranks(1, stand_in=True)
+def test_parameters_on_several_devices_are_refused(world: World) -> None:
+    model = Normalised()
+    model.first.to(DEVICE)
+    with pytest.raises(ValueError, match=r"'first\.weight' on 'stand_in:0', 'norm\.weight' on 'cpu'; one is"):
+        zero_ext.prepare(model, adamw(model), process_group=world.group)
+    model, _ = zero_ext.prepare(model, adamw(model), process_group=world.group, device=DEVICE)
+    assert {each.device for each in (*model.parameters(), *model.buffers())} == {torch.device(DEVICE)}
+
+
+class Wide(nn.Module):
+    """4 MiB of parameters in fp32, in blocks of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(4))
+
+
+@on_ranks(1, 2, stand_in=True)
+@pytest.mark.parametrize(("limit", "advice"), [(6, "'offload.optimizer' 'host'"), (1, "No placement fits:")])
+def test_a_model_without_room_is_refused_with_what_would_fit(world: World, limit: int, advice: str) -> None:
+    device = torch.stand_in  # type: ignore[attr-defined]
+    model = Wide()
+    before = model.blocks[0].weight.clone()
+    config = {"stage": 1, "precision": {"dtype": "bf16"}}
+    gc.collect()  # what other tests left would go at any time
+    used = torch.accelerator.memory_allocated(DEVICE)
+    device.set_memory_limit(used + (limit << 20), DEVICE)
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            zero_ext.prepare(model, adamw(model), config, process_group=world.group, device=DEVICE)
+    finally:
+        device.set_memory_limit(1 << 40, DEVICE)
+    text = str(raised.value)
+    optimizer = 12.0 / world.size
+    for part in ("params 2.0 MiB", "grads 2.0 MiB", f"optimizer {optimizer:.1f} MiB", "were free", advice):
+        assert part in text, text
+    assert "Nothing was sharded." in text and torch.equal(model.blocks[0].weight, before)
+    zero_ext.prepare(model, adamw(model), config, process_group=world.group, device=DEVICE)

@@ -1,0 +1,83 @@
+"""What is planned of each tier before anything is allocated is what the ledger tells after a step."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.zero.models import TinyModel, language_batch, language_loss
+from zero_ext.zero import engine_of
+from zero_ext.zero.forecast import Forecast
+from zero_ext.zero.ledger import ledger_by_tier
+
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+}
+TIERS: list[dict[str, str]] = [
+    {},
+    {"optimizer": "host"},
+    {"optimizer": "host", "grads": "host", "params": "host"},
+]
+
+
+def compare(world: World, device: str, config: dict[str, Any], optimizer: str) -> None:
+    """Prepares a model, makes a step, and compares forecast and ledger."""
+    made: list[Forecast] = []
+
+    def make(*arguments: Any) -> Forecast:
+        made.append(Forecast(*arguments))
+        return made[-1]
+
+    model = TinyModel(layers=2)
+    module = importlib.import_module("zero_ext.zero.prepare")
+    with mock.patch.object(module, "Forecast", make):
+        model, prepared = zero_ext.prepare(
+            model,
+            OPTIMIZERS[optimizer](model.parameters()),
+            config,
+            process_group=world.group,
+            device=device,
+        )
+    for _ in range(2):
+        language_loss(model, language_batch(world.seed, 0, 0, world.rank).to(device)).backward()
+        prepared.step()
+        prepared.zero_grad()
+    (forecast,) = made
+    held = forecast.held()
+    told = ledger_by_tier(engine_of(model))
+    planned = {tier: {kind: held[tier][kind] for kind in told[tier]} for tier in told}
+    assert planned == told, (config, planned, told)
+
+
+def configs() -> list[dict[str, Any]]:
+    """Every stage and tier that go together."""
+    found = []
+    for stage, tiers, dtype in itertools.product((0, 1, 2, 3), TIERS, ("keep", "bf16")):
+        sharded = {"optimizer": stage >= 1, "grads": stage >= 2, "params": stage >= 3}
+        if all(sharded[kind] for kind in tiers):
+            found.append({"stage": stage, "offload": tiers, "precision": {"dtype": dtype}})
+    return found
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_the_plan_is_what_is_held(world: World, optimizer: str) -> None:
+    for config in configs():
+        compare(world, "cpu", config, optimizer)
+
+
+@on_ranks(2, stand_in=True)
+def test_the_plan_is_what_is_held_on_a_device(world: World) -> None:
+    torch.stand_in.set_schedule("eager")  # type: ignore[attr-defined]
+    for tiers in TIERS:
+        compare(world, "stand_in:0", {"stage": 3, "offload": tiers, "precision": {"dtype": "bf16"}}, "adamw")
+    torch.stand_in.set_schedule("random")  # type: ignore[attr-defined]
