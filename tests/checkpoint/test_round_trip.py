@@ -19,6 +19,7 @@ from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, dense, random
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from zero_ext.checkpoint import load_checkpoint, save_checkpoint
+from zero_ext.checkpoint.device_staging import DeviceStaging
 
 HERE = "tests.checkpoint.test_round_trip"
 
@@ -232,6 +233,6 @@ def test_only_needed_bytes_are_read(tmp_path: Path, seed: int, monkeypatch: pyte
     with chunk_reader.ChunkReader(chunk_reader.shard_paths(path.parent, found)) as reader:
         for arrived in reader.read([fill.read() for fill in fills]):
             read += arrived.data.numel()
-            fills[arrived.request].place(arrived.data)
+            fills[arrived.request].place(arrived.data, DeviceStaging())
     assert torch.equal(part, random_state(table, seed)["master", "w"][3 << 20 : 4 << 20])
     assert read <= part.nbytes + 2 * (1 << 20)

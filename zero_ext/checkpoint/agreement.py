@@ -61,7 +61,7 @@ class Agreement:
     def _all_gather(self, data: bytes) -> list[bytes]:
         if self.world_size == 1:
             return [data]
-        length = torch.tensor([len(data)], dtype=torch.int64)
+        length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
         lengths = [torch.empty_like(length) for _ in range(self.world_size)]
         self._run(lambda group: group.allgather([lengths], [length]))
         sizes = [int(size) for size in lengths]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from zero_ext.checkpoint.chunk_reader import Chunk, Read, piece_chunks
+from zero_ext.checkpoint.device_staging import DeviceStaging
 from zero_ext.checkpoint.dtypes import dtype_named
 from zero_ext.checkpoint.host_memory import byte_view
 from zero_ext.checkpoint.manifest import Manifest, PieceRecord
@@ -29,16 +30,19 @@ class Wanted(NamedTuple):
         """Elements to be filled."""
         return element_count(self.values)
 
-    def put(self, begin: int, found: torch.Tensor) -> None:
-        """Fills the run's elements from ``begin`` on with ``found`` (1-D; floats convert).
+    def put(self, begin: int, found: torch.Tensor, staging: DeviceStaging) -> None:
+        """Fills the run's elements from ``begin`` on with ``found`` (1-D, host memory; floats convert).
 
-        CheckpointError naming the run if its store cannot take them.
+        What lies on a device gets them through ``staging``. CheckpointError naming the run if its store
+        cannot take them.
         """
         if not isinstance(self.values, torch.Tensor):
             write_stored(self.values, begin, found, f"{self.kind} of {self.name!r}")
             return
         destination = self.values[begin : begin + found.numel()]
-        if found.data_ptr() != destination.data_ptr():
+        if destination.device.type != "cpu":
+            staging.write(destination, found.to(destination.dtype))
+        elif found.data_ptr() != destination.data_ptr():
             destination.copy_(found)
         # Written behind autograd's back: a graph that has saved the old values must find out.
         torch.autograd.graph.increment_version(destination)
@@ -56,24 +60,24 @@ class Fill(NamedTuple):
     end: int
 
     def read(self) -> Read:
-        """Straight into memory that takes the whole chunk as it is, else by way of scratch."""
+        """Straight into host memory that takes the whole chunk as it is, else by way of scratch."""
         values = self.run.values
-        if isinstance(values, torch.Tensor) and values.dtype == self.dtype:
+        in_memory = isinstance(values, torch.Tensor) and values.device.type == "cpu"
+        if isinstance(values, torch.Tensor) and in_memory and values.dtype == self.dtype:
             target = byte_view(values[self.begin : self.end])
             if target.numel() == self.chunk.size:
                 return Read(self.chunk, target)
         return Read(self.chunk, None)
 
-    def place(self, data: torch.Tensor) -> None:
-        """Moves a chunk's bytes from scratch to where they belong, converting between float precisions.
-
-        CheckpointError naming the run if its store cannot take them.
-        """
-        self.run.put(self.begin, data.view(self.dtype)[self.skip : self.skip + self.end - self.begin])
+    def place(self, data: torch.Tensor, staging: DeviceStaging) -> None:
+        """Moves a chunk's bytes from scratch to where they belong, converting between float precisions; see
+        :meth:`Wanted.put`."""
+        found = data.view(self.dtype)[self.skip : self.skip + self.end - self.begin]
+        self.run.put(self.begin, found, staging)
 
 
 def check_piece(piece: Piece) -> None:
-    """TypeError or ValueError naming the piece unless it is a 1-D contiguous CPU tensor or stored values."""
+    """TypeError or ValueError naming the piece unless it is a 1-D contiguous tensor or stored values."""
     where = f"{piece.kind} of {piece.name!r}"
     check_values(piece.tensor, where)
     if type(piece.start) is not int or piece.start < 0:

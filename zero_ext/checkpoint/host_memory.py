@@ -9,7 +9,7 @@ import torch
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous CPU tensor as uint8 [nbytes]."""
+    """The memory of a contiguous tensor as uint8 [nbytes]."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from zero_ext.checkpoint.agreement import Agreement
 from zero_ext.checkpoint.chunk_reader import Chunk, ChunkReader, Read, header_chunk, shard_paths
+from zero_ext.checkpoint.device_staging import DeviceStaging
 from zero_ext.checkpoint.directory import CheckpointDirectory
 from zero_ext.checkpoint.errors import CheckpointError
 from zero_ext.checkpoint.load_plan import LoadPlan, check_requests, plan_load
@@ -117,10 +118,11 @@ class _Load:
 
 
 def _fill(reader: ChunkReader, plan: LoadPlan) -> None:
+    staging = DeviceStaging()
     for arrived in reader.read([fill.read() for fill in plan.fills]):
         fill = plan.fills[arrived.request]
         reader.check(fill.chunk, arrived.crc32c)
-        fill.place(arrived.data)
+        fill.place(arrived.data, staging)
     with torch.no_grad():
         for buffer, copy in plan.buffers:
             buffer.copy_(copy.reshape(buffer.shape))

@@ -52,7 +52,7 @@ def plan_load(source: StateSource, manifest: Manifest, path: Path) -> LoadPlan:
     wanted = [_wanted_piece(piece, stored_names) for piece in source.load_pieces()]
     buffers = []
     for name, buffer in live_buffers.items():
-        copy = torch.empty(buffer.numel(), dtype=buffer.dtype)
+        copy = torch.empty(buffer.numel(), dtype=buffer.dtype, device="cpu")
         buffers.append((buffer, copy))
         wanted.append(Wanted(BUFFER, name, 0, copy))
     wanted = [run for run in wanted if run.numel]

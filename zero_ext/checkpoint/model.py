@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -51,7 +51,10 @@ def save_checkpoint(
     """
     engine = engine_of(model)
     engine.finish_updates()
-    extra: dict[str, Any] = {"random": _random_states(engine)}
+    extra: dict[str, Any] = {"random": _of_all_ranks(engine, torch.get_rng_state())}
+    if engine.device.type != "cpu":
+        own = torch.get_device_module(engine.device).get_rng_state(engine.device)
+        extra["device_random"] = {engine.device.type: _of_all_ranks(engine, own)}
     for name, part in (("scheduler", scheduler), ("loader", loader)):
         if part is not None:
             extra[name] = part.state_dict()
@@ -77,9 +80,10 @@ def load_checkpoint(
 ) -> LoadedCheckpoint:
     """Loads a checkpoint (default: the latest) into a prepared model; all ranks call it together.
 
-    The checkpoint may come from any world size and stage. Random states are restored where the world size
-    is the same. Raises ``ValueError`` if a ``scheduler`` or ``loader`` is given whose state was not saved or
-    does not fit, ``CheckpointError`` for anything missing, damaged or foreign; nothing has changed then.
+    The checkpoint may come from any world size, stage and device. Random states are restored where the world
+    size is the same, the device's where it is of the same type. Raises ``ValueError`` if a ``scheduler`` or
+    ``loader`` is given whose state was not saved or does not fit, ``CheckpointError`` for anything missing,
+    damaged or foreign; nothing has changed then.
     """
     engine = engine_of(model)
     engine.finish_updates(replaced=True)
@@ -95,9 +99,7 @@ def load_checkpoint(
         for name, state in before.items():
             parts[name].load_state_dict(state)
         raise
-    random_states = loaded.extra.get("random")
-    if random_states is not None and len(random_states) == engine.world_size:
-        torch.set_rng_state(random_states[engine.rank].clone())
+    _restore_random_states(engine, loaded.extra)
     return loaded
 
 
@@ -122,8 +124,18 @@ def _saved_states(
     return states
 
 
-def _random_states(engine: Engine) -> torch.Tensor:
-    own = torch.get_rng_state()
-    table = torch.zeros(engine.world_size, own.numel(), dtype=torch.int32)
+def _of_all_ranks(engine: Engine, own: torch.Tensor) -> torch.Tensor:
+    """The random states [world size, n] of all ranks, of which ``own`` (uint8 [n]) is this one's."""
+    table = torch.zeros(engine.world_size, own.numel(), dtype=torch.int32, device="cpu")
     table[engine.rank] = own.int()
     return engine.collectives.sum_(table, "random states for the checkpoint").to(torch.uint8)
+
+
+def _restore_random_states(engine: Engine, extra: Mapping[str, Any]) -> None:
+    states = extra.get("random")
+    if states is not None and len(states) == engine.world_size:
+        torch.set_rng_state(states[engine.rank].clone())
+    states = extra.get("device_random", {}).get(engine.device.type)
+    if states is not None and len(states) == engine.world_size:
+        module = torch.get_device_module(engine.device)
+        module.set_rng_state(states[engine.rank].clone(), engine.device)

@@ -126,5 +126,5 @@ def _decode_tensor(content: dict[str, Any], path: str) -> torch.Tensor:
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{path}: {len(data)} bytes do not make a {dtype} tensor of shape {shape}")
     if not data:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)

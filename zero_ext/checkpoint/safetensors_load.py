@@ -10,6 +10,7 @@ from torch import nn
 
 from zero_ext.checkpoint.agreement import Agreement
 from zero_ext.checkpoint.chunk_reader import Chunk, ChunkReader
+from zero_ext.checkpoint.device_staging import DeviceStaging
 from zero_ext.checkpoint.errors import CheckpointError
 from zero_ext.checkpoint.fill_plan import Fill, Wanted
 from zero_ext.checkpoint.memory_order import is_logical_order
@@ -87,6 +88,7 @@ def load_safetensors(
 
 
 def _fill(plan: WeightsPlan) -> None:
+    staging = DeviceStaging()
     with ChunkReader(plan.files.paths) as reader:
         straight = [
             fill
@@ -95,24 +97,26 @@ def _fill(plan: WeightsPlan) -> None:
             for run in runs
             for fill in _fills(plan, name, run, run.start)
         ]
-        _read(reader, sorted(straight, key=lambda fill: fill.chunk[:2]))
+        _read(reader, sorted(straight, key=lambda fill: fill.chunk[:2]), staging)
         for name, runs in plan.runs.items():
             if runs and not is_logical_order(*plan.orders[name]):
-                _fill_reordered(reader, plan, name, runs)
+                _fill_reordered(reader, plan, name, runs, staging)
     with torch.no_grad():
         for buffer, copy in plan.buffers:
             buffer.copy_(copy.view(buffer.shape))
 
 
-def _fill_reordered(reader: ChunkReader, plan: WeightsPlan, name: str, runs: Sequence[Wanted]) -> None:
+def _fill_reordered(
+    reader: ChunkReader, plan: WeightsPlan, name: str, runs: Sequence[Wanted], staging: DeviceStaging
+) -> None:
     shape, stride = plan.orders[name]
     _, tensor = plan.stored(name)
-    values = torch.empty(tensor.entry.shape, dtype=tensor.entry.dtype)
-    _read(reader, list(_fills(plan, name, Wanted("weights", name, 0, values.view(-1)), 0)))
-    ordered = torch.empty_strided(shape, stride, dtype=values.dtype).copy_(values)
+    values = torch.empty(tensor.entry.shape, dtype=tensor.entry.dtype, device="cpu")
+    _read(reader, list(_fills(plan, name, Wanted("weights", name, 0, values.view(-1)), 0)), staging)
+    ordered = torch.empty_strided(shape, stride, dtype=values.dtype, device="cpu").copy_(values)
     flat = ordered.as_strided((values.numel(),), (1,))
     for run in runs:
-        run.put(0, flat[run.start : run.start + run.numel])
+        run.put(0, flat[run.start : run.start + run.numel], staging)
 
 
 def _fills(plan: WeightsPlan, name: str, run: Wanted, start: int) -> Iterator[Fill]:
@@ -125,6 +129,6 @@ def _fills(plan: WeightsPlan, name: str, run: Wanted, start: int) -> Iterator[Fi
         yield Fill(Chunk(file, at, size, None, repr(entry.key)), entry.dtype, 0, run, begin, end)
 
 
-def _read(reader: ChunkReader, fills: Sequence[Fill]) -> None:
+def _read(reader: ChunkReader, fills: Sequence[Fill], staging: DeviceStaging) -> None:
     for arrived in reader.read([fill.read() for fill in fills]):
-        fills[arrived.request].place(arrived.data)
+        fills[arrived.request].place(arrived.data, staging)

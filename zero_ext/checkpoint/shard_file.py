@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from zero_ext.checkpoint.device_staging import DeviceStaging
 from zero_ext.checkpoint.dtypes import dtype_name
 from zero_ext.checkpoint.fill_plan import check_piece
 from zero_ext.checkpoint.host_memory import byte_view, copy_bytes
@@ -26,7 +27,7 @@ _PACKED_TOGETHER = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class OwnedPiece(NamedTuple):
-    """A piece to be written: live memory, a staged copy of it, or values in a store."""
+    """A piece to be written: live memory of host or device, a staged copy of it, or values in a store."""
 
     kind: str
     name: str
@@ -53,11 +54,14 @@ class OwnedPiece(NamedTuple):
         """Whether it has to be read from a store."""
         return not isinstance(self.values, torch.Tensor)
 
-    def chunks(self) -> Iterator[torch.Tensor]:
-        """Its bytes, as uint8 runs of CHUNK_BYTES at most; stored values are in memory two runs at a time."""
+    def chunks(self, staging: DeviceStaging) -> Iterator[torch.Tensor]:
+        """Its bytes in host memory, as uint8 runs of CHUNK_BYTES at most, each valid until the next one; what
+        lies on a device comes through ``staging``, stored values are in memory two runs at a time."""
         values = self.values
         if isinstance(values, torch.Tensor):
-            yield from byte_view(values).split(CHUNK_BYTES)
+            on_host = values.device.type == "cpu"
+            for part in (byte_view(values),) if on_host else staging.read(values):
+                yield from part.split(CHUNK_BYTES)
             return
         elements = CHUNK_BYTES // values.dtype.itemsize
         for begin in range(0, self.numel, elements):
@@ -97,8 +101,15 @@ def stage_pieces(pieces: Sequence[OwnedPiece]) -> list[OwnedPiece]:
         buffer[offset : offset + tensor.nbytes].view(tensor.dtype)
         for tensor, offset in zip(tensors, offsets, strict=True)
     ]
-    for dtype in {tensor.dtype for tensor in tensors}:
-        of_dtype = [number for number, tensor in enumerate(tensors) if tensor.dtype == dtype]
+    staging = DeviceStaging()
+    on_host = [number for number, tensor in enumerate(tensors) if tensor.device.type == "cpu"]
+    for number in sorted(set(range(len(tensors))).difference(on_host)):
+        rest = byte_view(staged[number])
+        for part in staging.read(tensors[number]):
+            copy_bytes(rest[: part.numel()], part)
+            rest = rest[part.numel() :]
+    for dtype in {tensors[number].dtype for number in on_host}:
+        of_dtype = [number for number in on_host if tensors[number].dtype == dtype]
         sources = [tensors[number] for number in of_dtype]
         if dtype in _PACKED_TOGETHER:
             # One parallel pass: a copy for each of many small tensors waits for its threads each time.
@@ -114,18 +125,19 @@ def write_shard(
 ) -> tuple[FileRecord, list[PieceRecord]]:
     """Writes the rank's file and returns what the manifest says of it; every byte is on the disk then.
 
-    While a chunk is read from a store and hashed, those before it are being written. CheckpointError names a
-    piece whose store cannot be read.
+    While a chunk is read from a store or a device and hashed, those before it are being written.
+    CheckpointError names a piece whose store cannot be read.
     """
     path = directory / shard_file_name(rank)
     header = encode_header(_entries(pieces), {"format": "pt", "content": "zero_ext shard; see manifest.json"})
     header_bytes = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     records, offset = [], len(header)
+    staging = DeviceStaging()
     with StreamWriter(storage, path) as writer:
         writer.append(header_bytes)
         for piece in pieces:
             checksums = []
-            for chunk in piece.chunks():
+            for chunk in piece.chunks(staging):
                 writer.append(chunk)
                 checksums.append(crc32c(chunk))
             records.append(_record(rank, piece, offset, checksums))

@@ -28,7 +28,7 @@ class StoredValues(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """A copy of elements [begin, end): 1-D, contiguous, CPU. Any exception if they cannot be read."""
+        """A copy of elements [begin, end): 1-D, contiguous. Any exception if they cannot be read."""
 
     def write(self, begin: int, values: torch.Tensor) -> None:
         """Replaces the elements from ``begin`` on by ``values`` (1-D, contiguous, CPU, same dtype).
@@ -42,7 +42,7 @@ class Piece(Protocol):
 
     ``kind``: "master" (the parameter's value, in float32 where master weights exist), "exp_avg" and so on;
     ``name``: the parameter's full name; ``start``: the run's first element in the parameter's memory order;
-    ``tensor``: 1-D contiguous CPU tensor over the run, or the run's values in a store.
+    ``tensor``: 1-D contiguous tensor over the run, on the CPU or a device, or the run's values in a store.
     """
 
     @property

@@ -21,10 +21,10 @@ def byte_count(values: torch.Tensor | StoredValues) -> int:
 def check_values(values: object, label: str) -> None:
     """TypeError or ValueError, beginning with ``label``, unless ``values`` may stand behind a piece."""
     if isinstance(values, torch.Tensor):
-        if values.device.type != "cpu" or values.dim() != 1 or not values.is_contiguous():
+        if values.is_meta or values.dim() != 1 or not values.is_contiguous():
             raise ValueError(
                 f"{label}: got a tensor of shape {tuple(values.shape)}, stride {values.stride()} "
-                f"on {values.device}, wanted one dimension, contiguous, on the CPU"
+                f"on {values.device}, wanted one dimension, contiguous, in memory"
             )
         return
     if not isinstance(values, StoredValues):
@@ -46,7 +46,7 @@ def read_stored(values: StoredValues, begin: int, end: int, label: str) -> torch
             f"{label}: its store answers a read of elements {begin} to {end} with {tuple(found.shape)} of "
             f"{found.dtype}, wanted {(end - begin,)} of {values.dtype}; the store is at fault"
         )
-    return found
+    return found.cpu()
 
 
 def write_stored(values: StoredValues, begin: int, found: torch.Tensor, label: str) -> None:

@@ -69,7 +69,7 @@ def plan_weights(engine: Engine, files: WeightFiles, strict: bool, rename: Renam
     buffers = []
     for name, buffer in engine.state.buffers().items():
         if name in runs:
-            copy = torch.empty(buffer.numel(), dtype=buffer.dtype)
+            copy = torch.empty(buffer.numel(), dtype=buffer.dtype, device="cpu")
             buffers.append((buffer, copy))
             runs[name].append(Wanted(BUFFER, name, 0, copy))
     orders = {name: (target.shape, target.stride) for name, target in targets.items()}
