@@ -218,3 +218,19 @@ def test_no_unfinished_marks() -> None:
                 if token.type == tokenize.COMMENT and re.search(r"\b(TODO|FIXME|XXX|HACK)\b", token.string):
                     offenders.append(f"{path.relative_to(ROOT)}:{token.start[0]}")
     assert offenders == []
+
+
+MAKERS = {"empty", "empty_strided", "zeros", "ones", "full", "tensor", "arange", "rand", "randn"}
+
+
+def test_every_tensor_is_made_on_a_device_that_is_named() -> None:
+    """Users may set torch's default device; what the library makes for itself is not meant."""
+    offenders = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            by_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            if by_torch and node.func.attr in MAKERS and all(key.arg != "device" for key in node.keywords):
+                offenders.append(f"{file.name}:{node.lineno}: {ast.unparse(node)}")
+    assert offenders == []

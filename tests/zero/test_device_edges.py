@@ -178,3 +178,29 @@ def test_a_model_without_room_is_refused_with_what_would_fit(world: World, limit
         assert part in text, text
     assert "Nothing was sharded." in text and torch.equal(model.blocks[0].weight, before)
     zero_ext.prepare(model, adamw(model), config, process_group=world.group, device=DEVICE)
+
+
+@on_ranks(2, stand_in=True)
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad"])
+def test_torchs_default_device_is_the_models_alone(world: World, name: str) -> None:
+    config = {
+        "stage": 3,
+        "gradient_clipping": 1.0,
+        "precision": {"dtype": "bf16"},
+        "offload": {"optimizer": "host"},
+        "batch": {"gradient_accumulation_steps": 2},
+    }
+    torch.set_default_device(DEVICE)
+    try:
+        model = Normalised()
+        model, optimizer = zero_ext.prepare(
+            model, getattr(torch.optim, name)(model.parameters(), lr=1e-2), config, process_group=world.group
+        )
+        for _ in range(2):
+            model(torch.randn(5, 6)).backward()
+            model(torch.randn(5, 6)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert zero_ext.full_state_dict(model)["first.weight"].isfinite().all()
+    finally:
+        torch.set_default_device("cpu")

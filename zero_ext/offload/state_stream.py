@@ -56,7 +56,7 @@ class StateStream:
     @contextlib.contextmanager
     def counters(self) -> Iterator[torch.Tensor]:
         """Room for an op's counters; the bytes it moved are recorded."""
-        counters = torch.zeros(len(ops.STREAM_COUNTERS), dtype=torch.int64)
+        counters = torch.zeros(len(ops.STREAM_COUNTERS), dtype=torch.int64, device="cpu")
         yield counters
         self.transfers.record("nvme", "host", int(counters[_READ]))
         self.transfers.record("host", "nvme", int(counters[_WRITTEN]))
@@ -105,7 +105,7 @@ class NvmeState:
         """See :class:`StateHome`: copies, in ``into`` if given."""
         fields = [self.stream.kinds[kind] for kind in kinds]
         values = list(into or ()) or [
-            torch.empty(field.entries(end - begin), dtype=field.dtype) for field in fields
+            torch.empty(field.entries(end - begin), dtype=field.dtype, device="cpu") for field in fields
         ]
         with self.stream.counters() as counters:
             ops.state_stream_read_(
@@ -234,11 +234,11 @@ def stream_adam(works: Sequence[AdamWork], scale: torch.Tensor) -> None:
     with stream.counters() as counters:
         ops.state_stream_adam_(
             stream.handle,
-            torch.tensor(ranges, dtype=torch.int64),
+            torch.tensor(ranges, dtype=torch.int64, device="cpu"),
             outputs,
             gradients,
-            torch.tensor(bounds, dtype=torch.int64).view(-1, 2),
-            torch.tensor(rows, dtype=torch.float64).view(-1, 8),
+            torch.tensor(bounds, dtype=torch.int64, device="cpu").view(-1, 2),
+            torch.tensor(rows, dtype=torch.float64, device="cpu").view(-1, 8),
             scale,
             counters,
         )
@@ -247,9 +247,9 @@ def stream_adam(works: Sequence[AdamWork], scale: torch.Tensor) -> None:
 def _place_of(home: ShardHome | None) -> tuple[int, torch.Tensor]:
     """Offset in the store, or -1, and the memory or an empty tensor of the stored dtype."""
     if home is None:
-        return -1, torch.empty(0)
+        return -1, torch.empty(0, device="cpu")
     if isinstance(home, StoredHome):
-        return home.offset, torch.empty(0, dtype=home.dtype)
+        return home.offset, torch.empty(0, dtype=home.dtype, device="cpu")
     memory = home.memory(home.tier)
     if memory is None:
         raise AssertionError(f"a shard in tier '{home.tier}' that is neither in memory nor in a store")

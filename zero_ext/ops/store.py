@@ -109,7 +109,7 @@ def store_wait(handle: int, ticket: int) -> None:
 def store_facts(handle: int) -> StoreFacts:
     """What the store is made of and what it has done so far."""
     backend, *texts = op("store_devices")(handle).split("\0")[:-1]
-    counts = torch.empty(6, dtype=torch.int64)
+    counts = torch.empty(6, dtype=torch.int64, device="cpu")
     op("store_counts_")(handle, counts)
     alignment, capacity, live_bytes, bytes_read, bytes_written, largest_free = counts.tolist()
     return StoreFacts(

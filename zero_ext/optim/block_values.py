@@ -77,7 +77,7 @@ class BlockValues:
         if high - low == values.numel():
             return
         if known is None:
-            known = _Partial(values.clone(), torch.zeros(values.numel(), dtype=torch.bool))
+            known = _Partial(values.clone(), torch.zeros(values.numel(), dtype=torch.bool, device="cpu"))
         known.values[low:high] = values[low:high]
         known.written[low:high] = True
         values[known.written] = known.values[known.written]

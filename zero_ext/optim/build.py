@@ -57,7 +57,7 @@ def check_scheduler(policy: SchedulerPolicy, optimizer: Optimizer) -> None:
     groups = []
     for group in optimizer.param_groups:
         copied = {key: value.clone() if torch.is_tensor(value) else value for key, value in group.items()}
-        groups.append({**copied, "params": [torch.zeros(1)]})
+        groups.append({**copied, "params": [torch.zeros(1, device="cpu")]})
     rehearsal = Optimizer(groups, dict(optimizer.defaults))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # build_scheduler will say it

@@ -73,8 +73,8 @@ def check_elementwise(optimizer: optim.Optimizer, declared: bool) -> None:
 
 def _try_out(optimizer: optim.Optimizer, name: str) -> None:
     generator = torch.Generator().manual_seed(20)
-    values = torch.randn(64, generator=generator)
-    gradients = [torch.randn(64, generator=generator) for _ in range(3)]
+    values = torch.randn(64, generator=generator, device="cpu")
+    gradients = [torch.randn(64, generator=generator, device="cpu") for _ in range(3)]
     for group in optimizer.param_groups:
         whole = _run(optimizer, group, [values.clone()], [[g.clone()] for g in gradients])
         cut = [values[:23].clone(), values[23:].clone()]
@@ -112,7 +112,10 @@ def initial_state(
         return {"exp_avg": torch.zeros_like(value)}
     if not isinstance(optimizer, optim.Adagrad):
         return {}
-    return {"step": torch.tensor(0.0), "sum": torch.full_like(value, group["initial_accumulator_value"])}
+    return {
+        "step": torch.tensor(0.0, device="cpu"),
+        "sum": torch.full_like(value, group["initial_accumulator_value"]),
+    }
 
 
 def was_stepped(optimizer: optim.Optimizer) -> bool:
@@ -123,10 +126,10 @@ def was_stepped(optimizer: optim.Optimizer) -> bool:
 
 def elementwise_kinds(optimizer: optim.Optimizer, group: dict[str, Any]) -> frozenset[str]:
     """Names of the state tensors, one value an element, that ``optimizer`` has after a step; by trial."""
-    value = torch.zeros(2)
+    value = torch.zeros(2, device="cpu")
     trial = on_other_tensors(optimizer, [{**group, "params": [value]}])
     trial.state[value] = initial_state(optimizer, value, group)
-    value.grad = torch.ones(2)
+    value.grad = torch.ones(2, device="cpu")
     trial.step()
     return frozenset(name for name, entry in trial.state[value].items() if per_element(entry))
 
@@ -151,7 +154,7 @@ def plain_scalars(state: Mapping[str, Any]) -> dict[str, Any]:
 def live_scalars(saved: Mapping[str, Any]) -> dict[str, Any]:
     """What :func:`plain_scalars` was given, less the entries with one value an element."""
     return {
-        name: torch.tensor(entry) if name in saved["zero_dim"] else entry
+        name: torch.tensor(entry, device="cpu") if name in saved["zero_dim"] else entry
         for name, entry in saved["scalars"].items()
     }
 

@@ -41,7 +41,7 @@ class ElementwiseStream:
         self._stream = _stored(ranges[0]).stream
         for owned in ranges:
             for segment in owned.segments:
-                state = initial_state(optimizer, torch.zeros(1), self._groups[segment.group])
+                state = initial_state(optimizer, torch.zeros(1, device="cpu"), self._groups[segment.group])
                 self._scalars[segment.name] = {
                     name: entry for name, entry in state.items() if not per_element(entry)
                 }

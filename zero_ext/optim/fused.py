@@ -97,8 +97,8 @@ class FusedStepper(ABC):
             # All of it goes back, so elements that the step leaves alone need the value they have.
             part.staged.copy_(self._ranges[index].state.read(MASTER, part.begin, part.end))
         if kept:
-            segments = torch.tensor(inside, dtype=torch.int64)
-            hyper = torch.tensor(kept, dtype=torch.float64)
+            segments = torch.tensor(inside, dtype=torch.int64, device="cpu")
+            hyper = torch.tensor(kept, dtype=torch.float64, device="cpu")
             self._moments.update(index, part, segments, hyper, scale)
 
     @abstractmethod
@@ -197,7 +197,7 @@ class AdamStepper(FusedStepper):
         reached = self._staging.reaches(gradient, "host")
         near_output = output if self._staging.reaches(output, "host") else None
         # Where the gradient is read by the step itself, values that take no memory stand for it.
-        brought = _in_host(torch.zeros(1).expand(gradient.numel)) if reached else gradient
+        brought = _in_host(torch.zeros(1, device="cpu").expand(gradient.numel)) if reached else gradient
         far_output = None if near_output is output else output
         for part in self._staging.parts("host", brought, far_output, state.stream.chunk_elements):
             span, (bounds, rows) = (part.begin, part.end), _inside(part, *settings)

@@ -37,18 +37,20 @@ def check_agreement(owned: Sequence[Owned], config: ZeroConfig, collectives: Col
     ]
     digests = [hashlib.sha256(line.encode()).digest()[:8] for line in lines]
     own = torch.tensor(
-        [int.from_bytes(digest, "little", signed=True) for digest in digests], dtype=torch.int64
+        [int.from_bytes(digest, "little", signed=True) for digest in digests],
+        dtype=torch.int64,
+        device="cpu",
     )
-    count = torch.tensor([len(own)], dtype=torch.int64)
+    count = torch.tensor([len(own)], dtype=torch.int64, device="cpu")
     wanted_count = int(collectives.broadcast_(count.clone(), 0, "agreement on the model").item())
-    wanted = torch.zeros(wanted_count, dtype=torch.int64)
+    wanted = torch.zeros(wanted_count, dtype=torch.int64, device="cpu")
     wanted = collectives.broadcast_(
         own.clone() if collectives.rank == 0 else wanted, 0, "agreement on the model"
     )
     first = next((i for i in range(min(len(own), len(wanted))) if own[i] != wanted[i]), None)
     if first is None and len(own) != len(wanted):
         first = min(len(own), len(wanted))
-    flags = torch.zeros(collectives.world_size, dtype=torch.int64)
+    flags = torch.zeros(collectives.world_size, dtype=torch.int64, device="cpu")
     flags[collectives.rank] = int(first is not None)
     ranks = collectives.sum_(flags, "agreement on the model").nonzero().flatten().tolist()
     if not ranks:

@@ -280,7 +280,7 @@ class Engine:
                 for gradients in self.reducer.gradients
                 for number in gradients.contributed
             ]
-            norm = torch.tensor([0.0, *values], dtype=torch.float64).amax() * unscale
+            norm = torch.tensor([0.0, *values], dtype=torch.float64, device="cpu").amax() * unscale
         else:
             raise ValueError(f"norm_type: {norm_type!r} given; sharded gradients offer 2 and inf")
         factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))

@@ -44,7 +44,7 @@ class InBackward(AfterBackward):
         self._on_trial = on_trial
         self._number_of = {each: number for number, each in enumerate(self._gradients)}
         self._last = False  # whether the latest pass ends the accumulation
-        self._scale = torch.ones(())
+        self._scale = torch.ones((), device="cpu")
         self._settings: list[dict[str, Any]] = []
         self._early: dict[int, frozenset[str]] = {}  # the parameters updated in backward, by range
         self._error: Exception | None = None  # why the step cannot be finished

@@ -65,7 +65,7 @@ class GradientNorms:
             squares = Squares()
             self._gradients[unit].add_squared_norm(squares, number)
             rows.append(squares)
-        table = torch.zeros(len(rows), ops.ACCUMULATOR_ENTRIES, dtype=torch.int64)
+        table = torch.zeros(len(rows), ops.ACCUMULATOR_ENTRIES, dtype=torch.int64, device="cpu")
         for row, squares in zip(table, rows, strict=True):
             row += squares.total()
         return table
@@ -75,9 +75,9 @@ class GradientNorms:
         if self._largest is None:
             keys = self._keys()
             world = self._collectives.world_size
-            table = torch.zeros(world, len(keys), dtype=torch.float64)
+            table = torch.zeros(world, len(keys), dtype=torch.float64, device="cpu")
             own = self.read_together(lambda: [self._gradients[unit].largest(number) for unit, number in keys])
-            table[self._collectives.rank] = torch.tensor(own, dtype=torch.float64)
+            table[self._collectives.rank] = torch.tensor(own, dtype=torch.float64, device="cpu")
             self._collectives.sum_(table, "largest gradients of the parameters")
             self._largest = dict(zip(keys, table.amax(0).tolist(), strict=True))
         return self._largest[self._gradients.index(gradients), index]

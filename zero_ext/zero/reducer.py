@@ -97,7 +97,7 @@ class GradientReducer:
         for gradients in self.gradients:
             flags += [int(i in gradients.contributed) for i in range(len(gradients.unit.parameters))]
         agreed = self._collectives.sum_(
-            torch.tensor(flags, dtype=torch.int64), "agreement on gradients"
+            torch.tensor(flags, dtype=torch.int64, device="cpu"), "agreement on gradients"
         ).tolist()
         position = len(self.gradients)
         alike = all(ranks in (0, self._collectives.world_size) for ranks in agreed[position:])
@@ -117,7 +117,7 @@ class GradientReducer:
 
     def _adopt_order(self, arrivals: list[int]) -> None:
         rest = [index for index in self._order if index not in arrivals]
-        order = torch.tensor(arrivals + rest, dtype=torch.int64)
+        order = torch.tensor(arrivals + rest, dtype=torch.int64, device="cpu")
         self._order = self._collectives.broadcast_(order, 0, "agreement on the reduction order").tolist()
 
     def _start_next(self) -> None:

@@ -25,7 +25,7 @@ class Squares:
     def total(self) -> torch.Tensor:
         """All of it as an int64 superaccumulator in host memory, for :func:`zero_ext.ops.squared_norm_value`;
         waits for the devices."""
-        total = torch.zeros(ops.ACCUMULATOR_ENTRIES, dtype=torch.int64)
+        total = torch.zeros(ops.ACCUMULATOR_ENTRIES, dtype=torch.int64, device="cpu")
         for sums in self._sums.values():
             total += sums.cpu()
         return total

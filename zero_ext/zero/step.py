@@ -214,7 +214,7 @@ class OptimizerStep:
             raise
 
     def _unscale(self) -> torch.Tensor:
-        scale = torch.ones((), dtype=torch.float32)
+        scale = torch.ones((), dtype=torch.float32, device="cpu")
         if self.scales_loss:
             scale /= self.scaler.scale
         return scale
