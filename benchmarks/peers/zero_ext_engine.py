@@ -55,7 +55,8 @@ class ZeroExtTrainer:
 
     def staging_bytes(self) -> dict[str, int]:
         engine = engine_of(self.model)
-        return {"host": engine.tiers.staging_bytes(), "device": engine.pool.total_bytes}
+        held = engine.tiers.staging_bytes()
+        return {"host": held["host"], "device": held["device"] + engine.pool.total_bytes}
 
     def ledger_bytes(self) -> dict[str, int]:
         return dict(engine_of(self.model).ledger())
