@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 import zero_ext
 from tests.checkpoint.test_engine_checkpoint import Mixture, check_same
+from tests.multi.on_ranks import on_ranks
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from zero_ext.checkpoint import device_staging
@@ -76,6 +77,18 @@ class Training:
         self.model(ids, images).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+@on_ranks(1, stand_in=True)
+def test_staging_is_ordered_both_ways(world: World) -> None:
+    torch.stand_in.set_schedule("lazy")  # type: ignore[attr-defined]
+    staging = device_staging.DeviceStaging()
+    values = torch.randn(3 * CHUNK_BYTES)  # 12 MiB: three pieces in two rooms
+    into = torch.full_like(values, float("nan"), device=DEVICE)
+    staging.write(into, values)
+    doubled = into * 2
+    found = torch.cat([part.clone() for part in staging.read(doubled)]).view(torch.float32)
+    assert torch.equal(found, values * 2)
 
 
 def train_and_save(world: World, directory: str, **setting: Any) -> None:
