@@ -186,13 +186,12 @@ def test_torchs_default_device_is_the_models_alone(world: World, name: str) -> N
     config = {
         "stage": 3,
         "gradient_clipping": 1.0,
-        "precision": {"dtype": "bf16"},
         "offload": {"optimizer": "host"},
         "batch": {"gradient_accumulation_steps": 2},
     }
     torch.set_default_device(DEVICE)
     try:
-        model = Normalised()
+        model = Normalised().to(DEVICE)
         model, optimizer = zero_ext.prepare(
             model, getattr(torch.optim, name)(model.parameters(), lr=1e-2), config, process_group=world.group
         )

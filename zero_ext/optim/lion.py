@@ -54,7 +54,7 @@ class Lion(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for number, group in enumerate(self.param_groups):
-            hyper = torch.tensor([lion_row(group)], dtype=torch.float64)
+            hyper = torch.tensor([lion_row(group)], dtype=torch.float64, device="cpu")
             for position, parameter in enumerate(group["params"]):
                 if parameter.grad is not None:
                     _check(parameter, parameter.grad, f"param group {number}, parameter {position}")
