@@ -145,6 +145,13 @@ def test_torchs_own_optimizers(world: World) -> None:
 
 
 @on_ranks(1, stand_in=True)
+def test_sums_that_are_wider_than_planned_come_in_whole_chunks(world: World) -> None:
+    plan = PLANS[3]  # bf16 gradients that add up in fp32 under no_sync
+    reference = train(world, "cpu", 1, plan, {})
+    check_equal(on_accelerator(world, 0, 1, plan, {"optimizer": "nvme"}), reference)
+
+
+@on_ranks(1, stand_in=True)
 def test_in_a_stream_of_the_users_own(world: World) -> None:
     everywhere = dict.fromkeys(KINDS, "host"), dict.fromkeys(KINDS, "nvme"), {"optimizer": "host"}
     for number, offload in enumerate(everywhere):

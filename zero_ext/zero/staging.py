@@ -219,7 +219,9 @@ def _gradient_room(unit: StagedUnit, config: ZeroConfig, chunk: int, far: bool) 
     accumulates = config.batch.gradient_accumulation_steps > 1
     dtype = DTYPES[config.precision.grad_accum_dtype] if accumulates else unit.layout.dtype
     if far and _is_far(placement):
-        return _two_parts_bytes(unit, config, dtype.itemsize) if tier == "device" else 0
+        # Parts are whole chunks of the state, also of sums that nobody announced.
+        widest = max(dtype.itemsize, DTYPES[config.precision.grad_accum_dtype].itemsize)
+        return _two_parts_bytes(unit, config, widest) if tier == "device" else 0
     if placement.optimizer_tier == "nvme":
         return extent_bytes(min(_owned_numel(unit), chunk) * dtype.itemsize) if tier == "nvme" else 0
     return 0 if tier == placement.optimizer_tier else _part_bytes(unit, config, dtype.itemsize)
