@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import tempfile
+import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -76,6 +78,41 @@ def test_a_copy_may_begin_before_what_came_later(world: World) -> None:
     arrival = device.copy(there, here, after)
     with arrival.followed() as _:
         assert torch.equal(there.cpu(), here)  # although the current stream of outside waits for ``late``
+
+
+@on_ranks(1, stand_in=True)
+def test_two_threads_copy_at_once_and_each_goes_back_to_its_own_stream(world: World) -> None:
+    """A delayed update copies beside the forward: here one thread begins a copy inside the other's."""
+    device, there, here = device_and_data(world, "random")
+    other_here, other_there = here.clone(), there.clone()
+    own, copies = torch.Stream(device="stand_in"), torch.Tensor.copy_
+    inside, ended, found = threading.Event(), threading.Event(), []
+
+    def late_copy(into: torch.Tensor, *arguments: object, **more: object) -> torch.Tensor:
+        if threading.current_thread() is not thread:
+            thread.start()
+            inside.wait(20)  # the first copy goes on while the second one has begun
+        else:
+            inside.set()
+            ended.wait(20)
+        return copies(into, *arguments, **more)
+
+    def copy_beside() -> None:
+        with own:
+            device.copy(other_there, other_here).wait()
+            found.append(torch.accelerator.current_stream().stream_id)
+
+    thread = threading.Thread(target=copy_beside)
+    before = torch.accelerator.current_stream().stream_id
+    with mock.patch.object(torch.Tensor, "copy_", late_copy):
+        arrival = device.copy(there, here)
+        after = torch.accelerator.current_stream().stream_id
+        ended.set()
+        thread.join()
+    arrival.wait()
+    assert (before, own.stream_id) == (after, *found) and before != own.stream_id
+    torch.accelerator.synchronize()
+    assert torch.equal(there.cpu(), here) and torch.equal(other_there.cpu(), other_here)
 
 
 @on_ranks(1, stand_in=True)

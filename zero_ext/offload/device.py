@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -113,7 +114,7 @@ class Device:
         if stream is None or into.dtype != source.dtype:
             raise AssertionError(f"no copy from {source.dtype} on {source.device} to {into.dtype}")
         stream.wait_event(after or torch.accelerator.current_stream(self.device).record_event())
-        with stream:
+        with _current(stream):
             into.copy_(source, non_blocking=True)
         return _Copy(stream, into, source)
 
@@ -153,7 +154,24 @@ class _Copy:
             torch.accelerator.current_stream(side.device).wait_event(self._event)
 
     def followed(self) -> contextlib.AbstractContextManager[object]:
-        return self._stream
+        return _current(self._stream)
+
+
+@contextlib.contextmanager
+def _current(stream: torch.Stream) -> Iterator[None]:
+    """``stream`` is the thread's current one inside.
+
+    A ``torch.Stream`` as a context manager keeps in itself what was current before: of two threads that enter
+    the same one, each may go back to the other's.
+    """
+    index = torch.accelerator.current_device_index()
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(index)
 
 
 CPU = Device(torch.device("cpu"))
