@@ -249,7 +249,11 @@ class _TierRooms:
 def _cut(elements: int, numel: int, grain: int) -> int:
     """Elements of a part where ``elements`` fit and ``numel`` are wanted: all, or whole grains, at least
     blocks of 8-bit moments. Rooms are whole pages, so parts are whole blocks of storage as well."""
-    return max(numel if elements >= numel else elements // grain * grain, 1)
+    if elements >= numel:
+        return max(numel, 1)
+    if elements < grain:
+        raise AssertionError(f"a room for {elements} of {numel} elements, which move in {grain} at least")
+    return elements // grain * grain
 
 
 def _whole(gradient: ShardHome, elements: int) -> int:
