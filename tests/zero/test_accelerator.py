@@ -162,6 +162,17 @@ def test_in_a_stream_of_the_users_own(world: World) -> None:
 
 
 @on_ranks(1, stand_in=True)
+def test_delayed_updates_on_the_device_are_in_the_users_stream(world: World) -> None:
+    """By ``ratio`` some state stays on the device; its updates come after the gradients' copies there."""
+    offload = {"optimizer": "host", "ratio": 0.5, "step": "delayed"}
+    reference = train(world, "cpu", 3, Plan(), offload)
+    for number in (0, 1):
+        with torch.Stream(device="stand_in"):
+            run = on_accelerator(world, number, 3, Plan(), offload)
+        check_equal(run, reference)
+
+
+@on_ranks(1, stand_in=True)
 def test_bytes_between_tiers(world: World) -> None:
     """Once a step gradients go down and parameters come up, in compute precision; units on the host or on
     NVMe come up for forward and backward; state on NVMe goes there and back."""

@@ -122,6 +122,12 @@ class Device:
         """``small``, a few values in host memory, where ops on memory of ``tier`` read it."""
         return small.to(self.of(tier), non_blocking=True)
 
+    def from_here(self) -> contextlib.AbstractContextManager[object]:
+        """Inside, another thread gives its work to what is this thread's current stream now."""
+        if not self.is_accelerator:
+            return contextlib.nullcontext()
+        return _current(torch.accelerator.current_stream(self.device))
+
     def synchronize(self) -> None:
         """Returns when the device has done all it was given."""
         if self.is_accelerator:

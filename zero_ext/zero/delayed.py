@@ -12,7 +12,7 @@ import torch
 
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier
-from zero_ext.offload import MemoryHome, ShardHome, Tiers
+from zero_ext.offload import Device, MemoryHome, ShardHome, Tiers
 from zero_ext.optim import Stepper, Update
 from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.master import MasterShard
@@ -60,7 +60,7 @@ class Delayed(AfterBackward):
             kept.clear()
             kept.update(now)
         # The call must not refer to this object: it lives on while the model goes.
-        self._job = _Job(_step_of(self._stepper, updates, scale, used))
+        self._job = _Job(_step_of(self._stepper, updates, scale, used, self._tiers.device))
         self._used = used
         self.under_way = True
 
@@ -127,10 +127,13 @@ class Delayed(AfterBackward):
 
 
 def _step_of(
-    stepper: Stepper, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]
+    stepper: Stepper, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str], device: Device
 ) -> Callable[[], list[int]]:
+    stream = device.from_here()
+
     def step() -> list[int]:
-        with torch.no_grad():  # a thread starts with gradients enabled
+        # A thread starts with gradients enabled and in a stream of its own; some state may be on the device.
+        with torch.no_grad(), stream:
             return list(stepper.step(updates, scale, used))
 
     return step
