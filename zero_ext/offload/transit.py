@@ -147,5 +147,5 @@ class _Way:
     def followed(self) -> contextlib.AbstractContextManager[object]:
         self._carry_all_on()
         if self._failure is not None:
-            raise self._failure
+            self.wait()  # also for the chunks that come: whoever gives up gives their memory to others
         return self._second[-1].followed()
