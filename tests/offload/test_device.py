@@ -145,6 +145,7 @@ def test_a_home_waits_for_its_own_copies(world: World, tier: Tier) -> None:
     assert torch.equal(home.read(0, COUNT).cpu(), wanted)
     into = torch.empty_like(values)
     arrival = home.fetch(into, 0, source)
+    home.fetch(torch.empty_like(memory), 0, tier)  # a copy beside it, which is there at once
     home.read(0, COUNT).zero_()  # not before it was read
     arrival.wait()
     assert torch.equal(into.cpu(), wanted)

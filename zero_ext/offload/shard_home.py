@@ -81,8 +81,10 @@ class MemoryHome:
             return HERE
         self._transfers.record(self.tier, target, into.nbytes)
         # Copies in one direction end in order, so the last one stands for all.
-        self._fetched = self._device.copy(into, source)
-        return self._fetched
+        arrival = self._device.copy(into, source)
+        if arrival is not HERE:
+            self._fetched = arrival
+        return arrival
 
     def store(self, begin: int, values: torch.Tensor, source: Tier) -> Arrival:
         """See :class:`ShardHome`; ``values`` of another dtype are there when it returns."""
