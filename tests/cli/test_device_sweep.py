@@ -140,7 +140,16 @@ def test_calls_of_fio() -> None:
     threads = FioJob(JOB.path, "threads", 1 << 20, 32, 2, 1 << 30, writing=False, direct=True).command()
     assert "--iomem_align=2M" in call
     assert not any("iomem" in option for option in replace(JOB, huge_pages=False).command())
-    for option in ("--ioengine=psync", "--iodepth=1", "--numjobs=64", "--offset_increment=16777216"):
+    # Threads side by side: each 1 MiB behind the last one, with 63 blocks of the others between its own.
+    for option in (
+        "--ioengine=psync",
+        "--iodepth=1",
+        "--numjobs=64",
+        "--offset_increment=1048576",
+        "--rw=read:66060288",
+        "--size=1007681536",
+        "--io_size=16777216",
+    ):
         assert option in threads
     with pytest.raises(ValueError, match="64 jobs"):
         FioJob(JOB.path, "threads", 1 << 20, 32, 2, 1 << 20, writing=False, direct=True).command()

@@ -16,9 +16,10 @@ FIO_ENGINES = {"io_uring": "io_uring", "libaio": "libaio", "threads": "psync"}
 class FioJob:
     """One sequential pass over the first ``nbytes`` of a file that exists.
 
-    ``backend`` is ours; "threads" becomes as many synchronous threads as the queue is deep, each with its own
-    part of the file, and so do further ``submitters``. ``huge_pages`` asks glibc for them, for fio's buffers:
-    devices take longer contiguous pieces then, as they do from ours.
+    ``backend`` is ours; "threads" becomes as many synchronous threads as the queue is deep, which go through
+    the file side by side, block by block, as ours do. Further ``submitters`` of the other backends have each
+    a part of the file. ``huge_pages`` asks glibc for them, for fio's buffers: devices take longer contiguous
+    pieces then, as they do from ours.
     """
 
     path: Path
@@ -40,16 +41,19 @@ class FioJob:
             raise ValueError(
                 f"{jobs} jobs with blocks of {self.block_bytes} bytes need more than {self.nbytes}"
             )
+        direction = "write" if self.writing else "read"
+        others = (jobs - 1) * self.block_bytes if synchronous else 0
         options = {
             "name": "zero_ext",
             "filename": str(self.path).replace(":", "\\:"),
-            "rw": "write" if self.writing else "read",
+            "rw": f"{direction}:{others}" if others else direction,  # skipped after each block
             "ioengine": FIO_ENGINES[self.backend],
             "bs": self.block_bytes,
             "iodepth": 1 if synchronous else self.queue_depth,
             "numjobs": jobs,
-            "size": part,
-            "offset_increment": part,
+            "size": self.nbytes - others if synchronous else part,
+            "io_size": part,
+            "offset_increment": self.block_bytes if synchronous else part,
             "direct": int(self.direct),
             "end_fsync": int(self.writing and not self.direct),
             "fallocate": "none",
