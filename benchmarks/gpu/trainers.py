@@ -22,12 +22,11 @@ from zero_ext.zero import Engine, engine_of
 NEVER = 1_000_000_000
 
 
-class Plain:
-    """The plain loop, with torch's fused AdamW over float32 masters."""
+class Loop:
+    """The loop that users write, over their ``model`` and ``optimizer``."""
 
-    def __init__(self, shape: GPTShape, device: torch.device) -> None:
-        self.model = build(shape, device, torch.bfloat16)
-        self.optimizer = MasterWeightAdamW(list(self.model.parameters()))
+    model: Any
+    optimizer: Any
 
     def backward(self, ids: Tensor) -> Tensor:
         """Forward and backward; the loss."""
@@ -45,6 +44,14 @@ class Plain:
         self.optimizer.step()
         self.clear()
         return loss
+
+
+class Plain(Loop):
+    """The plain loop, with torch's fused AdamW over float32 masters."""
+
+    def __init__(self, shape: GPTShape, device: torch.device) -> None:
+        self.model = build(shape, device, torch.bfloat16)
+        self.optimizer = MasterWeightAdamW(list(self.model.parameters()))
 
 
 class Fsdp2:
@@ -105,7 +112,7 @@ class DeepSpeed:
         return loss.detach()
 
 
-class ZeroExt:
+class ZeroExt(Loop):
     """`prepare`, then the plain loop; `offload` is the section of the configuration."""
 
     def __init__(
@@ -119,23 +126,6 @@ class ZeroExt:
     def engine(self) -> Engine:
         """What keeps the model."""
         return engine_of(self.model)
-
-    def backward(self, ids: Tensor) -> Tensor:
-        """Forward and backward; the loss."""
-        loss: Tensor = self.model(ids)
-        loss.backward()
-        return loss.detach()
-
-    def clear(self) -> None:
-        """Gradients go."""
-        self.optimizer.zero_grad()
-
-    def step(self, ids: Tensor) -> Tensor:
-        """A whole step; the loss."""
-        loss = self.backward(ids)
-        self.optimizer.step()
-        self.clear()
-        return loss
 
 
 def configuration(stage: int, clip: float, moments: str, offload: dict[str, Any]) -> dict[str, Any]:
