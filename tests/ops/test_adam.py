@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.helpers import FLOAT_DTYPES, available_isas
+from tests.ops.helpers import FLOAT_DTYPES, StepTensors, available_isas
 from zero_ext import ops
 
 MOMENT_DTYPES = [torch.float32, torch.bfloat16]
@@ -42,7 +42,7 @@ class Hyper:
 
 
 @dataclass
-class State:
+class State(StepTensors):
     """The op's tensor arguments."""
 
     master: Tensor
@@ -54,14 +54,8 @@ class State:
     hyper: Tensor
     grad_scale: Tensor
 
-    def arguments(self) -> list[Tensor | None]:
-        return [getattr(self, name) for name in self.__dataclass_fields__]
-
     def step(self) -> None:
         ops.adam_step_(*self.arguments())
-
-    def clone(self) -> State:
-        return State(*[None if value is None else value.clone() for value in self.arguments()])
 
 
 def make_state(

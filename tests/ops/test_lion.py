@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.helpers import FLOAT_DTYPES, available_isas
+from tests.ops.helpers import FLOAT_DTYPES, StepTensors, available_isas
 from tests.ops.test_adam import MOMENT_DTYPES, NAN, SEGMENTS, assert_near
 from zero_ext import ops
 
@@ -31,7 +31,7 @@ ROWS = [Hyper(), Hyper(lr=3e-3, beta1=0.0, maximize=1), Hyper(), Hyper(beta1=0.3
 
 
 @dataclass
-class State:
+class State(StepTensors):
     """The op's tensor arguments."""
 
     master: Tensor
@@ -42,14 +42,8 @@ class State:
     hyper: Tensor
     grad_scale: Tensor
 
-    def arguments(self) -> list[Tensor | None]:
-        return [getattr(self, name) for name in self.__dataclass_fields__]
-
     def step(self) -> None:
         ops.lion_step_(*self.arguments())
-
-    def clone(self) -> State:
-        return State(*[None if value is None else value.clone() for value in self.arguments()])
 
 
 def make_state(
