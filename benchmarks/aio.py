@@ -6,6 +6,7 @@ Run from the repository root: python -m benchmarks.aio [--gigabytes 1] [--rounds
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -66,9 +67,10 @@ class Passes:
     p99: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name, _ in PASSES})
 
 
-def alternate(contenders: Sequence[Any], number: int) -> Sequence[Any]:
-    """Turns of one round: forwards and backwards alternately."""
-    return contenders if number % 2 == 0 else contenders[::-1]
+def shuffled(turns: Sequence[Any], number: int) -> Sequence[Any]:
+    """Turns of one round, in an order of its own, the same in every run: a disk that answers a pass
+    better after a slower one favours nobody, as it does where each follows the same other."""
+    return random.Random(number).sample(turns, len(turns))
 
 
 def movers(file: DeviceFile, memory: Tensor, missing: list[str]) -> list[Mover]:
@@ -102,9 +104,10 @@ def measure_engines(folder: Path, nbytes: int, rounds: int, missing: list[str]) 
         for mover in contenders:
             mover.run(True)
         for number in range(rounds):
-            for mover in alternate(contenders, number):
-                mover.turn(True)
-                mover.turn(False)
+            for mover, writing in shuffled(
+                [(one, way) for one in contenders for way in (True, False)], number
+            ):
+                mover.turn(writing)
     return contenders
 
 
@@ -199,7 +202,7 @@ def measure_homes(folder: Path, nbytes: int, rounds: int, missing: list[str]) ->
     else:
         homes.append(Passes("arena on a loop device", block_device))
     for number in range(rounds):
-        for home in alternate(homes, number):
+        for home in shuffled(homes, number):
             begin = time.perf_counter()
             with home.make(folder, sizes, setting) as place:
                 home.setups.append(time.perf_counter() - begin)

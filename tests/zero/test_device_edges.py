@@ -202,4 +202,4 @@ def test_torchs_default_device_is_the_models_alone(world: World, name: str) -> N
             optimizer.zero_grad()
         assert zero_ext.full_state_dict(model)["first.weight"].isfinite().all()
     finally:
-        torch.set_default_device("cpu")
+        torch.set_default_device(None)  # "cpu" would stay on as a mode over every later function
