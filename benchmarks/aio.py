@@ -10,7 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -67,10 +67,9 @@ class Passes:
     p99: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name, _ in PASSES})
 
 
-def shuffled(turns: Sequence[Any], number: int) -> Sequence[Any]:
-    """Turns of one round, in an order of its own, the same in every run: a disk that answers a pass
-    better after a slower one favours nobody, as it does where each follows the same other."""
-    return random.Random(number).sample(turns, len(turns))
+def alternate(contenders: Sequence[Any], number: int) -> Sequence[Any]:
+    """Turns of one round: forwards and backwards alternately."""
+    return contenders if number % 2 == 0 else contenders[::-1]
 
 
 def movers(file: DeviceFile, memory: Tensor, missing: list[str]) -> list[Mover]:
@@ -93,8 +92,22 @@ def movers(file: DeviceFile, memory: Tensor, missing: list[str]) -> list[Mover]:
     return found
 
 
+def pairs_of(contenders: Sequence[Mover]) -> list[list[Mover]]:
+    """Every peer behind ours of its backend; who has no counterpart alone."""
+    ours = own(contenders)
+    peers = [mover for mover in contenders if mover not in ours.values()]
+    found = [[ours[peer.backend], peer] if peer.backend in ours else [peer] for peer in peers]
+    met = {peer.backend for peer in peers}
+    return found + [[mover] for backend, mover in ours.items() if backend not in met]
+
+
 def measure_engines(folder: Path, nbytes: int, rounds: int, missing: list[str]) -> list[Mover]:
-    """Every mover writes and reads one file, one turn each a round."""
+    """Every mover writes and reads one file each round, right before or after ours of the same backend.
+
+    A disk's rate drifts, and what it was asked for just before shows in it. So the two passes that are
+    compared follow each other, each of them first every other round, and the pairs come in an order that is
+    random and the same in every run.
+    """
     memory = ops.host_buffer(buffer_bytes(Setting("threads", BLOCK, DEPTH, 1)))
     memory.view(torch.int64).random_()
     with device_file(folder, nbytes) as (file, why_not_direct):
@@ -103,19 +116,32 @@ def measure_engines(folder: Path, nbytes: int, rounds: int, missing: list[str]) 
         contenders = movers(file, memory, missing)
         for mover in contenders:
             mover.run(True)
+        pairs = list(enumerate(pairs_of(contenders)))
         for number in range(rounds):
-            for mover, writing in shuffled(
-                [(one, way) for one in contenders for way in (True, False)], number
-            ):
-                mover.turn(writing)
+            for place, pair in random.Random(number).sample(pairs, len(pairs)):
+                for writing in (True, False):
+                    turn_beside(alternate(pair, number + place), pair[-1], writing)
+            for mover in contenders:
+                mover.time_blocks()
     return contenders
+
+
+def turn_beside(order: Sequence[Mover], peer: Mover, writing: bool) -> None:
+    """One pass of each; ``peer`` keeps the seconds of the other one."""
+    for mover in order:
+        mover.turn(writing)
+    peer.beside[writing] += [mover.seconds(writing)[-1] for mover in order if mover is not peer]
+
+
+def own(contenders: Sequence[Mover]) -> dict[str, Mover]:
+    """Ours by backend."""
+    return {mover.backend: mover for mover in contenders if mover.name.startswith("zero_ext")}
 
 
 def judge_engines(
     contenders: Sequence[Mover], nbytes: int, writing: bool
 ) -> tuple[Table, list[dict[str, Any]]]:
     """One direction: a row a mover, and for each peer of ours the ratio of speeds and its bar."""
-    ours = {mover.backend: mover for mover in contenders if mover.name.startswith("zero_ext")}
     title = (
         f"{'Write' if writing else 'Read'}: {nbytes / 1e9:.2f} GB, blocks of 1 MiB, depth {DEPTH}, O_DIRECT"
     )
@@ -134,9 +160,10 @@ def judge_engines(
             "processor_seconds_per_gigabyte": processor / nbytes * 1e9,
             "p99_seconds": p99,
             "seconds": seconds,
+            "zero_ext_beside_it": mover.beside[writing],
         }
-        subject = None if mover in ours.values() else ours.get(mover.backend)
-        ratio = ratio_of_rounds(seconds, subject.seconds(writing)) if subject else None
+        beside = mover.beside[writing]
+        ratio = ratio_of_rounds(seconds, beside) if beside else None
         bar = FIO_BAR if mover.name.startswith("fio") else DEEPSPEED_BAR
         row |= {
             "zero_ext_against_it": ratio.median if ratio else None,
@@ -190,7 +217,10 @@ def run_pass(home: TensorHome, memory: Tensor, sizes: Sequence[int], writing: bo
 
 
 def measure_homes(folder: Path, nbytes: int, rounds: int, missing: list[str]) -> list[Passes]:
-    """Every round makes each home afresh, writes all tensors twice and reads them twice."""
+    """Every round makes all homes afresh, then each pass of all of them in turn: two writes, two reads.
+
+    As with engines, what is compared follows each other, in one order and the other.
+    """
     sizes = tensor_sizes(nbytes)
     memory = ops.host_buffer(WINDOW * max(sizes))
     memory.view(torch.int64).random_()
@@ -202,17 +232,21 @@ def measure_homes(folder: Path, nbytes: int, rounds: int, missing: list[str]) ->
     else:
         homes.append(Passes("arena on a loop device", block_device))
     for number in range(rounds):
-        for home in shuffled(homes, number):
-            begin = time.perf_counter()
-            with home.make(folder, sizes, setting) as place:
+        with ExitStack() as made:
+            places = []
+            for home in homes:
+                begin = time.perf_counter()
+                places.append((home, made.enter_context(home.make(folder, sizes, setting))))
                 home.setups.append(time.perf_counter() - begin)
-                for name, writing in PASSES:
+            os.sync()
+            for index, (name, writing) in enumerate(PASSES):
+                for home, place in alternate(places, number + index):
                     start, used = time.perf_counter(), time.process_time()
                     latencies = run_pass(place, memory, sizes, writing)
                     home.seconds[name].append(time.perf_counter() - start)
                     home.processor[name].append(time.process_time() - used)
                     home.p99[name].append(percentile_99(latencies))
-            os.sync()
+        os.sync()
     return homes
 
 
@@ -287,7 +321,8 @@ def main(
     for table in tables:
         table.show(console)
     note = (
-        f"Medians of {rounds} rounds, all in turn in each; ratios are medians of the rounds' ratios (range)."
+        f"Medians of {rounds} rounds. A ratio is that of two passes right after each other, in one order and "
+        "the other by turns; its median and range over the rounds."
     )
     tables[0].note = " ".join([note, *(f"Not measured: {line}." for line in missing)])
     console.print(tables[0].note)

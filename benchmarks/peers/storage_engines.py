@@ -18,13 +18,17 @@ HANDLE = 0x6265_6E63
 
 @dataclass
 class Mover:
-    """A contender: `run(writing)` moves the file once; latencies are of single blocks, in seconds."""
+    """A contender: `run(writing)` moves the file once; latencies are of single blocks, in seconds, and come
+    with it or from `blocks(writing)`, a pass for them alone. `beside` has what ours took right before or
+    after each of this one's passes."""
 
     name: str
     run: Callable[[bool], tuple[Cost, float | None]]
     backend: str
+    blocks: Callable[[bool], float] | None = None
     costs: dict[bool, list[Cost]] = field(default_factory=lambda: {False: [], True: []})
     p99: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+    beside: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
 
     def turn(self, writing: bool) -> None:
         """One measured pass."""
@@ -32,6 +36,12 @@ class Mover:
         self.costs[writing].append(cost)
         if p99 is not None:
             self.p99[writing].append(p99)
+
+    def time_blocks(self) -> None:
+        """One pass of each direction for the latencies, where they need one."""
+        if self.blocks is not None:
+            for writing in (True, False):
+                self.p99[writing].append(self.blocks(writing))
 
     def seconds(self, writing: bool) -> list[float]:
         """Wall seconds of every pass of one direction."""
@@ -77,11 +87,12 @@ def block_latencies(file: DeviceFile, setting: Setting, memory: Tensor, writing:
 def own_engine(file: DeviceFile, setting: Setting, memory: Tensor) -> Mover:
     """zero_ext's engine; latencies come from a pass of their own."""
 
-    def run(writing: bool) -> tuple[Cost, float | None]:
-        cost = engine_pass(file, setting, memory, writing)
-        return cost, percentile_99(block_latencies(file, setting, memory, writing))
-
-    return Mover(f"zero_ext, {setting.backend}", run, setting.backend)
+    return Mover(
+        f"zero_ext, {setting.backend}",
+        lambda writing: (engine_pass(file, setting, memory, writing), None),
+        setting.backend,
+        lambda writing: percentile_99(block_latencies(file, setting, memory, writing)),
+    )
 
 
 def fio_engine(file: DeviceFile, setting: Setting, huge_pages: bool) -> Mover:

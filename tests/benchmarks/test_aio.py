@@ -32,10 +32,7 @@ def test_percentile_is_the_one_of_numpy() -> None:
 
 
 def mover(name: str, backend: str, seconds: float) -> Mover:
-    made = Mover(name, lambda writing: (Cost(seconds, 0.1), 0.002), backend)
-    for _ in range(3):
-        made.turn(writing=False)
-    return made
+    return Mover(name, lambda writing: (Cost(seconds, 0.1), 0.002), backend)
 
 
 def test_engines_are_judged_against_the_same_engine() -> None:
@@ -47,6 +44,16 @@ def test_engines_are_judged_against_the_same_engine() -> None:
         mover("fio, libaio", "libaio", 1.8),
         mover("DeepSpeed, aio handle", "libaio", 2.1),
     ]
+    pairs = aio.pairs_of(contenders)
+    assert [[each.name.split(",")[0] for each in pair] for pair in pairs] == [
+        ["pread/pwrite"],
+        ["zero_ext", "fio"],
+        ["zero_ext", "fio"],
+        ["zero_ext", "DeepSpeed"],
+    ]
+    for number in range(3):
+        for pair in pairs:
+            aio.turn_beside(aio.alternate(pair, number), pair[-1], writing=False)
     table, figures = aio.judge_engines(contenders, 10**9, writing=False)
     assert [row["met"] for row in figures] == [None, None, True, None, False, True]
     assert [row["bar"] for row in figures] == [None, None, 0.95, None, 0.95, 1.0]
@@ -123,6 +130,7 @@ def test_a_short_run_names_who_is_missing(tmp_path: Path, monkeypatch: pytest.Mo
     assert [each.name for each in contenders[1:]] == [f"zero_ext, {name}" for name in available]
     assert all(len(each.costs[writing]) == 1 for each in contenders for writing in (True, False))
     assert "DeepSpeed's aio handle: needs libaio-dev: libaio.h" in missing
+    assert all(len(each.p99[True]) == 1 for each in contenders[1:])
     assert any(line.startswith("fio: not installed") for line in missing)
     passes = aio.measure_homes(tmp_path, 1, 2, missing)
     assert [len(each.setups) for each in passes] == [2] * len(passes)
