@@ -31,8 +31,8 @@ struct Observed {
 // Ends its blocks in random order, or breaks after some.
 class FakeQueue final : public BlockQueue {
  public:
-  FakeQueue(std::uint64_t seed, Observed& observed, int breaks_after = 1 << 30)
-      : generator_(seed), observed_(observed), left_(breaks_after) {}
+  FakeQueue(std::size_t room, std::uint64_t seed, Observed& observed, int breaks_after = 1 << 30)
+      : BlockQueue(room), generator_(seed), observed_(observed), left_(breaks_after) {}
 
   void submit(std::span<const BlockRequest> requests) override {
     in_flight_.insert(in_flight_.end(), requests.begin(), requests.end());
@@ -87,12 +87,12 @@ class AioSubmitter : public ::testing::Test {
   Memory memory_{400 * 4096};
 };
 
-TEST_F(AioSubmitter, FillsItsDepthAndNeverExceedsIt) {
+TEST_F(AioSubmitter, FillsTheQueueAndNeverOverfillsIt) {
   auto generator = fresh_generator();
-  for (const int depth : {1, 7, 32}) {
+  for (const std::size_t room : {1, 7, 32}) {
     Observed observed;
     {
-      Submitter submitter(std::make_unique<FakeQueue>(generator(), observed), depth, faults_);
+      Submitter submitter(std::make_unique<FakeQueue>(room, generator(), observed), faults_);
       std::vector<std::shared_ptr<Transfer>> transfers;
       for (const std::int64_t blocks : {400, 1, 33}) {
         transfers.push_back(transfer(blocks));
@@ -100,8 +100,8 @@ TEST_F(AioSubmitter, FillsItsDepthAndNeverExceedsIt) {
       }
       for (const auto& ticket : transfers) ticket->wait();
     }
-    EXPECT_EQ(observed.most_in_flight, static_cast<std::size_t>(depth));
-    EXPECT_EQ(observed.largest_batch, static_cast<std::size_t>(depth));
+    EXPECT_EQ(observed.most_in_flight, room);
+    EXPECT_EQ(observed.largest_batch, room);
     EXPECT_EQ(observed.offsets.size(), 434U);
   }
 }
@@ -110,7 +110,7 @@ TEST_F(AioSubmitter, TakesEveryBlockOfItsShare) {
   Observed observed;
   const auto whole = transfer(100);
   {
-    Submitter submitter(std::make_unique<FakeQueue>(1, observed), 4, faults_);
+    Submitter submitter(std::make_unique<FakeQueue>(4, 1, observed), faults_);
     submitter.enqueue({whole, 2, 3});
   }
   EXPECT_FALSE(whole->done());
@@ -122,7 +122,7 @@ TEST_F(AioSubmitter, TakesEveryBlockOfItsShare) {
 TEST_F(AioSubmitter, WhatHasFailedIsNotSubmittedAnyFurther) {
   Observed observed;
   {
-    Submitter submitter(std::make_unique<FakeQueue>(1, observed), 4, faults_);
+    Submitter submitter(std::make_unique<FakeQueue>(4, 1, observed), faults_);
     faults_->add({IoDirection::kWrite, 0, -EIO, 1});
     const auto failing = transfer(400);
     submitter.enqueue({failing, 0, 1});
@@ -133,7 +133,7 @@ TEST_F(AioSubmitter, WhatHasFailedIsNotSubmittedAnyFurther) {
 
 TEST_F(AioSubmitter, ABrokenQueueFailsAllThatWasAndWillBeAsked) {
   Observed observed;
-  Submitter submitter(std::make_unique<FakeQueue>(1, observed, 3), 4, faults_);
+  Submitter submitter(std::make_unique<FakeQueue>(4, 1, observed, 3), faults_);
   const auto long_one = transfer(400);
   submitter.enqueue({long_one, 0, 1});
   const auto behind = transfer(10);

@@ -28,9 +28,16 @@ struct BlockCompletion {
 // Used by one thread, but for wake(). Throws std::runtime_error when the queue itself breaks.
 class BlockQueue {
  public:
+  explicit BlockQueue(std::size_t room) : room_(room) {}
+  BlockQueue(const BlockQueue&) = delete;
+  BlockQueue& operator=(const BlockQueue&) = delete;
   virtual ~BlockQueue() = default;
 
-  // Takes all of them; with those in flight they are no more than the depth.
+  // Most requests it holds at once, those in flight among them.
+  std::size_t room() const { return room_; }
+
+  // Takes all of them; with those that have not been reaped they are no more than there is room
+  // for.
   virtual void submit(std::span<const BlockRequest> requests) = 0;
 
   // Appends what has ended; waits until there is something, or wake() was called since the last
@@ -38,6 +45,9 @@ class BlockQueue {
   virtual void reap(std::vector<BlockCompletion>& into) = 0;
 
   virtual void wake() = 0;
+
+ private:
+  const std::size_t room_;
 };
 
 // Each throws with the reason where its kind is not to be had.

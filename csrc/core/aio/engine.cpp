@@ -94,8 +94,8 @@ std::shared_ptr<Engine> Engine::make(const EngineOptions& options) {
   Parts parts{options, std::make_shared<FaultPlan>(), {}};
   try {
     for (int i = 0; i < options.submitters; ++i) {
-      parts.submitters.push_back(std::make_unique<Submitter>(kind.make_queue(options.queue_depth),
-                                                             options.queue_depth, parts.faults));
+      parts.submitters.push_back(
+          std::make_unique<Submitter>(kind.make_queue(options.queue_depth), parts.faults));
     }
   } catch (const std::runtime_error& error) {
     throw std::runtime_error("I/O backend " + std::string(kind.name) +

@@ -120,7 +120,8 @@ class IoUringQueue final : public BlockQueue {
  public:
   // One entry more than blocks: the wait for wake().
   explicit IoUringQueue(int depth)
-      : ring_(depth + 1),
+      : BlockQueue(static_cast<std::size_t>(depth)),
+        ring_(depth + 1),
         rings_(ring_.descriptor(), rings_bytes(ring_.parameters()), IORING_OFF_SQ_RING),
         entries_(ring_.descriptor(), ring_.parameters().sq_entries * sizeof(io_uring_sqe),
                  IORING_OFF_SQES) {

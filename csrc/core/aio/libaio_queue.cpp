@@ -36,7 +36,9 @@ std::string setup_refusal(int reason) {
 class LibaioQueue final : public BlockQueue {
  public:
   explicit LibaioQueue(int depth)
-      : blocks_(static_cast<std::size_t>(depth)), events_(static_cast<std::size_t>(depth)) {
+      : BlockQueue(static_cast<std::size_t>(depth)),
+        blocks_(static_cast<std::size_t>(depth)),
+        events_(static_cast<std::size_t>(depth)) {
     if (::syscall(SYS_io_setup, depth, &context_) != 0) {
       throw std::runtime_error(setup_refusal(errno));
     }

@@ -32,11 +32,10 @@ void fail(const TransferShare& share, const std::string& reason) {
 
 }  // namespace
 
-Submitter::Submitter(std::unique_ptr<BlockQueue> queue, int depth,
-                     std::shared_ptr<FaultPlan> faults)
+Submitter::Submitter(std::unique_ptr<BlockQueue> queue, std::shared_ptr<FaultPlan> faults)
     : faults_(std::move(faults)),
       queue_(std::move(queue)),
-      slots_(static_cast<std::size_t>(depth)),
+      slots_(queue_->room()),
       thread_([this] { run(); }) {}
 
 Submitter::~Submitter() {

@@ -27,8 +27,8 @@ struct TransferShare {
 
 class Submitter {
  public:
-  // Keeps at most `depth` blocks in flight.
-  Submitter(std::unique_ptr<BlockQueue> queue, int depth, std::shared_ptr<FaultPlan> faults);
+  // Keeps the queue full.
+  Submitter(std::unique_ptr<BlockQueue> queue, std::shared_ptr<FaultPlan> faults);
 
   // Ends when all that was enqueued has.
   ~Submitter();

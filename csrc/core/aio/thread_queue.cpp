@@ -19,8 +19,9 @@ constexpr std::size_t kMostThreads = 64;
 
 class ThreadQueue final : public BlockQueue {
  public:
-  explicit ThreadQueue(int depth)
-      : most_threads_(std::min(kMostThreads, static_cast<std::size_t>(depth))) {
+  // As many requests wait as are in flight: a thread that ended one finds its next here, where the
+  // submitter would be two switches of threads away.
+  explicit ThreadQueue(std::size_t threads) : BlockQueue(2 * threads), most_threads_(threads) {
     start_thread();
   }
 
@@ -112,7 +113,7 @@ class ThreadQueue final : public BlockQueue {
 }  // namespace
 
 std::unique_ptr<BlockQueue> make_thread_queue(int depth) {
-  return std::make_unique<ThreadQueue>(depth);
+  return std::make_unique<ThreadQueue>(std::min(kMostThreads, static_cast<std::size_t>(depth)));
 }
 
 }  // namespace zero_ext::core
