@@ -1,6 +1,7 @@
 # Every target sets up what it needs; stamp files make repeated calls cost nothing.
 #   make demo      run the main job          make test      C++ and Python tests
 #   make demo-offload  train under a memory cap, state on NVMe
+#   make test-integrations  with the real transformers, DeepSpeed, Lightning, Ray and others, and the examples
 #   make bench     measure against peers     make sanitize  C++ tests under ASan+UBSan and TSan
 #   make lint      what CI checks            make format    rewrite files to the house style
 #   make cuda-check  compile the CUDA kernels; needs nvcc, no GPU
@@ -29,8 +30,9 @@ SYSTEM := $(VENV)/.stamp-system
 DEPENDENCIES := $(VENV)/.stamp-dependencies
 EXTENSION := $(VENV)/.stamp-extension
 BENCHMARK_PEERS := $(VENV)/.stamp-benchmark-peers
+INTEGRATIONS := $(VENV)/.stamp-integrations
 
-.PHONY: setup test test-cpp test-python demo demo-offload bench sanitize cuda-check gpu-check lint format \
+.PHONY: setup test test-cpp test-python test-integrations demo demo-offload bench sanitize cuda-check gpu-check lint format \
         wheel clean
 
 setup: $(EXTENSION)
@@ -55,10 +57,18 @@ $(BENCHMARK_PEERS): $(EXTENSION) benchmarks/requirements-bench.txt
 	  --no-build-isolation -r benchmarks/requirements-bench.txt
 	touch $@
 
+$(INTEGRATIONS): $(EXTENSION) requirements-integrations.txt benchmarks/requirements-bench.txt
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --disable-pip-version-check -q \
+	  --no-build-isolation -r requirements-integrations.txt
+	touch $@
+
 test: test-cpp test-python
 
 test-python: setup
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadscope
+
+test-integrations: $(INTEGRATIONS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadscope tests/integrations
 
 demo: setup
 	$(BIN)/python examples/demo.py

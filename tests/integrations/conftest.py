@@ -1,0 +1,22 @@
+"""Tests in the folders here need third-party packages: collected when a path below this folder is named.
+
+``make test-integrations`` installs the packages and names the folder; the files right here need none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves the folders out of an ordinary run of the whole suite."""
+    if collection_path.parent != HERE or not collection_path.is_dir():
+        return None
+    named = (
+        Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args
+    )
+    return None if any(path == HERE or HERE in path.parents for path in named) else True
