@@ -6,6 +6,7 @@
 #   make lint      what CI checks            make format    rewrite files to the house style
 #   make cuda-check  compile the CUDA kernels; needs nvcc, no GPU
 #   make gpu-check  build, test and measure on a GPU machine with $(PYTHON), which has torch; sets up nothing
+#   make docs      the documentation as pages, in build/site; a broken link is an error
 #   make wheel     dist/*.whl                make clean     remove what builds leave behind
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -31,9 +32,10 @@ DEPENDENCIES := $(VENV)/.stamp-dependencies
 EXTENSION := $(VENV)/.stamp-extension
 BENCHMARK_PEERS := $(VENV)/.stamp-benchmark-peers
 INTEGRATIONS := $(VENV)/.stamp-integrations
+DOCUMENTATION := $(VENV)/.stamp-documentation
 
 .PHONY: setup test test-cpp test-python test-integrations demo demo-offload bench sanitize cuda-check gpu-check lint format \
-        wheel clean
+        docs wheel clean
 
 setup: $(EXTENSION)
 
@@ -132,6 +134,13 @@ format: $(DEPENDENCIES)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CPP_FILES)
+
+$(DOCUMENTATION): $(DEPENDENCIES) requirements-docs.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements-docs.txt
+	touch $@
+
+docs: $(DOCUMENTATION)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 wheel: $(DEPENDENCIES)
 	MAX_JOBS=$(JOBS) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip wheel \
