@@ -2,7 +2,7 @@
 
 zero_ext._C holds the ops and their CPU kernels. zero_ext._C_cuda, their CUDA kernels, is built too where
 torch was built for CUDA and an nvcc fits it; else the installed package compiles it at first use, from the
-sources that lie in the wheel for that.
+sources that lie in the wheel for that, as it does with zero_ext._C_storage where torch is 2.11.
 """
 
 import importlib.util
@@ -35,13 +35,14 @@ toolchain = load_by_path("toolchain")
 
 
 class BuildPython(build_py):
-    """Adds the sources of _C_cuda to what is installed, as zero_ext/csrc."""
+    """Adds the sources of what is compiled at first use to what is installed, as zero_ext/csrc."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:
             return
-        for name in [*toolchain.cuda_sources(ROOT), *toolchain.cuda_headers(ROOT)]:
+        cuda = [*toolchain.cuda_sources(ROOT), *toolchain.cuda_headers(ROOT)]
+        for name in [*cuda, *toolchain.STORAGE_SOURCES]:
             target = Path(self.build_lib) / "zero_ext" / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, target)

@@ -13,7 +13,9 @@ from zero_ext.ops import toolchain
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_a_wheel_holds_the_sources_of_the_cuda_kernels_and_all_they_include(tmp_path: Path) -> None:
+def test_a_wheel_holds_what_is_compiled_at_first_use_and_all_it_includes(
+    tmp_path: Path,
+) -> None:
     library = tmp_path / "library"
     command = ["egg_info", "--egg-base", str(tmp_path), "build_py", "--build-lib", str(library)]
     subprocess.run(
@@ -26,7 +28,10 @@ def test_a_wheel_holds_the_sources_of_the_cuda_kernels_and_all_they_include(tmp_
     package = library / "zero_ext"
     assert (package / "ops" / "build.py").is_file()
     found = {path.relative_to(package).as_posix() for path in (package / "csrc").rglob("*") if path.is_file()}
-    assert set(toolchain.cuda_sources(ROOT)) < found and "csrc/core/adam.cpp" not in found
+    assert {
+        *toolchain.cuda_sources(ROOT),
+        *toolchain.STORAGE_SOURCES,
+    } < found and "csrc/core/adam.cpp" not in found
     for name in found:
         assert (package / name).read_bytes() == (ROOT / name).read_bytes()
         for included in re.findall(r'^#include "(.+)"', (package / name).read_text(), re.MULTILINE):

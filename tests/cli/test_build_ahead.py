@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from tests.cli.command import run
+from tests.ops.torch_2_11 import hide_swap
 from zero_ext.cli import build_ahead
+from zero_ext.ops import build as just_in_time
 from zero_ext.ops import load
 
 
@@ -36,6 +39,22 @@ def test_the_gpus_asked_for_come_before_those_here_and_those_of_the_wheel(
     run("build")
     run("build", "--cuda-architectures", "90, 10.0")
     assert builds == [{(8, 0), (9, 0)}, {(8, 6)}, {(9, 0), (10, 0)}]
+
+
+def test_the_swap_of_storages_is_built_where_torch_has_none(
+    builds: list[set[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "_C_storage" not in run("build") and "swap of storages" in run("env")
+    hide_swap(monkeypatch)
+    assert f"zero_ext._C_storage: {just_in_time.cached_storage_swap().path}\n" in run("build")
+    assert json.loads(run("env", "--json"))["versions"]["swap of storages"].startswith("in the cache, ")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    found = json.loads(run("env", "--json"))["versions"]["swap of storages"]
+    assert found == "none yet: the first model that gathers parameters compiles _C_storage"
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    found = json.loads(run("env", "--json"))["versions"]["swap of storages"]
+    assert found.startswith("unknown: zero_ext._C_storage is not built and no C++ compiler")
 
 
 @pytest.mark.parametrize("text", ["7.5", "8.0,", "sm_90", "8.0;9.0", "", "9.0a"])

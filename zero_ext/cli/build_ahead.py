@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
-from zero_ext.ops.build import build_kernels
+from zero_ext.ops import load_storage_swap, torch_swaps_storages
+from zero_ext.ops.build import STORAGE_MODULE, build_kernels
 from zero_ext.ops.library import CUDA_MODULE, MODULE, kernels_are_loaded, load, present_architectures
 from zero_ext.ops.toolchain import OLDEST_ARCHITECTURE, WHEEL_ARCHITECTURES, Architecture
 
@@ -27,6 +28,8 @@ def build_ahead(architectures: str | None) -> Iterator[str]:
     """
     wanted = None if architectures is None else architectures_of(architectures)
     yield f"{MODULE}: {load().__file__}"
+    if not torch_swaps_storages():
+        yield f"zero_ext.{STORAGE_MODULE}: {load_storage_swap().__file__}"
     if wanted is None and torch.version.cuda is None:
         yield f"{CUDA_MODULE}: none, because torch {torch.__version__} is built without CUDA"
         return

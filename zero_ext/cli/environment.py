@@ -17,6 +17,7 @@ import torch
 from zero_ext import ops
 from zero_ext.cli.cuda_environment import describe_accelerators, describe_cuda
 from zero_ext.offload import NvmeStore
+from zero_ext.ops import build
 from zero_ext.ops.library import is_built, load
 
 Section = dict[str, str]
@@ -87,6 +88,7 @@ def _versions() -> Section:
         "Python": f"{platform.python_version()}, {sys.executable}",
         "kernel": f"{platform.system()} {platform.release()}",
         "ops (_C)": _or_reason(_extension),
+        "swap of storages": _or_reason(_storage_swap),
     }
 
 
@@ -94,6 +96,17 @@ def _extension() -> str:
     built = is_built()
     module = load()
     return f"{'built' if built else 'built just in time'}, {module.__file__}"
+
+
+def _storage_swap() -> str:
+    """Whose it is, and what is missing to compile it where torch has none."""
+    if ops.torch_swaps_storages():
+        return "torch's own"
+    module = build.cached_storage_swap()
+    if module.is_complete():
+        return f"in the cache, {module.path}"
+    build.storage_recipe(build.source_root(build.STORAGE_MODULE))
+    return "none yet: the first model that gathers parameters compiles _C_storage"
 
 
 def _processor() -> Section:

@@ -48,6 +48,7 @@ from zero_ext.ops.state_stream import (
     state_stream_read_,
     state_stream_write_,
 )
+from zero_ext.ops.storage import load_storage_swap, swap_storages_, torch_swaps_storages
 from zero_ext.ops.store import (
     StoreDevice,
     StoreFacts,
@@ -98,6 +99,7 @@ __all__ = [
     "host_exchange_wait",
     "lion_step_",
     "load_kernels",
+    "load_storage_swap",
     "pack_",
     "quantize_blockwise",
     "set_isa",
@@ -122,6 +124,8 @@ __all__ = [
     "store_wait",
     "store_write",
     "sum_shards_",
+    "swap_storages_",
+    "torch_swaps_storages",
     "unpack_",
 ]
 

@@ -1,4 +1,5 @@
-"""Builds the extension modules just in time: ``_C``, the ops, and ``_C_cuda``, their CUDA kernels.
+"""Builds the extension modules just in time: ``_C``, the ops, ``_C_cuda``, their CUDA kernels, and
+``_C_storage``, which torch 2.11 needs.
 
 Once for each torch, state of the sources and set of GPUs; ranks that start together build once. See
 :mod:`zero_ext.ops.build_cache` for where the result lies.
@@ -28,6 +29,7 @@ from zero_ext.ops.toolchain import Architecture
 
 MODULE = "_C"
 CUDA_MODULE = "_C_cuda"
+STORAGE_MODULE = "_C_storage"
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,28 @@ def host_recipe(root: Path) -> Recipe:
         link=[compiler, "-shared"],
         libraries=[f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu"],
     )
+
+
+def storage_recipe(root: Path) -> Recipe:
+    """How ``_C_storage`` is made.
+
+    Raises:
+        RuntimeError: there is no C++ compiler.
+    """
+    compiler = find_compiler(STORAGE_MODULE)
+    flags = [*toolchain.COMPILE_FLAGS, *_macros(_storage_defines()), *_includes()]
+    return Recipe(
+        root=root,
+        sources=list(toolchain.STORAGE_SOURCES),
+        compile=lambda name: [compiler, *flags, "-c", name, "-o"],
+        link=[compiler, "-shared"],
+        libraries=[f"-L{_torch_folder() / 'lib'}", "-lc10"],
+    )
+
+
+def _storage_defines() -> list[tuple[str, str]]:
+    abi = str(int(torch.compiled_with_cxx11_abi()))
+    return [*toolchain.STORAGE_DEFINES, ("_GLIBCXX_USE_CXX11_ABI", abi)]
 
 
 def cuda_recipe(root: Path, architectures: Iterable[Architecture]) -> Recipe:
@@ -292,3 +316,21 @@ def build_kernels(wanted: Iterable[Architecture]) -> ModuleType:
     targets = set(wanted)
     root = source_root(CUDA_MODULE)
     return load_from_cache(cached_kernels(targets), lambda: cuda_recipe(root, targets))
+
+
+def cached_storage_swap() -> CachedModule:
+    """The place of ``_C_storage`` for this torch.
+
+    Raises:
+        RuntimeError: the package was installed without its sources.
+    """
+    settings = [*toolchain.COMPILE_FLAGS, *_macros(_storage_defines())]
+    key = build_key(source_root(STORAGE_MODULE), list(toolchain.STORAGE_SOURCES), settings)
+    return CachedModule(cache_folder() / f"{STORAGE_MODULE}-torch{torch.__version__}-{key}", STORAGE_MODULE)
+
+
+def build_storage_swap() -> ModuleType:
+    """The module ``_C_storage``, from the cache or compiled now. RuntimeError: it cannot be built or
+    loaded."""
+    root = source_root(STORAGE_MODULE)
+    return load_from_cache(cached_storage_swap(), lambda: storage_recipe(root))

@@ -33,6 +33,10 @@ COMPILE_FLAGS: tuple[str, ...] = (
     "-Wextra",
 )
 
+# Module ``_C_storage``, which uses more of torch than its stable ABI: built for the torch it runs in.
+STORAGE_DEFINES: tuple[tuple[str, str], ...] = (("Py_LIMITED_API", PYTHON_LIMITED_API),)
+STORAGE_SOURCES: tuple[str, ...] = ("csrc/storage/module.cpp",)
+
 # Module ``_C_cuda``. Contraction and rounding as above, so that float32 results are the CPU's bit for bit.
 CUDA_DEFINES: tuple[tuple[str, str], ...] = (*DEFINES, ("USE_CUDA", "1"))
 NVCC_COMPILE_FLAGS: tuple[str, ...] = (

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 import torch.utils.dlpack
 
+from zero_ext import ops
 from zero_ext.config import Tier
 from zero_ext.offload import CPU, HERE, Arrival, Device
 from zero_ext.zero.extent_arena import ExtentArena
@@ -152,19 +153,13 @@ def _part_of(region: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
 
 
 def attach(storage: torch.UntypedStorage, buffer: torch.Tensor) -> None:
-    """Swaps the memory of ``buffer`` into the empty ``storage`` of equal size, keeping the storage object.
+    """Swaps the memory of ``buffer`` into the empty ``storage``, keeping the storage object.
 
     Tensors that autograd saved as views of ``storage`` then see the new memory.
     """
-    if hasattr(storage, "_swap_data_ptr_"):
-        storage._swap_data_ptr_(buffer.untyped_storage())
-    else:
-        storage.resize_(buffer.nbytes)
+    ops.swap_storages_(storage, buffer.untyped_storage())
 
 
 def detach(storage: torch.UntypedStorage, buffer: torch.Tensor) -> None:
     """The reverse of :func:`attach`: ``storage`` is empty again and ``buffer`` has its memory back."""
-    if hasattr(storage, "_swap_data_ptr_"):
-        storage._swap_data_ptr_(buffer.untyped_storage())
-    else:
-        storage.resize_(0)
+    ops.swap_storages_(storage, buffer.untyped_storage())

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero_ext import ops
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.offload import Device, Tiers
@@ -41,6 +42,7 @@ from zero_ext.zero.partition import (
     trained_by,
     updates_on_trial,
 )
+from zero_ext.zero.placement import Placement
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.pool_plan import PoolPlan
 from zero_ext.zero.process_group import join_world, make_collectives
@@ -101,6 +103,7 @@ def prepare(
     if values == "keep":
         check_values(owned)
     check_agreement(owned, settings, collectives)
+    _see_to_swaps(settings, collectives)
     if settings.stage == 3:
         apply_tiling(model, optimizer, tiling, collectives)
     if values == "empty":
@@ -131,6 +134,13 @@ def _join(
         reduction=settings.precision.reduction,
         checks_nan=not expects_nan,
     )
+
+
+def _see_to_swaps(settings: ZeroConfig, collectives: Collectives) -> None:
+    """Gathered units swap memory: what PyTorch lacks for that is compiled before anything changes."""
+    placement = Placement.of_stage(settings.stage).on_tiers(settings.offload).over(collectives.world_size)
+    if placement.params and not ops.torch_swaps_storages():
+        together(collectives, ops.load_storage_swap, "compiling zero_ext._C_storage", "Nothing was changed.")
 
 
 def _shard(
