@@ -122,3 +122,21 @@ def test_a_ratio_below_the_smallest_unit_is_said(world: World) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(world, 3, Plan(), {"optimizer": "host", "ratio": 0.5})
+
+
+@on_ranks(1, 2)
+def test_updates_in_backward_keep_no_gradients_of_the_units_that_stay(world: World) -> None:
+    for tier in ("host", "nvme"):
+        for stage, grads in ((2, "device"), (3, tier)):
+            reference = train(world, stage, Plan(), {})
+            offload = {"optimizer": tier, "grads": grads, "ratio": 0.6, "step": "in_backward"}
+            run = train(world, stage, Plan(), offload)
+            check_equal(run, reference)
+            assert run.engine is not None and elements(run.engine, "device")
+            kept = {
+                unit.name: sum(run.engine.gradients_of(unit).held_bytes().values())
+                for unit in (master.unit for master in run.engine.masters if master.state.tier == "device")
+            }
+            assert not any(kept.values()), (tier, stage, kept)
+            moved = sum(elements(run.engine, tier))
+            assert run.engine.ledger()["grads"] == (4 * moved if grads == "host" else 0)

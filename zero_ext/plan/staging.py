@@ -39,5 +39,5 @@ def model_staging(
         apply_tiling(model, optimizer, plan_tiling(model, settings.units.tiles), alone())
     owned = owned_parameters(model, settings.precision.dtype)
     plans = plan_units(model, owned, settings, world_size)
-    plans = split_optimizer(plans, settings.offload.ratio, trained_by(optimizer), world_size)
+    plans = split_optimizer(plans, settings, trained_by(optimizer), world_size)
     return plan_staging(model, optimizer, plans, owned, settings, world_size, device_of(owned))

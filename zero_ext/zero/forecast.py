@@ -65,7 +65,7 @@ class Forecast:
             self.kinds = state_kinds(optimizer, moments_dtype_named(config.precision.moments_dtype))
         world_size = collectives.world_size
         plans = plan_units(model, owned, config, world_size)
-        self.plans = split_optimizer(plans, config.offload.ratio, self.trains, world_size)
+        self.plans = split_optimizer(plans, config, self.trains, world_size)
         self.staging = plan_staging(model, optimizer, self.plans, owned, config, world_size, device)
 
     def held(self) -> Held:

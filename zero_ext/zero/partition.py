@@ -135,12 +135,19 @@ def plan_units(
 
 
 def split_optimizer(
-    plans: Sequence[UnitPlan], ratio: float, trains: Callable[[UnitPlan], bool], world_size: int
+    plans: Sequence[UnitPlan], config: ZeroConfig, trains: Callable[[UnitPlan], bool], world_size: int
 ) -> list[UnitPlan]:
-    """The plans with at most ``ratio`` of the trained elements in the optimizer's tier; the other units keep
-    optimizer and gradients on the device. Warns if no unit is small enough to leave it."""
+    """The plans with at most ``offload.ratio`` of the trained elements in the optimizer's tier; the other
+    units keep optimizer and gradients on the device. Warns if no unit is small enough to leave it."""
+    ratio = config.offload.ratio
     if ratio >= 1:
         return list(plans)
+    used_up = uses_up_gradients(config, (item.spec.dtype for plan in plans for item in plan.members))
+
+    def near(placement: Placement) -> Placement:
+        placement = placement.near().over(world_size)
+        return placement.using_up(world_size) if used_up else placement
+
     trained = [number for number, plan in enumerate(plans) if trains(plan)]
     sizes = [sum(item.spec.numel for item in plans[number].members) for number in trained]
     moved = within(sizes, ratio)
@@ -153,7 +160,7 @@ def split_optimizer(
         )
     stay = {number for place, number in enumerate(trained) if place not in moved}
     return [
-        replace(plan, placement=plan.placement.near().over(world_size)) if number in stay else plan
+        replace(plan, placement=near(plan.placement)) if number in stay else plan
         for number, plan in enumerate(plans)
     ]
 
