@@ -55,3 +55,21 @@ def test_threads_of_inside_stay_near(tmp_path: Path, monkeypatch: pytest.MonkeyP
     root = table(tmp_path, "0", str(max(before) + 1000))  # none that this process may use
     with numa.near(torch.device("cuda", 0)):
         assert os.sched_getaffinity(0) == before
+
+
+def test_a_kernel_that_refuses_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.sched_getaffinity(0)
+    root = table(tmp_path, "0", str(min(before)))
+    find = numa.node_cpus
+    monkeypatch.setattr(cuda, "pci_address", lambda device: ADDRESS)
+    monkeypatch.setattr(numa, "node_cpus", lambda address: find(address, root))
+    asked: list[set[int]] = []
+
+    def refuse(process: int, cpus: set[int]) -> None:
+        asked.append(cpus)
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    with numa.near(torch.device("cuda", 0)):
+        assert os.sched_getaffinity(0) == before
+    assert asked == [{min(before)}]

@@ -2,14 +2,13 @@
 
 from zero_ext.comm.by_device import ExchangeByDevice
 from zero_ext.comm.collectives import Collectives
-from zero_ext.comm.device_backend import NAN_CHECK, BackendExchange, nccl_exchange
+from zero_ext.comm.device_backend import BackendExchange, nan_check, nccl_exchange
 from zero_ext.comm.exchange import Exchange, GroupExchange, Pending, PointToPoint
 from zero_ext.comm.host_exchange import HostExchange, fastest_exchange
 from zero_ext.comm.staged import StagedExchange
 from zero_ext.comm.wire import WireLog
 
 __all__ = [
-    "NAN_CHECK",
     "BackendExchange",
     "Collectives",
     "Exchange",
@@ -21,5 +20,6 @@ __all__ = [
     "StagedExchange",
     "WireLog",
     "fastest_exchange",
+    "nan_check",
     "nccl_exchange",
 ]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zero_ext.comm.exchange import Waitable
 
-NAN_CHECK = "TORCH_NCCL_NAN_CHECK"
+_NAN_CHECK = "TORCH_NCCL_NAN_CHECK"
 
 
 class BackendExchange:
@@ -85,19 +85,20 @@ def nccl_exchange(
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = datetime.timedelta(seconds=timeout_seconds)
-    with _environment(NAN_CHECK, str(int(checks_nan))):
+    with nan_check(checks_nan):
         backend = dist.ProcessGroupNCCL(store, rank, world_size, options)
     return BackendExchange(backend, sums)
 
 
 @contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Inside, ``name`` is ``value`` in the environment, if it is not set."""
-    if name in os.environ:
+def nan_check(checks: bool) -> Iterator[None]:
+    """NCCL's process groups that are made inside look for NaN in what is sent, or do not, unless the
+    environment says something else. Those made later do not inherit it: among gradients there may be NaN."""
+    if _NAN_CHECK in os.environ:
         yield
         return
-    os.environ[name] = value
+    os.environ[_NAN_CHECK] = str(int(checks))
     try:
         yield
     finally:
-        del os.environ[name]
+        del os.environ[_NAN_CHECK]

@@ -18,18 +18,26 @@ _SYS = Path("/sys")
 def near(device: torch.device) -> Iterator[None]:
     """Inside, this thread runs on the processors of the memory node that ``device`` is attached to, as far as
     it may; so do the threads that are started inside, for good, and host memory touched first inside lies on
-    that node. Nothing happens where the kernel names no node.
+    that node. Nothing happens where the kernel names no node or refuses.
     """
     cpus = node_cpus(cuda.pci_address(device)) if device.type == "cuda" else frozenset()
     before = os.sched_getaffinity(0)
-    if not before & cpus:
+    if not before & cpus or not _moved_to(before & cpus):
         yield
         return
-    os.sched_setaffinity(0, before & cpus)
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        _moved_to(before)
+
+
+def _moved_to(cpus: set[int]) -> bool:
+    """Whether this thread runs there now: containers may forbid to say where, or take processors away."""
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError:
+        return False
+    return True
 
 
 def node_cpus(address: str, sys: Path = _SYS) -> frozenset[int]:

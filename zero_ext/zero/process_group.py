@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from zero_ext.comm import (
-    NAN_CHECK,
     Collectives,
     Exchange,
     ExchangeByDevice,
@@ -23,6 +22,7 @@ from zero_ext.comm import (
     StagedExchange,
     WireLog,
     fastest_exchange,
+    nan_check,
     nccl_exchange,
 )
 from zero_ext.comm.exchange import Message, Waitable
@@ -47,9 +47,9 @@ def join_world(timeout_seconds: float) -> None:
     backend = "gloo"
     if torch.cuda.is_available() and dist.is_nccl_available():
         backend = "cpu:gloo,cuda:nccl"
-        for name, value in ((NAN_CHECK, "1"), ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")):
-            os.environ.setdefault(name, value)
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_seconds))
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    with nan_check(True):
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_seconds))
 
 
 def make_collectives(
