@@ -59,6 +59,20 @@ def test_bytes_are_counted(world: World) -> None:
 
 
 @on_ranks(1, stand_in=True)
+def test_large_allocations_are_counted_by_themselves(world: World) -> None:
+    def large(kind: str) -> int:
+        return torch.accelerator.memory_stats()[f"allocation.large_pool.{kind}"]
+
+    made, held = large("allocated"), large("current")
+    kept = torch.empty(64 << 10, dtype=torch.uint8, device="stand_in")
+    torch.empty((64 << 10) - 1, dtype=torch.uint8, device="stand_in")
+    torch.empty(1 << 20, device="stand_in")
+    assert (large("allocated") - made, large("current") - held) == (2, 1)
+    del kept
+    assert large("current") == held
+
+
+@on_ranks(1, stand_in=True)
 def test_a_limit_is_kept(world: World) -> None:
     device = torch.stand_in
     free_before, total = device.mem_get_info()

@@ -10,6 +10,10 @@ namespace {
 
 using c10::CachingAllocator::StatArray;
 
+// Allocations from here on are also counted by themselves, as torch's large pool is.
+constexpr std::size_t kLarge = std::size_t{64} << 10;
+constexpr auto kLargePool = static_cast<std::size_t>(c10::CachingAllocator::StatType::LARGE_POOL);
+
 thread_local int device_of_thread = 0;
 thread_local std::array<std::int64_t, kDeviceCount> stream_of_thread{};
 
@@ -99,6 +103,9 @@ c10::DataPtr DeviceMemory::allocate(std::size_t bytes) {
   std::memset(open_alias(address), kPoison, rounded);
   device.blocks.emplace(address, Block{bytes, rounded, {&current_stream(index)}});
   increase(device.stats.allocation, 1);
+  if (bytes >= kLarge) {
+    device.stats.allocation[kLargePool].increase(1);
+  }
   increase(device.stats.requested_bytes, bytes);
   increase(device.stats.allocated_bytes, rounded);
   increase(device.stats.active_bytes, rounded);
@@ -118,6 +125,9 @@ void DeviceMemory::free(std::byte* address) {
   const Block block = std::move(found->second);
   device.blocks.erase(found);
   decrease(device.stats.allocation, 1);
+  if (block.requested >= kLarge) {
+    device.stats.allocation[kLargePool].decrease(1);
+  }
   decrease(device.stats.requested_bytes, block.requested);
   decrease(device.stats.allocated_bytes, block.rounded);
   decrease(device.stats.active_bytes, block.rounded);
@@ -167,6 +177,7 @@ void DeviceMemory::resetAccumulatedStats(c10::DeviceIndex device) {
   for (StatArray* const stat : {&stats.allocation, &stats.requested_bytes, &stats.allocated_bytes,
                                 &stats.active_bytes, &stats.reserved_bytes}) {
     (*stat)[0].reset_accumulated();
+    (*stat)[kLargePool].reset_accumulated();
   }
   stats.num_ooms = 0;
 }
@@ -177,6 +188,7 @@ void DeviceMemory::resetPeakStats(c10::DeviceIndex device) {
   for (StatArray* const stat : {&stats.allocation, &stats.requested_bytes, &stats.allocated_bytes,
                                 &stats.active_bytes, &stats.reserved_bytes}) {
     (*stat)[0].reset_peak();
+    (*stat)[kLargePool].reset_peak();
   }
 }
 
