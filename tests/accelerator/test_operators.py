@@ -150,3 +150,19 @@ def test_backward_runs_on_the_devices_thread(world: World) -> None:
     assert seen[0][0] != get_thread()
     assert seen[0][1] == side
     assert weight.grad.tolist() == [2, 2, 2]
+
+
+@on_ranks(1, stand_in=True)
+def test_values_of_the_host_are_refused_but_for_scalars_and_indices(world: World) -> None:
+    there, here = torch.ones(3, 4, device=DEVICE), torch.ones(3, 4)
+    for mix in (
+        lambda: there + here,
+        lambda: torch.nn.functional.linear(here, there),
+        lambda: torch.nn.functional.embedding(torch.zeros(2, dtype=torch.int64), there),
+        lambda: torch.cat([there, here]),
+    ):
+        with pytest.raises(RuntimeError, match=r"same device, but found .* stand_in:0 and cpu"):
+            mix()
+    assert (there * torch.tensor(2.0)).sum().item() == 24
+    assert there[torch.tensor([0, 2])].shape == (2, 4)
+    assert torch.equal(there.cpu(), here)

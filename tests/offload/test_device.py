@@ -218,3 +218,22 @@ def test_a_failed_transfer_is_told_by_all_who_wait(world: World) -> None:
         assert torch.equal(rooms[0].cpu(), values.cpu())
         torch.accelerator.synchronize()
         assert torch.equal(rooms[0].cpu(), values.cpu())
+
+
+@on_ranks(1, stand_in=True)
+def test_pages_are_unpinned_when_no_copy_uses_them(world: World) -> None:
+    device, there, here = device_and_data(world)
+    accelerator = torch.get_device_module("stand_in")
+    arrival = device.copy(there, here)
+    ended = torch.accelerator.current_stream()
+    torch.accelerator.current_stream().wait_event(arrival._event)
+    event, unpin, found = ended.record_event(), accelerator.host_unregister, []
+
+    def watched(pointer: int) -> None:
+        found.append(event.query())  # lazy: true only if somebody waited before
+        unpin(pointer)
+
+    with mock.patch.object(accelerator, "host_unregister", watched):
+        del here, arrival
+        gc.collect()
+    assert found == [True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -203,3 +204,50 @@ def test_torchs_default_device_is_the_models_alone(world: World, name: str) -> N
         assert zero_ext.full_state_dict(model)["first.weight"].isfinite().all()
     finally:
         torch.set_default_device(None)  # "cpu" would stay on as a mode over every later function
+
+
+@on_ranks(1, stand_in=True)
+def test_a_batch_in_host_memory_is_refused_as_torch_refuses_it(world: World) -> None:
+    torch.manual_seed(world.seed)
+    plain = Normalised().to(DEVICE)
+    here = torch.randn(5, 6)
+    with pytest.raises(RuntimeError) as wanted:
+        plain(here)
+    assert "cpu" in str(wanted.value) and DEVICE in str(wanted.value)
+    for stage, tiers in ((2, {}), (3, {}), (3, TIERS[2])):
+        torch.manual_seed(world.seed)
+        model = Normalised().to(DEVICE)
+        config = {"stage": stage, "offload": tiers}
+        model, optimizer = zero_ext.prepare(model, adamw(model), config, process_group=world.group)
+        first = steps(model, optimizer, world)
+        for _ in range(2):
+            with pytest.raises(RuntimeError) as raised:
+                model(here)
+            assert str(raised.value) == str(wanted.value)
+        # Nothing was changed: training goes on as if nobody had tried.
+        torch.manual_seed(world.seed)
+        other = Normalised().to(DEVICE)
+        other, other_optimizer = zero_ext.prepare(other, adamw(other), config, process_group=world.group)
+        assert steps(other, other_optimizer, world) == first
+        assert steps(model, optimizer, world) == steps(other, other_optimizer, world)
+
+
+@on_ranks(1, stand_in=True)
+@pytest.mark.parametrize("tiers", TIERS)
+def test_a_model_goes_when_its_device_has_nothing_to_do(world: World, tiers: dict[str, str]) -> None:
+    """Before any of its memory: a copy on a stream of its own would write where others have theirs."""
+    model = Normalised().to(DEVICE)
+    config = {"stage": 3, "offload": tiers}
+    model, optimizer = zero_ext.prepare(model, adamw(model), config, process_group=world.group)
+    steps(model, optimizer, world)
+    engine, found = engine_of(model), []
+    device = engine.tiers.device
+    torch.stand_in.set_schedule("lazy")  # type: ignore[attr-defined]
+    into, source = torch.zeros(1000, device=DEVICE), torch.ones(1000).pin_memory()
+    event = device.copy(into, source)._event  # type: ignore[attr-defined]
+    parts = [engine.pool, engine.tiers, *engine.units, *engine.masters, *(unit.home for unit in engine.units)]
+    for part in parts:
+        weakref.finalize(part, lambda: found.append(event.query())).atexit = False
+    del part, parts, engine, device, model, optimizer
+    gc.collect()
+    assert found and all(found)

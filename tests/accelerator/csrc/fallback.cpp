@@ -158,6 +158,35 @@ class LateResults {
   std::vector<std::pair<Range, std::vector<std::byte>>> ranges_;
 };
 
+// Torch's kernels for a device take values of the host as 0-d tensors and as indices, no others.
+void check_devices(const c10::OperatorHandle& op, const torch::jit::Stack& stack,
+                   std::size_t begin) {
+  if (op.schema().name().rfind("aten::", 0) != 0) {
+    return;
+  }
+  std::optional<c10::Device> device;
+  bool from_host = false;
+  const auto look = [&](const at::Tensor& tensor) {
+    if (tensor.defined() && tensor.device().is_privateuseone()) {
+      device = tensor.device();
+    } else if (tensor.defined() && tensor.device().is_cpu() && tensor.dim() > 0) {
+      from_host = true;
+    }
+  };
+  for (std::size_t index = begin; index < stack.size(); ++index) {
+    if (stack[index].isTensor()) {
+      look(stack[index].toTensor());
+    } else if (stack[index].isTensorList()) {
+      for (const at::Tensor& tensor : stack[index].toTensorVector()) {
+        look(tensor);
+      }
+    }
+  }
+  TORCH_CHECK(!device.has_value() || !from_host,
+              "Expected all tensors to be on the same device, but found at least two devices, ",
+              *device, " and cpu! (", op.schema().name(), ")");
+}
+
 c10::IValue host_argument(const c10::IValue& value, Aliases& aliases) {
   if (value.isTensor()) {
     return aliases.alias(value.toTensor());
@@ -232,6 +261,7 @@ bool draws_from_default(const c10::OperatorHandle& op, const torch::jit::Stack& 
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const std::size_t begin = stack->size() - schema.arguments().size();
+  check_devices(op, *stack, begin);
   Aliases aliases;
   torch::jit::Stack written;
   for (std::size_t index = 0; index < schema.arguments().size(); ++index) {
