@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zero_ext
 from tests.comm.fake_backend import FakeBackend
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.comm import BackendExchange, Collectives, ExchangeByDevice, WireLog
-from zero_ext.zero import process_group
+from zero_ext.zero import engine_of, process_group
 from zero_ext.zero.process_group import join_world, make_collectives
 
 CUDA = torch.device("cuda", 0)
@@ -47,6 +48,25 @@ def test_gather_and_broadcast_are_the_backends_own(world: World) -> None:
     assert collectives.broadcast_(value, 1, "test").item() == 1
     assert gathers.calls == [("allgather", 5 * world.size, torch.float32), ("broadcast", 1, 1)]
     assert collectives.wire.bytes_sent["gather"] == 5 * 4 * (world.size - 1)
+
+
+@on_ranks(2)
+def test_gradients_are_looked_at_where_nobody_checks_for_nan(world: World) -> None:
+    """NCCL ends the process over NaN in a gather of parameters; gradients may have some, and users look."""
+    model = torch.nn.Linear(6, 5)
+    model, _ = zero_ext.prepare(
+        model, torch.optim.AdamW(model.parameters()), {"stage": 3}, process_group=world.group
+    )
+    engine = engine_of(model)
+    engine.collectives, gathers, reductions = over_fakes(world, False)
+    unit = engine.units[0]
+    with mock.patch.object(unit, "collectives", engine.collectives):
+        (model(torch.ones(2, 6)).sum() * float("nan")).backward()
+        gathers.calls.clear()
+        reductions.calls.clear()
+        gradient = zero_ext.full_gradient(model.weight)
+    assert gradient is not None and gradient.isnan().all()
+    assert [call[0] for call in reductions.calls][-1] == "allgather" and not gathers.calls
 
 
 @on_ranks(2, 3)

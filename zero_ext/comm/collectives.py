@@ -37,17 +37,21 @@ class Collectives:
         """Bytes of host memory that device tensors go through between the ranks."""
         return self._gathers.staging_bytes + self._reductions.staging_bytes
 
-    def gather(self, flat: torch.Tensor, shard: torch.Tensor, kind: str, label: str) -> Pending:
+    def gather(
+        self, flat: torch.Tensor, shard: torch.Tensor, kind: str, label: str, may_be_nan: bool = False
+    ) -> Pending:
         """Fills ``flat`` [numel] with the shards [numel / N] of all ranks, in rank order.
 
-        ``shard`` may be this rank's own slice of ``flat`` (in-place gather). Same dtype on both.
+        ``shard`` may be this rank's own slice of ``flat`` (in-place gather). Same dtype on both. Gradients
+        ``may_be_nan``: they go where gradients are reduced, which nobody checks, in the order of reductions.
         """
         slices = flat.chunk(self.world_size)
         own = slices[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
         self.wire.record(kind, flat.numel(), shard.nbytes * (self.world_size - 1))
-        return Pending(label, self.rank, lambda: self._gathers.gather(flat, _tag(label)))
+        way = self._reductions if may_be_nan else self._gathers
+        return Pending(label, self.rank, lambda: way.gather(flat, _tag(label)))
 
     def reduce_scatter(
         self,

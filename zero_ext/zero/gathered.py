@@ -230,7 +230,7 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
         flat.copy_(own)
     else:
         label = f"gradient of '{layout.specs[number].name}'"
-        engine.collectives.gather(flat, own, "gather_gradients", label).wait()
+        engine.collectives.gather(flat, own, "gather_gradients", label, may_be_nan=True).wait()
     spec = layout.specs[number]
     return flat.as_strided(spec.shape, spec.stride, layout.offsets[number]).clone()
 
