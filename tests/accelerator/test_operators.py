@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
+from zero_ext.ops import swap_storages_
 
 DEVICE = "stand_in"
 
@@ -70,7 +71,7 @@ def test_memory_of_storages_can_be_swapped(world: World) -> None:
     storage = torch.arange(10.0, device=DEVICE).untyped_storage()
     other = torch.arange(10.0, 20.0, device=DEVICE)
     view = torch.empty(0, device=DEVICE).set_(storage, 2, (3,))
-    storage._swap_data_ptr_(other.untyped_storage())
+    swap_storages_(storage, other.untyped_storage())
     assert view.tolist() == [12.0, 13.0, 14.0]
     assert other.tolist() == list(range(10))
     part = torch._C._construct_storage_from_data_pointer(other.data_ptr() + 8, other.device, 12)

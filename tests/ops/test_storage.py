@@ -13,8 +13,10 @@ from zero_ext import ops
 from zero_ext.ops import build
 from zero_ext.ops import storage as swapping
 
+WAYS = ["torch's own", "compiled"] if ops.torch_swaps_storages() else ["compiled"]
 
-@pytest.fixture(params=["torch's own", "compiled"])
+
+@pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "compiled":
         torch_2_11.hide_swap(monkeypatch)

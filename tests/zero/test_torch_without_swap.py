@@ -37,7 +37,7 @@ def test_every_stage_and_tier_trains_as_ever(world: World) -> None:
         reference = test_tiers.train(world, stage, plan, {})
         choices = test_tiers.combinations(stage)
         with torch_2_11():
-            for offload in choices[world.seed % 3 :: 3] if stage == 3 else choices[:: max(stage, 1)]:
+            for offload in choices[world.seed % 5 :: 5] if stage == 3 else choices[:: max(stage, 1)]:
                 check_equal(test_tiers.train(world, stage, plan, offload), reference)
 
 
