@@ -152,6 +152,57 @@ void store_write(std::int64_t handle, const Tensor& tensor, std::int64_t offset,
   open->add(ticket, open->store()->write(offset, from, std::make_shared<Tensor>(tensor)));
 }
 
+// cuFile's driver, open while any store uses it.
+std::shared_ptr<core::CuFileDriver> cufile_driver() {
+  static std::mutex mutex;
+  static std::weak_ptr<core::CuFileDriver> current;
+  const std::lock_guard lock(mutex);
+  auto driver = current.lock();
+  if (driver == nullptr) {
+    driver = std::make_shared<core::CuFileDriver>(core::load_cufile());
+    current = driver;
+  }
+  return driver;
+}
+
+// Empty if the libraries are there, else the reason. It starts nothing.
+std::string why_no_cufile() {
+  try {
+    core::load_cufile();
+    return "";
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+}
+
+void store_open_direct(std::int64_t handle) {
+  registry().get(handle)->store()->open_direct(cufile_driver());
+}
+
+void store_close_direct(std::int64_t handle) { registry().get(handle)->store()->close_direct(); }
+
+void check_contiguous(const char* op, const Tensor& tensor) {
+  STD_TORCH_CHECK(tensor.is_contiguous(), op, ": argument 'tensor' is not contiguous");
+}
+
+void store_read_direct_(std::int64_t handle, const Tensor& tensor, std::int64_t offset,
+                        std::int64_t ticket) {
+  check_contiguous("store_read_direct_", tensor);
+  const auto open = registry().get(handle);
+  const std::span into(static_cast<std::byte*>(tensor.mutable_data_ptr()), byte_count(tensor));
+  open->add(ticket, open->store()->read(offset, into, std::make_shared<Tensor>(tensor),
+                                        core::MemoryKind::kDevice));
+}
+
+void store_write_direct(std::int64_t handle, const Tensor& tensor, std::int64_t offset,
+                        std::int64_t ticket) {
+  check_contiguous("store_write_direct", tensor);
+  const auto open = registry().get(handle);
+  const std::span from(static_cast<const std::byte*>(tensor.const_data_ptr()), byte_count(tensor));
+  open->add(ticket, open->store()->write(offset, from, std::make_shared<Tensor>(tensor),
+                                         core::MemoryKind::kDevice));
+}
+
 void store_wait(std::int64_t handle, std::int64_t ticket) { registry().get(handle)->wait(ticket); }
 
 // The backend's name, then path and "why not direct" of each device, each followed by a NUL, which
@@ -204,6 +255,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
   library.def("store_read_(int handle, Tensor(a!) tensor, int offset, int ticket) -> ()");
   library.def("store_write(int handle, Tensor tensor, int offset, int ticket) -> ()");
   library.def("store_wait(int handle, int ticket) -> ()");
+  library.def("why_no_cufile() -> str");
+  library.def("store_open_direct(int handle) -> ()");
+  library.def("store_close_direct(int handle) -> ()");
+  library.def("store_read_direct_(int handle, Tensor(a!) tensor, int offset, int ticket) -> ()");
+  library.def("store_write_direct(int handle, Tensor tensor, int offset, int ticket) -> ()");
   library.def("store_devices(int handle) -> str");
   library.def("store_counts_(int handle, Tensor(a!) counts) -> ()");
   library.def(
@@ -217,6 +273,12 @@ STABLE_TORCH_LIBRARY_IMPL(zero_ext, CompositeExplicitAutograd, library) {
   library.impl("store_allocate", TORCH_BOX(&store_allocate));
   library.impl("store_release", TORCH_BOX(&store_release));
   library.impl("store_wait", TORCH_BOX(&store_wait));
+  library.impl("why_no_cufile", TORCH_BOX(&why_no_cufile));
+  library.impl("store_open_direct", TORCH_BOX(&store_open_direct));
+  library.impl("store_close_direct", TORCH_BOX(&store_close_direct));
+  // On every device: what they are given are addresses of its memory.
+  library.impl("store_read_direct_", TORCH_BOX(&store_read_direct_));
+  library.impl("store_write_direct", TORCH_BOX(&store_write_direct));
   library.impl("store_devices", TORCH_BOX(&store_devices));
   library.impl("store_inject_fault", TORCH_BOX(&store_inject_fault));
   library.impl("store_close", TORCH_BOX(&store_close));

@@ -122,6 +122,11 @@ def host_unregister(pointer: int) -> None:
     torch.ops.stand_in.unpin(pointer)
 
 
+def has_direct_storage() -> bool:
+    """Always: GPUDirect Storage is for this device where its library is there (tests/accelerator/cufile)."""
+    return True
+
+
 def refuse_pinned(after: int = 0) -> None:
     """Pinning succeeds ``after`` more times and is then refused, until called with -1."""
     torch.ops.stand_in.refuse_pinned(after)

@@ -11,6 +11,7 @@ from tests.gpu.test_adam import (
     test_long_ranges_of_any_alignment,
     test_tensors_of_two_devices_are_refused,
 )
+from tests.gpu.test_direct_storage import test_direct_storage_changes_no_bit
 from tests.gpu.test_eight_bit import test_adam_is_the_cpus, test_quantized_values_are_the_cpus
 from tests.gpu.test_equivalence import (
     deterministic,
@@ -42,6 +43,7 @@ __all__ = [
     "test_a_thousand_pieces_in_one_call",
     "test_adam_is_the_cpus",
     "test_delayed_updates_follow_the_cpus",
+    "test_direct_storage_changes_no_bit",
     "test_is_the_cpus",
     "test_long_ranges_of_any_alignment",
     "test_narrow_moments_train_alike_in_every_tier",

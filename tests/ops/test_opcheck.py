@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.accelerator.cufile.library import fake_cufile
 from zero_ext import ops
 
 STREAM = 0x57  # the handle
@@ -123,6 +124,17 @@ def store() -> int:
     return handle
 
 
+def direct_store() -> int:
+    """As store(), by a fake cuFile, whose device memory is the host's."""
+    fake_cufile()
+    handle, paths, backend, (depth, block, submitters), stripe, _, devices = store_arguments()
+    ops.store_open(handle, paths, backend, (depth, block, submitters), stripe, False, devices)
+    ops.store_reserve(handle, 1 << 20)
+    ops.store_allocate(handle, 8192)
+    ops.store_open_direct(handle)
+    return handle
+
+
 SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "accumulate_": flat_inputs,
     "adam_step_": adam_inputs,
@@ -153,9 +165,13 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "squared_norm_": lambda: (torch.rand(100), accumulator()),
     "squared_norm_value": lambda: (accumulator(),),
     "store_close": lambda: (store(),),
+    "store_close_direct": lambda: (direct_store(),),
     "store_counts_": lambda: (store(), torch.zeros(6, dtype=torch.int64)),
     "store_inject_fault": lambda: (store(), True, 0, -5, 1),
     "store_open": store_arguments,
+    "store_open_direct": lambda: (direct_store(),),
+    "store_read_direct_": lambda: (direct_store(), torch.rand(2048), 0, 1),
+    "store_write_direct": lambda: (direct_store(), torch.rand(2048), 0, 1),
     "store_read_": lambda: (store(), torch.rand(2048), 0, 1),
     "store_reserve": lambda: (store(), 1 << 21, False),
     "store_wait": lambda: (store(), 1),
@@ -177,6 +193,7 @@ def test_ops_that_return_text() -> None:
     options = (2, "threads", 4, 4096, 1)
     torch.library.opcheck(torch.ops.zero_ext.aio_open.default, options, test_utils=checks)
     torch.library.opcheck(torch.ops.zero_ext.store_devices.default, (store(),), test_utils=checks)
+    torch.library.opcheck(torch.ops.zero_ext.why_no_cufile.default, (), test_utils=checks)
 
 
 # Each call changes what the next one may do, so that every part of opcheck gets a store of its own, and none

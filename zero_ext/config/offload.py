@@ -25,12 +25,17 @@ class AioPolicy(Policy):
         queue_depth: most blocks in flight at once for one submitter.
         block_bytes: longest single transfer in bytes; longer ones are split.
         submitters: threads that hand blocks to the kernel, each with a queue of its own.
+        direct_storage: "auto" has parameters and gradients on NVMe reach a GPU's memory, and leave it, by
+            NVIDIA's cuFile library (GPUDirect Storage) without pinned host memory on the way, where the
+            library is there and a trial transfer at set-up succeeds; elsewhere, and with
+            ``offload.checksum``, a log line says why they do not. "off" never tries.
     """
 
     backend: Literal["auto", "io_uring", "libaio", "threads"] = "auto"
     queue_depth: Annotated[Positive, Field(le=1024)] = 32
     block_bytes: Annotated[Positive, Field(ge=_PAGE, multiple_of=_PAGE)] = _MIB
     submitters: Annotated[Positive, Field(le=16)] = 1
+    direct_storage: Literal["off", "auto"] = "off"
 
 
 class OffloadPolicy(Policy):

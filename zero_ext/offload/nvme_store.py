@@ -23,7 +23,8 @@ _log = logging.getLogger(__name__)
 
 
 class NvmeStore:
-    """Extents of bytes on the devices behind ``paths``, which CPU tensors are written to and read from.
+    """Extents of bytes on the devices behind ``paths``, which CPU tensors are written to and read from, and
+    after :meth:`open_direct` those of an accelerator too.
 
     Each path is an existing directory on a device of its own; the store keeps one private file in a
     :class:`RunDirectory` there. It is gone after ``close``, which the end of the ``with`` block, the garbage
@@ -64,6 +65,8 @@ class NvmeStore:
         _check_distinct(paths)
         self._handle = uuid.uuid4().int >> 65
         self._tickets = itertools.count()
+        self._direct = False
+        self.row_bytes = stripe_bytes * len(paths)
         directories: list[RunDirectory] = []
         self._finalizer = weakref.finalize(self, _close, self._handle, directories, os.getpid())
         try:
@@ -124,22 +127,42 @@ class NvmeStore:
         ops.store_release(self._handle, offset)
 
     def read(self, offset: int, tensor: Tensor) -> Transfer:
-        """Starts to fill ``tensor`` (contiguous, CPU, any dtype and shape) with the bytes from ``offset`` on.
+        """Starts to fill ``tensor`` (contiguous, any dtype and shape) with the bytes from ``offset`` on.
 
         Its size is a multiple of :attr:`alignment`; it may lie anywhere inside one extent. Memory that the
         device cannot reach (see :func:`zero_ext.ops.host_buffer`) costs a pass through the page cache.
         """
-        _check_host(tensor)
         ticket = next(self._tickets)
-        ops.store_read_(self._handle, tensor, offset, ticket)
+        if self._goes_directly(tensor):
+            ops.store_read_direct_(self._handle, tensor, offset, ticket)
+        else:
+            ops.store_read_(self._handle, tensor, offset, ticket)
         return Transfer(self._handle, ticket)
 
     def write(self, offset: int, tensor: Tensor) -> Transfer:
         """Starts to write ``tensor``, which must not change until the transfer is complete; see ``read``."""
-        _check_host(tensor)
         ticket = next(self._tickets)
-        ops.store_write(self._handle, tensor, offset, ticket)
+        if self._goes_directly(tensor):
+            ops.store_write_direct(self._handle, tensor, offset, ticket)
+        else:
+            ops.store_write(self._handle, tensor, offset, ticket)
         return Transfer(self._handle, ticket)
+
+    def open_direct(self) -> None:
+        """Lets :meth:`read` and :meth:`write` take tensors of the accelerator that is current in this thread,
+        once what uses them has ended. RuntimeError as by :func:`zero_ext.ops.store_open_direct`."""
+        ops.store_open_direct(self._handle)
+        self._direct = True
+
+    def close_direct(self) -> None:
+        """Ends what :meth:`open_direct` began, after the transfers under way."""
+        self._direct = False
+        ops.store_close_direct(self._handle)
+
+    def _goes_directly(self, tensor: Tensor) -> bool:
+        if tensor.device.type != "cpu" and not self._direct:
+            raise AssertionError(f"a transfer of memory on {tensor.device}: it goes through the host's")
+        return tensor.device.type != "cpu"
 
     @property
     def is_open(self) -> bool:
@@ -207,11 +230,6 @@ def _check_distinct(paths: Sequence[str | Path]) -> None:
         if real in seen:
             raise RuntimeError(f"nvme path '{path}' is listed twice; list each device once")
         seen.add(real)
-
-
-def _check_host(tensor: Tensor) -> None:
-    if tensor.device.type != "cpu":
-        raise AssertionError(f"a transfer of memory on {tensor.device}: it goes through the host's")
 
 
 def _warn_of_buffered(facts: ops.StoreFacts) -> None:

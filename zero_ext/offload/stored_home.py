@@ -11,14 +11,14 @@ from zero_ext.offload.nvme_store import NvmeStore
 from zero_ext.offload.shard_home import STORAGE_ALIGNMENT
 from zero_ext.offload.stored_run import StoredRun, Values
 from zero_ext.offload.transfers import TransferLog
-from zero_ext.offload.transit import Transit
+from zero_ext.offload.transit import DeviceWay
 
 
 class StoredHome:
     """A shard [numel] in one extent of the store: a :class:`ShardHome`.
 
-    It is read straight into device memory where that is host memory, else by way of ``transit``; nothing of
-    it stays in memory.
+    It is read straight into device memory where that is host memory, else by ``way``; nothing of it stays
+    in memory.
     """
 
     tier: Tier = "nvme"
@@ -30,7 +30,7 @@ class StoredHome:
         numel: int,
         dtype: torch.dtype,
         transfers: TransferLog,
-        transit: Transit | None = None,
+        way: DeviceWay | None = None,
     ) -> None:
         self.numel = numel
         self.dtype = dtype
@@ -38,11 +38,11 @@ class StoredHome:
         self.offset = offset
         self._store = store
         self._transfers = transfers
-        self._transit = transit
+        self._way = way
 
     def seen_as(self, dtype: torch.dtype) -> StoredHome:
         """The same extent as elements of another dtype, which must not be wider."""
-        return StoredHome(self._store, self.offset, self.numel, dtype, self._transfers, self._transit)
+        return StoredHome(self._store, self.offset, self.numel, dtype, self._transfers, self._way)
 
     def padded_bytes(self, numel: int) -> int:
         """Bytes of the whole blocks that ``numel`` elements take."""
@@ -54,7 +54,7 @@ class StoredHome:
         first = self.offset + begin * self.dtype.itemsize
         if into.device.type == "cpu":
             return self._store.read(first, into)
-        return self._way().read(into, lambda offset, chunk: self._store.read(first + offset, chunk))
+        return self._way_there().read(into, lambda offset, chunk: self._store.read(first + offset, chunk))
 
     def write(self, values: torch.Tensor, begin: int) -> Arrival:
         """Starts to replace the elements from ``begin`` on, a multiple of ``grain``, by ``values`` of whole
@@ -63,7 +63,7 @@ class StoredHome:
         first = self.offset + begin * self.dtype.itemsize
         if values.device.type == "cpu":
             return self._store.write(first, values)
-        return self._way().write(values, lambda offset, chunk: self._store.write(first + offset, chunk))
+        return self._way_there().write(values, lambda offset, chunk: self._store.write(first + offset, chunk))
 
     def store(self, begin: int, values: torch.Tensor, source: Tier) -> Arrival:
         """See :class:`ShardHome`; done when it returns. What shares a first or last block with the values is
@@ -95,16 +95,16 @@ class StoredHome:
     def part(self, begin: int, end: int) -> StoredHome:
         """See :class:`ShardHome`."""
         offset = self.offset + begin * self.dtype.itemsize
-        return StoredHome(self._store, offset, end - begin, self.dtype, self._transfers, self._transit)
+        return StoredHome(self._store, offset, end - begin, self.dtype, self._transfers, self._way)
 
     def memory(self, tier: Tier) -> torch.Tensor | None:
         """See :class:`ShardHome`: never."""
         return None
 
-    def _way(self) -> Transit:
-        if self._transit is None:
+    def _way_there(self) -> DeviceWay:
+        if self._way is None:
             raise AssertionError("an accelerator's memory without a way to storage")
-        return self._transit
+        return self._way
 
     def _blocks(self, begin: int, end: int) -> tuple[int, int, int]:
         """The elements of the whole blocks around [begin, end), and the bytes before them."""

@@ -8,6 +8,7 @@ import torch
 
 from zero_ext.config import AioPolicy, OffloadPolicy, Tier
 from zero_ext.offload.device import CPU, Device
+from zero_ext.offload.direct_storage import direct_storage
 from zero_ext.offload.numa import near
 from zero_ext.offload.nvme_store import NvmeStore
 from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, MemoryHome, ShardHome
@@ -16,7 +17,7 @@ from zero_ext.offload.state_stream import NvmeState, StateStream
 from zero_ext.offload.step_parts import StepRooms, StepStaging
 from zero_ext.offload.stored_home import StoredHome
 from zero_ext.offload.transfers import TransferLog
-from zero_ext.offload.transit import Transit
+from zero_ext.offload.transit import DeviceWay, Transit
 
 
 def open_store(policy: OffloadPolicy, aio: AioPolicy) -> NvmeStore:
@@ -38,8 +39,8 @@ class Tiers:
     gradients or parameters goes through, of the size of ``rooms``. ``kinds`` is the state that the optimizer
     keeps beside the master weights; None where there is no optimizer. ``shadows`` says that state in storage
     has room for what it is after a step that may be taken back, ``transit_bytes`` is the size of what passes
-    between storage and an accelerator, ``delays_updates`` says that master weights are
-    updated while forward and backward use the parameters.
+    between storage and an accelerator where it cannot go directly, ``delays_updates`` says that master
+    weights are updated while forward and backward use the parameters.
     """
 
     def __init__(
@@ -59,12 +60,12 @@ class Tiers:
         self.staging = StepStaging(rooms, device)
         self._store: NvmeStore | None = None
         self._stream: StateStream | None = None
-        self._transit = Transit(device, transit_bytes) if transit_bytes else None
         if policy.any_nvme:
             with near(device.device):  # its threads
                 self._store = open_store(policy, aio)
             if policy.optimizer == "nvme" and kinds is not None:
                 self._stream = StateStream(self._store, policy.ring_bytes, kinds, self.transfers)
+        self._way = self._way_to_storage(aio, transit_bytes) if transit_bytes else None
 
     def stored_bytes(self, tier: Tier, numel: int, dtype: torch.dtype) -> int:
         """Bytes of the store that the home of a shard takes in ``tier``."""
@@ -78,7 +79,7 @@ class Tiers:
         """Makes room for ``nbytes`` in the store, written once here; ``RuntimeError`` if there is too
         little."""
         if self._store is not None:
-            self._store.reserve(nbytes)
+            self._store.reserve(max(nbytes, self._store.facts().capacity))
 
     def in_memory(self, tensor: torch.Tensor) -> ShardHome:
         """Device memory that exists already, as the home of a shard."""
@@ -93,7 +94,7 @@ class Tiers:
     def stored_home(self, numel: int, dtype: torch.dtype) -> StoredHome:
         """Zeroed room for a shard [numel] in the store."""
         offset = self.store.allocate(numel * dtype.itemsize)
-        return StoredHome(self.store, offset, numel, dtype, self.transfers, self._transit)
+        return StoredHome(self.store, offset, numel, dtype, self.transfers, self._way)
 
     def state_home(self, tier: Tier, numel: int, master: torch.Tensor | None) -> StateHome:
         """Room for the optimizer state of ``numel`` elements in ``tier``: ``master`` if given, else zeroed
@@ -122,5 +123,9 @@ class Tiers:
         """Bytes of memory that steps in other tiers go through, by tier."""
         ring = self._stream.ring_bytes if self._stream is not None else 0
         held = self.staging.held_bytes()
-        transit = self._transit.nbytes if self._transit is not None else 0
-        return {**held, "host": held["host"] + ring + transit}
+        way = self._way.nbytes if self._way is not None else 0
+        return {**held, "host": held["host"] + ring + way}
+
+    def _way_to_storage(self, aio: AioPolicy, transit_bytes: int) -> DeviceWay:
+        direct = direct_storage(self.store, self.device) if aio.direct_storage == "auto" else None
+        return direct or Transit(self.device, transit_bytes)

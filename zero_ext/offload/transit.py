@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -15,13 +15,25 @@ from zero_ext.offload.device import HERE, Arrival, Device
 SLOTS = 6
 _FIRST = 4
 
-# Starts to move the bytes from an offset of a home on, from or into host memory.
+# Starts to move the bytes from an offset of a home on, from or into memory that storage reaches.
 Move = Callable[[int, torch.Tensor], Arrival]
 
 
+class DeviceWay(Protocol):
+    """How bytes get between storage and an accelerator's memory; ``nbytes`` of host memory lie on the way."""
+
+    nbytes: int
+
+    def read(self, into: torch.Tensor, move: Move) -> Arrival:
+        """Starts to fill ``into``, device memory of whole blocks, by ``move``, which reads."""
+
+    def write(self, values: torch.Tensor, move: Move) -> Arrival:
+        """Starts to bring ``values``, device memory of whole blocks, to storage by ``move``, which writes."""
+
+
 class Transit:
-    """Moves bytes between storage and memory of ``device``, both ways at once, each through ``SLOTS`` chunks
-    of pinned memory: ``nbytes``, allocated here.
+    """A :class:`DeviceWay`: moves bytes between storage and memory of ``device``, both ways at once, each
+    through ``SLOTS`` chunks of pinned memory: ``nbytes``, allocated here.
 
     A chunk passes two stages, storage and copy, in the one order or the other. The chunks of all transfers of
     a direction go one after another; they go on when somebody waits for a transfer that is not through.
@@ -37,7 +49,7 @@ class Transit:
         self._writes = _Line(chunks[SLOTS:])
 
     def read(self, into: torch.Tensor, move: Move) -> Arrival:
-        """Starts to fill ``into``, device memory of whole blocks, by ``move``, which reads."""
+        """See :class:`DeviceWay`."""
         flat, after = into.view(torch.uint8), self._device.now()
 
         def start(begin: int, chunk: torch.Tensor) -> _Chunk:
@@ -47,7 +59,7 @@ class Transit:
         return _Way(self._reads, len(flat), start)
 
     def write(self, values: torch.Tensor, move: Move) -> Arrival:
-        """Starts to bring ``values``, device memory of whole blocks, to storage by ``move``, which writes."""
+        """See :class:`DeviceWay`."""
         flat, after = values.view(torch.uint8), self._device.now()
 
         def start(begin: int, chunk: torch.Tensor) -> _Chunk:

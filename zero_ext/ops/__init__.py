@@ -54,14 +54,19 @@ from zero_ext.ops.store import (
     StoreFacts,
     store_allocate,
     store_close,
+    store_close_direct,
     store_facts,
     store_inject_fault,
     store_open,
+    store_open_direct,
     store_read_,
+    store_read_direct_,
     store_release,
     store_reserve,
     store_wait,
     store_write,
+    store_write_direct,
+    why_no_cufile,
 )
 
 __all__ = [
@@ -115,18 +120,23 @@ __all__ = [
     "state_stream_write_",
     "store_allocate",
     "store_close",
+    "store_close_direct",
     "store_facts",
     "store_inject_fault",
     "store_open",
+    "store_open_direct",
     "store_read_",
+    "store_read_direct_",
     "store_release",
     "store_reserve",
     "store_wait",
     "store_write",
+    "store_write_direct",
     "sum_shards_",
     "swap_storages_",
     "torch_swaps_storages",
     "unpack_",
+    "why_no_cufile",
 ]
 
 if is_built():

@@ -97,6 +97,38 @@ def store_write(handle: int, tensor: Tensor, offset: int, ticket: int) -> None:
     op("store_write")(handle, tensor, offset, ticket)
 
 
+def why_no_cufile() -> str:
+    """Why NVIDIA's cuFile library cannot be loaded here; "" if it can. It starts neither it nor CUDA."""
+    return str(op("why_no_cufile")())
+
+
+def store_open_direct(handle: int) -> None:
+    """Has :func:`store_read_direct_` and :func:`store_write_direct` go by cuFile (GPUDirect Storage), for the
+    device that is current in this thread; opens its driver and registers the store's files with it.
+
+    Raises RuntimeError with the loader's reason or cuFile's error numbers, or if the store keeps checksums.
+    """
+    op("store_open_direct")(handle)
+
+
+def store_close_direct(handle: int) -> None:
+    """Waits for what :func:`store_open_direct` made possible and ends it; fine if it was not called."""
+    op("store_close_direct")(handle)
+
+
+def store_read_direct_(handle: int, tensor: Tensor, offset: int, ticket: int) -> None:
+    """As :func:`store_read_`, for a tensor in the device's own memory.
+
+    It starts at once, whatever the device's streams hold: wait for what uses the tensor before.
+    """
+    op("store_read_direct_")(handle, tensor, offset, ticket)
+
+
+def store_write_direct(handle: int, tensor: Tensor, offset: int, ticket: int) -> None:
+    """As :func:`store_write`, for a tensor in the device's own memory; see :func:`store_read_direct_`."""
+    op("store_write_direct")(handle, tensor, offset, ticket)
+
+
 def store_wait(handle: int, ticket: int) -> None:
     """Returns when the transfers under ``ticket`` are complete; the number may be used again then.
 
@@ -172,6 +204,31 @@ def _store_read_(handle: int, tensor: Tensor, offset: int, ticket: int) -> None:
 
 @fake_kernel("store_write")
 def _store_write(handle: int, tensor: Tensor, offset: int, ticket: int) -> None:
+    return None
+
+
+@fake_kernel("why_no_cufile")
+def _why_no_cufile() -> str:
+    return ""
+
+
+@fake_kernel("store_open_direct")
+def _store_open_direct(handle: int) -> None:
+    return None
+
+
+@fake_kernel("store_close_direct")
+def _store_close_direct(handle: int) -> None:
+    return None
+
+
+@fake_kernel("store_read_direct_")
+def _store_read_direct_(handle: int, tensor: Tensor, offset: int, ticket: int) -> None:
+    return None
+
+
+@fake_kernel("store_write_direct")
+def _store_write_direct(handle: int, tensor: Tensor, offset: int, ticket: int) -> None:
     return None
 
 

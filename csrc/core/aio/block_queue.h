@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -23,7 +24,11 @@ struct BlockRequest {
 struct BlockCompletion {
   std::uint32_t slot = 0;
   std::int64_t result = 0;  // bytes, or -errno
+  std::string reason = {};  // of a failure that has no errno
 };
+
+// Moves a block, or a part of it, before it returns; called by many threads at once.
+using BlockMover = std::function<BlockCompletion(const BlockRequest&)>;
 
 // Used by one thread, but for wake(). Throws std::runtime_error when the queue itself breaks.
 class BlockQueue {
@@ -53,6 +58,7 @@ class BlockQueue {
 // Each throws with the reason where its kind is not to be had.
 std::unique_ptr<BlockQueue> make_io_uring_queue(int depth);
 std::unique_ptr<BlockQueue> make_libaio_queue(int depth);
-std::unique_ptr<BlockQueue> make_thread_queue(int depth);
+std::unique_ptr<BlockQueue> make_thread_queue(int depth);  // pread and pwrite
+std::unique_ptr<BlockQueue> make_thread_queue(int depth, BlockMover mover);
 
 }  // namespace zero_ext::core

@@ -8,7 +8,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "block_queue.h"
 #include "submitter.h"
 #include "transfer.h"
 
@@ -91,15 +90,25 @@ void check_options(const EngineOptions& options) {
 std::shared_ptr<Engine> Engine::make(const EngineOptions& options) {
   check_options(options);
   const BackendKind& kind = kind_of(options.backend);
-  Parts parts{options, std::make_shared<FaultPlan>(), {}};
   try {
-    for (int i = 0; i < options.submitters; ++i) {
-      parts.submitters.push_back(
-          std::make_unique<Submitter>(kind.make_queue(options.queue_depth), parts.faults));
-    }
+    return make_of(options, kind.make_queue);
   } catch (const std::runtime_error& error) {
     throw std::runtime_error("I/O backend " + std::string(kind.name) +
                              " is not available: " + error.what());
+  }
+}
+
+std::shared_ptr<Engine> Engine::make(const EngineOptions& options, const BlockMover& mover) {
+  check_options(options);
+  return make_of(options, [&](int depth) { return make_thread_queue(depth, mover); });
+}
+
+std::shared_ptr<Engine> Engine::make_of(const EngineOptions& options,
+                                        const QueueMaker& make_queue) {
+  Parts parts{options, std::make_shared<FaultPlan>(), {}};
+  for (int i = 0; i < options.submitters; ++i) {
+    parts.submitters.push_back(
+        std::make_unique<Submitter>(make_queue(options.queue_depth), parts.faults));
   }
   return std::make_shared<Engine>(std::move(parts));
 }

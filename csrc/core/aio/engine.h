@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -11,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "block_queue.h"
 #include "fault.h"
 #include "file.h"
 #include "ticket.h"
@@ -51,10 +53,14 @@ void check_options(const EngineOptions& options);
 // methods throw.
 class Engine {
   struct Parts;
+  using QueueMaker = std::function<std::unique_ptr<BlockQueue>(int depth)>;
 
  public:
   // Throws if an option is out of range, or with the kernel's reason if it refuses the backend.
   static std::shared_ptr<Engine> make(const EngineOptions& options);
+
+  // Instead of the backend, threads move the blocks by `mover`.
+  static std::shared_ptr<Engine> make(const EngineOptions& options, const BlockMover& mover);
 
   explicit Engine(Parts&& parts);
 
@@ -79,6 +85,8 @@ class Engine {
   void inject_fault(FaultRule rule);
 
  private:
+  static std::shared_ptr<Engine> make_of(const EngineOptions& options,
+                                         const QueueMaker& make_queue);
   std::shared_ptr<Ticket> start(TransferRequest&& request);
   void check_process() const;
 

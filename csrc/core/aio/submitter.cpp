@@ -122,6 +122,10 @@ void Submitter::start(std::uint32_t index) {
 }
 
 void Submitter::judge(const BlockCompletion& completion) {
+  if (!completion.reason.empty()) {
+    end(completion.slot, completion.reason);
+    return;
+  }
   Slot& slot = slots_[completion.slot];
   const IoDirection direction = slot.transfer->direction();
   const std::int64_t result = faults_->apply(direction, completion.result);

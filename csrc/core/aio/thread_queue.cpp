@@ -1,4 +1,5 @@
-// The backend that works everywhere: threads that call pread and pwrite.
+// The backend that works everywhere: threads that call pread and pwrite, or another mover of
+// blocks that returns when it is done.
 #include <unistd.h>
 
 #include <algorithm>
@@ -7,6 +8,7 @@
 #include <deque>
 #include <mutex>
 #include <stdexcept>
+#include <utility>
 
 #include "block_queue.h"
 #include "io_thread.h"
@@ -17,11 +19,21 @@ namespace {
 // Past this a device gains nothing, and the machine loses to switching.
 constexpr std::size_t kMostThreads = 64;
 
+BlockCompletion move_through_host(const BlockRequest& request) {
+  const auto& memory = request.memory;
+  const ssize_t moved =
+      request.direction == IoDirection::kRead
+          ? ::pread(request.descriptor, memory.data(), memory.size(), request.offset)
+          : ::pwrite(request.descriptor, memory.data(), memory.size(), request.offset);
+  return {request.slot, moved < 0 ? -errno : moved, ""};
+}
+
 class ThreadQueue final : public BlockQueue {
  public:
   // As many requests wait as are in flight: a thread that ended one finds its next here, where the
   // submitter would be two switches of threads away.
-  explicit ThreadQueue(std::size_t threads) : BlockQueue(2 * threads), most_threads_(threads) {
+  ThreadQueue(std::size_t threads, BlockMover mover)
+      : BlockQueue(2 * threads), mover_(std::move(mover)), most_threads_(threads) {
     start_thread();
   }
 
@@ -81,23 +93,15 @@ class ThreadQueue final : public BlockQueue {
       work_.pop_front();
       ++busy_;
       lock.unlock();
-      const BlockCompletion completion{request.slot, transfer(request)};
+      BlockCompletion completion = mover_(request);
       lock.lock();
       --busy_;
-      ended_.push_back(completion);
+      ended_.push_back(std::move(completion));
       ended_changed_.notify_one();
     }
   }
 
-  static std::int64_t transfer(const BlockRequest& request) {
-    const auto& memory = request.memory;
-    const ssize_t moved =
-        request.direction == IoDirection::kRead
-            ? ::pread(request.descriptor, memory.data(), memory.size(), request.offset)
-            : ::pwrite(request.descriptor, memory.data(), memory.size(), request.offset);
-    return moved < 0 ? -errno : moved;
-  }
-
+  const BlockMover mover_;
   const std::size_t most_threads_;
   std::mutex mutex_;
   std::condition_variable work_added_;
@@ -113,7 +117,12 @@ class ThreadQueue final : public BlockQueue {
 }  // namespace
 
 std::unique_ptr<BlockQueue> make_thread_queue(int depth) {
-  return std::make_unique<ThreadQueue>(std::min(kMostThreads, static_cast<std::size_t>(depth)));
+  return make_thread_queue(depth, &move_through_host);
+}
+
+std::unique_ptr<BlockQueue> make_thread_queue(int depth, BlockMover mover) {
+  const auto threads = std::min(kMostThreads, static_cast<std::size_t>(depth));
+  return std::make_unique<ThreadQueue>(threads, std::move(mover));
 }
 
 }  // namespace zero_ext::core

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <exception>
 #include <stdexcept>
+#include <utility>
 
 #include "striped_ticket.h"
 #include "striping.h"
@@ -146,8 +147,35 @@ void Store::release(std::int64_t offset) {
   arena_.release(offset);
 }
 
+void Store::open_direct(std::shared_ptr<CuFileDriver> driver) {
+  if (checksums_ != nullptr) {
+    throw std::runtime_error("checksums are verified in host memory (offload.checksum)");
+  }
+  std::vector<std::shared_ptr<File>> files;
+  for (const auto& backing : backings_) files.push_back(backing->file());
+  auto direct = Engine::make(engine_->options(), cufile_mover(std::move(driver), files));
+  const std::lock_guard lock(mutex_);
+  direct_ = std::move(direct);
+}
+
+void Store::close_direct() {
+  std::unique_lock lock(mutex_);
+  const std::shared_ptr<Engine> ended = std::exchange(direct_, nullptr);
+  lock.unlock();
+}
+
+std::shared_ptr<Engine> Store::engine_of(MemoryKind kind) const {
+  if (kind == MemoryKind::kHost) return engine_;
+  const std::lock_guard lock(mutex_);
+  if (direct_ == nullptr) {
+    throw std::runtime_error("store: a transfer of device memory; the store is not open for it");
+  }
+  return direct_;
+}
+
 std::shared_ptr<Ticket> Store::read(std::int64_t offset, std::span<std::byte> into,
-                                    std::shared_ptr<void> owner) {
+                                    std::shared_ptr<void> owner, MemoryKind kind) {
+  const auto engine = engine_of(kind);
   check_range("read", offset, into.size());
   std::function<void()> check;
   if (checksums_ != nullptr) {
@@ -159,20 +187,21 @@ std::shared_ptr<Ticket> Store::read(std::int64_t offset, std::span<std::byte> in
   auto ticket = std::make_shared<StripedTicket>(std::move(check), owner);
   layout_->split(*ticket, offset, into.size(),
                  [&](const auto& file, std::int64_t at, std::size_t from, std::size_t bytes) {
-                   return engine_->read(file, at, into.subspan(from, bytes), owner);
+                   return engine->read(file, at, into.subspan(from, bytes), owner);
                  });
   bytes_read_ += static_cast<std::int64_t>(into.size());
   return ticket;
 }
 
 std::shared_ptr<Ticket> Store::write(std::int64_t offset, std::span<const std::byte> from,
-                                     std::shared_ptr<void> owner) {
+                                     std::shared_ptr<void> owner, MemoryKind kind) {
+  const auto engine = engine_of(kind);
   check_range("write", offset, from.size());
   if (checksums_ != nullptr) checksums_->record(offset, from);
   auto ticket = std::make_shared<StripedTicket>(nullptr, owner);
   layout_->split(*ticket, offset, from.size(),
                  [&](const auto& file, std::int64_t at, std::size_t begin, std::size_t bytes) {
-                   return engine_->write(file, at, from.subspan(begin, bytes), owner);
+                   return engine->write(file, at, from.subspan(begin, bytes), owner);
                  });
   bytes_written_ += static_cast<std::int64_t>(from.size());
   return ticket;

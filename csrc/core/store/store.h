@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "../aio/cufile.h"
 #include "../aio/engine.h"
 #include "backing.h"
 #include "byte_store.h"
@@ -23,6 +24,9 @@ struct StoreOptions {
   bool checksum = false;                // remember the CRC32C of every sector written, verify reads
   bool block_devices = false;           // the paths are block devices to overwrite, not new files
 };
+
+// Whose memory a transfer fills or empties.
+enum class MemoryKind { kHost, kDevice };
 
 struct StoreFacts {
   struct Device {
@@ -73,9 +77,15 @@ class Store final : public ByteStore {
 
   // `owner` keeps the memory as long as the transfer needs it.
   std::shared_ptr<Ticket> read(std::int64_t offset, std::span<std::byte> into,
-                               std::shared_ptr<void> owner);
+                               std::shared_ptr<void> owner, MemoryKind kind = MemoryKind::kHost);
   std::shared_ptr<Ticket> write(std::int64_t offset, std::span<const std::byte> from,
-                                std::shared_ptr<void> owner);
+                                std::shared_ptr<void> owner, MemoryKind kind = MemoryKind::kHost);
+
+  // Has transfers of kDevice go by cuFile, for the GPU that is current in this thread; until then,
+  // and after close_direct(), they are refused. Throws where reads are verified, which the host
+  // does, and as cufile_mover().
+  void open_direct(std::shared_ptr<CuFileDriver> driver);
+  void close_direct();
 
   StoreFacts facts() const;
 
@@ -85,6 +95,7 @@ class Store final : public ByteStore {
  private:
   struct Layout;
 
+  std::shared_ptr<Engine> engine_of(MemoryKind kind) const;
   void check_range(const char* action, std::int64_t offset, std::size_t bytes) const;
   void grow_devices(std::int64_t from, std::int64_t to, bool zeros);
   void cut_devices(std::int64_t to) noexcept;
@@ -101,6 +112,7 @@ class Store final : public ByteStore {
   // Goes first, and with it all transfers if nobody else holds it: a device that is no longer
   // claimed must not be written to.
   std::shared_ptr<Engine> engine_;
+  std::shared_ptr<Engine> direct_;  // null if there are no transfers of device memory
 };
 
 }  // namespace zero_ext::core

@@ -45,3 +45,6 @@ class AddressPool {
 };
 
 }  // namespace stand_in
+
+// open_alias, for libraries that find it by name.
+extern "C" void* stand_in_open_alias(const void* address);

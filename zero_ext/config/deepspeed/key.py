@@ -89,7 +89,10 @@ class Key:
     words: Mapping[str, str] = field(default_factory=dict)
 
     def native_value(self, value: object) -> object:
-        """`value` as the native key wants it: words in lower case, those that differ replaced."""
+        """`value` as the native key wants it: words in lower case, those that differ replaced, flags by their
+        words if there are any."""
+        if isinstance(value, bool):
+            return self.words.get(str(value).lower(), value)
         if not isinstance(value, str):
             return value
         return self.words.get(value.lower(), value.lower())

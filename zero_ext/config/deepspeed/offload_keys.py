@@ -157,12 +157,13 @@ AIO_KEYS = (
     _aio(
         "overlap_events", FLAG, "no effect", "completions are always taken while blocks are submitted", True
     ),
-    _aio(
-        "use_gds",
+    Key(
+        f"{AIO}.use_gds",
         FLAG,
-        "refused",
-        "bytes pass through host memory here; set it to false or remove it",
-        False,
+        "honoured",
+        "true is auto: where GPUDirect Storage cannot be had, a log line says why; false is off",
+        native="aio.direct_storage",
+        words={"true": "auto", "false": "off"},
     ),
 )
 

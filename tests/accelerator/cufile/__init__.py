@@ -1,0 +1,1 @@
+"""A stand-in for NVIDIA's cuFile library, for the stand-in accelerator."""
