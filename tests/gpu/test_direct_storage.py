@@ -19,7 +19,7 @@ ON_NVME = {"params": "nvme", "grads": "nvme", "optimizer": "host", "ring_bytes":
 def test_direct_storage_changes_no_bit(
     device: torch.device, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The line that says which way the bytes went, and why not directly, is among the warnings that pytest shows."""
+    """Which way the bytes went, and why not directly, is among the warnings that pytest shows."""
     seed = secrets.randbits(30)
     print(f"seed {seed}")
     offload = {**ON_NVME, "nvme_paths": [str(tmp_path)]}

@@ -14,12 +14,15 @@ namespace {
 constexpr int kAlreadyOpen = 5026;  // CU_FILE_DRIVER_ALREADY_OPEN: by another part of the process
 
 void* open_library(const std::vector<std::string>& names) {
+  const std::string missing = ": cannot open shared object file: No such file or directory";
   std::string reasons;
   for (const std::string& name : names) {
     if (void* const library = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL)) return library;
-    reasons += (reasons.empty() ? "" : "; ") + std::string(::dlerror());
+    const std::string reason = ::dlerror();
+    const bool not_there = reason == name + missing;  // in short: most machines have none of them
+    reasons += (reasons.empty() ? "" : "; ") + (not_there ? "no " + name : reason);
   }
-  throw std::runtime_error(reasons);
+  throw std::runtime_error("cuFile: " + reasons);
 }
 
 template <class Call>
