@@ -9,6 +9,7 @@ import itertools
 import logging
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext import ops
 from zero_ext.config import AioPolicy, OffloadPolicy
-from zero_ext.offload import Device, Tiers
+from zero_ext.offload import Device, Tiers, direct_storage
 from zero_ext.offload.stored_home import StoredHome
 
 COUNT = 20 * 1024
@@ -171,6 +172,12 @@ def test_without_it_bytes_go_through_the_host(world: World) -> None:
         tiers_in(world) as tiers,
     ):
         check_the_way_through_the_host(tiers, lines, "is for CUDA devices, this is stand_in:0")
+    with (
+        mock.patch.object(direct_storage, "MODULES", Path("/proc/no_modules")),
+        log_lines() as lines,
+        tiers_in(world) as tiers,
+    ):
+        check_the_way_through_the_host(tiers, lines, "/proc/no_modules does not exist")
     with (
         mock.patch.object(ops, "why_no_cufile", lambda: "libcufile.so.0: no such file"),
         log_lines() as lines,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,9 @@ from zero_ext.offload.nvme_store import NvmeStore
 from zero_ext.offload.transit import Move
 
 _log = logging.getLogger(__name__)
+
+# Without this list NVIDIA's cuFileDriverOpen was seen to read on for ever (libcufile 1.20 in a sandbox).
+MODULES = Path("/proc/modules")
 
 
 class DirectStorage:
@@ -86,6 +90,8 @@ def _why_no_library(device: Device) -> str:
     module = torch.get_device_module(device.device)
     if device.type != "cuda" and not getattr(module, "has_direct_storage", lambda: False)():
         return f"GPUDirect Storage is for CUDA devices, this is {device.device}"
+    if not MODULES.exists():
+        return f"{MODULES} does not exist, without which cuFile's driver may never finish opening"
     return ops.why_no_cufile()
 
 
