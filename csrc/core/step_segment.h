@@ -5,6 +5,9 @@
 #include <cstdint>
 #include <span>
 
+#include "hyper_fault.h"
+#include "portability.h"
+
 namespace zero_ext::core {
 
 // Half-open element range that shares hyper-parameters, prepared as the rule's factors.
@@ -15,6 +18,17 @@ struct StepSegment {
   std::int64_t end;
   Factors factors;
 };
+
+// The elements [begin, end), which `row` of hyper-parameters steps by gradients that are multiplied
+// by `gradient_scale`; none of them if that is not finite: gradients overflowed, and a step changes
+// nothing. `Hyper` is of the kind of AdamHyper.
+template <class Hyper>
+ZERO_EXT_HOST_DEVICE StepSegment<typename Hyper::Factors> prepared_segment(std::int64_t begin,
+                                                                           std::int64_t end,
+                                                                           const double* row,
+                                                                           float gradient_scale) {
+  return {is_finite(gradient_scale) ? begin : end, end, Hyper::factors(row, gradient_scale)};
+}
 
 // Calls step(factors, first, last) for what lies in the elements [begin, end) of all segments laid
 // end to end.

@@ -12,30 +12,18 @@ using ops::Tensor;
 
 constexpr const char* kOp = "adam_step_";
 
-template <class Moment>
-void launch_step(const core::AdamBuffers& buffers, std::int64_t numel,
-                 const DeviceSegments<core::AdamFactors>& segments) {
-  with_grad_and_param(
-      buffers.grad_type, buffers.param_type,
-      [&]<class Grad, class Param>(std::type_identity<Grad>, std::type_identity<Param>) {
-        const auto step =
-            adam_step_of<Moment, Grad, Param>(buffers, numel, segments.data(), segments.count);
-        launch(kOp, step, step.packs());
-      });
-}
-
 void adam_step(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_avg_sq,
                const Tensor& grad, const std::optional<Tensor>& param, const Tensor& segments,
                const Tensor& hyper, const Tensor& grad_scale) {
   const torch::stable::accelerator::DeviceGuard guard(master.get_device_index());
   const core::AdamBuffers buffers =
       ops::read_adam_buffers(kOp, master, exp_avg, exp_avg_sq, grad, param);
-  const auto prepared = prepare_segments<core::AdamHyper>(kOp, master, segments, hyper, grad_scale);
-  if (buffers.moments == core::NumericType::float32) {
-    launch_step<float>(buffers, master.numel(), prepared);
-  } else {
-    launch_step<core::BFloat16>(buffers, master.numel(), prepared);
-  }
+  launch_step<core::AdamHyper>(kOp, master, buffers, segments, hyper, grad_scale,
+                               [&]<class Moment, class Grad, class Param>(
+                                   const core::AdamSegment* parts, std::int64_t count) {
+                                 return adam_step_of<Moment, Grad, Param>(buffers, master.numel(),
+                                                                          parts, count);
+                               });
 }
 
 }  // namespace

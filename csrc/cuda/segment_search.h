@@ -10,8 +10,7 @@
 namespace zero_ext::cuda {
 
 // Reads segments, hyper-parameters and the gradients' scale from device memory, so that a captured
-// graph sees new values. A scale that is not finite (gradients overflowed) leaves every segment
-// empty: the step changes nothing. `Hyper` is of the kind of core::AdamHyper.
+// graph sees new values. `Hyper` is of the kind of core::AdamHyper.
 template <class Hyper>
 struct PrepareSegments {
   using Segment = core::StepSegment<typename Hyper::Factors>;
@@ -43,8 +42,7 @@ struct PrepareSegments {
     const core::HyperFault fault = Hyper::fault(row);
     if (fault.name != nullptr)
       fail(Hyper::step(), "hyper", i, fault.name, fault.value, fault.wanted);
-    const float scale = *gradient_scale;
-    segments[i] = {core::is_finite(scale) ? begin : end, end, Hyper::factors(row, scale)};
+    segments[i] = core::prepared_segment<Hyper>(begin, end, row, *gradient_scale);
   }
 };
 

@@ -37,7 +37,7 @@ std::vector<core::StepSegment<typename Hyper::Factors>> read_segments(const char
     previous = end;
     const double* row = rows + Hyper::kCount * i;
     check_fault(op, i, Hyper::fault(row));
-    result.push_back({begin, end, Hyper::factors(row, gradient_scale)});
+    result.push_back(core::prepared_segment<Hyper>(begin, end, row, gradient_scale));
   }
   return result;
 }
@@ -50,7 +50,7 @@ std::int64_t total_of(const std::vector<core::StepSegment<Factors>>& segments) {
   return total;
 }
 
-// A finite float32 in a 0-d tensor.
+// The float32 in a 0-d tensor.
 float read_scale(const char* op, const Tensor& grad_scale);
 
 }  // namespace zero_ext::ops

@@ -210,7 +210,6 @@ def test_refuses_hyper_parameters_by_name(generator: torch.Generator, name: str,
         ("segments", torch.tensor([[5, 4]]), r"segments\[0\] is \[5, 4\)"),
         ("hyper", torch.zeros(1, 8, dtype=torch.float64), r"must be \[1, 5\] \(lr, beta1, beta2"),
         ("grad_scale", torch.ones(1), "must be a 0-d tensor"),
-        ("grad_scale", torch.tensor(NAN), "grad_scale is nan"),
     ],
 )
 def test_refuses_wrong_arguments_by_name(
@@ -225,6 +224,16 @@ def test_refuses_wrong_arguments_by_name(
     for kept in ("master", "exp_avg"):
         if kept != name:
             assert torch.equal(getattr(state, kept), getattr(before, kept))
+
+
+@pytest.mark.parametrize("scale", [NAN, float("inf")])
+def test_a_scale_that_is_not_finite_changes_nothing(generator: torch.Generator, scale: float) -> None:
+    state = make_state(generator, 8, [(0, 4), (5, 8)], [Hyper(), Hyper()], param=torch.bfloat16)
+    state.grad_scale.fill_(scale)
+    before = state.clone()
+    state.step()
+    assert torch.equal(state.master, before.master) and torch.equal(state.exp_avg, before.exp_avg)
+    assert state.param is not None and bool(state.param.isnan().all())
 
 
 def test_refuses_buffers_that_overlap(generator: torch.Generator) -> None:

@@ -32,14 +32,14 @@ def adam_step_(
             stay untouched.
         hyper: float64 [S, 8], per segment: lr, beta1, beta2, eps, weight_decay, step (1-based, this step
             included), decoupled (1 AdamW, 0 Adam), maximize (0 or 1).
-        grad_scale: float32, 0-d.
+        grad_scale: float32, 0-d. If it is not finite the step is skipped: nothing changes, on any device.
 
     All tensors are contiguous, on one device, the CPU or a CUDA one, and share no memory with one another.
 
     On a CUDA device the host does not wait: `segments`, `hyper` and `grad_scale` are read there, so a
-    captured graph sees their new values. A `grad_scale` that is not finite then changes nothing (the step
-    is skipped), and values outside their range end the kernel, after which CUDA calls of the process fail.
-    Results are the CPU's, but for the last place of the device's `pow` in the bias corrections.
+    captured graph sees their new values. Values of `segments` and `hyper` outside their range end the kernel,
+    after which CUDA calls of the process fail. The moments are the CPU's, bit for bit; the master weights are
+    so but for the last place of the device's `pow` in the bias corrections.
 
     Raises:
         RuntimeError: an argument has the wrong dtype, device, layout or size, buffers overlap, or a

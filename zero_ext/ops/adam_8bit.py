@@ -40,7 +40,7 @@ def adam_step_8bit_(
     All tensors are contiguous, on one device, the CPU or a CUDA one, and share no memory with one another.
     The result is the same, bit for bit, on every instruction set, for any number of threads, and for the
     buffers cut into chunks at multiples of 256 elements. On a CUDA device the host does not wait, and the
-    result differs by what the factors do, as in :func:`adam_step_`.
+    result differs as that of :func:`adam_step_` does: in the last place of `pow`, which moments do not see.
 
     Raises:
         RuntimeError: an argument has the wrong dtype, device, layout or size, buffers overlap, or a

@@ -32,7 +32,7 @@ def lion_step_(
         segments: int64 [S, 2] of (begin, end): sorted, disjoint, inside n. Elements outside every segment
             stay untouched.
         hyper: float64 [S, 5], per segment: lr, beta1, beta2, weight_decay, maximize (0 or 1).
-        grad_scale: float32, 0-d.
+        grad_scale: float32, 0-d. If it is not finite the step is skipped: nothing changes, on any device.
 
     All tensors are contiguous, on one device, the CPU or a CUDA one, and share no memory with one another. On
     a CUDA device the host does not wait, as in :func:`adam_step_`. Results are the CPU's, bit for bit.
