@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,8 +16,16 @@ from torch._dynamo.utils import counters
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.zero.models import WIDTH, Block, feature_batch, feature_loss
-from tests.zero.training import adamw, configuration, distance, sgd
+from tests.zero.models import (
+    WIDTH,
+    Block,
+    TinyModel,
+    feature_batch,
+    feature_loss,
+    language_batch,
+    language_loss,
+)
+from tests.zero.training import Plan, adamw, check_close, configuration, distance, sgd, train_prepared
 from zero_ext.zero import engine_of
 
 LAYERS = 12
@@ -83,6 +94,85 @@ def test_compiling_in_place_or_after_prepare_is_right_as_well(world: World, how:
         reference.zero_grad()
     got = {name.replace("_orig_mod.", ""): value for name, value in zero_ext.full_state_dict(model).items()}
     assert distance(got, plain.state_dict()) < 1e-6
+
+
+TIERS = ("device", "host", "nvme")
+
+
+def placements() -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every stage with everything on the device, and stage 3 with its parameters in every other tier."""
+    yield from ((stage, {}) for stage in range(4))
+    yield from ((3, {"params": tier, "grads": tier, "optimizer": tier}) for tier in TIERS[1:])
+
+
+def compiled_tiny_model(backend: str, how: str) -> TinyModel:
+    """Three compiled blocks among plain modules."""
+    model = TinyModel()
+    for number, block in enumerate(model.blocks if backend else []):
+        if how == "in place":
+            block.compile(backend=backend, fullgraph=True)
+        else:
+            model.blocks[number] = torch.compile(block, backend=backend, fullgraph=True)
+    return model
+
+
+def check_compiled(world: World, device: str, backend: str, plan: Plan) -> None:
+    """Compiled blocks train as plain ones do, in every place, in one graph that is made once."""
+
+    def batch(*place: int) -> torch.Tensor:
+        return language_batch(*place).to(device)
+
+    for number, (stage, offload) in enumerate(placements()):
+        runs = []
+        for kind in ("", backend):
+            torch.manual_seed(world.seed)
+            torch._dynamo.reset()
+            counters.clear()
+            model = compiled_tiny_model(kind, ("in place", "wrapped")[number % 2]).to(device)
+            with tempfile.TemporaryDirectory() as folder:
+                paths = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
+                config = configuration(stage, plan, offload={"ring_bytes": 1 << 20, **offload, **paths})
+                runs.append(train_prepared(world, model, language_loss, batch, config, plan))
+        named = {name.replace("_orig_mod.", ""): value for name, value in runs[1].parameters.items()}
+        check_close(runs[1]._replace(parameters=named), runs[0], 1e-2 if plan.dtype == "bf16" else 1e-6)
+        assert counters["stats"]["unique_graphs"] == 1, (stage, offload, counters)
+        assert not counters["graph_break"], (stage, offload, counters)
+
+
+@on_ranks(1, 2, timeout=120)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_compiled_blocks_train_as_plain_ones_in_every_stage_and_tier(world: World, dtype: str) -> None:
+    check_compiled(world, "cpu", "aot_eager", Plan(steps=3, micro_batches=2, clip=0.1, dtype=dtype))
+
+
+@on_ranks(1, stand_in=True, timeout=120)
+def test_compiled_blocks_on_an_accelerator(world: World) -> None:
+    check_compiled(world, "stand_in", "aot_eager", Plan(steps=3, clip=0.1))
+
+
+@on_ranks(1, stand_in=True)
+def test_parameters_and_gradients_stay_in_place_where_graphs_may_be_captured(world: World) -> None:
+    """Stages 0 to 2: a captured block reads the addresses of its parameters, and hooks would keep torch from
+    capturing it. Stage 3 gathers into whatever memory is free."""
+    for device, stage in itertools.product(("cpu", "stand_in"), range(3)):
+        model = TinyModel().to(device)
+        prepared, optimizer = zero_ext.prepare(
+            model, adamw(model.parameters()), configuration(stage), process_group=world.group
+        )
+        for block in model.blocks:
+            for module in block.modules():
+                assert not module._forward_pre_hooks and not module._forward_hooks
+                assert not module._backward_hooks and type(module._parameters) is dict
+        seen = []
+        for step in range(3):
+            prepared.backward(language_loss(prepared, language_batch(world.seed, step, 0, 0).to(device)))
+            homes = [engine_of(prepared).gradients_of(unit).home for unit in engine_of(prepared).units]
+            gradients = [home.memory("device").data_ptr() for home in homes]
+            seen.append(([each.data_ptr() for each in model.parameters()], gradients))
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(([each.data_ptr() for each in model.parameters()], gradients))
+        assert all(each == seen[0] for each in seen), (device, stage)
 
 
 def test_a_wholly_compiled_model_is_refused() -> None:

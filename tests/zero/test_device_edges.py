@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import zero_ext
+from tests.accelerator.host_waits import HostWaits
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.zero import engine_of
@@ -251,3 +253,51 @@ def test_a_model_goes_when_its_device_has_nothing_to_do(world: World, tiers: dic
     del part, parts, engine, device, model, optimizer
     gc.collect()
     assert found and all(found)
+
+
+@on_ranks(1, stand_in=True)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["adamw", "lion"])
+def test_a_step_on_the_device_waits_for_nothing(world: World, kind: str, stage: int) -> None:
+    accelerator = torch.get_device_module("stand_in")
+    torch.manual_seed(world.seed)
+    model = Normalised().to(DEVICE)
+    own = adamw(model) if kind == "adamw" else zero_ext.Lion(model.parameters(), lr=1e-3)
+    prepared, optimizer = zero_ext.prepare(model, own, {"stage": stage}, process_group=world.group)
+    values = torch.randn(5, 6).to(DEVICE)
+    for step in range(3):
+        prepared(values).backward()
+        pageable = accelerator.pageable_copies()
+        with HostWaits() as waits:
+            optimizer.step()
+        assert waits.found == [], step
+        assert accelerator.pageable_copies() == pageable
+        optimizer.zero_grad()
+    with HostWaits() as waits:
+        float(values.sum())
+        values.to("cpu")
+        torch.accelerator.synchronize()
+    assert len(waits.found) == 3, waits.found
+
+
+@on_ranks(1, stand_in=True)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_graph_takes_neither_the_step_nor_a_forward_that_needs_python(world: World, stage: int) -> None:
+    accelerator = torch.get_device_module("stand_in")
+    model = Normalised().to(DEVICE)
+    config = {"stage": stage, "offload": {"params": "host"} if stage == 3 else {}}
+    prepared, optimizer = zero_ext.prepare(model, adamw(model), config, process_group=world.group)
+    values = torch.randn(5, 6).to(DEVICE)
+    prepared(values).backward()
+    with mock.patch.object(accelerator, "is_current_stream_capturing", lambda: True, create=True):
+        with pytest.raises(RuntimeError, match=r"optimizer.step\(\) inside the capture.*stages 0 to 2"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="a forward inside the capture of a graph"):
+            prepared(values)
+        with torch.no_grad():
+            if stage == 3:
+                with pytest.raises(RuntimeError, match="a forward inside the capture of a graph"):
+                    prepared(values)
+            else:
+                prepared(values)
+    optimizer.step()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import zero_ext
+from tests.accelerator.host_waits import HostWaits
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import WIDTH, TinyModel, feature_batch, feature_loss, language_batch, language_loss
@@ -86,6 +87,21 @@ def test_writes_to_released_parameters_raise(world: World, write: str) -> None:
     ):
         WRITES[write](model)
         feature_loss(model, feature_batch(world.seed, 0, 0, world.rank))
+
+
+@on_ranks(1, stand_in=True)
+def test_writes_to_one_element_are_seen_without_waiting_for_the_device(world: World) -> None:
+    model, _ = prepared(world, Scalars().to("stand_in"), offload={"params": "host"})
+    features = feature_batch(world.seed, 0, 0, world.rank).to("stand_in")
+    with HostWaits() as waits:
+        for _ in range(3):
+            feature_loss(model, features).backward()
+    assert not [each for each in waits.found if "scalar" in each]
+    model.gain.data.fill_(2.0)
+    with pytest.raises(RuntimeError, match=r"parameter 'gain' was written to .*gathered"):
+        for _ in range(3):
+            feature_loss(model, features).backward()
+            torch.accelerator.synchronize()
 
 
 @on_ranks(2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -12,6 +12,8 @@ from zero_ext import ops
 from zero_ext.config import Tier
 from zero_ext.offload.numa import near
 from zero_ext.offload.pinned import pinned
+
+_WORD = 8  # bytes: of the widest elements that go beside state
 
 
 class Arrival(Protocol):
@@ -76,6 +78,13 @@ class Device:
         """Whether its memory is not the host's."""
         return self.device.type != "cpu"
 
+    @property
+    def captures(self) -> bool:
+        """Whether what the current stream is given goes into a graph, to be replayed, instead of running."""
+        if not self.is_accelerator:
+            return False
+        return bool(getattr(torch.get_device_module(self.device), "is_current_stream_capturing", bool)())
+
     def of(self, tier: Tier) -> torch.device:
         """Whose memory ``tier`` is; of what lies in storage, the memory it goes through."""
         return self.device if tier == "device" else torch.device("cpu")
@@ -118,9 +127,17 @@ class Device:
             into.copy_(source, non_blocking=True)
         return _Copy(stream, into, source)
 
-    def beside(self, small: torch.Tensor, tier: Tier) -> torch.Tensor:
-        """``small``, a few values in host memory, where ops on memory of ``tier`` read it."""
-        return small.to(self.of(tier), non_blocking=True)
+    def beside(self, tier: Tier, *small: torch.Tensor) -> list[torch.Tensor]:
+        """``small``, contiguous tensors of a few values in host memory, where ops on memory of ``tier`` read
+        them. On an accelerator all come by one copy in the current stream, and nobody waits for it."""
+        if self.of(tier).type == "cpu":
+            return list(small)
+        sizes = [-(-each.nbytes // _WORD) * _WORD for each in small]
+        # torch keeps its own pinned memory until the stream has read it.
+        block = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True)
+        for each, place in zip(small, _cut(block, small, sizes), strict=True):
+            place.copy_(each)
+        return _cut(block.to(self.device, non_blocking=True), small, sizes)
 
     def from_here(self) -> contextlib.AbstractContextManager[object]:
         """Inside, another thread gives its work to what is this thread's current stream now."""
@@ -161,6 +178,14 @@ class _Copy:
 
     def followed(self) -> contextlib.AbstractContextManager[object]:
         return _current(self._stream)
+
+
+def _cut(block: torch.Tensor, like: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Parts of ``block`` of so many bytes each, as tensors with the dtypes and shapes of ``like``."""
+    return [
+        part[: each.nbytes].view(each.dtype).view(each.shape)
+        for part, each in zip(block.split(list(sizes)), like, strict=True)
+    ]
 
 
 @contextlib.contextmanager

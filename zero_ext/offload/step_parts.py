@@ -148,6 +148,10 @@ class StepStaging:
             return True
         return self._rooms[tier].device.of(home.tier) == self._rooms[tier].device.of(tier)
 
+    def beside(self, tier: Tier, *small: torch.Tensor) -> list[torch.Tensor]:
+        """See :meth:`Device.beside`."""
+        return self._rooms[tier].device.beside(tier, *small)
+
     def send(self, values: torch.Tensor, output: ShardHome, tier: Tier) -> None:
         """Replaces all of ``output`` [n] in another tier by ``values`` [n] of memory of ``tier``, cast."""
         rooms = self._rooms[tier].outputs
@@ -163,7 +167,7 @@ class StepStaging:
         """All of ``gradient`` times ``scale``, in fp32 and memory of ``tier``; valid until the next call."""
         rooms = self._rooms[tier]
         scaled = _front(rooms.elementwise, gradient.numel, torch.float32)
-        factor = rooms.device.beside(scale, tier)
+        (factor,) = self.beside(tier, scale)
         for part in self.parts(tier, gradient, None):
             scaled[part.begin : part.end].copy_(part.gradient).mul_(factor)
         return scaled

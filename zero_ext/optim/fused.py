@@ -99,7 +99,8 @@ class FusedStepper(ABC):
         if kept:
             segments = torch.tensor(inside, dtype=torch.int64, device="cpu")
             hyper = torch.tensor(kept, dtype=torch.float64, device="cpu")
-            self._moments.update(index, part, segments, hyper, scale)
+            tier = self._ranges[index].state.tier
+            self._moments.update(index, part, *self._staging.beside(tier, segments, hyper, scale))
 
     @abstractmethod
     def _hyper_parameters(self, segment: Segment) -> list[float]:

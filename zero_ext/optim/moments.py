@@ -38,7 +38,8 @@ class Moments(Protocol):
     def update(
         self, index: int, part: StepPart, segments: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor
     ) -> None:
-        """The step over one part of a range; ``segments``, ``hyper`` and ``scale`` as its op takes them."""
+        """The step over one part of a range; ``segments``, ``hyper`` and ``scale`` are as its op takes them,
+        and where it reads them."""
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Stepper`."""
@@ -59,7 +60,6 @@ class FloatMoments:
         """See :class:`Moments`."""
         state = self._ranges[index].state
         master, exp_avg, exp_avg_sq = state.read_kinds((MASTER, *MOMENTS), part.begin, part.end)
-        segments, hyper, scale = _beside(master, segments, hyper, scale)
         ops.adam_step_(master, exp_avg, exp_avg_sq, part.gradient, part.output, segments, hyper, scale)
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
@@ -80,7 +80,6 @@ class LionMoments(FloatMoments):
     ) -> None:
         """See :class:`Moments`."""
         master, exp_avg = self._ranges[index].state.read_kinds((MASTER, *self.KINDS), part.begin, part.end)
-        segments, hyper, scale = _beside(master, segments, hyper, scale)
         ops.lion_step_(master, exp_avg, part.gradient, part.output, segments, hyper, scale)
 
 
@@ -102,7 +101,6 @@ class EightBitMoments:
             ops.Quantized(*state.read_kinds((codes_of(kind), scales_of(kind)), part.begin, part.end))
             for kind in MOMENTS
         )
-        segments, hyper, scale = _beside(master, segments, hyper, scale)
         ops.adam_step_8bit_(master, exp_avg, exp_avg_sq, part.gradient, part.output, segments, hyper, scale)
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
@@ -113,11 +111,6 @@ class EightBitMoments:
             blocks = BlockValues(owned.state, kind, signed)
             for segment in owned.segments:
                 yield kind, segment, blocks.run(segment.begin, segment.begin + segment.numel)
-
-
-def _beside(state: torch.Tensor, *small: torch.Tensor) -> list[torch.Tensor]:
-    """Copies of a few values where the op over ``state`` reads them; nobody waits for the device."""
-    return [values.to(state.device, non_blocking=True) for values in small]
 
 
 def _add_state(ranges: Sequence[OwnedRange], fields: Mapping[str, StateField]) -> None:

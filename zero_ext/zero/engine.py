@@ -159,7 +159,17 @@ class Engine:
         """Sends the engine's events to ``subscriber`` from now on."""
         self._bus.subscribe(subscriber)
 
+    def _refuse_capture(self, what: str, why: str) -> None:
+        if self.tiers.device.captures:
+            raise RuntimeError(
+                f"{what} inside the capture of a graph: {why}, and a replay runs none of it. Capture blocks, "
+                "in stages 0 to 2, where parameters stay in place: torch.cuda.make_graphed_callables(block, "
+                "...) after zero_ext.prepare, or torch.compile(block, mode='reduce-overhead') before it"
+            )
+
     def _check_parameters(self) -> None:
+        if torch.is_grad_enabled() or any(unit.placement.params for unit in self.units):
+            self._refuse_capture("a forward", "Python gathers parameters and reduces gradients")
         self.optimizer_step.refuse_damage()
         self.optimizer_step.refuse_pending("a forward")
         for parameter, name, place in self._places:
@@ -331,6 +341,7 @@ class Engine:
 
         Raises ``RuntimeError`` if no gradient arrived on any rank since the last step.
         """
+        self._refuse_capture("optimizer.step()", "the host counts steps, looks at norms and sends parameters")
         self._refuse_early_step()
         self.residency.release_idle()  # what was fetched ahead has the values before the update
         self.settle_gradients()

@@ -11,6 +11,7 @@ from torch import nn
 
 from zero_ext.comm import Collectives, Pending
 from zero_ext.offload import HERE, Arrival, Tiers, put
+from zero_ext.zero.blank import Blanks
 from zero_ext.zero.layout import FlatLayout
 from zero_ext.zero.placement import Placement
 from zero_ext.zero.pool import BufferPool, attach, detach
@@ -67,6 +68,7 @@ class Unit:
                 torch.full((), blank, dtype=layout.dtype, device=tiers.device.device).expand(spec.shape)
                 for spec in layout.specs
             ]
+            self._blanks = Blanks(self._placeholders)
         self._versions = [0] * len(self.parameters)
         self.state = UnitState.GATHERED
 
@@ -295,11 +297,7 @@ class Unit:
             return moved
         names = [self.layout.specs[index].name for index in self.written()]
         if self.state is not UnitState.GATHERED:
-            names += [
-                spec.name
-                for spec, placeholder in zip(self.layout.specs, self._placeholders, strict=True)
-                if spec.numel == 1 and not _is_blank(placeholder)
-            ]
+            names += [self.layout.specs[index].name for index in self._blanks.written()]
         if not names:
             return None
         return RuntimeError(
@@ -314,11 +312,6 @@ class Unit:
             raise AssertionError(
                 f"rank {self.collectives.rank}: {self.describe()} is {self.state.value}, {wanted} wanted"
             )
-
-
-def _is_blank(placeholder: torch.Tensor) -> bool:
-    value = placeholder.reshape(()).item()
-    return value != value or (value == 0 and not placeholder.dtype.is_floating_point)
 
 
 def _move(parameter: nn.Parameter, device: torch.device) -> None:

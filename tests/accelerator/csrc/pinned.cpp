@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "memory_space.h"
 #include "streams.h"
@@ -18,6 +19,7 @@ namespace {
 struct PinnedMemory {
   std::mutex mutex;
   std::map<const std::byte*, std::size_t> ranges;
+  std::vector<Range> freed;         // by the allocator's users; streams may still use them
   std::int64_t until_refusal = -1;  // negative: never
 };
 
@@ -38,21 +40,38 @@ void finish_uses(const Range& range) {
   }
 }
 
+// Gives the system back what was freed and no stream uses any more.
+void return_unused() {
+  PinnedMemory& all = pinned_memory();
+  std::vector<Range> freed;
+  {
+    const std::lock_guard lock(all.mutex);
+    freed.swap(all.freed);
+  }
+  std::erase_if(freed, [](const Range& range) {
+    return !in_use(range) && munmap(const_cast<std::byte*>(range.begin), range.bytes) == 0;
+  });
+  const std::lock_guard lock(all.mutex);
+  all.freed.insert(all.freed.end(), freed.begin(), freed.end());
+}
+
+// Nobody waits: as with a GPU's allocator, the memory stays for the streams that still use it.
 void free_pinned(void* address) {
-  std::size_t bytes = 0;
   {
     PinnedMemory& all = pinned_memory();
     const std::lock_guard lock(all.mutex);
-    bytes = all.ranges.at(static_cast<std::byte*>(address));
+    const auto found = all.ranges.find(static_cast<const std::byte*>(address));
+    all.freed.push_back({found->first, found->second});
+    all.ranges.erase(found);
   }
-  unpin(address);
-  munmap(address, bytes);
+  return_unused();
 }
 
 class PinnedAllocator final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
     const c10::Device cpu(c10::DeviceType::CPU);
+    return_unused();
     if (bytes == 0) {
       return {nullptr, cpu};
     }
@@ -72,7 +91,7 @@ class PinnedAllocator final : public at::HostAllocator {
   void copy_data(void* destination, const void* source, std::size_t bytes) const override {
     std::memcpy(destination, source, bytes);
   }
-  // Copies name the host memory they use: freeing it waits for them.
+  // Copies name the host memory they use: it stays until they are done.
   bool record_event(void*, void*, c10::Stream) override { return true; }
   void empty_cache() override {}
   at::HostStats get_stats() override { return {}; }
