@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import zero_ext
+from tests.ops.helpers import same_values
 from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.training import Plan, adamw, configuration
 from zero_ext.zero import engine_of
@@ -17,6 +18,35 @@ from zero_ext.zero import engine_of
 def on(device: torch.device, value: Tensor | None) -> Tensor | None:
     """A copy of `value` on `device`."""
     return None if value is None else value.clone().to(device)
+
+
+def assert_adam(found: Any, wanted: Any, before: Any) -> None:
+    """The device's step of Adam, `found`, is the CPU's, `wanted`, both from the state `before`.
+
+    The moments are equal bit for bit, and the parameters are the master weights, cast. These may differ by
+    what `pow` does: everything else in Adam is IEEE-exact on both sides, in one order of operations, but CUDA
+    states 2 units in the last place of float64 for the `pow` of the bias corrections, and the host's library
+    has an error of its own. The two float32 factors made of it are then one unit apart at most. With the
+    roundings that follow, of the denominator and of the quotient, the update is off by four parts in 2**23, a
+    unit being at most one such part of its value, and the master weight by one rounding more.
+    """
+    for name in wanted.__dataclass_fields__:
+        if name.startswith("exp_avg"):
+            one, two = getattr(found, name).cpu(), getattr(wanted, name)
+            assert torch.equal(one, two) if one.dtype == torch.uint8 else same_values(one, two), name
+    inside, decay = torch.zeros(wanted.master.numel(), dtype=torch.bool), torch.zeros(wanted.master.numel())
+    for (begin, end), row in zip(wanted.segments.tolist(), wanted.hyper.tolist(), strict=True):
+        inside[begin:end], decay[begin:end] = True, row[0] * row[4] * row[6]
+    master, start, unit = found.master.cpu(), before.master.cpu().double(), 2.0**-23
+    assert same_values(master[~inside], wanted.master[~inside])
+    update = (wanted.master.double() - start * (1 - decay.double())).abs()
+    bound = unit * (4 * update + torch.maximum(wanted.master.double().abs(), master.double().abs()))
+    over = (master.double() - wanted.master.double()).abs() - bound
+    assert bool((over <= 0).all()), f"master: {float(over.max())} beyond the bound"
+    if wanted.param is not None:
+        param = found.param.cpu()
+        assert same_values(param[inside], master[inside].to(param.dtype)), "param"
+        assert same_values(param[~inside], wanted.param[~inside]), "param outside the segments"
 
 
 def captured(device: torch.device, work: Callable[[], object]) -> Callable[[], object]:

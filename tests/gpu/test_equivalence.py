@@ -1,4 +1,7 @@
-"""One GPU, every stage and tier: bit-identical between tiers, and near the same training on the CPU."""
+"""One GPU, every stage and tier: bit-identical where one processor steps, and near the same training on the CPU.
+
+Of Adam the device's `pow` may differ from the host's in its last place; Lion's steps have no such part.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import zero_ext
 from tests.gpu.helpers import assert_near, assert_same, train
 from tests.zero.models import TinyModel
 from tests.zero.training import Plan
@@ -60,14 +64,36 @@ def section(tiers: dict[str, Any], folder: Path) -> dict[str, Any]:
 def test_tiers_train_bit_for_bit_alike(device: torch.device, tmp_path: Path, name: str, stage: int) -> None:
     plan, seed = PLANS[name], secrets.randbits(30)
     print(f"seed {seed}")
-    reference = train(device, stage, plan, seed)
-    for tiers in TIERS:
+    on_device = train(device, stage, plan, seed)
+    on_host = train(device, stage, plan, seed, offload=section(TIERS[0], tmp_path))
+    assert_near(on_host, on_device, TOLERANCE[plan.dtype])
+    for tiers in TIERS[1:]:
         if stages_of(tiers) <= stage:
             found = train(device, stage, plan, seed, offload=section(tiers, tmp_path))
             try:
-                assert_same(found, reference)
+                if "ratio" in tiers:  # some units step on the device
+                    assert_near(found, on_host, TOLERANCE[plan.dtype])
+                else:
+                    assert_same(found, on_host)
             except AssertionError as error:
                 raise AssertionError(f"{tiers}: {error}") from error
+
+
+@pytest.mark.parametrize("name", sorted(PLANS))
+def test_tiers_train_bit_for_bit_alike_by_lion(device: torch.device, tmp_path: Path, name: str) -> None:
+    plan, seed = PLANS[name], secrets.randbits(30)
+    print(f"seed {seed}")
+
+    def lion(parameters: Any) -> torch.optim.Optimizer:
+        return zero_ext.Lion(parameters, lr=1e-3, weight_decay=0.1)
+
+    reference = train(device, 3, plan, seed, optimizer_of=lion)
+    for tiers in TIERS:
+        found = train(device, 3, plan, seed, optimizer_of=lion, offload=section(tiers, tmp_path))
+        try:
+            assert_same(found, reference)
+        except AssertionError as error:
+            raise AssertionError(f"{tiers}: {error}") from error
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -88,10 +114,12 @@ def test_narrow_moments_train_alike_in_every_tier(device: torch.device, tmp_path
     print(f"seed {seed}")
     precision = {"dtype": "bf16", "moments_dtype": moments}
     plan = Plan(dtype="bf16")
-    reference = train(device, 3, plan, seed, precision=precision)
-    for tiers in ({"optimizer": "host"}, {"optimizer": "nvme"}):
-        offload = section(tiers, tmp_path)
-        assert_same(train(device, 3, plan, seed, precision=precision, offload=offload), reference)
+    on_device, on_host, stored = (
+        train(device, 3, plan, seed, precision=precision, offload=section(tiers, tmp_path))
+        for tiers in ({}, {"optimizer": "host"}, {"optimizer": "nvme"})
+    )
+    assert_same(stored, on_host)
+    assert_near(on_host, on_device, TOLERANCE["bf16"])
 
 
 def test_delayed_updates_follow_the_cpus(device: torch.device) -> None:
@@ -110,6 +138,6 @@ def test_tied_weights(device: torch.device, tmp_path: Path) -> None:
     def tied() -> TinyModel:
         return TinyModel(tied=True)
 
-    reference = train(device, 3, Plan(), seed, tied)
+    reference = train(device, 3, Plan(), seed, tied, offload=section({"optimizer": "host"}, tmp_path))
     offload = section({"optimizer": "host", "grads": "host", "params": "nvme"}, tmp_path)
     assert_same(train(device, 3, Plan(), seed, tied, offload=offload), reference)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
-from tests.gpu.helpers import captured, on
+from tests.gpu.helpers import assert_adam, captured, on
 from tests.ops import test_adam as cpu
+from tests.ops import test_lion as lion
 from tests.ops.test_adam import Hyper, State
 from zero_ext import ops
 
@@ -13,13 +17,16 @@ MAX_NORM = 0.5
 COUNT = 40_009
 
 
-def clipped_step(state: State, accumulator: torch.Tensor) -> None:
-    """Norm, factor and update; the host waits for nothing."""
+def clipped_steps(states: Sequence[Any], accumulator: torch.Tensor) -> None:
+    """Norm over all states, factor and updates; the host waits for nothing."""
     accumulator.zero_()
-    ops.squared_norm_(state.grad, accumulator)
+    for state in states:
+        ops.squared_norm_(state.grad, accumulator)
     norm = ops.squared_norm_value(accumulator).sqrt()
-    state.grad_scale.copy_((MAX_NORM / (norm + 1e-6)).clamp(max=1.0))
-    state.step()
+    factor = (MAX_NORM / (norm + 1e-6)).clamp(max=1.0)
+    for state in states:
+        state.grad_scale.copy_(factor)
+        state.step()
 
 
 def test_replays_equal_steps_made_one_by_one(device: torch.device, generator: torch.Generator) -> None:
@@ -29,7 +36,7 @@ def test_replays_equal_steps_made_one_by_one(device: torch.device, generator: to
     state = State(*[on(device, value) for value in start.arguments()])
     accumulator = torch.zeros(33, dtype=torch.int64, device=device)
     saved = state.clone()
-    replay = captured(device, lambda: clipped_step(state, accumulator))
+    replay = captured(device, lambda: clipped_steps([state], accumulator))
     # Warming up and capturing have stepped.
     for mine, before in zip(state.arguments(), saved.arguments(), strict=True):
         if mine is not None and before is not None:
@@ -41,22 +48,50 @@ def test_replays_equal_steps_made_one_by_one(device: torch.device, generator: to
             each.grad.copy_(grad)
             each.hyper[0, 0] = 1e-2 / step
             each.hyper[0, 5] = step
+        before = start.clone()
         replay()
-        clipped_step(start, own)
-        assert torch.equal(state.master.cpu(), start.master), step
-        assert state.param is not None and start.param is not None
-        assert torch.equal(state.param.cpu(), start.param), step
+        clipped_steps([start], own)
+        assert torch.equal(state.grad_scale.cpu(), start.grad_scale), step
+        assert_adam(state, start, before)
+        state.master.copy_(start.master)
 
 
-def test_a_factor_that_is_not_finite_skips_the_step_on_a_gpu(
-    device: torch.device, generator: torch.Generator
-) -> None:
+def test_a_chain_over_many_units_is_one_graph(device: torch.device, generator: torch.Generator) -> None:
+    """As the engine steps them: one norm over all units, one factor, an update for each, here of Lion, whose
+    arithmetic is IEEE-exact throughout: bit for bit the CPU's."""
+    sizes = [40_009, 7, 1024, 5003]
+    starts = [
+        lion.make_state(
+            generator, size, [(0, size)], [lion.Hyper()], torch.float32, torch.bfloat16, torch.bfloat16
+        )
+        for size in sizes
+    ]
+    states = [lion.State(*[on(device, value) for value in start.arguments()]) for start in starts]
+    saved = [state.clone() for state in states]
+    accumulator, own = (torch.zeros(33, dtype=torch.int64, device=place) for place in (device, "cpu"))
+    replay = captured(device, lambda: clipped_steps(states, accumulator))
+    for state, before in zip(states, saved, strict=True):
+        for mine, old in zip(state.arguments(), before.arguments(), strict=True):
+            if mine is not None and old is not None:
+                mine.copy_(old)
+    for step in range(1, 4):
+        for state, start in zip(states, starts, strict=True):
+            grad = torch.randn(start.grad.numel(), generator=generator).bfloat16()
+            for each in (state, start):
+                each.grad.copy_(grad)
+                each.hyper[0, 0] = 1e-2 / step
+        replay()
+        clipped_steps(starts, own)
+        for state, start in zip(states, starts, strict=True):
+            for name in ("master", "exp_avg", "param", "grad_scale"):
+                assert torch.equal(getattr(state, name).cpu(), getattr(start, name)), (step, name)
+
+
+def test_a_factor_that_is_not_finite_skips_the_step(device: torch.device, generator: torch.Generator) -> None:
     state = cpu.make_state(generator, 1000, [(0, 1000)], [Hyper()], param=torch.bfloat16)
     state = State(*[on(device, value) for value in state.arguments()])
     before = state.clone()
     state.grad_scale.fill_(float("inf"))
-    if device.type == "cuda":
-        state.step()
-        torch.cuda.synchronize()
-        assert torch.equal(state.master, before.master)
-        assert torch.equal(state.exp_avg, before.exp_avg)
+    state.step()
+    assert torch.equal(state.master, before.master)
+    assert torch.equal(state.exp_avg, before.exp_avg)

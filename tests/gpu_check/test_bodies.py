@@ -7,9 +7,13 @@ from pathlib import Path
 import torch
 
 from tests.gpu.test_adam import (
-    test_a_hundred_steps_stay_the_cpus,
+    test_each_of_a_hundred_steps_is_the_cpus,
     test_long_ranges_of_any_alignment,
     test_tensors_of_two_devices_are_refused,
+)
+from tests.gpu.test_compile import (
+    test_blocks_captured_after_prepare,
+    test_compiled_blocks_train_like_plain_ones,
 )
 from tests.gpu.test_direct_storage import test_direct_storage_changes_no_bit
 from tests.gpu.test_eight_bit import test_adam_is_the_cpus, test_quantized_values_are_the_cpus
@@ -19,6 +23,7 @@ from tests.gpu.test_equivalence import (
     test_narrow_moments_train_alike_in_every_tier,
     test_tied_weights,
     test_tiers_train_bit_for_bit_alike,
+    test_tiers_train_bit_for_bit_alike_by_lion,
 )
 from tests.gpu.test_flat import (
     test_a_thousand_pieces_in_one_call,
@@ -27,7 +32,8 @@ from tests.gpu.test_flat import (
     test_sums_of_shards,
 )
 from tests.gpu.test_graphs import (
-    test_a_factor_that_is_not_finite_skips_the_step_on_a_gpu,
+    test_a_chain_over_many_units_is_one_graph,
+    test_a_factor_that_is_not_finite_skips_the_step,
     test_replays_equal_steps_made_one_by_one,
 )
 from tests.gpu.test_groups import test_trains_as_without_a_group, world
@@ -37,13 +43,16 @@ from tests.gpu.test_memory import test_device_bytes_are_the_ledgers as check_dev
 
 __all__ = [
     "deterministic",
-    "test_a_factor_that_is_not_finite_skips_the_step_on_a_gpu",
-    "test_a_hundred_steps_stay_the_cpus",
+    "test_a_chain_over_many_units_is_one_graph",
+    "test_a_factor_that_is_not_finite_skips_the_step",
     "test_a_second_hundred_steps_take_no_more",
     "test_a_thousand_pieces_in_one_call",
     "test_adam_is_the_cpus",
+    "test_blocks_captured_after_prepare",
+    "test_compiled_blocks_train_like_plain_ones",
     "test_delayed_updates_follow_the_cpus",
     "test_direct_storage_changes_no_bit",
+    "test_each_of_a_hundred_steps_is_the_cpus",
     "test_is_the_cpus",
     "test_long_ranges_of_any_alignment",
     "test_narrow_moments_train_alike_in_every_tier",
@@ -55,6 +64,7 @@ __all__ = [
     "test_tensors_of_two_devices_are_refused",
     "test_tied_weights",
     "test_tiers_train_bit_for_bit_alike",
+    "test_tiers_train_bit_for_bit_alike_by_lion",
     "test_trains_as_without_a_group",
     "world",
 ]
