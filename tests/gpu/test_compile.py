@@ -69,10 +69,12 @@ def test_blocks_captured_after_prepare(device: torch.device, stage: int) -> None
         torch.manual_seed(seed)
         model = TinyModel().to(device)
         prepared, optimizer = zero_ext.prepare(model, adamw(model.parameters()), configuration(stage))
-        if captures and device.type == "cuda":
+        for block in model.blocks if captures else []:
             sample = torch.randn(2, TIME, WIDTH, device=device, requires_grad=True)
-            for block in model.blocks:
+            if device.type == "cuda":
                 torch.cuda.make_graphed_callables(block, (sample,))
+            else:  # as it warms up
+                torch.autograd.grad(block(sample).sum(), (sample, *block.parameters()))
         losses = []
         for step in range(4):
             loss = language_loss(prepared, language_batch(seed, step, 0, 0).to(device))

@@ -1,4 +1,4 @@
-"""One GPU, every stage and tier: bit-identical where one processor steps, and near the same training on the CPU.
+"""One GPU, every stage and tier: bit-identical where one processor steps, and near the same run on the CPU.
 
 Of Adam the device's `pow` may differ from the host's in its last place; Lion's steps have no such part.
 """
