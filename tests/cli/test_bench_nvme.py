@@ -113,6 +113,7 @@ def test_a_failure_on_the_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signals_leave_nothing(tmp_path: Path, number: int) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs without
     handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)]
     with (
         pytest.raises((SystemExit, KeyboardInterrupt)),
