@@ -119,6 +119,29 @@ TEST_F(AioSubmitter, TakesEveryBlockOfItsShare) {
   EXPECT_EQ(observed.offsets, expected);
 }
 
+TEST_F(AioSubmitter, BlocksEndAtMultiplesOfTheirSizeInTheFile) {
+  auto generator = fresh_generator();
+  constexpr std::int64_t kBlock = 3 * 4096;
+  for (int trial = 0; trial < 50; ++trial) {
+    const auto offset = static_cast<std::int64_t>(generator() % 40 * 4096);
+    const auto bytes = static_cast<std::size_t>((1 + generator() % 40) * 4096);
+    const Transfer transfer(
+        {file_, IoDirection::kWrite, offset, memory_.span().first(bytes), nullptr}, kBlock);
+    std::int64_t expected = offset;
+    for (std::int64_t index = 0; index < transfer.blocks(); ++index) {
+      const Block block = transfer.block(index);
+      const auto length = static_cast<std::int64_t>(block.memory.size());
+      EXPECT_EQ(block.offset, expected);
+      EXPECT_EQ(block.memory.data(), memory_.span().data() + (expected - offset));
+      expected += length;
+      const bool last = index + 1 == transfer.blocks();
+      EXPECT_TRUE(last || expected % kBlock == 0) << expected;
+      EXPECT_TRUE(length > 0 && length <= kBlock);
+    }
+    EXPECT_EQ(expected, offset + static_cast<std::int64_t>(bytes));
+  }
+}
+
 TEST_F(AioSubmitter, WhatHasFailedIsNotSubmittedAnyFurther) {
   Observed observed;
   {

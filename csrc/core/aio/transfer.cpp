@@ -32,7 +32,10 @@ Transfer::Transfer(TransferRequest request, std::int64_t block_bytes)
     }
   }
   const std::int64_t tail = length - head_ - body_;
-  blocks_ = (head_ > 0) + round_up(body_, block_bytes_) / block_bytes_ + (tail > 0);
+  // Blocks end at multiples of their size in the file. Cut from where a transfer begins, which is
+  // any page of an arena, each would lie across two pieces of a device that works in larger ones.
+  phase_ = (request_.offset + head_) % block_bytes_;
+  blocks_ = (head_ > 0) + round_up(phase_ + body_, block_bytes_) / block_bytes_ + (tail > 0);
   left_.store(blocks_, std::memory_order_relaxed);
   ended_.store(blocks_ == 0, std::memory_order_relaxed);
 }
@@ -44,9 +47,11 @@ Block Transfer::block(std::int64_t index) const {
     return Block{request_.offset + begin, memory, direct};
   };
   if (head_ > 0 && index-- == 0) return piece(0, head_, false);
-  const std::int64_t begin = head_ + index * block_bytes_;
+  const std::int64_t begin = head_ - phase_ + index * block_bytes_;
   const std::int64_t tail = head_ + body_;
-  if (begin < tail) return piece(begin, std::min(begin + block_bytes_, tail), body_direct_);
+  if (begin < tail) {
+    return piece(std::max(begin, head_), std::min(begin + block_bytes_, tail), body_direct_);
+  }
   return piece(tail, static_cast<std::int64_t>(request_.memory.size()), false);
 }
 

@@ -61,6 +61,7 @@ class Transfer final : public Ticket {
   std::int64_t block_bytes_;
   std::int64_t head_ = 0;  // bytes before the first direct block
   std::int64_t body_ = 0;
+  std::int64_t phase_ = 0;  // of the body's start in the file's grid of blocks, at which it is cut
   bool body_direct_ = false;
   std::int64_t blocks_ = 0;
 
