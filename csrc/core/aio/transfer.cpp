@@ -34,7 +34,7 @@ Transfer::Transfer(TransferRequest request, std::int64_t block_bytes)
   const std::int64_t tail = length - head_ - body_;
   // Blocks end at multiples of their size in the file. Cut from where a transfer begins, which is
   // any page of an arena, each would lie across two pieces of a device that works in larger ones.
-  phase_ = (request_.offset + head_) % block_bytes_;
+  if (body_ > 0) phase_ = (request_.offset + head_) % block_bytes_;
   blocks_ = (head_ > 0) + round_up(phase_ + body_, block_bytes_) / block_bytes_ + (tail > 0);
   left_.store(blocks_, std::memory_order_relaxed);
   ended_.store(blocks_ == 0, std::memory_order_relaxed);
