@@ -268,6 +268,7 @@ def test_dynamic_loss_scale_skips_on_all_ranks_and_recovers(world: World) -> Non
                 loss = loss * 1e30
             model.backward(loss)
             optimizer.step()
+            assert optimizer.step_was_skipped == (step == 1)
             optimizer.zero_grad()
             after = zero_ext.full_state_dict(model)
             assert all(torch.equal(before[n], after[n]) for n in before) == (step == 1), (stage, step)

@@ -23,6 +23,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, elementwise: bool) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.engine = engine
+        self._last_skipped = False
         moments = moments_dtype_named(engine.config.precision.moments_dtype)
         engine.optimizer_step.attach(
             self.param_groups,
@@ -35,6 +36,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def skipped_steps(self) -> int:
         """Steps skipped so far because fp16 gradients overflowed."""
         return self.engine.skipped_steps
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped because fp16 gradients overflowed: a schedule should wait then."""
+        return self._last_skipped
 
     @property
     def taken_back_steps(self) -> int:
@@ -61,7 +67,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
-        self.engine.step()
+        self._last_skipped = not self.engine.step()
         return value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
