@@ -1,0 +1,87 @@
+"""What a Hugging Face model needs beside its engine: marks that its libraries look for, and saving."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from zero_ext.zero.gathered import full_state_dict
+from zero_ext.zero.lookup import MODULE_ATTRIBUTE, engine_of
+
+# generate(), layer dropping and Seq2SeqTrainer keep the ranks of a model in step that carries this name.
+_RANKS_IN_STEP = "_is_fsdp_managed_module"
+_LEFT_ALONE = "_is_accelerate_prepared"
+
+
+def is_prepared(model: nn.Module) -> bool:
+    """Whether ``model`` is sharded."""
+    return vars(model).get(MODULE_ATTRIBUTE) is not None
+
+
+def mark_prepared(model: nn.Module, optimizer: Any) -> None:
+    """Makes accelerate leave a sharded model and its optimizer alone, ``generate`` keep the ranks in step,
+    ``save_pretrained`` write whole weights, and ``resize_token_embeddings`` an error that says what to do."""
+    for each in (model, optimizer):
+        if each is not None:
+            setattr(each, _LEFT_ALONE, True)
+    engine = engine_of(model)
+    if engine.config.stage == 3 and engine.world_size > 1:
+        setattr(model, _RANKS_IN_STEP, True)
+    for name, kind in (("save_pretrained", _SavePretrained), ("resize_token_embeddings", _ResizeTooLate)):
+        if hasattr(model, name):
+            setattr(model, name, kind(model))
+
+
+class _BoundToModel:
+    """A method of a sharded model; on a copy of the model, which is an ordinary one, the class's own."""
+
+    name = ""
+
+    def __init__(self, model: nn.Module | None, sharded: bool = True) -> None:
+        self._model = weakref.ref(model) if model is not None else lambda: None
+        self._sharded = sharded
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        model = self._model()
+        return type(self)(memo.get(id(model), model), sharded=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        if model is None:
+            raise AssertionError(f"{self.name} of a deleted model was called")
+        if self._sharded:
+            return self._call(model, *args, **kwargs)
+        return getattr(type(model), self.name)(model, *args, **kwargs)
+
+    def _call(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class _SavePretrained(_BoundToModel):
+    """``save_pretrained`` with the whole weights; all ranks call it, rank 0 writes."""
+
+    name = "save_pretrained"
+
+    def _call(self, model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if not args and kwargs.get("state_dict") is None:
+            writes = engine_of(model).rank == 0
+            kwargs = {"is_main_process": writes, **kwargs}
+            kwargs["state_dict"] = full_state_dict(model, rank0_only=True)
+        return getattr(type(model), self.name)(model, save_directory, *args, **kwargs)
+
+
+class _ResizeTooLate(_BoundToModel):
+    """``resize_token_embeddings`` after sharding."""
+
+    name = "resize_token_embeddings"
+
+    def _call(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs:
+            return model.get_input_embeddings()  # type: ignore[operator]
+        raise RuntimeError(
+            f"{type(model).__name__}.resize_token_embeddings() after the model was sharded would replace "
+            "parameters that the optimizer has. Call it before train() or evaluate(); for a trained model "
+            "save_model(), load the folder with from_pretrained, and resize that."
+        )

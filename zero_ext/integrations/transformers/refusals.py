@@ -1,0 +1,77 @@
+"""Arguments that a sharded Trainer cannot serve, each with what to do instead."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase, Trainer
+
+
+def refuse_arguments(trainer: Trainer) -> None:
+    """Raises ``ValueError`` that lists all arguments of ``trainer`` that contradict a sharded model."""
+    args = trainer.args
+    full_eval = "fp16_full_eval" if args.fp16_full_eval else "bf16_full_eval"
+    cases = (
+        (
+            trainer.is_deepspeed_enabled,
+            "TrainingArguments(deepspeed=...) starts DeepSpeed itself; pass its JSON as zero_config= instead",
+        ),
+        (
+            trainer.is_fsdp_enabled or bool(args.fsdp),
+            "TrainingArguments(fsdp=...) shards with FSDP; remove it, zero_config shards the model",
+        ),
+        (
+            args.torch_compile,
+            "torch_compile compiles the whole model around its hooks; compile the blocks before making the "
+            "trainer: for block in model.model.layers: block.compile()",
+        ),
+        (
+            args.fp16_full_eval or args.bf16_full_eval,
+            f"{full_eval} would convert sharded parameters; they are evaluated in the precision they train "
+            f"in: {full_eval[:4]}=True, or precision.dtype in zero_config",
+        ),
+        (
+            args.auto_find_batch_size,
+            "auto_find_batch_size tries again after the model was sharded; give per_device_train_batch_size",
+        ),
+        (
+            args.n_gpu > 1,
+            f"one process drives {args.n_gpu} GPUs with DataParallel; start one process a GPU: torchrun "
+            "--nproc-per-node gpu",
+        ),
+        (getattr(trainer, "is_model_parallel", False), "the model is spread by device_map; load it without"),
+    )
+    found = [why for refused, why in cases if refused]
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks != args.world_size:
+        found.append(
+            f"{ranks} ranks were started, and TrainingArguments sees {args.world_size}: on a machine without "
+            "accelerator pass use_cpu=True, and let torchrun (RANK, WORLD_SIZE, LOCAL_RANK) start the ranks "
+            f"(accelerator here: {torch.cuda.is_available()})"
+        )
+    if found:
+        raise ValueError("arguments that ZeroTrainer cannot serve: " + "; ".join(found))
+
+
+def refuse_tokenizer(model: Any, processing_class: Any) -> None:
+    """Raises ``ValueError`` if the tokenizer knows tokens for which ``model`` has no embedding."""
+    if not isinstance(processing_class, PreTrainedTokenizerBase) or not hasattr(
+        model, "get_input_embeddings"
+    ):
+        return
+    try:
+        weight = getattr(model.get_input_embeddings(), "weight", None)
+    except NotImplementedError:
+        return
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+        return
+    tokens, rows = len(processing_class), weight.shape[0]
+    if tokens > rows:
+        raise ValueError(
+            f"the tokenizer has {tokens} tokens, the model embeds {rows}: token numbers from {rows} on would "
+            f"be out of range. Call model.resize_token_embeddings({tokens}) before making the trainer, or "
+            "give the tokenizer that belongs to the model."
+        )

@@ -1,0 +1,222 @@
+"""``ZeroTrainerMixin``: any Hugging Face Trainer on a model that zero_ext shards."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from zero_ext.config import ZeroConfig
+from zero_ext.integrations.transformers.checkpoints import (
+    check_resume,
+    last_whole_checkpoint,
+    load_best,
+    resume_training,
+    save_training,
+)
+from zero_ext.integrations.transformers.prepared import is_prepared, mark_prepared
+from zero_ext.integrations.transformers.refusals import refuse_arguments, refuse_tokenizer
+from zero_ext.integrations.transformers.settings import ConfigSource, resolve_settings
+from zero_ext.optim.build import build_optimizer, build_scheduler, check_scheduler
+from zero_ext.zero.engine import Engine
+from zero_ext.zero.gathered import full_state_dict
+from zero_ext.zero.lookup import engine_of
+from zero_ext.zero.prepare import prepare
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+logger = logging.getLogger("zero_ext")
+
+
+class ZeroTrainerMixin(_Base):
+    """Put before a Trainer class, it trains, evaluates, saves and resumes with the model sharded.
+
+    ``class MyTrainer(ZeroTrainerMixin, Trainer)`` takes what the Trainer takes, and ``zero_config``: a
+    :class:`zero_ext.ZeroConfig`, a mapping, the path of a JSON file, or DeepSpeed's JSON (mapping or path)
+    with "auto" values; default ZeRO-3. What it leaves out comes from TrainingArguments: batch sizes,
+    accumulation, clipping, precision, and an optimizer's or scheduler's settings. The model is sharded in
+    place when training or evaluation begins; until then it is an ordinary model that may be changed.
+
+    Raises :class:`zero_ext.ConfigError` for arguments that contradict ``zero_config`` (both sides shown),
+    ``ValueError`` for arguments that cannot be served and for a tokenizer that has more tokens than the
+    model; nothing has changed then.
+    """
+
+    def __init__(self, *args: Any, zero_config: ConfigSource = None, **kwargs: Any) -> None:
+        self._zero_source = zero_config
+        super().__init__(*args, **kwargs)
+        refuse_arguments(self)
+        refuse_tokenizer(self.model, self.processing_class)
+        steps = self.args.max_steps if self.args.max_steps > 0 else None
+        self._zero_settings, notes = resolve_settings(zero_config, self.args, steps)
+        if self.is_world_process_zero():
+            for note in notes:
+                logger.warning("%s", note)
+
+    @property
+    def zero_config(self) -> ZeroConfig:
+        """The configuration in force, completed from TrainingArguments."""
+        return self._zero_settings
+
+    @property
+    def _engine(self) -> Engine:
+        return engine_of(self.model)
+
+    # -- the accelerator, the device ----------------------------------------------------------------------
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        # Parameters themselves are in compute precision, with fp32 master weights: nothing is cast on the way.
+        return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Left to the engine, which moves a unit at a time."""
+
+    # -- sharding -----------------------------------------------------------------------------------------
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        self._zero_settings, _ = resolve_settings(self._zero_source, self.args, max_steps)
+        self._shard_for_training()
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _shard_for_training(self) -> None:
+        if is_prepared(self.model):
+            if self._engine.optimizer_step.updates is None:
+                raise RuntimeError(
+                    f"{type(self.model).__name__} was sharded for evaluation, without an optimizer, because "
+                    "this trainer had no train_dataset; give it one before the first evaluate()"
+                )
+            return
+        made = self.create_optimizer()
+        if self._zero_settings.scheduler is not None and self.lr_scheduler is None:
+            check_scheduler(self._zero_settings.scheduler, made)
+        _, self.optimizer = prepare(
+            self.model, made, self._zero_settings, wrap=False, device=self.args.device
+        )
+        mark_prepared(self.model, self.optimizer)
+        self._use_loss_scale()
+
+    def _shard_for_evaluation(self) -> None:
+        if is_prepared(self.model):
+            return
+        if self.train_dataset is not None:
+            self._shard_for_training()
+            return
+        prepare(self.model, None, self._zero_settings, wrap=False, device=self.args.device)
+        mark_prepared(self.model, None)
+
+    def _use_loss_scale(self) -> None:
+        if self._engine.optimizer_step.scales_loss:
+            self.accelerator.scaler = _LossScale(self._engine)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """The optimizer given, else the one of ``zero_config``, else TrainingArguments'."""
+        policy = self._zero_settings.optimizer
+        if self.optimizer is None and policy is not None:
+            decayed = set(self.get_decay_parameter_names(self.model))
+            trained = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
+            groups: list[dict[str, Any]] = [
+                {"params": [each for name, each in trained if name in decayed]},
+                {"params": [each for name, each in trained if name not in decayed], "weight_decay": 0.0},
+            ]
+            self.optimizer = build_optimizer(policy, [group for group in groups if group["params"]])
+        return super().create_optimizer(*args, **kwargs)
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """The scheduler given, else the one of ``zero_config``, else TrainingArguments'."""
+        policy = self._zero_settings.scheduler
+        if self.lr_scheduler is None and policy is not None:
+            self.lr_scheduler = build_scheduler(policy, optimizer or self.optimizer)
+            self._created_lr_scheduler = True
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    # -- the step -----------------------------------------------------------------------------------------
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """The step clips: ``max_grad_norm`` is the configuration's ``gradient_clipping``."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if self._zero_settings.gradient_clipping or self._zero_settings.offload.step == "in_backward":
+            return None  # the step takes the norm, or nobody does
+        return self._engine.clip_grad_norm_(float("inf"))
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if grad_norm is None:
+            grad_norm = self._engine.grad_norm
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+
+    # -- evaluation ---------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates on the sharded model, on all ranks in step."""
+        self._shard_for_evaluation()
+        return super().evaluation_loop(*args, **kwargs)
+
+    # -- saving -------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is None and is_prepared(self.model):
+            state_dict = full_state_dict(self.model, rank0_only=True)
+        super()._save(output_dir, state_dict=state_dict)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes what ``from_pretrained`` reads; all ranks call it."""
+        super().save_model(output_dir, _internal_call=_internal_call)
+        self.accelerator.wait_for_everyone()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_training(output_dir, self.model, self.lr_scheduler, self.state.global_step)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """The loss scale goes with the optimizer."""
+
+    # -- resuming -----------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Trains; ``resume_from_checkpoint`` True takes the newest checkpoint that is whole."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_whole_checkpoint(str(self.args.output_dir))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        # Here the model may not be sharded yet; values come with the optimizer's state.
+        check_resume(resume_from_checkpoint, self.model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            resume_training(checkpoint, self.model, self.lr_scheduler)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """The loss scale comes with the optimizer."""
+
+    def _load_best_model(self) -> None:
+        folder = self.state.best_model_checkpoint
+        logger.info("loading the best model from %s (%s)", folder, self.state.best_metric)
+        load_best(os.fspath(folder), self.model)
+
+
+class ZeroTrainer(ZeroTrainerMixin, Trainer):
+    """``transformers.Trainer`` with ZeRO; see :class:`ZeroTrainerMixin`."""
+
+
+class _LossScale:
+    """Stands in for accelerate's gradient scaler: the engine scales the loss, unscales in its step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call ``backward`` on."""
+        return self._engine.scale_loss(loss)
