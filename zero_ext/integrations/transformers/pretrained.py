@@ -1,2 +1,141 @@
-def from_pretrained():
-    raise NotImplementedError
+"""``from_pretrained`` that reads each rank's shards out of the files: the model is never whole anywhere."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from zero_ext.checkpoint.born_weights import load_born
+from zero_ext.checkpoint.errors import CheckpointError
+from zero_ext.checkpoint.safetensors_files import WeightFiles
+from zero_ext.config import ZeroConfig
+from zero_ext.integrations.transformers.settings import ConfigSource, load_settings
+from zero_ext.zero.init import Init
+
+
+def from_pretrained(
+    model_class: Any,
+    folder: str | os.PathLike[str],
+    zero_config: ConfigSource = None,
+    *,
+    dtype: torch.dtype | str = "auto",
+    config: Any = None,
+    process_group: dist.ProcessGroup | None = None,
+    **settings: Any,
+) -> Any:
+    """The model in ``folder``, its parameters born as shards; a collective of all ranks.
+
+    Each rank reads the bytes of its own shards, a piece at a time, into the tier that ``zero_config`` names,
+    so no rank holds the model, whatever its size. It goes to ``ZeroTrainer`` or ``zero_ext.prepare`` with the
+    same configuration. Parameters that the files lack (a new head) are initialised as the model's class does,
+    each whole. ``resize_token_embeddings`` works on it as on any model. Stages below 3 keep whole parameters.
+
+    Args:
+        model_class: a class of transformers, ``AutoModelFor...`` too.
+        folder: as ``save_pretrained`` writes it, with safetensors; readable on every rank.
+        zero_config: what ``ZeroTrainer`` takes; "auto" values do not matter here.
+        dtype: of the parameters; "auto" takes the one the folder's configuration names.
+        config: a configuration instead of the folder's.
+        process_group: the data-parallel ranks.
+        settings: for the configuration or the model's class, as in transformers (``num_labels``,
+            ``attn_implementation``).
+
+    Raises:
+        CheckpointError: weights are missing, damaged or hostile.
+        ValueError: shapes do not fit; or the class puts its weights together from others of the files.
+        ConfigError: ``zero_config`` cannot be used.
+    """
+    chosen = load_settings(zero_config)
+    if not Path(folder).is_dir():
+        raise CheckpointError(f"{os.fspath(folder)}: no such folder; download the model first")
+    implementation = {key: settings.pop(key) for key in ("attn_implementation",) if key in settings}
+    if config is None:
+        config = AutoConfig.from_pretrained(folder, **settings)
+    elif settings:
+        raise TypeError(f"settings {sorted(settings)} beside config=: put them into that configuration")
+    model = _skeleton(model_class, config, dtype, implementation)
+    naming = _Naming(model)
+    missing = load_born(model, folder, chosen, naming, process_group)
+    # What is still to be initialised, or written to by tying, is whole only while it is touched.
+    with Init(chosen, process_group=process_group):
+        _finish(model, missing)
+    if model.can_generate() and (Path(folder) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if chosen.stage == 3:
+        model.resize_token_embeddings = _ResizeShards(model, chosen, process_group)
+    return model
+
+
+def _skeleton(
+    model_class: Any, config: Any, dtype: torch.dtype | str, implementation: Mapping[str, Any]
+) -> Any:
+    """The model on the meta device, tied."""
+    wanted = config.dtype if dtype == "auto" else dtype
+    make = model_class._from_config if hasattr(model_class, "_from_config") else model_class.from_config
+    with torch.device("meta"):
+        model = make(config, dtype=wanted or torch.float32, **implementation)
+        model.tie_weights()
+    return model
+
+
+class _Naming:
+    """Names in the model by names in the files, as ``from_pretrained`` of transformers maps them."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def __call__(self, files: WeightFiles) -> dict[str, str]:
+        """Raises ``ValueError`` if several tensors of the files make up one of the model's."""
+        rules = get_model_conversion_mapping(self._model)
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        known = self._model.state_dict()
+        found = {}
+        for key in files.tensors:
+            name, converted = rename_source_key(
+                key, renamings, converters, self._model.base_model_prefix, known
+            )
+            if converted is not None:
+                raise ValueError(
+                    f"{type(self._model).__name__} puts {name!r} together from {key!r} and others, so it cannot be "
+                    "read shard by shard. Load it with: with zero_ext.Init(config): model = "
+                    f"{type(self._model).__name__}.from_pretrained(folder), which holds some tensors whole"
+                )
+            found[key] = name
+        return found
+
+
+def _finish(model: Any, missing: list[str]) -> None:
+    """Initialises what the files did not have, buffers outside the state dict among it."""
+    absent = set(missing)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name not in absent and not tensor.is_meta:
+            tensor._is_hf_initialized = True
+    model._move_missing_keys_from_meta_to_device(absent, None, None, None)
+    model._initialize_missing_keys(False)
+    model.tie_weights()
+    model.eval()
+
+
+class _ResizeShards:
+    """``resize_token_embeddings`` of a model whose parameters are born shards: whole while they change."""
+
+    def __init__(self, model: nn.Module, config: ZeroConfig, process_group: dist.ProcessGroup | None) -> None:
+        self._model = weakref.ref(model)
+        self._config = config
+        self._group = process_group
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        with Init(self._config, process_group=self._group):
+            return type(model).resize_token_embeddings(model, *args, **kwargs)  # type: ignore[union-attr]

@@ -61,6 +61,22 @@ def resolve_settings(
     return config, notes
 
 
+def load_settings(source: ConfigSource) -> ZeroConfig:
+    """The configuration without TrainingArguments: what DeepSpeed's JSON calls "auto" takes some value.
+
+    Right for what concerns loading: stage, tiers, storage. Raises what :func:`resolve_settings` does.
+    """
+    values = _read(source)
+    if values is None or not _is_deepspeed(values):
+        return load_config(source)
+    unsettled = {path: 1 for path, value in _flat(values) if value == AUTO}
+    flags = {path: False for path in unsettled if path.endswith(".enabled")}
+    betas = {path: [0.9, 0.999] for path in unsettled if path.endswith(".betas")}
+    known = {path for path in unsettled if not path.startswith("zero_optimization.")}
+    resolve = {path: value for path, value in {**unsettled, **flags, **betas}.items() if path in known}
+    return load_deepspeed_config(values, resolve).config
+
+
 def _always(args: TrainingArguments) -> list[_Shared]:
     """What every Trainer has: batch sizes and clipping."""
     micro, steps = args.train_batch_size, args.gradient_accumulation_steps
