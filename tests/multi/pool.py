@@ -10,6 +10,7 @@ import secrets
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,15 @@ class RankPool:
 
     Work is named ``module:function``; its arguments are JSON-able, its results JSON-able or tensors. A call
     runs on the first ``world_size`` ranks, which form a group of their own; the others stay idle. With
-    ``stand_in`` every process has the stand-in accelerator (tests/accelerator).
+    ``stand_in`` every process has the stand-in accelerator (tests/accelerator). ``preload`` names modules that
+    all processes share if this is the first pool to start.
     """
 
-    def __init__(self, size: int = POOL_SIZE, stand_in: bool = False) -> None:
+    def __init__(self, size: int = POOL_SIZE, stand_in: bool = False, preload: Sequence[str] = ()) -> None:
         self.size = size
         self.stand_in = stand_in
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
+        self._context.set_forkserver_preload([*PRELOAD, *preload])
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None

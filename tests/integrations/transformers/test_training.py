@@ -1,0 +1,260 @@
+"""Training with ZeroTrainer: the loss curves of the plain Trainer, under every stage, tier and argument."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+
+import zero_ext
+from tests.integrations.transformers.models import (
+    Sentences,
+    arguments,
+    column,
+    enter,
+    gpt2,
+    largest_difference,
+    llama,
+    shared_folder,
+)
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.zero.training import distance
+from zero_ext.integrations.transformers import ZeroTrainer, ZeroTrainerMixin
+from zero_ext.zero import engine_of
+
+HOST = {"params": "host", "grads": "host", "optimizer": "host"}
+CASES: dict[str, dict[str, Any]] = {
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3},
+    "host": {"stage": 3, "offload": HOST},
+    "nvme": {"stage": 3, "offload": dict.fromkeys(HOST, "nvme")},
+}
+
+
+def with_storage(config: dict[str, Any], path: Any) -> dict[str, Any]:
+    """``config``, its storage in ``path`` if it has any."""
+    tiers = config.get("offload", {})
+    if "nvme" not in tiers.values():
+        return config
+    return {**config, "offload": {**tiers, "nvme_paths": [str(path)]}}
+
+
+@on_ranks(2, timeout=120)
+def test_fifty_steps_have_the_losses_of_the_plain_trainer_under_ddp(world: World) -> None:
+    enter(world)
+    settings = {"max_steps": 50, "seed": world.seed % 1000}
+    data = Sentences(90, world.seed)
+    with shared_folder(world) as folder:
+        made = gpt2(world.seed)  # it has dropout: random numbers must be drawn alike
+        plain = Trainer(model=made, args=arguments(folder, **settings), train_dataset=data)
+        plain.train()
+        wanted, norms = column(plain, "loss"), column(plain, "grad_norm")
+        assert len(wanted) == 50 and wanted[-1] < wanted[0]
+        for name, config in CASES.items():
+            model = gpt2(world.seed)
+            trainer = ZeroTrainer(
+                model=model,
+                args=arguments(folder, **settings),
+                train_dataset=data,
+                zero_config=with_storage(config, folder),
+            )
+            trainer.train()
+            assert largest_difference(column(trainer, "loss"), wanted) < 1e-5, name
+            assert largest_difference(column(trainer, "grad_norm"), norms) < 1e-4, name
+            assert column(trainer, "learning_rate") == column(plain, "learning_rate")
+            assert distance(zero_ext.full_state_dict(model), made.state_dict()) < 1e-4, name
+
+
+@on_ranks(2, timeout=120)
+def test_accumulation_checkpointing_smoothing_clipping_and_schedule_together(world: World) -> None:
+    enter(world)
+    settings = {
+        "num_train_epochs": 2,
+        "gradient_accumulation_steps": 3,
+        "activation_checkpointing": True,
+        "label_smoothing_factor": 0.1,
+        "max_grad_norm": 0.7,
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+    }
+    data = Sentences(44, world.seed)  # 11 micro-batches an epoch: its last step has two
+    with shared_folder(world) as folder:
+        plain = Trainer(model=llama(world.seed), args=arguments(folder, **settings), train_dataset=data)
+        plain.train()
+        cases = {**CASES, "in backward": {"stage": 3, "offload": {**HOST, "step": "in_backward"}}}
+        del cases["host"], cases["nvme"]
+        for name, config in cases.items():
+            trainer = ZeroTrainer(
+                model=llama(world.seed),
+                args=arguments(folder, **settings),
+                train_dataset=data,
+                zero_config=config,
+            )
+            trainer.train()
+            assert len(column(trainer, "loss")) == 8
+            assert largest_difference(column(trainer, "loss"), column(plain, "loss")) < 1e-5, name
+            assert largest_difference(column(trainer, "grad_norm"), column(plain, "grad_norm")) < 1e-4, name
+            assert max(column(plain, "grad_norm")) > 0.7  # and so was clipped
+            assert column(trainer, "learning_rate") == column(plain, "learning_rate")
+            assert trainer.zero_config.gradient_clipping == 0.7
+
+
+@on_ranks(1, 2)
+def test_without_clipping_the_norm_is_logged_all_the_same(world: World) -> None:
+    enter(world)
+    settings = {"max_steps": 3, "max_grad_norm": 0.0}
+    data = Sentences(24, world.seed)
+    with shared_folder(world) as folder:
+        plain = Trainer(model=llama(world.seed), args=arguments(folder, **settings), train_dataset=data)
+        trainer = ZeroTrainer(model=llama(world.seed), args=arguments(folder, **settings), train_dataset=data)
+        plain.train()
+        trainer.train()
+    assert trainer.zero_config.gradient_clipping == 0 and trainer.zero_config.stage == 3
+    assert largest_difference(column(trainer, "grad_norm"), column(plain, "grad_norm")) < 1e-5
+
+
+@on_ranks(2)
+def test_half_precision_has_master_weights_and_loss_scaling(world: World) -> None:
+    enter(world)
+    data = Sentences(40, world.seed)
+    with shared_folder(world) as folder:
+        exact = Trainer(model=llama(world.seed), args=arguments(folder, max_steps=12), train_dataset=data)
+        exact.train()
+        wanted = column(exact, "loss")
+        for dtype in ("bf16", "fp16"):
+            found = {}
+            for stage in (1, 3):
+                model = llama(world.seed)
+                trainer = ZeroTrainer(
+                    model=model,
+                    args=arguments(folder, max_steps=12, **{dtype: True}),
+                    train_dataset=data,
+                    zero_config={"stage": stage},
+                )
+                trainer.train()
+                found[stage] = column(trainer, "loss")
+                assert trainer.zero_config.precision.dtype == dtype
+                assert (
+                    next(model.parameters()).dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+                )
+            assert found[1] == found[3]
+            assert largest_difference(found[3], wanted) < 0.03, dtype
+
+
+@on_ranks(2)
+def test_a_step_that_overflows_leaves_the_schedule_where_it_is(world: World) -> None:
+    enter(world)
+    data = Sentences(40, world.seed)
+    with shared_folder(world) as folder:
+        trainer = ZeroTrainer(
+            model=llama(world.seed),
+            args=arguments(folder, max_steps=6, fp16=True),
+            train_dataset=data,
+            zero_config={"stage": 2, "loss_scale": {"initial_power": 40, "hysteresis": 1}},
+        )
+        trainer.train()
+    rates = column(trainer, "learning_rate")
+    skipped = engine_of(trainer.model).skipped_steps
+    assert skipped == 6  # of 2**40 no gradient is finite, nor of 2**35
+    assert len(set(rates)) == 1
+
+
+@on_ranks(2)
+def test_the_mixin_goes_before_any_trainer_and_train_goes_on(world: World) -> None:
+    enter(world)
+    seen: list[str] = []
+
+    class Mine(ZeroTrainerMixin, Seq2SeqTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(type(model).__name__)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    data = Sentences(40, world.seed)
+    with shared_folder(world) as folder:
+        args = Seq2SeqTrainingArguments(
+            str(folder), use_cpu=True, max_steps=3, report_to=[], disable_tqdm=True, save_strategy="no"
+        )
+        model = llama(world.seed)
+        trainer = Mine(model=model, args=args, train_dataset=data, zero_config={"stage": 3})
+        trainer.train()
+        assert seen == ["LlamaForCausalLM"] * 3 and trainer.model is model and engine_of(model).steps == 3
+        trainer.train()
+        assert engine_of(model).steps == 6
+
+
+@on_ranks(2)
+def test_the_users_optimizer_and_schedule_are_used(world: World) -> None:
+    enter(world)
+    data = Sentences(40, world.seed)
+    curves = []
+    with shared_folder(world) as folder:
+        for kind in (Trainer, ZeroTrainer):
+            model = llama(world.seed)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+            trainer = kind(
+                model=model,
+                args=arguments(folder, max_steps=5),
+                train_dataset=data,
+                optimizers=(optimizer, schedule),
+            )
+            trainer.train()
+            curves.append((column(trainer, "loss"), column(trainer, "learning_rate")))
+    assert largest_difference(curves[1][0], curves[0][0]) < 1e-6 and curves[1][1] == curves[0][1]
+    assert curves[0][1][-1] == pytest.approx(0.05 * 0.9**4)
+
+
+@on_ranks(2)
+def test_a_deepspeed_json_with_auto_values_trains_like_the_arguments_it_takes_them_from(world: World) -> None:
+    enter(world)
+    json = {
+        "fp16": {"enabled": "auto", "loss_scale": 0},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "total_num_steps": "auto",
+                "warmup_type": "linear",
+            },
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "overlap_comm": True,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+        },
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+    data = Sentences(40, world.seed)
+    settings = {"max_steps": 8, "weight_decay": 0.1, "warmup_steps": 3, "adam_beta2": 0.95}
+    with shared_folder(world) as folder:
+        plain = Trainer(model=llama(world.seed), args=arguments(folder, **settings), train_dataset=data)
+        plain.train()
+        trainer = ZeroTrainer(
+            model=llama(world.seed), args=arguments(folder, **settings), train_dataset=data, zero_config=json
+        )
+        trainer.train()
+    config = trainer.zero_config
+    assert config.stage == 3 and config.offload.optimizer == "host" and config.precision.dtype == "keep"
+    assert config.batch.train_batch_size == 4 and config.gradient_clipping == 1.0
+    assert config.optimizer is not None and config.optimizer.params["betas"] == [0.9, 0.95]
+    assert config.scheduler is not None and config.scheduler.params["total_num_steps"] == 8
+    assert largest_difference(column(trainer, "loss")[:1], column(plain, "loss")[:1]) < 1e-6
+    assert type(trainer.lr_scheduler).__name__ == "WarmupDecayLR"
