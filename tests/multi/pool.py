@@ -35,8 +35,8 @@ class RankPool:
 
     Work is named ``module:function``; its arguments are JSON-able, its results JSON-able or tensors. A call
     runs on the first ``world_size`` ranks, which form a group of their own; the others stay idle. With
-    ``stand_in`` every process has the stand-in accelerator (tests/accelerator). ``preload`` names modules that
-    all processes share if this is the first pool to start.
+    ``stand_in`` every process has the stand-in accelerator (tests/accelerator). ``preload`` names modules
+    that all processes share if this is the first pool to start.
     """
 
     def __init__(self, size: int = POOL_SIZE, stand_in: bool = False, preload: Sequence[str] = ()) -> None:

@@ -39,7 +39,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because fp16 gradients overflowed: a schedule should wait then."""
+        """Whether the last step was skipped because fp16 gradients overflowed; a schedule then waits."""
         return self._last_skipped
 
     @property

@@ -37,7 +37,7 @@ def enter(world: World) -> None:
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """``count`` samples of random tokens of which the last are not to be learnt; with ``labels``, a class each."""
+    """``count`` samples of random tokens, the last of which are not to be learnt; or with a class each."""
 
     def __init__(self, count: int, seed: int, labels: int | None = None) -> None:
         generator = torch.Generator().manual_seed(seed)

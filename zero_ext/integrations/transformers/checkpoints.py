@@ -36,7 +36,7 @@ def save_training(folder: str, model: nn.Module, scheduler: Any, step: int) -> N
 
 
 def last_whole_checkpoint(output_dir: str) -> str:
-    """The newest checkpoint in ``output_dir`` that was written to its end. ``ValueError`` if there is none."""
+    """The newest checkpoint in ``output_dir`` that was written to its end; ``ValueError`` without one."""
     root = Path(output_dir)
     found = {}
     for path in root.iterdir() if root.is_dir() else ():
@@ -77,8 +77,8 @@ def check_resume(folder: str, model: nn.Module) -> None:
     if foreign:
         raise ValueError(
             f"{folder}: was saved by another kind of trainer ('{foreign[0]}' is there, '{STATE_FOLDER}/' is "
-            "not), whose optimizer state cannot be loaded into shards. Start from its weights: load the model "
-            f"with from_pretrained({folder!r}) and call train() without resume_from_checkpoint."
+            "not), whose optimizer state cannot be loaded into shards. Start from its weights: load the "
+            f"model with from_pretrained({folder!r}) and call train() without resume_from_checkpoint."
         )
     tensors = find_weights(path).tensors
     _check_parameters({name: tensor.entry.shape for name, (_, tensor) in tensors.items()}, model, folder)
@@ -138,6 +138,6 @@ def _check_parameters(stored: Mapping[str, tuple[int, ...]], model: nn.Module, f
         left = len(problems) - _MOST_SHOWN
         more = f"; and {left} more" if left > 0 else ""
         raise ValueError(
-            f"{folder}: is a checkpoint of another model: {shown}{more}. Nothing was changed; resume with the "
-            "model that was trained there."
+            f"{folder}: is a checkpoint of another model: {shown}{more}. Nothing was changed; resume with "
+            "the model that was trained there."
         )

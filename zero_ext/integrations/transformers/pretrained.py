@@ -107,8 +107,8 @@ class _Naming:
             )
             if converted is not None:
                 raise ValueError(
-                    f"{type(self._model).__name__} puts {name!r} together from {key!r} and others, so it cannot be "
-                    "read shard by shard. Load it with: with zero_ext.Init(config): model = "
+                    f"{type(self._model).__name__} puts {name!r} together from {key!r} and others, so it "
+                    "cannot be read shard by shard. Load it with: with zero_ext.Init(config): model = "
                     f"{type(self._model).__name__}.from_pretrained(folder), which holds some tensors whole"
                 )
             found[key] = name

@@ -72,7 +72,7 @@ class ZeroTrainerMixin(_Base):
     # -- the accelerator, the device ----------------------------------------------------------------------
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        # Parameters themselves are in compute precision, with fp32 master weights: nothing is cast on the way.
+        # Parameters themselves are in compute precision, with fp32 masters: nothing is cast on the way.
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
