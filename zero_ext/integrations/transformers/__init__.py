@@ -1,15 +1,15 @@
 """Hugging Face's Trainer on sharded models: ``ZeroTrainer``, its mixin, and weights streamed into shards."""
 
-try:
-    import accelerate as _accelerate  # noqa: F401
-    import transformers as _transformers  # noqa: F401
-except ImportError as error:
-    raise ImportError(
-        f"zero_ext.integrations.transformers needs the package '{error.name}'; install it with: "
-        "pip install 'zero_ext[integrations]', or pip install 'transformers>=5' accelerate"
-    ) from error
+from importlib.util import find_spec
 
-from zero_ext.integrations.transformers.pretrained import from_pretrained
-from zero_ext.integrations.transformers.trainer import ZeroTrainer, ZeroTrainerMixin
+_missing = [name for name in ("transformers", "accelerate") if find_spec(name) is None]
+if _missing:
+    raise ImportError(
+        f"zero_ext.integrations.transformers needs {' and '.join(_missing)}, not installed here: "
+        "pip install 'zero_ext[integrations]', or pip install 'transformers>=5' accelerate"
+    )
+
+from zero_ext.integrations.transformers.pretrained import from_pretrained  # noqa: E402
+from zero_ext.integrations.transformers.trainer import ZeroTrainer, ZeroTrainerMixin  # noqa: E402
 
 __all__ = ["ZeroTrainer", "ZeroTrainerMixin", "from_pretrained"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +47,10 @@ class ZeroTrainerMixin(_Base):
     ``ValueError`` for arguments that cannot be served and for a tokenizer that has more tokens than the
     model; nothing has changed then.
     """
+
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
 
     def __init__(self, *args: Any, zero_config: ConfigSource = None, **kwargs: Any) -> None:
         self._zero_source = zero_config
@@ -204,7 +207,7 @@ class ZeroTrainerMixin(_Base):
     def _load_best_model(self) -> None:
         folder = self.state.best_model_checkpoint
         logger.info("loading the best model from %s (%s)", folder, self.state.best_metric)
-        load_best(os.fspath(folder), self.model)
+        load_best(str(folder), self.model)
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):
