@@ -35,7 +35,7 @@ def load_born(
     config: ZeroConfig,
     naming: Naming,
     process_group: dist.ProcessGroup | None = None,
-) -> list[str]:
+) -> tuple[list[str], list[str]]:
     """Gives the parameters and buffers of ``model``, which are on the meta device, values from safetensors; a
     collective.
 
@@ -52,11 +52,12 @@ def load_born(
         process_group: the data-parallel ranks.
 
     Returns:
-        First names of the parameters and buffers without values in the files, still on the meta device.
+        First names of the parameters and buffers without values in the files, still on the meta device, and
+        what the files have beside the model's.
 
     Raises:
         CheckpointError: a file is missing, damaged or hostile.
-        ValueError: shapes or dtypes do not fit.
+        ValueError: shapes or dtypes do not fit, or the files have nothing of the model.
         RuntimeError: another rank failed, or storage did. The model is to be built again.
     """
     with torch.device("cpu"):
@@ -67,7 +68,7 @@ def load_born(
         cuts = config.stage == 3 and (collectives.world_size > 1 or moving)
         place = Birthplace(config.offload, config.aio) if cuts else None
         _agreed(collectives, lambda: plan.fill(collectives, place), "loading weights into shards")
-    return plan.missing
+    return plan.missing, plan.unexpected
 
 
 def _agreed(collectives: Collectives, action: Callable[[], _Result], what: str) -> _Result:
@@ -124,9 +125,16 @@ class _Plan:
                     names[name] = tensor
                     firsts.setdefault(tensor, name)
         self._keys: dict[torch.Tensor, str] = {}
-        for key, name in naming(files).items():
+        named = naming(files)
+        for key, name in named.items():
             if name in names:
                 self._keys[names[name]] = key
+        self.unexpected = [key for key, name in named.items() if name not in names]
+        if not self._keys:
+            seen = ", ".join(list(files.tensors)[:_MOST_SHOWN]) or "nothing"
+            raise ValueError(
+                f"{files.paths[0]}: none of its tensors belongs to {type(model).__name__}; it holds {seen}"
+            )
         self.missing = [name for tensor, name in firsts.items() if tensor not in self._keys]
         _refuse([_misfit(firsts[tensor], tensor, files, key) for tensor, key in self._keys.items()])
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from zero_ext.checkpoint.safetensors_files import WeightFiles
 from zero_ext.config import ZeroConfig
 from zero_ext.integrations.transformers.settings import ConfigSource, load_settings
 from zero_ext.zero.init import Init
+
+logger = logging.getLogger("zero_ext")
 
 
 def from_pretrained(
@@ -38,7 +42,8 @@ def from_pretrained(
     Each rank reads the bytes of its own shards, a piece at a time, into the tier that ``zero_config`` names,
     so no rank holds the model, whatever its size. It goes to ``ZeroTrainer`` or ``zero_ext.prepare`` with the
     same configuration. Parameters that the files lack (a new head) are initialised as the model's class does,
-    each whole. ``resize_token_embeddings`` works on it as on any model. Stages below 3 keep whole parameters.
+    each whole, and named in a warning. ``resize_token_embeddings`` works on it as on any model. Stages below
+    3 keep whole parameters.
 
     Args:
         model_class: a class of transformers, ``AutoModelFor...`` too.
@@ -65,7 +70,8 @@ def from_pretrained(
         raise TypeError(f"settings {sorted(settings)} beside config=: put them into that configuration")
     model = _skeleton(model_class, config, dtype, implementation)
     naming = _Naming(model)
-    missing = load_born(model, folder, chosen, naming, process_group)
+    missing, unexpected = load_born(model, folder, chosen, naming, process_group)
+    _report(model, missing, unexpected, folder)
     # What is still to be initialised, or written to by tying, is whole only while it is touched.
     with Init(chosen, process_group=process_group):
         _finish(model, missing)
@@ -113,6 +119,16 @@ class _Naming:
                 )
             found[key] = name
         return found
+
+
+def _report(model: Any, missing: list[str], unexpected: list[str], folder: str | os.PathLike[str]) -> None:
+    """Says what was not found and what was not used, but for what the model's class knows to be so."""
+    info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
+    model._adjust_missing_and_unexpected_keys(info)
+    if info.missing_keys:
+        logger.warning("%s lacks %s: initialised anew", os.fspath(folder), sorted(info.missing_keys))
+    if info.unexpected_keys:
+        logger.warning("%s has %s: not used", os.fspath(folder), sorted(info.unexpected_keys))
 
 
 def _finish(model: Any, missing: list[str]) -> None:
