@@ -37,6 +37,11 @@ OFFLOAD_MATCHES = (
     Match("stage3-stored", (("deepspeed3-nvme", None),)),
 )
 
+TRAINER_MATCHES = (
+    Match("trainer3", (("stage3", 1.03),)),
+    Match("trainer2", (("stage2", 1.03),)),
+)
+
 MEMORY_MATCHES = (
     Match("stage3", (("fsdp2", None), ("deepspeed3", None))),
     Match("stage2", (("fsdp2-keep", None), ("deepspeed2", None))),

@@ -85,6 +85,12 @@ CONTENDERS = {
             for stage in (1, 2, 3)
         ),
         *(contender for stage in (0, 1, 2, 3) for contender in _pair(stage)),
+        *(
+            Contender(
+                f"trainer{stage}", f"Trainer, stage {stage}", "hugging_face", {"stage": stage}, 2, 1, 17.0
+            )
+            for stage in (2, 3)
+        ),
         *(contender for tiers in ("host", "nvme") for contender in _offloaded(tiers)),
         *(contender for ranks in (1, 2) for contender in _stored(ranks)),
         Contender(
@@ -123,6 +129,7 @@ TRAINERS = {
     "ddp": ("benchmarks.peers.ddp", "DDPTrainer"),
     "fsdp2": ("benchmarks.peers.fsdp2", "FSDP2Trainer"),
     "deepspeed": ("benchmarks.peers.deepspeed_zero", "DeepSpeedTrainer"),
+    "hugging_face": ("benchmarks.peers.hugging_face", "HuggingFaceTrainer"),
     "zero_ext": ("benchmarks.peers.zero_ext_engine", "ZeroExtTrainer"),
 }
 

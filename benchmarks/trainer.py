@@ -1,0 +1,46 @@
+"""Hugging Face's Trainer with the mixin against zero_ext's own loop: what a step costs more, in one run.
+
+Run from the repository root: python -m benchmarks.trainer [--models 34m] [--rounds 9] [--steps 8]
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from benchmarks.harness.environment import describe
+from benchmarks.harness.matches import TRAINER_MATCHES
+from benchmarks.harness.report import terminal, write_results
+from benchmarks.harness.shapes import shape_named
+from benchmarks.step import measure, ratios_table, times_table
+
+
+def main(
+    models: Annotated[str, typer.Option(help="Comma-separated shapes: tiny, 34m, 239m.")] = "34m",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each gives one ratio.")] = 9,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of a contender in a round.")] = 8,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps of each contender before the first round.")] = 4,
+    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "trainer",
+) -> None:
+    """Time the Trainer's steps, print the ratios, write benchmarks/results/trainer.{json,md}."""
+    console = terminal()
+    try:
+        shapes = [shape_named(name) for name in models.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    runs, rows, failures = measure(shapes, list(TRAINER_MATCHES), rounds, steps, warm_up, console)
+    tables = [table for table in (ratios_table(rows, rounds, steps), times_table(runs)) if table.rows]
+    for table in tables:
+        table.show(console)
+    data = {"environment": describe(), "comparisons": rows, "runs": runs, "failures": failures}
+    if runs:
+        for path in write_results(output, "Trainer against the engine's own loop", tables, data):
+            console.print(f"wrote {path}")
+    for what in failures:
+        print(f"FAILED {what}", file=sys.stderr)
+    if failures:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
