@@ -185,6 +185,19 @@ def test_the_mixin_goes_before_any_trainer_and_train_goes_on(world: World) -> No
         assert seen == ["LlamaForCausalLM"] * 3 and trainer.model is model and engine_of(model).steps == 3
         trainer.train()
         assert engine_of(model).steps == 6
+        held_out = {"eval_dataset": Sentences(6, world.seed)}
+        second = ZeroTrainer(model=model, args=arguments(folder, max_steps=1), train_dataset=data, **held_out)
+        assert second.evaluate()["eval_loss"] == pytest.approx(trainer.evaluate(**held_out)["eval_loss"])
+        with pytest.raises(RuntimeError, match="by another trainer"):
+            second.train()
+        third = ZeroTrainer(
+            model=model,
+            args=arguments(folder, max_steps=1),
+            train_dataset=data,
+            optimizers=(trainer.optimizer, None),
+        )
+        third.train()
+        assert engine_of(model).steps == 7
 
 
 @on_ranks(2)

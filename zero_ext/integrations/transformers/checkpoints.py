@@ -128,11 +128,16 @@ def _check_architecture(path: Path, model: nn.Module) -> None:
 
 def _check_parameters(stored: Mapping[str, tuple[int, ...]], model: nn.Module, folder: str) -> None:
     problems = []
-    for name, parameter in model.named_parameters():
-        if name in stored and tuple(stored[name]) != tuple(parameter.shape):
-            problems.append(f"'{name}' has shape {tuple(stored[name])}, the model's {tuple(parameter.shape)}")
-        elif name not in stored:
-            problems.append(f"'{name}' is missing")
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for parameter, own in names.items():
+        found = [name for name in own if name in stored]
+        if not found:
+            problems.append(f"'{own[0]}' is missing")
+        elif tuple(stored[found[0]]) != tuple(parameter.shape):
+            shapes = f"{tuple(stored[found[0]])}, the model's {tuple(parameter.shape)}"
+            problems.append(f"'{found[0]}' has shape {shapes}")
     if problems:
         shown = "; ".join(problems[:_MOST_SHOWN])
         left = len(problems) - _MOST_SHOWN

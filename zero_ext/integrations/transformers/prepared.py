@@ -28,7 +28,8 @@ def mark_prepared(model: nn.Module, optimizer: Any) -> None:
             setattr(each, _LEFT_ALONE, True)
     engine = engine_of(model)
     if engine.config.stage == 3 and engine.world_size > 1:
-        setattr(model, _RANKS_IN_STEP, True)
+        for module in model.modules():  # each asks for itself
+            setattr(module, _RANKS_IN_STEP, True)
     for name, kind in (("save_pretrained", _SavePretrained), ("resize_token_embeddings", _ResizeTooLate)):
         if hasattr(model, name):
             setattr(model, name, kind(model))

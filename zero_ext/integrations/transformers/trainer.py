@@ -24,6 +24,7 @@ from zero_ext.optim.build import build_optimizer, build_scheduler, check_schedul
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.gathered import full_state_dict
 from zero_ext.zero.lookup import engine_of
+from zero_ext.zero.optimizer import ZeroOptimizer
 from zero_ext.zero.prepare import prepare
 
 if TYPE_CHECKING:
@@ -92,11 +93,9 @@ class ZeroTrainerMixin(_Base):
 
     def _shard_for_training(self) -> None:
         if is_prepared(self.model):
-            if self._engine.optimizer_step.updates is None:
-                raise RuntimeError(
-                    f"{type(self.model).__name__} was sharded for evaluation, without an optimizer, because "
-                    "this trainer had no train_dataset; give it one before the first evaluate()"
-                )
+            self._check_own_optimizer()
+            mark_prepared(self.model, self.optimizer)
+            self._use_loss_scale()
             return
         made = self.create_optimizer()
         if self._zero_settings.scheduler is not None and self.lr_scheduler is None:
@@ -106,6 +105,19 @@ class ZeroTrainerMixin(_Base):
         )
         mark_prepared(self.model, self.optimizer)
         self._use_loss_scale()
+
+    def _check_own_optimizer(self) -> None:
+        name = type(self.model).__name__
+        if self._engine.optimizer_step.updates is None:
+            raise RuntimeError(
+                f"{name} was sharded for evaluation, without an optimizer, because the trainer that did it had "
+                "no train_dataset; give it one before the first evaluate()"
+            )
+        if not isinstance(self.optimizer, ZeroOptimizer) or self.optimizer.engine is not self._engine:
+            raise RuntimeError(
+                f"{name} was sharded before, by another trainer or zero_ext.prepare, and this trainer does not "
+                "have its optimizer: go on with that trainer, or pass optimizers=(the prepared one, None)"
+            )
 
     def _shard_for_evaluation(self) -> None:
         if is_prepared(self.model):
@@ -163,8 +175,9 @@ class ZeroTrainerMixin(_Base):
     # -- evaluation ---------------------------------------------------------------------------------------
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates on the sharded model, on all ranks in step."""
+        """Evaluates the newest parameters of the sharded model, on all ranks in step."""
         self._shard_for_evaluation()
+        self._engine.finish_updates()
         return super().evaluation_loop(*args, **kwargs)
 
     # -- saving -------------------------------------------------------------------------------------------
