@@ -186,7 +186,8 @@ def test_the_mixin_goes_before_any_trainer_and_train_goes_on(world: World) -> No
         trainer.train()
         assert engine_of(model).steps == 6
         held_out = {"eval_dataset": Sentences(6, world.seed)}
-        second = ZeroTrainer(model=model, args=arguments(folder, max_steps=1), train_dataset=data, **held_out)
+        args = arguments(folder, max_steps=1, per_device_eval_batch_size=args.per_device_eval_batch_size)
+        second = ZeroTrainer(model=model, args=args, train_dataset=data, **held_out)
         assert second.evaluate()["eval_loss"] == pytest.approx(trainer.evaluate(**held_out)["eval_loss"])
         with pytest.raises(RuntimeError, match="by another trainer"):
             second.train()

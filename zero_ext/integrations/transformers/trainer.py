@@ -110,13 +110,13 @@ class ZeroTrainerMixin(_Base):
         name = type(self.model).__name__
         if self._engine.optimizer_step.updates is None:
             raise RuntimeError(
-                f"{name} was sharded for evaluation, without an optimizer, because the trainer that did it had "
-                "no train_dataset; give it one before the first evaluate()"
+                f"{name} was sharded for evaluation, without an optimizer, because the trainer that did it "
+                "had no train_dataset; give it one before the first evaluate()"
             )
         if not isinstance(self.optimizer, ZeroOptimizer) or self.optimizer.engine is not self._engine:
             raise RuntimeError(
-                f"{name} was sharded before, by another trainer or zero_ext.prepare, and this trainer does not "
-                "have its optimizer: go on with that trainer, or pass optimizers=(the prepared one, None)"
+                f"{name} was sharded before, by another trainer or zero_ext.prepare, and this trainer does "
+                "not have its optimizer: go on with that trainer, or pass optimizers=(the prepared one, None)"
             )
 
     def _shard_for_evaluation(self) -> None:
@@ -184,7 +184,7 @@ class ZeroTrainerMixin(_Base):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None and is_prepared(self.model):
-            state_dict = full_state_dict(self.model, rank0_only=True)
+            state_dict = full_state_dict(self.model, rank0_only=not self.args.save_on_each_node)
         super()._save(output_dir, state_dict=state_dict)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
