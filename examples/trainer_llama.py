@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -92,17 +93,23 @@ class StopHalfWay(TrainerCallback):
         control.should_training_stop = True
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def command_line() -> argparse.Namespace:
+    """What was asked for."""
+    parser = argparse.ArgumentParser(description="Hugging Face's Trainer with ZeRO-3 on a small Llama")
     parser.add_argument("--ci", action="store_true", help="a smaller model and fewer steps")
     parser.add_argument("--zero", help="a configuration, native or DeepSpeed's JSON (default: stage 3)")
     parser.add_argument("--out", type=Path, default=Path("runs") / "trainer-llama")
-    options = parser.parse_args()
-    zero_config = options.zero or {"stage": 3}
+    return parser.parse_args()
 
+
+def main() -> int:
+    options = command_line()
+    zero_config = options.zero or {"stage": 3}
     args = arguments(options.out, options.ci)
     with args.main_process_first(desc="gathering text"):
-        if not (options.out / "training.txt").exists():
+        if args.process_index == 0:
+            for earlier in options.out.glob("checkpoint-*"):
+                shutil.rmtree(earlier)
             gather_corpus().write(options.out)
     corpus = Corpus.read(options.out)
     data, unseen = ByteWindows(corpus.training, LENGTH), ByteWindows(corpus.held_out, LENGTH)
