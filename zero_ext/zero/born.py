@@ -38,14 +38,22 @@ class BornShard:
     """What this rank has of one parameter, the elements from ``start`` on of a tensor that was cut at birth:
     ``home`` keeps its shard of that tensor, ``cut`` says how all of it lies.
 
-    ``spec`` has shape, stride and dtype of the parameter. Parameters that are parts of one tensor share its
-    home, which is freed with the last of them.
+    ``spec`` has shape, stride and dtype of the parameter, ``collectives`` are of the ranks that hold it.
+    Parameters that are parts of one tensor share its home, which is freed with the last of them.
     """
 
-    def __init__(self, spec: ParameterSpec, cut: FlatLayout, home: ShardHome | Lost, start: int = 0) -> None:
+    def __init__(
+        self,
+        spec: ParameterSpec,
+        cut: FlatLayout,
+        home: ShardHome | Lost,
+        collectives: Collectives,
+        start: int = 0,
+    ) -> None:
         self.spec = spec
         self.cut = cut
         self.home = home
+        self.collectives = collectives
         self._start = start
         blank = float("nan") if spec.dtype.is_floating_point or spec.dtype.is_complex else 0
         self._memory = torch.full((), blank, dtype=spec.dtype, device="cpu")
@@ -71,7 +79,7 @@ class BornShard:
         """The elements from ``start`` on, in memory order, as a parameter of ``shape``, row-major."""
         stride = torch.empty(shape, device="meta").stride()
         spec = replace(self.spec, shape=shape, stride=stride)
-        return BornShard(spec, self.cut, self.home, self._start + start)
+        return BornShard(spec, self.cut, self.home, self.collectives, self._start + start)
 
     def pieces(self, collectives: Collectives, failures: Postponed) -> Iterator[tuple[int, torch.Tensor]]:
         """The parameter's elements in memory order a piece at a time, each with its first element's number;
@@ -101,6 +109,32 @@ class BornShard:
                 if low < high and not failures:
                     number = rank * self.cut.shard_numel + low - self._start
                     yield number, parts[rank, low - first : high - first]
+
+    def whole(self, collectives: Collectives | None = None) -> torch.Tensor:
+        """The parameter's value, in memory of its own; a collective. Raises ``RuntimeError`` on all ranks if
+        one cannot read its shard."""
+        collectives = collectives or self.collectives
+        failures = Postponed()
+        flat = torch.empty(self.spec.numel, dtype=self.spec.dtype, device="cpu")
+        for start, values in self.pieces(collectives, failures):
+            flat[start : start + values.numel()].copy_(values)
+        if self.home.tier == "nvme":
+            failures.settle(collectives, "reading a parameter from zero_ext.Init", REBUILD)
+        return flat.as_strided(self.spec.shape, self.spec.stride, 0)
+
+    def replace_own(self, flat: torch.Tensor) -> None:
+        """The shard becomes this rank's part of ``flat``, the parameter's elements in memory order. Raises
+        ``RuntimeError`` where it cannot be stored."""
+        if isinstance(self.home, Lost):
+            self.home.fetch(flat)
+            return
+        begin, end = self.cut.shard_range(self.collectives.rank)
+        _fill(self.home, flat[begin:end])
+
+    def detach_from(self, parameter: nn.Parameter) -> None:
+        """Leaves ``parameter`` to itself, until :func:`set_born` gives it back; the refusal of copies
+        stays."""
+        vars(parameter).pop(ATTRIBUTE, None)
 
     def _fetch(self, into: torch.Tensor, begin: int) -> None:
         self.home.fetch(into, begin).wait()
@@ -139,14 +173,18 @@ def shard_at_birth(
 
     def keep() -> None:
         home = place.home(end - begin, spec.dtype)
-        own = in_memory_order(parameter.data, spec)[begin:end]
-        step = PIECE_BYTES // spec.dtype.itemsize
-        for first in range(0, own.numel(), step):
-            home.store(first, own[first : first + step], "device").let_go()
+        _fill(home, in_memory_order(parameter.data, spec)[begin:end])
         homes.append(home)
 
     failures.attempt(keep)
-    set_born(parameter, BornShard(spec, cut, homes[0] if homes else Lost(place.tier, failures.error)))
+    home = homes[0] if homes else Lost(place.tier, failures.error)
+    set_born(parameter, BornShard(spec, cut, home, collectives))
+
+
+def _fill(home: ShardHome, own: torch.Tensor) -> None:
+    step = PIECE_BYTES // own.dtype.itemsize
+    for first in range(0, own.numel(), step):
+        home.store(first, own[first : first + step], "device").let_go()
 
 
 def set_born(parameter: nn.Parameter, born: BornShard) -> None:
@@ -182,14 +220,9 @@ def full_value(parameter: nn.Parameter, collectives: Collectives) -> torch.Tenso
     born = born_shard(parameter)
     if born is None:
         raise AssertionError("full_value of a parameter that is whole")
-    failures = Postponed()
-    flat = torch.empty(born.spec.numel, dtype=born.spec.dtype, device="cpu")
-    for start, values in born.pieces(collectives, failures):
-        flat[start : start + values.numel()].copy_(values)
-    if born.home.tier == "nvme":
-        failures.settle(collectives, "reading a parameter from zero_ext.Init", REBUILD)
+    value = born.whole(collectives)
     forget_birth(parameter)
-    return flat.as_strided(born.spec.shape, born.spec.stride, 0)
+    return value
 
 
 REBUILD = "Build the model again."

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_ext.zero.born import born_shard
 from zero_ext.zero.buffers import persistent_buffers
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.gather_order import GatherOrder
+from zero_ext.zero.gathered_born import gathered_born
 from zero_ext.zero.layout import in_memory_order
 from zero_ext.zero.lookup import engine_of, engine_of_parameter
 from zero_ext.zero.master import MasterShard
@@ -22,17 +24,26 @@ from zero_ext.zero.unit import Unit, UnitState
 def gathered(
     parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None
 ) -> Iterator[None]:
-    """Makes ``parameters`` (of prepared models) whole inside the block, on every rank; a collective.
+    """Makes ``parameters`` (of prepared models, or made in :class:`zero_ext.Init`) whole inside the block, on
+    every rank; a collective.
 
     With ``modifier_rank`` None the values are for reading and a write raises ``RuntimeError`` at the end;
     with a rank, that rank's values become everybody's, shards and fp32 master weights included (elements
     that were not changed keep their master's full precision). Works for every stage. If the block raises,
     or writes what it may only read, edits of sharded parameters are dropped; those of replicated ones
-    (stages 0 to 2) stay on this rank. Raises ``ValueError`` for a parameter of no prepared model or a rank
+    (stages 0 to 2) stay on this rank. Raises ``ValueError`` for a parameter of neither kind or a rank
     that does not exist. Values for reading are those that forward uses; before an edit delayed updates are
     finished.
     """
-    units = _units_of(parameters)
+    listed = _listed(parameters)
+    born = [parameter for parameter in listed if born_shard(parameter) is not None]
+    units = _units_of(parameter for parameter in listed if born_shard(parameter) is None)
+    with gathered_born(born, modifier_rank), _gathered_units(units, modifier_rank):
+        yield
+
+
+@contextlib.contextmanager
+def _gathered_units(units: list[tuple[Engine, Unit]], modifier_rank: int | None) -> Iterator[None]:
     for engine, _ in units:
         engine.optimizer_step.refuse_pending("gathered")
         if modifier_rank is not None and modifier_rank not in range(engine.world_size):
@@ -66,11 +77,15 @@ def gathered(
             engine.residency.let_go(unit, holder)
 
 
-def _units_of(parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[tuple[Engine, Unit]]:
+def _listed(parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[nn.Parameter]:
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     elif isinstance(parameters, nn.Parameter):
         parameters = [parameters]
+    return list(dict.fromkeys(parameters))
+
+
+def _units_of(parameters: Iterable[nn.Parameter]) -> list[tuple[Engine, Unit]]:
     found: dict[Unit, Engine] = {}
     for parameter in parameters:
         engine = engine_of_parameter(parameter)
@@ -174,7 +189,7 @@ def load_full_state_dict(
         for unit in engine.units:
             # The last of several names counts, as it does for torch.
             last = [found[parameter][-1:] for parameter in unit.parameters]
-            _fill(engine, unit, [state[name[0]] if name else None for name in last])
+            fill_unit(engine, unit, [state[name[0]] if name else None for name in last])
         for name, buffer in buffers.items():
             if name in state:
                 buffer.copy_(state[name])
@@ -194,7 +209,9 @@ def _check_shapes(state: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[
             )
 
 
-def _fill(engine: Engine, unit: Unit, values: list[torch.Tensor | None]) -> None:
+def fill_unit(engine: Engine, unit: Unit, values: list[torch.Tensor | None]) -> None:
+    """Gives the parameters of ``unit`` whole ``values`` that every rank has, those that are not None, master
+    weights without rounding; a collective."""
     with gathered(unit.parameters):
         targets: list[Unit | MasterShard] = [
             unit,
