@@ -16,7 +16,7 @@ from zero_ext.cli.console import bytes_of, cleaned_up_when_ended, errors_on_stde
 
 app = typer.Typer(
     help="Look into zero_ext checkpoints, export them, describe this machine, measure its NVMe devices, "
-    "compile the kernels, simulate steps.",
+    "compile the kernels, simulate steps, start scripts.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -148,6 +148,16 @@ def simulate_step(
     tables.print_placements(_terminal(), found)
     if found[0].shortfalls:
         raise typer.Exit(1)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def run(context: typer.Context) -> None:
+    """Start a script on several ranks: torchrun's arguments, and --deepspeed-compat."""
+    from zero_ext.cli.run import launch
+
+    launch(context.args)
 
 
 def _terminal() -> Console:

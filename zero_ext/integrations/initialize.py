@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,17 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zero_ext.config import OptimizerPolicy, ZeroConfig
+from zero_ext.config import ZeroConfig
 from zero_ext.config.deepspeed import load_deepspeed_config
 from zero_ext.data import ShardedLoader
+from zero_ext.integrations.parts import Scheduler, make_loader, make_optimizer, make_scheduler, say
 from zero_ext.integrations.step_log import StepLog
 from zero_ext.integrations.training_module import TrainingModule
-from zero_ext.optim.build import build_optimizer, build_scheduler, check_scheduler
+from zero_ext.optim.build import check_scheduler
 from zero_ext.zero.construction import accelerator_or_cpu
 from zero_ext.zero.lookup import engine_of
 from zero_ext.zero.prepare import prepare
 from zero_ext.zero.process_group import join_world
-
-logger = logging.getLogger("zero_ext")
-
-Scheduler = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 
 def initialize(
@@ -63,14 +59,16 @@ def initialize(
     """
     settings = _settings(config, resolve)
     # All that may be refused comes before the model is sharded.
-    loader = None if training_data is None else _loader(training_data, settings, process_group, collate_fn)
-    made = _optimizer(optimizer, settings, model, model_parameters)
+    loader = (
+        None if training_data is None else make_loader(training_data, settings, process_group, collate_fn)
+    )
+    made = make_optimizer(optimizer, settings, model, model_parameters)
     if lr_scheduler is None and settings.scheduler is not None:
         check_scheduler(settings.scheduler, made)
     inner, prepared = prepare(
         model, made, settings, process_group=process_group, wrap=False, device=accelerator_or_cpu()
     )
-    scheduler = _scheduler(lr_scheduler, settings, prepared)
+    scheduler = make_scheduler(lr_scheduler, settings, prepared)
     if settings.steps_per_print is not None and engine_of(inner).rank == 0:
         engine_of(inner).subscribe(StepLog(settings.steps_per_print))
     return TrainingModule(inner, prepared, scheduler, loader), prepared, loader, scheduler
@@ -85,61 +83,5 @@ def _settings(
     translation = load_deepspeed_config(config, resolve)
     join_world(translation.config.timeout_seconds)
     for note in translation.notes:
-        _say(str(note))
+        say(str(note))
     return translation.config
-
-
-def _say(message: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.warning("%s", message)
-
-
-def _optimizer(
-    optimizer: Optimizer | Callable[[Iterable[Any]], Optimizer] | None,
-    settings: ZeroConfig,
-    model: nn.Module,
-    model_parameters: Iterable[Any] | None,
-) -> Optimizer:
-    if isinstance(optimizer, Optimizer):
-        return optimizer
-    if model_parameters is None:
-        model_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if optimizer is not None:
-        return optimizer(model_parameters)
-    if settings.optimizer is None:
-        _say("no optimizer given and no 'optimizer' section: AdamW with torch's defaults is used")
-    return build_optimizer(settings.optimizer or OptimizerPolicy(type="AdamW"), model_parameters)
-
-
-def _scheduler(given: Scheduler | None, settings: ZeroConfig, optimizer: Any) -> LRScheduler | None:
-    if isinstance(given, LRScheduler):
-        return given
-    if given is not None:
-        return given(optimizer)
-    return build_scheduler(settings.scheduler, optimizer) if settings.scheduler is not None else None
-
-
-def _loader(
-    dataset: Any,
-    settings: ZeroConfig,
-    process_group: dist.ProcessGroup | None,
-    collate_fn: Callable[[list[Any]], Any] | None,
-) -> ShardedLoader:
-    rank, world_size = 0, 1
-    if dist.is_initialized():
-        rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    batch = settings.batch.resolve(world_size)
-    if batch.micro_batch_size is None:
-        raise ValueError(
-            "training_data needs a batch size: set train_batch_size or train_micro_batch_size_per_gpu in the "
-            "configuration"
-        )
-    return ShardedLoader(
-        dataset,
-        batch.micro_batch_size,
-        rank=rank,
-        world_size=world_size,
-        seed=settings.seed,
-        drop_last=batch.drop_last,
-        collate_fn=collate_fn,
-    )

@@ -281,6 +281,20 @@ class UnitGradients:
             factor = factor.item()  # it may be on another device than what it scales
         self._change(index, lambda part: part.mul_(factor))
 
+    def replace_parameter(self, index: int, flat: torch.Tensor) -> None:
+        """Makes ``flat``, whole and in memory order, the reduced gradient of one parameter, where it is held
+        here."""
+        layout, whole = self.unit.layout, self._whole()
+        first = layout.offsets[index]
+        if whole is not None:
+            whole[first : first + layout.specs[index].numel].copy_(flat)
+            return
+        shard_begin = layout.shard_range(self.unit.collectives.rank)[0]
+        for begin, end in self._own_ranges(index):
+            start = shard_begin + begin - first
+            taken = _Taken(flat[start : start + end - begin])
+            self.home.change(begin, end, taken)
+
     def _change(self, index: int, change: Callable[[torch.Tensor], object]) -> None:
         """Applies ``change`` to what this rank holds of one parameter's reduced gradient: all of it if
         replicated."""
@@ -413,6 +427,17 @@ class UnitGradients:
             self.unit.wire_kind("gather_gradients"),
             f"gather of the gradients of {self.unit.describe()}",
         )
+
+
+class _Taken:
+    """Gives pieces of a range, which come from its beginning to its end, the values that belong there."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def __call__(self, piece: torch.Tensor) -> None:
+        piece.copy_(self._values[: piece.numel()])
+        self._values = self._values[piece.numel() :]
 
 
 def _borrowed_home(

@@ -1,0 +1,73 @@
+"""An ordinary DeepSpeed training script: ``plain.py CONFIG.json OUT_FOLDER``. It knows nothing of zero_ext."""
+
+import json
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(61, 32)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(3)
+        )
+        self.head = nn.Linear(32, 61)
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return nn.functional.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def engine_of(config):
+    torch.manual_seed(3)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.1)
+    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(config))
+    return engine
+
+
+def train(engine, steps, first, losses):
+    rank, world = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+    for number in range(first, first + steps * engine.gradient_accumulation_steps()):
+        generator = torch.Generator().manual_seed(1000 + number)
+        batch = torch.randint(0, 61, (4 * world, 12), generator=generator)[rank * 4 : rank * 4 + 4]
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone().float()
+        deepspeed.comm.all_reduce(total)
+        losses.append(total.item() / world)
+
+
+def main():
+    config, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    losses = []
+    deepspeed.init_distributed(dist_backend="gloo")
+    engine = engine_of(config)
+    train(engine, 4, 0, losses)
+    engine.save_checkpoint(str(folder / "checkpoint"), client_state={"seen": 4})
+    train(engine, 2, 100, losses)
+    resumed = engine_of(config)
+    path, client = resumed.load_checkpoint(str(folder / "checkpoint"))
+    train(resumed, 2, 100, losses)
+    if deepspeed.comm.get_rank() == 0:
+        found = {
+            "losses": losses,
+            "file": deepspeed.__file__,
+            "global_steps": resumed.global_steps,
+            "client": client["seen"],
+            "tag": Path(path).name,
+            "latest": (folder / "checkpoint" / "latest").read_text(),
+        }
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

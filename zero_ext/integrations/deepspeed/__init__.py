@@ -1,0 +1,52 @@
+"""DeepSpeed's public names on this engine: ``from zero_ext.integrations import deepspeed``.
+
+Names that are not served are there too and raise :class:`DeepSpeedFeatureError`, which says what to do
+instead, when they are used. docs/deepspeed_api.md lists all of them.
+"""
+
+from zero_ext.integrations.deepspeed import (
+    accelerator,
+    checkpointing,
+    comm,
+    monitor,
+    ops,
+    pipe,
+    runtime,
+    utils,
+    zero,
+)
+from zero_ext.integrations.deepspeed.accelerator import get_accelerator
+from zero_ext.integrations.deepspeed.arguments import add_config_arguments
+from zero_ext.integrations.deepspeed.comm import init_distributed
+from zero_ext.integrations.deepspeed.engine import DeepSpeedEngine
+from zero_ext.integrations.deepspeed.initialize import initialize
+from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, refused_names
+from zero_ext.integrations.deepspeed.registry import API_VERSION as __version__
+from zero_ext.integrations.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from zero_ext.integrations.deepspeed.utils import OnDevice, log_dist, logger
+
+__all__ = [
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedEngine",
+    "DeepSpeedFeatureError",
+    "OnDevice",
+    "__version__",
+    "accelerator",
+    "add_config_arguments",
+    "checkpointing",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "log_dist",
+    "logger",
+    "monitor",
+    "ops",
+    "pipe",
+    "runtime",
+    "utils",
+    "zero",
+]
+
+__getattr__ = refused_names("deepspeed")

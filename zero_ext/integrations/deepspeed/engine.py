@@ -1,0 +1,289 @@
+"""The engine that ``deepspeed.initialize`` returns: ``engine(batch); engine.backward(loss);
+engine.step()``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from zero_ext.data import ShardedLoader
+from zero_ext.integrations.deepspeed import tags
+from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
+from zero_ext.integrations.deepspeed.settings import SettingsQuestions
+from zero_ext.integrations.deepspeed.weights_file import write_weights
+from zero_ext.zero.gathered import full_state_dict
+from zero_ext.zero.lookup import engine_of
+from zero_ext.zero.module import ZeroModule
+from zero_ext.zero.optimizer import ZeroOptimizer
+
+
+class DeepSpeedEngine(SettingsQuestions, ZeroModule):
+    """A prepared model with DeepSpeed's methods. Calls, attributes and state_dict keys are the model's.
+
+    ``global_steps`` counts optimizer steps, skipped ones included, ``micro_steps`` micro-batches.
+    """
+
+    optimizer: ZeroOptimizer | None
+    lr_scheduler: LRScheduler | None
+    training_dataloader: ShardedLoader | None
+    config: dict[str, Any]
+    micro_steps: int
+    _boundary: bool | None
+    _applied: bool
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: ZeroOptimizer | None,
+        scheduler: LRScheduler | None,
+        loader: ShardedLoader | None,
+        config: dict[str, Any],
+    ) -> None:
+        super().__init__(module)
+        # Its own attributes from here on; others that are set on a wrapper go to the wrapped module.
+        vars(self).update(
+            optimizer=optimizer,
+            lr_scheduler=scheduler,
+            training_dataloader=loader,
+            config=config,
+            micro_steps=0,
+            _boundary=None,
+            _applied=False,
+        )
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps so far, skipped ones included."""
+        return engine_of(self).steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples seen by whole steps so far; 0 if the JSON names no batch size."""
+        return self.global_steps * (self.train_batch_size() or 0)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because fp16 gradients overflowed."""
+        return engine_of(self).skipped_steps
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return engine_of(self).device
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its host, as the launcher says."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the state; None for one."""
+        return engine_of(self).group
+
+    def get_data_parallel_rank(self) -> int:
+        """This process's rank among them."""
+        return self.global_rank
+
+    def get_model_parallel_rank(self) -> int:
+        """0: there is no model parallelism."""
+        return 0
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale in force; 1 unless parameters are fp16."""
+        step = engine_of(self).optimizer_step
+        return step.scaler.scale if step.scales_loss else 1.0
+
+    # -- the loop -----------------------------------------------------------------------------------------
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, to call ``backward`` on by hand."""
+        return self.scale_loss(loss)
+
+    def backward(  # type: ignore[override]  # DeepSpeed's returns the loss
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """Backward of the loss, scaled for fp16, divided by the accumulation steps unless ``scale_wrt_gas``
+        is False; returns the divided loss."""
+        self._need_optimizer("backward")
+        if scale_wrt_gas:
+            loss = loss / self.gradient_accumulation_steps()
+        with self._until_boundary():
+            super().backward(loss, retain_graph=retain_graph)
+        return loss.detach()
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Ends a micro-batch; on the last of a step: optimizer, scheduler (unless skipped), zero_grad."""
+        optimizer = self._need_optimizer("step")
+        last = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        self._applied = False
+        if not last:
+            return
+        skipped = self.skipped_steps
+        optimizer.step()
+        self._applied = self.skipped_steps == skipped
+        if self.lr_scheduler is not None and self._applied:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        optimizer.zero_grad()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch under way is the last one of its step."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says by hand whether the next micro-batch is the last of its step, from now on."""
+        self._boundary = bool(is_boundary)
+
+    @contextlib.contextmanager
+    def _until_boundary(self) -> Iterator[None]:
+        """Around a backward pass: gradients that are kept whole anyway are reduced with the last one's.
+
+        The engine counts micro-batches itself and would take this one for the last if the caller, who says
+        where steps end, goes on for longer.
+        """
+        settings = self.zero_config
+        keeps = settings.stage < 2 or settings.offload.step == "in_backward"
+        with self.no_sync() if keeps and self._boundary is False else contextlib.nullcontext():
+            yield
+
+    def was_step_applied(self) -> bool:
+        """Whether the last call of :meth:`step` updated the parameters."""
+        return self._applied
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """``no_sync`` under DeepSpeed's other name."""
+        with self.no_sync():
+            yield
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every param group."""
+        return [float(group["lr"]) for group in self._need_optimizer("get_lr").param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Momentum or betas of every param group."""
+        groups = self._need_optimizer("get_mom").param_groups
+        return [group.get("betas", group.get("momentum")) for group in groups]
+
+    def get_type(self) -> list[str]:
+        """The optimizer's class by name."""
+        return [str(engine_of(self).state.optimizer_class)]
+
+    def get_global_grad_norm(self) -> float | None:
+        """The gradient norm of the last step before clipping; None if nothing asked for it."""
+        return engine_of(self).grad_norm
+
+    def _need_optimizer(self, what: str) -> ZeroOptimizer:
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"engine.{what}: this engine has no optimizer. Pass one to deepspeed.initialize, or write an "
+                "'optimizer' section in the JSON"
+            )
+        return self.optimizer
+
+    # -- weights and checkpoints --------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: object = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Saves everything under ``save_dir/tag`` (default ``global_step{N}``); see :mod:`.tags`.
+
+        Frozen parameters are saved too, so that a checkpoint is whole; ``exclude_frozen_parameters`` is
+        accepted for callers that always pass it.
+        """
+        tags.save(self, Path(save_dir), tag, client_state or {}, save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Loads ``load_dir/tag`` (default: the latest), saved at any world size and stage.
+
+        Returns its path and the client state; (None, {}) if ``load_dir`` has no ``latest`` file. A checkpoint
+        of other parameters is refused whatever ``load_module_strict`` says.
+        """
+        if custom_load_fn is not None:
+            raise DeepSpeedFeatureError(
+                "load_checkpoint(custom_load_fn=...) is not served: load with zero_ext.load_full_state_dict"
+            )
+        if load_module_only or not load_optimizer_states:
+            raise DeepSpeedFeatureError(
+                "load_checkpoint without optimizer states is not served: export the weights with 'zero-ext "
+                "export' and load them with zero_ext.load_safetensors"
+            )
+        return tags.load(self, Path(load_dir), tag, load_lr_scheduler_states)
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
+        """Every parameter and persistent buffer, whole, on every rank; a collective."""
+        return self._without_frozen(full_state_dict(self), exclude_frozen_parameters)
+
+    def load_module_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Loads whole tensors that every rank has; a collective."""
+        self.load_state_dict(state_dict, strict=strict)
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """The whole weights in compute precision on rank 0, None on the others; a collective."""
+        values = full_state_dict(self, rank0_only=True)
+        return self._without_frozen(values, exclude_frozen_parameters) if self.global_rank == 0 else None
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def _without_frozen(self, values: dict[str, torch.Tensor], exclude: bool) -> dict[str, torch.Tensor]:
+        frozen = {name for name, item in self.module.named_parameters() if not item.requires_grad}
+        return {name: value for name, value in values.items() if not (exclude and name in frozen)}
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes the whole weights in compute precision to one file from rank 0, at any stage; a collective.
+
+        A name that ends in ``.safetensors`` gets that format, another one torch's.
+        """
+        values = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        write_weights(engine_of(self), values, Path(save_dir) / save_filename)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def compile(self, *_: Any, **__: Any) -> None:
+        """Raises ``DeepSpeedFeatureError``: blocks are compiled before the model is sharded."""
+        raise DeepSpeedFeatureError(
+            "engine.compile is not served: compile the model's blocks before deepspeed.initialize (for block "
+            "in model.layers: block.compile())"
+        )
+
+    def empty_partition_cache(self) -> None:
+        """Drops what was gathered ahead."""
+        engine_of(self).residency.release_idle()
+
+    def destroy(self) -> None:
+        """Nothing to do: memory, files and connections go with the model."""

@@ -1,0 +1,147 @@
+"""``deepspeed.initialize``: an engine from a model and DeepSpeed's JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_ext.config import ConfigError, ZeroConfig
+from zero_ext.config.deepspeed import Note, load_deepspeed_config
+from zero_ext.config.errors import Problem
+from zero_ext.integrations.deepspeed.engine import DeepSpeedEngine
+from zero_ext.integrations.deepspeed.parameters import mark_sharded
+from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
+from zero_ext.integrations.deepspeed.utils.leaf_modules import leaf_modules_of
+from zero_ext.integrations.parts import Scheduler, make_loader, make_optimizer, make_scheduler, say
+from zero_ext.integrations.step_log import StepLog
+from zero_ext.optim.build import check_scheduler
+from zero_ext.zero.construction import accelerator_or_cpu
+from zero_ext.zero.lookup import engine_of
+from zero_ext.zero.prepare import prepare
+from zero_ext.zero.process_group import join_world
+
+# What DeepSpeed takes beside these and what it may be: without meaning here, or a feature that is missing.
+_OTHER_ARGUMENTS = {
+    "mpu": "model parallelism beside data parallelism",
+    "mesh_param": "a mesh of data and sequence parallelism",
+    "distributed_port": "",
+    "dist_init_required": "",
+}
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Iterable[Any]], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Scheduler | None = None,
+    *,
+    config: Mapping[str, Any] | str | Path | None = None,
+    config_params: Mapping[str, Any] | str | Path | None = None,
+    **others: Any,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """An engine with DeepSpeed's methods over ``model``; a collective of all ranks.
+
+    Args:
+        args: an object whose ``deepspeed_config`` names the JSON file, if no ``config`` is given.
+        model: the module to train.
+        optimizer: over the model's parameters, or a callable that makes one from ``model_parameters``; else
+            the JSON's ``optimizer`` section counts. With neither the engine only runs the model.
+        model_parameters: parameters or param groups of the built optimizer; default all that train.
+        training_data: map-style data set; a sharded, shuffling loader is made.
+        lr_scheduler: a scheduler, or a callable that makes one; else the JSON's ``scheduler`` section.
+        config, config_params: DeepSpeed's JSON as a mapping or a path.
+        others: ``collate_fn`` makes a micro-batch from samples. ``distributed_port`` and
+            ``dist_init_required`` change nothing; ``mpu`` and ``mesh_param`` raise.
+
+    Returns:
+        Engine, optimizer, loader, scheduler; the last three None where there is none.
+
+    Raises:
+        ConfigError: everything wrong with the JSON, by key path.
+        DeepSpeedFeatureError: an argument asks for a feature that is not served.
+    """
+    collate_fn = others.pop("collate_fn", None)
+    _check_others(others)
+    if model is None:
+        raise ValueError("deepspeed.initialize: 'model' is missing; pass the module to train")
+    plan = _planned(_source(args, config, config_params))
+    settings = _with_leaf_modules(plan.settings, model)
+    loader = None if training_data is None else make_loader(training_data, settings, None, collate_fn)
+    made = None
+    if optimizer is not None or settings.optimizer is not None:
+        made = make_optimizer(optimizer, settings, model, model_parameters)
+        if lr_scheduler is None and settings.scheduler is not None:
+            check_scheduler(settings.scheduler, made)
+    inner, prepared = prepare(model, made, settings, wrap=False, device=accelerator_or_cpu())
+    mark_sharded(inner)
+    scheduler = None if prepared is None else make_scheduler(lr_scheduler, settings, prepared)
+    if settings.steps_per_print is not None and engine_of(inner).rank == 0:
+        engine_of(inner).subscribe(StepLog(settings.steps_per_print))
+    engine = DeepSpeedEngine(inner, prepared, scheduler, loader, plan.values)
+    return engine, prepared, loader, scheduler
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The JSON as given, and what it means here."""
+
+    values: dict[str, Any]
+    settings: ZeroConfig
+
+
+def _check_others(others: Mapping[str, Any]) -> None:
+    for name, value in others.items():
+        if name not in _OTHER_ARGUMENTS:
+            known = ", ".join(["collate_fn", *_OTHER_ARGUMENTS])
+            raise TypeError(f"deepspeed.initialize has no argument {name!r}; others it takes: {known}")
+        if value is not None and _OTHER_ARGUMENTS[name]:
+            raise DeepSpeedFeatureError(
+                f"deepspeed.initialize({name}=...): {_OTHER_ARGUMENTS[name]} is not served; leave it out"
+            )
+
+
+def _source(args: Any, *given: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path:
+    """The one configuration among ``config``, ``config_params`` and that of ``args``."""
+    sources = [source for source in given if source is not None][:1]
+    named = getattr(args, "deepspeed_config", None)
+    if named is not None:
+        sources.append(named)
+    if len(sources) != 1:
+        found = "two" if sources else "none"
+        raise ValueError(
+            f"deepspeed.initialize wants one configuration, {found} given: config=, config_params= or "
+            "args.deepspeed_config"
+        )
+    return sources[0]
+
+
+def _planned(source: Mapping[str, Any] | str | Path) -> _Plan:
+    translation = load_deepspeed_config(source)
+    values = dict(source) if isinstance(source, Mapping) else json.loads(Path(source).read_text())
+    join_world(translation.config.timeout_seconds)
+    for note in translation.notes:
+        _report(note)
+    return _Plan(values, translation.config)
+
+
+def _report(note: Note) -> None:
+    say(str(note))
+
+
+def _with_leaf_modules(settings: ZeroConfig, model: nn.Module) -> ZeroConfig:
+    """The settings with the modules that ``set_z3_leaf_modules`` marked."""
+    names = leaf_modules_of(model)
+    if not names or settings.stage != 3:
+        return settings
+    if "" in names:
+        raise ConfigError(Problem("zero_optimization.leaf_module", "the whole model cannot be a leaf"))
+    listed = dict.fromkeys((*settings.units.leaf_modules, *names))
+    return settings.replace(units=settings.units.replace(leaf_modules=tuple(listed)))

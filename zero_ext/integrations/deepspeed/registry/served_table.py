@@ -1,0 +1,156 @@
+"""Names of DeepSpeed that are served, and what differs."""
+
+from __future__ import annotations
+
+from zero_ext.integrations.deepspeed.registry.entry import Entry, served
+
+_ENGINE = "deepspeed.DeepSpeedEngine"
+_AT_EVERY_STAGE = "a collective, at every stage and tier"
+_CHECKED = "every result is checked: short transfers go on, errors raise with path and reason"
+_TORCH = "torch.distributed's; prof, log_name and debug are taken and ignored"
+
+SERVED: tuple[Entry, ...] = (
+    *served(
+        "deepspeed",
+        "initialize",
+        "mpu and mesh_param raise; without an optimizer the engine only runs the model",
+    ),
+    *served("deepspeed", "init_distributed", "gloo, and NCCL beside it where there is CUDA"),
+    *served("deepspeed", "add_config_arguments get_accelerator log_dist logger OnDevice"),
+    *served("deepspeed", "DeepSpeedConfig DeepSpeedConfigError", "unknown keys are errors"),
+    *served("deepspeed", "DeepSpeedEngine"),
+    *served(_ENGINE, "forward backward step scale zero_grad train eval"),
+    *served(_ENGINE, "no_sync coalesce_grad_reduction", "allowed at every stage"),
+    *served(_ENGINE, "is_gradient_accumulation_boundary set_gradient_accumulation_boundary was_step_applied"),
+    *served(
+        _ENGINE,
+        "save_checkpoint",
+        "zero_ext's format under global_step{N}, committed by one rename; client_state is JSON or tensors; "
+        "frozen parameters are always saved",
+    ),
+    *served(
+        _ENGINE,
+        "load_checkpoint",
+        "any world size and stage; without optimizer states and custom_load_fn raise",
+    ),
+    *served(
+        _ENGINE,
+        "save_16bit_model save_fp16_model module_state_dict load_module_state_dict",
+        f"{_AT_EVERY_STAGE}, whatever stage3_gather_16bit_weights_on_model_save says",
+    ),
+    *served(_ENGINE, "get_global_grad_norm", "None when neither clipping nor fp16 asks for it"),
+    *served(
+        _ENGINE,
+        "get_lr get_mom get_type module optimizer lr_scheduler training_dataloader device config "
+        "global_steps global_samples micro_steps skipped_steps world_size dp_world_size global_rank "
+        "local_rank data_parallel_group get_data_parallel_rank get_model_parallel_rank loss_scale "
+        "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps get_batch_info "
+        "zero_optimization zero_optimization_stage zero_optimization_partition_gradients "
+        "zero_optimization_partition_weights gradient_clipping fp16_enabled bfloat16_enabled "
+        "get_data_types dynamic_loss_scale steps_per_print optimizer_name optimizer_params "
+        "scheduler_name scheduler_params zero_offload_optimizer zero_offload_param zero_cpu_offload "
+        "empty_partition_cache",
+    ),
+    *served(_ENGINE, "zero_gather_16bit_weights_on_model_save", "always True: whole weights can be had"),
+    *served(_ENGINE, "destroy", "nothing to do: memory goes with the model"),
+    *served(_ENGINE, "compile", "raises: compile the model's blocks before initialize"),
+    *served(
+        "deepspeed.comm",
+        "all_reduce inference_all_reduce all_gather all_gather_object all_gather_into_tensor allgather_fn "
+        "all_to_all all_to_all_single barrier monitored_barrier batch_isend_irecv broadcast "
+        "broadcast_object_list gather scatter reduce reduce_scatter reduce_scatter_tensor "
+        "reduce_scatter_fn send recv isend irecv",
+        _TORCH,
+    ),
+    *served(
+        "deepspeed.comm",
+        "init_distributed destroy_process_group new_group is_initialized is_available get_rank "
+        "get_world_size get_local_rank get_global_rank get_world_group get_all_ranks_from_group "
+        "initialize_mesh_device has_all_gather_into_tensor has_reduce_scatter_tensor ReduceOp ProcessGroup "
+        "P2POp",
+    ),
+    *served("deepspeed.zero", "Init", 'values "auto" do not matter; tiers as offload_param says'),
+    *served(
+        "deepspeed.zero",
+        "GatheredParameters",
+        "a write without modifier_rank raises instead of being dropped",
+    ),
+    *served("deepspeed.zero", "register_external_parameter", "nothing to do: reads gather"),
+    *served("deepspeed.zero", "TiledLinear", "its state dict is the plain layer's"),
+    *served("deepspeed.zero", "unwrap_model_for_generation"),
+    *served("deepspeed.zero", "ZeroParamStatus ZeroParamType", "for ds_status of parameters in stage 3"),
+    *served(
+        "deepspeed.zero",
+        "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_live "
+        "estimate_zero2_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs "
+        "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold",
+        "with the bytes that this engine keeps",
+    ),
+    *served("deepspeed.ops.adam", "DeepSpeedCPUAdam FusedAdam", "make torch's AdamW or Adam, run fused"),
+    *served("deepspeed.ops.lion", "DeepSpeedCPULion FusedLion", "make zero_ext.Lion"),
+    *served("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad", "makes torch's Adagrad"),
+    *served("deepspeed.ops.aio", "AsyncIOBuilder aio_handle aio_read aio_write", _CHECKED),
+    *served(
+        "deepspeed.runtime.lr_schedules",
+        "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest",
+        "torch schedulers; DeepSpeed's state loads",
+    ),
+    *served(
+        "deepspeed.runtime.lr_schedules",
+        "VALID_LR_SCHEDULES LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR "
+        "get_lr_from_config",
+    ),
+    *served(
+        "deepspeed.runtime.config",
+        "DeepSpeedConfig DeepSpeedConfigError DeepSpeedZeroConfig DeepSpeedZeroOffloadParamConfig "
+        "DeepSpeedZeroOffloadOptimizerConfig ZeroStageEnum OffloadDeviceEnum",
+    ),
+    *served("deepspeed.runtime.dataloader", "RepeatingLoader"),
+    *served(
+        "deepspeed.utils",
+        "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param "
+        "safe_set_full_grad safe_set_full_optimizer_state",
+        _AT_EVERY_STAGE,
+    ),
+    *served(
+        "deepspeed.utils",
+        "safe_get_local_fp32_param safe_get_local_optimizer_state safe_set_local_fp32_param "
+        "safe_set_local_optimizer_state",
+        "flat, what this rank owns",
+    ),
+    *served(
+        "deepspeed.utils",
+        "set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix set_z3_leaf_module "
+        "unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module",
+        "before initialize",
+    ),
+    *served(
+        "deepspeed.utils",
+        "logger log_dist log_dist_once set_log_level_from_string see_memory_usage OnDevice RepeatingLoader",
+    ),
+    *served(
+        "deepspeed.utils.groups",
+        "get_data_parallel_group get_data_parallel_world_size get_data_parallel_rank "
+        "get_model_parallel_world_size get_tensor_model_parallel_world_size",
+        "all ranks are data-parallel",
+    ),
+    *served("deepspeed.checkpointing", "configure", "partitioned, contiguous and CPU checkpoints raise"),
+    *served("deepspeed.checkpointing", "checkpoint non_reentrant_checkpoint", "torch.utils.checkpoint"),
+    *served("deepspeed.checkpointing", "is_configured reset"),
+    *served("deepspeed.checkpoint.utils", "clone_tensors_for_torch_save"),
+    *served(
+        "deepspeed.pipe.topology",
+        "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology",
+        "every question about coordinates and ranks",
+    ),
+    *served(
+        "deepspeed.monitor",
+        "MonitorMaster Monitor csvMonitor TensorBoardMonitor WandbMonitor",
+        "rank 0 writes",
+    ),
+    *served(
+        "deepspeed.accelerator",
+        "get_accelerator DeepSpeedAccelerator",
+        "the CPU or CUDA; device, stream, memory and random number questions",
+    ),
+)

@@ -1,0 +1,35 @@
+"""DeepSpeed's log under its names: zero_ext's own logger."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from zero_ext.monitor.memory import resident_bytes
+
+logger = logging.getLogger("zero_ext")
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Logs ``message`` on these ranks; None or -1 among them for all."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if ranks is None or -1 in ranks or rank in ranks:
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """As :func:`log_dist`; repeated messages are left to the log's filters."""
+    log_dist(message, ranks, level)
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Sets the level by its name. ``ValueError`` for an unknown one."""
+    (custom_logger or logger).setLevel(log_level_str.upper())
+
+
+def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] = (0,)) -> None:
+    """Logs what the process holds of the machine's memory, if ``force``."""
+    if force:
+        log_dist(f"{message}: {resident_bytes() / 2**30:.2f} GiB resident", ranks)

@@ -1,0 +1,42 @@
+"""``deepspeed.zero``: models born sharded, parameters made whole, tiles, memory estimates."""
+
+from zero_ext.integrations.deepspeed.parameters import ZeroParamStatus, ZeroParamType
+from zero_ext.integrations.deepspeed.refused import refused_names
+from zero_ext.integrations.deepspeed.zero.estimates import (
+    estimate_zero2_model_states_mem_needs,
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
+from zero_ext.integrations.deepspeed.zero.gathered import GatheredParameters, register_external_parameter
+from zero_ext.integrations.deepspeed.zero.init import Init
+from zero_ext.integrations.deepspeed.zero.tiling import TiledLinear
+from zero_ext.integrations.deepspeed.zero.unwrapped import unwrap_model_for_generation
+from zero_ext.integrations.deepspeed.zero.wrappers import (
+    _orig_torch_arange,
+    get_accelerator,
+    zero_wrapper_for_fp_tensor_constructor,
+)
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "TiledLinear",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "_orig_torch_arange",
+    "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+    "get_accelerator",
+    "register_external_parameter",
+    "unwrap_model_for_generation",
+    "zero_wrapper_for_fp_tensor_constructor",
+]
+
+__getattr__ = refused_names("deepspeed.zero")

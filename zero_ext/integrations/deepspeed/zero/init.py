@@ -1,0 +1,146 @@
+"""``zero.Init`` under DeepSpeed's name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_ext.config import ZeroConfig
+from zero_ext.config.deepspeed import load_deepspeed_config
+from zero_ext.integrations.deepspeed.parameters import mark
+from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
+from zero_ext.zero.born import born_shard
+from zero_ext.zero.init import Init as NativeInit
+
+# What says where parameters are born; everything else counts from initialize on.
+_KEYS = ("stage", "offload_param")
+_WITHOUT_EFFECT = ("mem_efficient_linear", "pin_memory", "tensor_overrides")
+_MISSING = {
+    "mpu": "model parallelism",
+    "zero_param_parallel_group": "hierarchical partitioning (ZeRO++)",
+    "zero_quantized_weights": "quantized weights (ZeRO++)",
+    "zero_quantized_nontrainable_weights": "quantized weights (ZeRO++)",
+    "sequence_data_parallel_group": "sequence parallelism",
+    "param_swapper": "a swapper of the caller's; write offload_param in the JSON",
+}
+
+
+class Init:
+    """``with deepspeed.zero.Init(config_dict_or_path=json): model = Model()`` builds ``Model`` born sharded.
+
+    See :class:`zero_ext.Init`. Values "auto" in the JSON do not matter here. ``dtype`` is the default dtype
+    inside the block; without it parameters are born in the dtype that they are built in and become the
+    JSON's in ``initialize``. ``module`` is a built model whose parameters are sharded now.
+    ``remote_device`` "cpu" is ``offload_param.device``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: dist.ProcessGroup | None = None,
+        *,
+        config_dict_or_path: Mapping[str, Any] | str | Path | None = None,
+        config: Mapping[str, Any] | str | Path | None = None,
+        remote_device: str | None = None,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        **others: Any,
+    ) -> None:
+        _check_others(others)
+        given = config_dict_or_path if config_dict_or_path is not None else config
+        self._settings = _settings(given, remote_device)
+        self._group = data_parallel_group
+        self._dtype = dtype
+        self._default_dtype = torch.get_default_dtype()
+        self._native: _MarkingInit | None = None
+        self._enabled = enabled and self._settings.stage == 3
+        if module is not None and self._enabled:
+            with self:
+                self._require().adopt(module)
+
+    def __enter__(self) -> Init:
+        if self._enabled:
+            self._native = _MarkingInit(self._settings, process_group=self._group)
+            self._default_dtype = torch.get_default_dtype()
+            self._native.__enter__()
+            if self._dtype is not None:
+                torch.set_default_dtype(self._dtype)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._enabled:
+            torch.set_default_dtype(self._default_dtype)
+            self._require().__exit__(kind, error, trace)
+            self._native = None
+
+    def _require(self) -> _MarkingInit:
+        if self._native is None:
+            raise RuntimeError("this zero.Init was not entered")
+        return self._native
+
+
+class _MarkingInit(NativeInit):
+    """Gives what was born sharded DeepSpeed's attributes."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        modules = list(self._modules)
+        super().__exit__(kind, error, trace)
+        found = {parameter: None for module in modules for parameter in module.parameters(recurse=False)}
+        mark(parameter for parameter in found if born_shard(parameter) is not None)
+
+    def adopt(self, module: nn.Module) -> None:
+        """Shards a module that was built before."""
+        self._on_module(module, "", module)
+
+
+def _settings(given: Mapping[str, Any] | str | Path | None, remote_device: str | None) -> ZeroConfig:
+    values = _read(given)
+    zero = dict(values.get("zero_optimization") or {}) if given is not None else {"stage": 3}
+    kept: dict[str, Any] = {"zero_optimization": {key: zero[key] for key in _KEYS if key in zero}}
+    if remote_device in ("cpu", "nvme"):
+        kept["zero_optimization"].setdefault("offload_param", {"device": remote_device})
+    if "aio" in values:
+        kept["aio"] = values["aio"]
+    return load_deepspeed_config({**kept, "gradient_clipping": 0}).config
+
+
+def _read(given: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
+    if given is None:
+        return {}
+    if isinstance(given, str | Path):
+        found = json.loads(Path(given).read_text())
+        return found if isinstance(found, dict) else {}
+    if not isinstance(given, Mapping):
+        # DeepSpeed also takes its own parsed configuration.
+        given = getattr(given, "values", None)
+        if not isinstance(given, Mapping):
+            raise TypeError("zero.Init: DeepSpeed's JSON as a mapping, its path or a DeepSpeedConfig wanted")
+    return given
+
+
+def _check_others(others: Mapping[str, Any]) -> None:
+    for name, value in others.items():
+        if name in _MISSING:
+            if value:
+                raise DeepSpeedFeatureError(
+                    f"zero.Init({name}=...): {_MISSING[name]} is not served; leave it out"
+                )
+        elif name not in _WITHOUT_EFFECT:
+            raise TypeError(f"zero.Init has no argument {name!r}")
