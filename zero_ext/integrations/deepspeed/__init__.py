@@ -20,7 +20,7 @@ from zero_ext.integrations.deepspeed.arguments import add_config_arguments
 from zero_ext.integrations.deepspeed.comm import init_distributed
 from zero_ext.integrations.deepspeed.engine import DeepSpeedEngine
 from zero_ext.integrations.deepspeed.initialize import initialize
-from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, refused_names
+from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, names_of
 from zero_ext.integrations.deepspeed.registry import API_VERSION as __version__
 from zero_ext.integrations.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from zero_ext.integrations.deepspeed.utils import OnDevice, log_dist, logger
@@ -49,4 +49,4 @@ __all__ = [
     "zero",
 ]
 
-__getattr__ = refused_names("deepspeed")
+__getattr__ = names_of("deepspeed")

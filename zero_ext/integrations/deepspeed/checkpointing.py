@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, refused_names
+from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, names_of
 
 _SECTION = "activation_checkpointing"
 # The JSON's keys under this function's names, and what cannot be served if it is true.
@@ -76,4 +76,4 @@ def _values(config: Any) -> Mapping[str, Any]:
     return config
 
 
-__getattr__ = refused_names("deepspeed.checkpointing")
+__getattr__ = names_of("deepspeed.checkpointing")

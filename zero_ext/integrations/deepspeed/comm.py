@@ -22,7 +22,7 @@ from torch.distributed import (
     new_group,
 )
 
-from zero_ext.integrations.deepspeed.refused import refused_names
+from zero_ext.integrations.deepspeed.refused import names_of
 from zero_ext.zero.process_group import join_world
 
 __all__ = ["P2POp", "ProcessGroup", "ReduceOp", "get_global_rank", "get_rank", "get_world_size", "new_group"]
@@ -138,4 +138,4 @@ def has_all_gather_into_tensor() -> bool:
 
 has_reduce_scatter_tensor = has_all_gather_into_tensor
 
-__getattr__ = refused_names("deepspeed.comm")
+__getattr__ = names_of("deepspeed.comm")

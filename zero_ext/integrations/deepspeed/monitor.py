@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero_ext.integrations.deepspeed.refused import refused_names
+from zero_ext.integrations.deepspeed.refused import names_of
 
 _Event = tuple[str, Any, int]
 _JOB = "DeepSpeedJobName"
@@ -127,4 +127,4 @@ def _optional(module: str, package: str) -> Any:
         ) from error
 
 
-__getattr__ = refused_names("deepspeed.monitor")
+__getattr__ = names_of("deepspeed.monitor")

@@ -1,8 +1,8 @@
 """``deepspeed.pipe``: refused by name, but for the topology of ranks."""
 
 from zero_ext.integrations.deepspeed import topology
-from zero_ext.integrations.deepspeed.refused import refused_names
+from zero_ext.integrations.deepspeed.refused import names_of
 
 __all__ = ["topology"]
 
-__getattr__ = refused_names("deepspeed.pipe")
+__getattr__ = names_of("deepspeed.pipe")

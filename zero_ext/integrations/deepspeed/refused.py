@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NoReturn
 
-from zero_ext.integrations.deepspeed.registry import Entry, find
+from zero_ext.integrations.deepspeed.registry import MODULES, Entry, find, module_refusal
 
 
 class DeepSpeedFeatureError(RuntimeError):
@@ -43,23 +44,26 @@ class _Base:
 
 
 @cache
-def refused(path: str) -> type:
-    """The stand-in of the refused name ``path``, like "deepspeed.PipelineModule"."""
-    entry = find(path)
-    if entry is None or entry.fate != "refused":
-        raise AssertionError(f"{path} is no refused name")
-    name = path.rpartition(".")[2]
+def stand_in(entry: Entry) -> type:
+    """The stand-in of a refused name or module."""
+    name = entry.path.rpartition(".")[2]
     return _Refused(name, (_Base,), {"entry": entry, "__doc__": refusal(entry), "__module__": __name__})
 
 
-def refused_names(module: str) -> Callable[[str], type]:
-    """A module's ``__getattr__`` that knows the refused names of ``module``, like "deepspeed.ops.adam"."""
+def names_of(module: str) -> Callable[[str], Any]:
+    """The ``__getattr__`` of the module here that has the names of DeepSpeed's ``module``: its submodules,
+    which may lie elsewhere here, and stand-ins for what is refused."""
+    here = MODULES[module]
+    paths = [path for path, local in MODULES.items() if local == here]
 
-    def look_up(name: str) -> type:
-        path = f"{module}.{name}"
-        entry = find(path)
-        if entry is None or entry.fate != "refused":
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return refused(path)
+    def look_up(name: str) -> Any:
+        for path in dict.fromkeys((module, *paths)):
+            inner = f"{path}.{name}"
+            if inner in MODULES:
+                return importlib.import_module(MODULES[inner])
+            entry = find(inner) or module_refusal(inner)
+            if entry is not None and entry.fate == "refused":
+                return stand_in(entry)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return look_up

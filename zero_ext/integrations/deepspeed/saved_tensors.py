@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zero_ext.integrations.deepspeed.refused import refused_names
+from zero_ext.integrations.deepspeed.refused import names_of
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
@@ -20,4 +20,4 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     return item
 
 
-__getattr__ = refused_names("deepspeed.checkpoint.utils")
+__getattr__ = names_of("deepspeed.checkpoint.utils")

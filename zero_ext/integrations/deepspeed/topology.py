@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from zero_ext.integrations.deepspeed.refused import refused_names
+from zero_ext.integrations.deepspeed.refused import names_of
 
 _LEFT_OUT = ("data", "pipe")
 
@@ -120,4 +120,4 @@ class PipeModelDataParallelTopology(ProcessTopology):
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
-__getattr__ = refused_names("deepspeed.pipe.topology")
+__getattr__ = names_of("deepspeed.pipe.topology")

@@ -22,7 +22,9 @@ class Model(nn.Module):
         hidden = self.embed(ids)
         for block in self.blocks:
             hidden = hidden + block(hidden)
-        return nn.functional.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+        return nn.functional.cross_entropy(
+            self.head(hidden)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()
+        )
 
 
 def engine_of(config):

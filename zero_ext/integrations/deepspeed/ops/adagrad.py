@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, refused_names
+from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, names_of
 
 
 class DeepSpeedCPUAdagrad:
@@ -30,4 +30,4 @@ class DeepSpeedCPUAdagrad:
         return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
-__getattr__ = refused_names("deepspeed.ops.adagrad")
+__getattr__ = names_of("deepspeed.ops.adagrad")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, refused_names
+from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, names_of
 
 
 class DeepSpeedCPUAdam:
@@ -78,4 +78,4 @@ def _adam(
     return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
-__getattr__ = refused_names("deepspeed.ops.adam")
+__getattr__ = names_of("deepspeed.ops.adam")

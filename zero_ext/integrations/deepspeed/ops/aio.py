@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import torch
 
 from zero_ext import ops
-from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, refused_names
+from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, names_of
 
 _ALIGNMENT = 4096
 _HANDLES = 2**62
@@ -195,4 +195,4 @@ def aio_write(buffer: torch.Tensor, filename: str, block_size: int, queue_depth:
     return aio_handle(block_size, queue_depth).write(buffer, filename)
 
 
-__getattr__ = refused_names("deepspeed.ops.aio")
+__getattr__ = names_of("deepspeed.ops.aio")

@@ -1,5 +1,5 @@
 """``deepspeed.ops.lamb``: refused by name."""
 
-from zero_ext.integrations.deepspeed.refused import refused_names
+from zero_ext.integrations.deepspeed.refused import names_of
 
-__getattr__ = refused_names("deepspeed.ops.lamb")
+__getattr__ = names_of("deepspeed.ops.lamb")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, refused_names
+from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, names_of
 from zero_ext.optim.lion import Lion
 
 
@@ -42,4 +42,4 @@ class DeepSpeedCPULion:
         return Lion(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
-__getattr__ = refused_names("deepspeed.ops.lion")
+__getattr__ = names_of("deepspeed.ops.lion")

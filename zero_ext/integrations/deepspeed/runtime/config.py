@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from zero_ext.config import ConfigError, ZeroConfig
 from zero_ext.config.deepspeed import load_deepspeed_config
-from zero_ext.integrations.deepspeed.refused import refused_names
+from zero_ext.integrations.deepspeed.refused import names_of
 
 DeepSpeedConfigError = ConfigError
 
@@ -218,4 +218,4 @@ class DeepSpeedConfig:
         return {key: value for key, value in given.items() if key in DeepSpeedZeroConfig._DEFAULTS}
 
 
-__getattr__ = refused_names("deepspeed.runtime.config")
+__getattr__ = names_of("deepspeed.runtime.config")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from zero_ext.integrations.deepspeed.refused import refused_names
+from zero_ext.integrations.deepspeed.refused import names_of
 
 
 class RepeatingLoader:
@@ -29,4 +29,4 @@ class RepeatingLoader:
             raise ValueError("RepeatingLoader: the loader has no batches") from None
 
 
-__getattr__ = refused_names("deepspeed.runtime.dataloader")
+__getattr__ = names_of("deepspeed.runtime.dataloader")

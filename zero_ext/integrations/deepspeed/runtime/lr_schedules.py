@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zero_ext.integrations.deepspeed.refused import refused_names
+from zero_ext.integrations.deepspeed.refused import names_of
 from zero_ext.optim.schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "get_lr_from_config"]
@@ -34,4 +34,4 @@ def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
     return (None, f"{_RATE_OF[str(kind)]} is missing") if rate is None else (float(rate), "")
 
 
-__getattr__ = refused_names("deepspeed.runtime.lr_schedules")
+__getattr__ = names_of("deepspeed.runtime.lr_schedules")

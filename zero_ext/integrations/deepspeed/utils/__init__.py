@@ -1,6 +1,6 @@
 """``deepspeed.utils``: state of single parameters, leaf modules, logging, models on the meta device."""
 
-from zero_ext.integrations.deepspeed.refused import refused_names
+from zero_ext.integrations.deepspeed.refused import names_of
 from zero_ext.integrations.deepspeed.runtime.dataloader import RepeatingLoader
 from zero_ext.integrations.deepspeed.utils import groups
 from zero_ext.integrations.deepspeed.utils.leaf_modules import (
@@ -61,4 +61,4 @@ __all__ = [
     "z3_leaf_module",
 ]
 
-__getattr__ = refused_names("deepspeed.utils")
+__getattr__ = names_of("deepspeed.utils")

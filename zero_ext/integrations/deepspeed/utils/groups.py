@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from zero_ext.integrations.deepspeed.refused import refused_names
+from zero_ext.integrations.deepspeed.refused import names_of
 
 
 def _get_data_parallel_group() -> dist.ProcessGroup | None:
@@ -42,4 +42,4 @@ get_data_parallel_world_size = _get_data_parallel_world_size
 get_data_parallel_rank = _get_data_parallel_rank
 get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size
 
-__getattr__ = refused_names("deepspeed.utils.groups")
+__getattr__ = names_of("deepspeed.utils.groups")

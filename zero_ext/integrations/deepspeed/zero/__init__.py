@@ -1,7 +1,7 @@
 """``deepspeed.zero``: models born sharded, parameters made whole, tiles, memory estimates."""
 
 from zero_ext.integrations.deepspeed.parameters import ZeroParamStatus, ZeroParamType
-from zero_ext.integrations.deepspeed.refused import refused_names
+from zero_ext.integrations.deepspeed.refused import names_of
 from zero_ext.integrations.deepspeed.zero.estimates import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
@@ -39,4 +39,4 @@ __all__ = [
     "zero_wrapper_for_fp_tensor_constructor",
 ]
 
-__getattr__ = refused_names("deepspeed.zero")
+__getattr__ = names_of("deepspeed.zero")
