@@ -1,4 +1,5 @@
-"""An ordinary DeepSpeed training script: ``plain.py CONFIG.json OUT_FOLDER``. It knows nothing of zero_ext."""
+"""An ordinary DeepSpeed training script: ``plain.py CONFIGS.json OUT_FOLDER``. It knows nothing of
+zero_ext."""
 
 import json
 import sys
@@ -48,26 +49,35 @@ def train(engine, steps, first, losses):
         losses.append(total.item() / world)
 
 
-def main():
-    config, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+def run(config, folder):
     losses = []
-    deepspeed.init_distributed(dist_backend="gloo")
     engine = engine_of(config)
     train(engine, 4, 0, losses)
-    engine.save_checkpoint(str(folder / "checkpoint"), client_state={"seen": 4})
+    engine.save_checkpoint(str(folder), client_state={"seen": 4})
     train(engine, 2, 100, losses)
+    norm = engine.get_global_grad_norm()
     resumed = engine_of(config)
-    path, client = resumed.load_checkpoint(str(folder / "checkpoint"))
-    train(resumed, 2, 100, losses)
+    path, client = resumed.load_checkpoint(str(folder))
+    assert path is not None
+    again = []
+    train(resumed, 2, 100, again)
+    return {
+        "losses": losses,
+        "again": again,
+        "norm": float(norm),
+        "lr": resumed.get_lr(),
+        "global_steps": resumed.global_steps,
+        "client": client["seen"],
+        "latest": (folder / "latest").read_text(),
+    }
+
+
+def main():
+    configs, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    deepspeed.init_distributed(dist_backend="gloo")
+    found = {name: run(config, folder / name) for name, config in configs.items()}
+    found["file"] = deepspeed.__file__
     if deepspeed.comm.get_rank() == 0:
-        found = {
-            "losses": losses,
-            "file": deepspeed.__file__,
-            "global_steps": resumed.global_steps,
-            "client": client["seen"],
-            "tag": Path(path).name,
-            "latest": (folder / "checkpoint" / "latest").read_text(),
-        }
         (folder / "found.json").write_text(json.dumps(found))
 
 

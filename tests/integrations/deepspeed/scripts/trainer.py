@@ -1,4 +1,5 @@
-"""An ordinary Hugging Face script: ``trainer.py OUT_FOLDER``. It knows nothing of zero_ext or DeepSpeed.
+"""An ordinary Hugging Face script: ``trainer.py MODEL_FOLDER OUT_FOLDER``. It knows nothing of zero_ext or
+DeepSpeed.
 
 The engine and its JSON come from the environment, as 'accelerate launch' sets it.
 """
@@ -8,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -22,9 +23,8 @@ class Tokens(torch.utils.data.Dataset):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
-def main():
-    out = Path(sys.argv[1])
-    arguments = TrainingArguments(
+def arguments_of(out):
+    return TrainingArguments(
         output_dir=str(out / "run"),
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
@@ -36,36 +36,48 @@ def main():
         max_grad_norm=0.7,
         seed=3,
         ddp_backend="gloo",
+        dataloader_pin_memory=False,
         report_to=[],
         disable_tqdm=True,
-        gradient_checkpointing="--recompute" in sys.argv,
     )
+
+
+def trainer_of(start, out):
+    arguments = arguments_of(out)
     set_seed(3)
-    start = sys.argv[2]
     # Born sharded under ZeRO-3, weights streamed in from files.
     model = LlamaForCausalLM.from_pretrained(start)
-    trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(), eval_dataset=Tokens())
-    resume = "--resume" in sys.argv
-    trainer.train(resume_from_checkpoint=str(out / "run" / "checkpoint-4") if resume else None)
+    return Trainer(model=model, args=arguments, train_dataset=Tokens(), eval_dataset=Tokens())
+
+
+def losses_of(trainer):
+    return [
+        [entry["loss"], entry["grad_norm"]] for entry in trainer.state.log_history if "grad_norm" in entry
+    ]
+
+
+def main():
+    start, out = sys.argv[1], Path(sys.argv[2])
+    trainer = trainer_of(start, out)
+    trainer.train()
     evaluated = trainer.evaluate()
     trainer.save_model(str(out / "saved"))
     probe = Tokens()[0]["input_ids"][None]
-    trainer.model.eval()
+    trainer.model_wrapped.eval()
     with torch.no_grad():
         logits = trainer.model_wrapped(input_ids=probe).logits
     generated = trainer.model.generate(probe, max_new_tokens=4, do_sample=False)
+    found = {
+        "losses": losses_of(trainer),
+        "eval": evaluated["eval_loss"],
+        "logits": logits.tolist(),
+        "generated": generated.tolist(),
+        "engine": type(trainer.model_wrapped).__module__,
+    }
+    resumed = trainer_of(start, out)
+    resumed.train(resume_from_checkpoint=str(out / "run" / "checkpoint-4"))
+    found["resumed"] = losses_of(resumed)
     if trainer.is_world_process_zero():
-        torch.save(logits, out / "logits.pt")
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
-        found = {
-            "losses": losses,
-            "norms": norms,
-            "eval": evaluated["eval_loss"],
-            "generated": generated.tolist(),
-            "engine": type(trainer.model_wrapped).__module__,
-            "config": LlamaConfig.from_pretrained(start).to_dict()["hidden_size"],
-        }
         (out / "found.json").write_text(json.dumps(found))
 
 
