@@ -56,14 +56,14 @@ def test_misuse(world: World) -> None:
         model = built(world.seed)
     with torch.no_grad(), pytest.raises(RuntimeError, match="written to inside"), zero_ext.gathered(model):
         model[0].weight.zero_()
-    with pytest.raises(ValueError, match="modifier_rank: 2 given, a rank from 0 to 1"):
-        with zero_ext.gathered(model, modifier_rank=2):
-            pass
+    wrong_rank = pytest.raises(ValueError, match="modifier_rank: 2 given, a rank from 0 to 1")
+    with wrong_rank, zero_ext.gathered(model, modifier_rank=2):
+        pass
     with pytest.raises(KeyError), zero_ext.gathered(model, modifier_rank=0):
         raise KeyError("own error")
-    with pytest.raises(RuntimeError, match="change its values, not its shape"):
-        with zero_ext.gathered(model[0].bias, modifier_rank=0):
-            model[0].bias.data = torch.zeros(3)
+    reshaped = pytest.raises(RuntimeError, match="change its values, not its shape")
+    with reshaped, zero_ext.gathered(model[0].bias, modifier_rank=0):
+        model[0].bias.data = torch.zeros(3)
     with zero_ext.gathered(model):
         for own, wanted in zip(model.parameters(), built(world.seed).parameters(), strict=True):
             assert torch.equal(own, wanted)

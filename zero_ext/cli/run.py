@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 COMPAT = "--deepspeed-compat"
 _RUNNER = "zero_ext.integrations.deepspeed.run_script"
@@ -12,16 +13,22 @@ def launch(arguments: list[str]) -> None:
     """Starts ranks as torchrun does, with all of its arguments; a collective's worth of processes.
 
     ``--deepspeed-compat`` before the script makes ``import deepspeed`` mean zero_ext in these processes.
-    Raises what torchrun does: ``ChildFailedError`` if a rank fails, ``SystemExit`` for wrong arguments.
+    Raises ``SystemExit`` if a rank fails, after torchrun's report of it, or for wrong arguments.
     """
     from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     parsed = _parser(torchrun.get_args_parser()).parse_args(arguments)
     compat = parsed.deepspeed_compat
     del parsed.deepspeed_compat
     if compat:
         _through_look_alike(parsed)
-    torchrun.run(parsed)
+    try:
+        torchrun.run(parsed)
+    except ChildFailedError as error:
+        # The ranks have printed their own tracebacks; that of the launcher would only bury them.
+        print(error, file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 def _parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -1,0 +1,119 @@
+"""``zero-ext run``: torchrun's arguments handed through, and what --deepspeed-compat changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import run as torchrun
+
+from tests.cli.command import run
+from zero_ext.cli.run import launch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What torchrun would have been told."""
+    found: list[Any] = []
+    monkeypatch.setattr(torchrun, "run", found.append)
+    return found
+
+
+def test_arguments_reach_torchrun_as_they_are(started: list[Any]) -> None:
+    ours = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node=3",
+        "--rdzv-endpoint",
+        "host:1",
+        "train.py",
+        "--lr",
+        "1",
+        "--help",
+    ]
+    run("run", *ours)
+    assert started == [torchrun.parse_args(ours)]
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_the_look_alike_starts_the_script(started: list[Any], place: int) -> None:
+    arguments = ["--nproc-per-node", "2"]
+    arguments.insert(place, "--deepspeed-compat")
+    launch([*arguments, "train.py", "--deepspeed", "c.json", "--deepspeed-compat"])
+    launch(["--deepspeed-compat", "-m", "package.train", "--x"])
+    runner = "zero_ext.integrations.deepspeed.run_script"
+    assert [each.training_script for each in started] == [runner, runner]
+    assert all(each.module for each in started)
+    # What stands behind the script is the script's.
+    given = [each.training_script_args for each in started]
+    assert given == [
+        ["train.py", "--deepspeed", "c.json", "--deepspeed-compat"],
+        ["-m", "package.train", "--x"],
+    ]
+
+
+def test_wrong_use(started: list[Any]) -> None:
+    assert "--deepspeed-compat" in run("run", "--help") and "--nproc" in run("run", "--help")
+    with pytest.raises(SystemExit, match="is for Python scripts"):
+        launch(["--deepspeed-compat", "--no-python", "x"])
+    run("run", status=2)
+    assert started == []
+
+
+def test_a_rank_that_fails_is_told_of_once(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("raise ValueError('own reason')\n")
+    command = [
+        sys.executable,
+        "-m",
+        "zero_ext.cli",
+        "run",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        str(script),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "own reason" in done.stderr and "launch_agent" not in done.stderr
+
+
+PROBE = """
+import importlib.metadata, importlib.util, json, sys
+found = {"spec": importlib.util.find_spec("deepspeed") is not None, "active": "zero_ext" in sys.modules}
+import deepspeed
+found |= {"file": deepspeed.__file__, "version": importlib.metadata.version("deepspeed")}
+found |= {"argv": sys.argv[1:], "name": __name__, "path": sys.path[0]}
+print(json.dumps(found))
+"""
+
+
+def test_only_who_asks_gets_the_look_alike(tmp_path: Path) -> None:
+    """A package of the name lies beside: it is what everybody else imports."""
+    (tmp_path / "site" / "deepspeed").mkdir(parents=True)
+    (tmp_path / "site" / "deepspeed" / "__init__.py").write_text("")
+    (tmp_path / "site" / "deepspeed-0.1.dist-info").mkdir()
+    (tmp_path / "site" / "deepspeed-0.1.dist-info" / "METADATA").write_text("Name: deepspeed\nVersion: 0.1\n")
+    script = tmp_path / "probe.py"
+    script.write_text(PROBE)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}"}
+    found = []
+    for module in ([], ["-m", "zero_ext.integrations.deepspeed.run_script"]):
+        command = [sys.executable, *module, str(script), "--own", "1"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    theirs, ours = found
+    assert theirs["spec"] and not theirs["active"] and theirs["version"] == "0.1"
+    assert theirs["file"] == str(tmp_path / "site" / "deepspeed" / "__init__.py")
+    assert ours["spec"] and ours["active"] and ours["version"] != "0.1"
+    assert ours["file"].endswith("zero_ext/integrations/deepspeed/__init__.py")
+    for each in found:
+        assert each["argv"] == ["--own", "1"] and each["name"] == "__main__" and each["path"] == str(tmp_path)

@@ -1,0 +1,83 @@
+"""``import deepspeed`` under the look-alike: what is found, what is refused, and that a real one is left
+alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+
+
+def answer(program: str) -> dict[str, Any]:
+    """The JSON that ``program`` prints last, in an interpreter of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+PROGRAM = """
+import importlib, importlib.metadata, importlib.util, json, sys
+from zero_ext.integrations.deepspeed import look_alike
+before = "deepspeed" in sys.modules
+look_alike.activate(); look_alike.activate()
+from zero_ext.integrations.deepspeed.registry import MODULES
+same = [importlib.import_module(name) is importlib.import_module(local) for name, local in MODULES.items()]
+specs = [importlib.import_module(name).__spec__.name == local for name, local in MODULES.items()]
+import deepspeed
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed import PipelineModule, moe
+errors = {}
+for line in ("import deepspeed.moe.layer", "from deepspeed.runtime.pipe.module import PipelineModule",
+             "import deepspeed.nothing", "PipelineModule()", "deepspeed.init_inference(None)"):
+    try:
+        exec(line)
+    except Exception as error:
+        errors[line] = f"{type(error).__mro__[-5:-2]} {error}"
+from transformers.integrations.deepspeed import is_deepspeed_available
+from accelerate.utils import is_deepspeed_available as accelerates
+names = [each.metadata["Name"] for each in importlib.metadata.distributions() if each.metadata["Name"]]
+print(json.dumps({"before": before, "same": all(same), "specs": all(specs), "errors": errors,
+    "finders": sum(type(f).__name__ == "LookAlikeFinder" for f in sys.meta_path),
+    "available": [is_deepspeed_available(), accelerates()],
+    "spec": importlib.util.find_spec("deepspeed.zero") is not None,
+    "none": importlib.util.find_spec("deepspeed.nothing") is None,
+    "version": importlib.metadata.version("deepspeed"), "torch": importlib.metadata.version("torch"),
+    "listed": "deepspeed" in names}))
+"""
+
+
+def test_every_module_is_found_under_its_second_name() -> None:
+    found = answer(PROGRAM)
+    assert not found["before"] and found["same"] and found["specs"] and found["finders"] == 1
+    assert found["available"] == [True, True] and found["spec"] and found["none"] and found["listed"]
+    assert found["version"] == "0.19.8" and found["torch"].startswith("2.")
+    errors = found["errors"]
+    assert "ImportError" in errors["import deepspeed.moe.layer"]
+    assert "mixture-of-experts" in errors["import deepspeed.moe.layer"]
+    assert "stage 3" in errors["from deepspeed.runtime.pipe.module import PipelineModule"]
+    assert "No module named 'deepspeed.nothing'" in errors["import deepspeed.nothing"]
+    assert "deepspeed.PipelineModule" in errors["PipelineModule()"]
+    assert "zero_ext.prepare(model, None" in errors["deepspeed.init_inference(None)"]
+
+
+def test_nothing_is_active_unless_asked() -> None:
+    found = answer(
+        "import zero_ext, sys, json\n"
+        "from zero_ext.integrations import deepspeed as ours\n"
+        "import deepspeed as theirs, importlib.metadata as m\n"
+        "try:\n    from zero_ext.integrations.deepspeed.look_alike import activate; activate(); error = ''\n"
+        "except RuntimeError as e: error = str(e)\n"
+        "print(json.dumps({'file': theirs.__file__, 'same': theirs is ours, 'error': error,"
+        "'engine': theirs.DeepSpeedEngine.__module__, 'real': hasattr(theirs, 'PipelineModule')}))"
+    )
+    assert "site-packages/deepspeed/" in found["file"] and not found["same"]
+    assert found["engine"] == "deepspeed.runtime.engine"
+    assert "was imported from" in found["error"] and "zero-ext run --deepspeed-compat" in found["error"]
