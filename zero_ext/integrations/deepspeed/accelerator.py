@@ -162,7 +162,7 @@ class DeepSpeedAccelerator:
         if name not in _MEMORY:
             raise AttributeError(f"the accelerator has no {name!r}; look at docs/deepspeed_api.md")
         if not self._is_cpu:
-            return getattr(self._module, name)  # type: ignore[no-any-return]
+            return getattr(self._module, name)
         return lambda device_index=None: {} if name == "memory_stats" else resident_bytes()
 
     def empty_cache(self) -> None:

@@ -28,7 +28,8 @@ class ProcessTopology:
         self.axes = list(axes)
         self.dims = list(dims)
         self.ProcessCoord = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
-        self._coords = [self.ProcessCoord(*at) for at in product(*(range(length) for length in dims))]
+        places = product(*(range(length) for length in dims))
+        self._coords: list[Any] = [self.ProcessCoord(*at) for at in places]
 
     @property
     def mapping(self) -> dict[Any, int]:

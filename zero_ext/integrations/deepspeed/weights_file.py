@@ -43,7 +43,7 @@ def _write(values: Mapping[str, torch.Tensor], path: Path) -> None:
 def _write_safetensors(storage: Storage, values: Mapping[str, torch.Tensor], path: Path) -> None:
     storage.remove(path)
     # Of tied names, which have one tensor, the first is written.
-    first = {id(tensor): name for name, tensor in reversed(values.items())}
+    first = {id(tensor): name for name, tensor in reversed(list(values.items()))}
     kept = {name: tensor for name, tensor in values.items() if first[id(tensor)] == name}
     # Wider elements first, so that every tensor lies at a multiple of its own element size.
     names = sorted(kept, key=lambda name: -kept[name].dtype.itemsize)

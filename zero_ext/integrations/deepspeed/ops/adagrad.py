@@ -12,7 +12,7 @@ from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, names
 class DeepSpeedCPUAdagrad:
     """``DeepSpeedCPUAdagrad(params, ...)`` makes ``torch.optim.Adagrad``."""
 
-    def __new__(
+    def __new__(  # type: ignore[misc]  # the class is a name for another one
         cls,
         model_params: Any,
         lr: float = 1e-2,

@@ -17,7 +17,7 @@ class DeepSpeedCPUAdam:
     """``DeepSpeedCPUAdam(params, ...)`` makes ``torch.optim.AdamW``, or ``Adam`` with ``adamw_mode``
     False."""
 
-    def __new__(
+    def __new__(  # type: ignore[misc]  # the class is a name for another one
         cls,
         model_params: Any,
         lr: float = 1e-3,
@@ -41,7 +41,7 @@ class DeepSpeedCPUAdam:
 class FusedAdam:
     """``FusedAdam(params, ...)`` makes ``torch.optim.AdamW``, or ``Adam`` with ``adam_w_mode`` False."""
 
-    def __new__(
+    def __new__(  # type: ignore[misc]  # the class is a name for another one
         cls,
         params: Any,
         lr: float = 1e-3,

@@ -88,18 +88,22 @@ class aio_handle:
         """Direct transfers want memory, offset and length in multiples of this; others work too."""
         return _ALIGNMENT
 
-    def read(self, buffer: torch.Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
+    def read(
+        self, buffer: torch.Tensor, filename: str | int, validate: bool = False, file_offset: int = 0
+    ) -> int:
         """Fills ``buffer`` from ``file_offset`` on; 1."""
         return self.pread(buffer, filename, validate, False, file_offset)
 
-    def write(self, buffer: torch.Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
+    def write(
+        self, buffer: torch.Tensor, filename: str | int, validate: bool = False, file_offset: int = 0
+    ) -> int:
         """Writes ``buffer`` at ``file_offset``; 1."""
         return self.pwrite(buffer, filename, validate, False, file_offset)
 
     def pread(
         self,
         buffer: torch.Tensor,
-        filename: str,
+        filename: str | int,
         validate: bool = False,
         async_op: bool = False,
         file_offset: int = 0,
@@ -111,7 +115,7 @@ class aio_handle:
     def pwrite(
         self,
         buffer: torch.Tensor,
-        filename: str,
+        filename: str | int,
         validate: bool = False,
         async_op: bool = False,
         file_offset: int = 0,
@@ -119,19 +123,19 @@ class aio_handle:
         """Writes ``buffer``; with ``async_op`` begins to and returns 0."""
         return self._begin(ops.aio_write_, buffer, filename, file_offset, async_op)
 
-    def sync_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+    def sync_pread(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
         """Fills ``buffer``; 1."""
         return self.pread(buffer, filename, False, False, file_offset)
 
-    def sync_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+    def sync_pwrite(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
         """Writes ``buffer``; 1."""
         return self.pwrite(buffer, filename, False, False, file_offset)
 
-    def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+    def async_pread(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
         """Begins to fill ``buffer``; 0."""
         return self.pread(buffer, filename, False, True, file_offset)
 
-    def async_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+    def async_pwrite(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
         """Begins to write ``buffer``, which must not change before :meth:`wait`; 0."""
         return self.pwrite(buffer, filename, False, True, file_offset)
 
@@ -163,7 +167,7 @@ class aio_handle:
         return tensor.is_pinned()
 
     def _begin(
-        self, transfer: object, buffer: torch.Tensor, filename: str, offset: int, async_op: bool
+        self, transfer: object, buffer: torch.Tensor, filename: str | int, offset: int, async_op: bool
     ) -> int:
         if isinstance(filename, int):
             raise DeepSpeedFeatureError("aio_handle: open files are not served; give the path")
@@ -175,7 +179,7 @@ class aio_handle:
         ops.aio_wait(self._handle, ticket)
         return 1
 
-    def _check_length(self, buffer: torch.Tensor, filename: str, offset: int) -> None:
+    def _check_length(self, buffer: torch.Tensor, filename: str | int, offset: int) -> None:
         if isinstance(filename, int):
             return
         there = Path(filename).stat().st_size - offset
@@ -185,12 +189,14 @@ class aio_handle:
             )
 
 
-def aio_read(buffer: torch.Tensor, filename: str, block_size: int, queue_depth: int, *_: object) -> int:
+def aio_read(buffer: torch.Tensor, filename: str | int, block_size: int, queue_depth: int, *_: object) -> int:
     """Fills ``buffer`` from the beginning of a file; 1."""
     return aio_handle(block_size, queue_depth).read(buffer, filename)
 
 
-def aio_write(buffer: torch.Tensor, filename: str, block_size: int, queue_depth: int, *_: object) -> int:
+def aio_write(
+    buffer: torch.Tensor, filename: str | int, block_size: int, queue_depth: int, *_: object
+) -> int:
     """Writes ``buffer`` to the beginning of a file; 1."""
     return aio_handle(block_size, queue_depth).write(buffer, filename)
 

@@ -11,7 +11,7 @@ from zero_ext.optim.lion import Lion
 class FusedLion:
     """``FusedLion(params, ...)`` makes :class:`zero_ext.Lion`."""
 
-    def __new__(
+    def __new__(  # type: ignore[misc]  # the class is a name for another one
         cls,
         params: Any,
         lr: float = 1e-3,
@@ -26,7 +26,7 @@ class FusedLion:
 class DeepSpeedCPULion:
     """``DeepSpeedCPULion(params, ...)`` makes :class:`zero_ext.Lion`."""
 
-    def __new__(
+    def __new__(  # type: ignore[misc]  # the class is a name for another one
         cls,
         model_params: Any,
         lr: float = 1e-3,

@@ -121,18 +121,17 @@ def _settings(given: Mapping[str, Any] | str | Path | None, remote_device: str |
     return load_deepspeed_config({**kept, "gradient_clipping": 0}).config
 
 
-def _read(given: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
+def _read(given: Any) -> Mapping[str, Any]:
     if given is None:
         return {}
     if isinstance(given, str | Path):
         found = json.loads(Path(given).read_text())
         return found if isinstance(found, dict) else {}
-    if not isinstance(given, Mapping):
-        # DeepSpeed also takes its own parsed configuration.
-        given = getattr(given, "values", None)
-        if not isinstance(given, Mapping):
-            raise TypeError("zero.Init: DeepSpeed's JSON as a mapping, its path or a DeepSpeedConfig wanted")
-    return given
+    # DeepSpeed also takes its own parsed configuration.
+    found = given if isinstance(given, Mapping) else getattr(given, "values", None)
+    if not isinstance(found, Mapping):
+        raise TypeError("zero.Init: DeepSpeed's JSON as a mapping, its path or a DeepSpeedConfig wanted")
+    return found
 
 
 def _check_others(others: Mapping[str, Any]) -> None:
