@@ -27,7 +27,7 @@ class ProcessTopology:
             )
         self.axes = list(axes)
         self.dims = list(dims)
-        self.ProcessCoord = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
         places = product(*(range(length) for length in dims))
         self._coords: list[Any] = [self.ProcessCoord(*at) for at in places]
 
