@@ -12,16 +12,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from zero_ext.checkpoint import CheckpointReport, export_huggingface, inspect_checkpoint
-from zero_ext.cli.console import bytes_of, cleaned_up_when_ended, errors_on_stderr
+from zero_ext.cli.console import cleaned_up_when_ended, errors_on_stderr, terminal
+from zero_ext.cli.plan import plan
+from zero_ext.config.quantities import bytes_of
 
 app = typer.Typer(
     help="Look into zero_ext checkpoints, export them, describe this machine, measure its NVMe devices, "
-    "compile the kernels, simulate steps, start scripts.",
+    "compile the kernels, simulate steps, plan a training, start scripts.",
     no_args_is_help=True,
     add_completion=False,
 )
-
-_PIPE_WIDTH = 170
+app.command()(plan)
 
 Directory = Annotated[Path, typer.Argument(help="A checkpoint, or the directory that holds several.")]
 Step = Annotated[int | None, typer.Option(help="Which step; by default the latest.")]
@@ -82,7 +83,7 @@ def env(
         for name, value in facts.items():
             table.add_row(f"  {escape(name)}", escape(value))
         table.add_section()
-    _terminal().print(table)
+    terminal().print(table)
 
 
 @app.command()
@@ -118,7 +119,7 @@ def bench_nvme(
 
     with errors_on_stderr(), cleaned_up_when_ended():
         grid = chosen_grid(backends, blocks, depths, submitters)
-        measure_and_report(_terminal(), path, bytes_of(size, "--size"), grid, repeats, output)
+        measure_and_report(terminal(), path, bytes_of(size, "--size"), grid, repeats, output)
 
 
 @app.command(name="simulate")
@@ -139,13 +140,13 @@ def simulate_step(
 
     with errors_on_stderr():
         if published:
-            tables.print_published(_terminal())
+            tables.print_published(terminal())
             return
         if config is None:
             found = tables.find_placements(model, machine, ranks, micro_batch, accumulation)
         else:
             found = [tables.simulate_config(model, machine, ranks, config, recompute)]
-    tables.print_placements(_terminal(), found)
+    tables.print_placements(terminal(), found)
     if found[0].shortfalls:
         raise typer.Exit(1)
 
@@ -158,12 +159,6 @@ def run(context: typer.Context) -> None:
     from zero_ext.cli.run import launch
 
     launch(context.args)
-
-
-def _terminal() -> Console:
-    """A console; one that writes to a file or pipe gets lines wide enough for the tables."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_PIPE_WIDTH)
 
 
 def _print_summary(console: Console, report: CheckpointReport) -> None:

@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from zero_ext import ops
-from zero_ext.cli.console import bytes_of, size_text
 from zero_ext.cli.device_sweep import Grid, Sweep, sweep_device
 from zero_ext.cli.fio import fio_installed
 from zero_ext.cli.sweep_report import plot_sweep, sweep_table, write_section
+from zero_ext.config.quantities import bytes_of, size_text
 
 
 def chosen_grid(backends: str, blocks: str, depths: str, submitters: str) -> Grid:

@@ -14,7 +14,6 @@ from statistics import median
 import torch
 
 from zero_ext import ops
-from zero_ext.cli.console import size_text
 from zero_ext.cli.device_pass import (
     PLAIN_BLOCK,
     Cost,
@@ -26,6 +25,7 @@ from zero_ext.cli.device_pass import (
 )
 from zero_ext.cli.fio import FioJob, fio_installed, run_fio
 from zero_ext.config import load_config
+from zero_ext.config.quantities import size_text
 from zero_ext.offload import NvmeStore
 
 _PAGE = 4096

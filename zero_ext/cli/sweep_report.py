@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from zero_ext.cli.console import size_text
 from zero_ext.cli.device_sweep import Contender, Sweep
+from zero_ext.config.quantities import size_text
 
 _COLOURS = {"io_uring": "#4c72b0", "libaio": "#dd8452", "threads": "#55a868"}
 _LINES = ("-", "--", ":", "-.")

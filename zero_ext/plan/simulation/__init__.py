@@ -4,8 +4,9 @@ from .calibrate import calibrated
 from .fastest import fastest_placements, nearest_to_fit
 from .hardware import Hardware
 from .machines import MACHINES, machine_named
+from .module import model_cost
 from .published import PUBLISHED, Comparison, Published, compare_published, scaling
-from .shapes import TRANSFORMERS, ModelCost, Transformer, UnitCost, model_cost, transformer_named
+from .shapes import TRANSFORMERS, ModelCost, Transformer, UnitCost, transformer_named
 from .simulate import Simulation, simulate
 from .training import Training
 

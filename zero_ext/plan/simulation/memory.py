@@ -22,6 +22,11 @@ class Shortfall:
     needed: int
     available: int
 
+    @property
+    def times(self) -> float:
+        """What is needed over what there is."""
+        return self.needed / self.available
+
     def __str__(self) -> str:
         missing = (self.needed - self.available) / 1e9
         where = "a device" if self.tier == "device" else "a node"
@@ -89,7 +94,7 @@ def memory_needs(model: ModelCost, training: Training, hardware: Hardware) -> Me
 
 
 def _add_passing(found: MemoryNeeds, model: ModelCost, training: Training) -> None:
-    largest = max(unit.parameters for unit in model.units)
+    largest = model.largest_unit
     placement, passing = training.placement, 0
     if placement.params:
         least = 2 if placement.params_tier == "nvme" else 1
@@ -103,10 +108,9 @@ def _add_passing(found: MemoryNeeds, model: ModelCost, training: Training) -> No
 def _add_activations(found: MemoryNeeds, model: ModelCost, training: Training) -> None:
     tokens = training.micro_batch * model.sequence
     if training.activations == "kept":
-        found.device["activations"] = round(tokens * sum(unit.activations for unit in model.units))
+        found.device["activations"] = round(tokens * model.activations)
         return
-    outputs = round(tokens * sum(unit.output for unit in model.units))
-    # A block's own while it runs again: as many tiles as make it one.
-    found.device["activations"] = round(tokens * max(unit.activations / unit.share for unit in model.units))
+    outputs = round(tokens * model.outputs)
+    found.device["activations"] = round(tokens * model.widest_block)  # a block's own while it runs again
     tier = found.host if training.activations == "recomputed_host" else found.device
     tier["outputs of blocks"] = outputs

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-import torch
-from torch import nn
-
-from zero_ext.config import ZeroConfig
 from zero_ext.plan.memory import check_count
-from zero_ext.zero.partition import owned_parameters, plan_units
 
 
 @dataclass(frozen=True)
@@ -44,10 +39,30 @@ class ModelCost:
     units: tuple[UnitCost, ...]
     sequence: int
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Elements of all units."""
         return sum(unit.parameters for unit in self.units)
+
+    @cached_property
+    def largest_unit(self) -> int:
+        """Elements of the largest unit."""
+        return max(unit.parameters for unit in self.units)
+
+    @cached_property
+    def activations(self) -> float:
+        """Bytes a token that autograd keeps of all units."""
+        return sum(unit.activations for unit in self.units)
+
+    @cached_property
+    def outputs(self) -> float:
+        """Bytes a token that all units hand on."""
+        return sum(unit.output for unit in self.units)
+
+    @cached_property
+    def widest_block(self) -> float:
+        """Bytes a token that autograd keeps of one block: as many tiles as make it one."""
+        return max(unit.activations / unit.share for unit in self.units)
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,14 @@ class Transformer:
     2021, arXiv 2104.04473, section 5.1). A layer's activations are h(34 + 5as/h) bytes a token (Korthikanti
     et al. 2022, arXiv 2205.05198, equation 2); the second term, the attention matrix, is not kept where
     ``fused_attention``. ``tied``: the output matrix is the embedding.
+
+    Attributes:
+        key_value_heads: heads of keys and values; 0: as many as ``heads``.
+        head_size: width of a head; 0: hidden / heads.
+        vectors: elements of a layer's biases and norms; 0: two norms without bias where ``gated``, else all
+            of both.
+        before: elements of the embedding unit beside the table: positions, token types, norms.
+        after: elements of a dense layer of the head beside the output matrix.
     """
 
     name: str
@@ -72,57 +95,62 @@ class Transformer:
     tied: bool = True
     fused_attention: bool = False
     tiles: int = 1
+    key_value_heads: int = 0
+    head_size: int = 0
+    vectors: int = 0
+    before: int = 0
+    after: int = 0
 
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "heads", "vocabulary", "sequence", "tiles"):
             check_count(name, getattr(self, name), 1)
-        check_count("feed_forward", self.feed_forward, 0)
+        for name in ("feed_forward", "key_value_heads", "head_size", "vectors", "before", "after"):
+            check_count(name, getattr(self, name), 0)
+
+    @property
+    def layer_matrices(self) -> tuple[int, int]:
+        """Elements of a layer's matrices: those of attention, those of its feed-forward part."""
+        heads = self.key_value_heads or self.heads
+        width = self.heads * self.head_size or self.hidden
+        attention = 2 * self.hidden * (width + width * heads // self.heads)
+        return attention, (3 if self.gated else 2) * self.hidden * self._feed_forward
+
+    @property
+    def largest_matrix(self) -> int:
+        """Elements of a layer's largest matrix."""
+        return self.hidden * max(self._feed_forward, self.heads * self.head_size or self.hidden)
+
+    @property
+    def _feed_forward(self) -> int:
+        return self.feed_forward or 4 * self.hidden
 
     def cost(self) -> ModelCost:
         """Embedding, layers (each cut into ``tiles`` units), output matrix."""
         hidden, length = self.hidden, self.sequence
-        matrices = (3 if self.gated else 2) * hidden * (self.feed_forward or 4 * hidden) + 4 * hidden * hidden
-        vectors = 2 * hidden if self.gated else 13 * hidden
+        matrices = sum(self.layer_matrices)
+        width = self.heads * self.head_size or hidden
+        vectors = self.vectors or (2 * hidden if self.gated else 9 * hidden + self._feed_forward)
         kept = 34 * hidden + (0 if self.fused_attention else 5 * self.heads * length)
         table = self.vocabulary * hidden
-        units = [UnitCost("embedding", table, 0.0, output=2 * hidden, recomputes=False)]
-        for number in range(self.layers * self.tiles):
-            layer, tile = divmod(number, self.tiles)
-            units.append(
-                UnitCost(
-                    name=f"layer {layer}" if self.tiles == 1 else f"layer {layer}, tile {tile}",
-                    parameters=-(-(matrices + vectors) // self.tiles),
-                    forward_flops=(2 * matrices + 4 * hidden * length) / self.tiles,
-                    activations=kept / self.tiles,
-                    output=2 * hidden / self.tiles,
-                    share=1 / self.tiles,
-                )
+        layer = [
+            UnitCost(
+                name="layer" if self.tiles == 1 else f"tile {tile} of a layer",
+                parameters=-(-(matrices + vectors) // self.tiles),
+                forward_flops=(2 * matrices + 4 * width * length) / self.tiles,
+                activations=kept / self.tiles,
+                output=2 * hidden / self.tiles,
+                share=1 / self.tiles,
             )
+            for tile in range(self.tiles)
+        ]
+        first = UnitCost("embedding", table + self.before, 0.0, output=2 * hidden, recomputes=False)
+        units = [first, *layer * self.layers]
         # Logits in 16 bits, their softmax in 32.
-        head = (0 if self.tied else table) + hidden
+        head = (0 if self.tied else table) + (1 if self.gated else 2) * hidden + self.after
         logits = 6 * self.vocabulary
-        units.append(UnitCost("output", head, 2.0 * table, activations=logits, recomputes=False))
+        flops = 2.0 * (table + self.after)
+        units.append(UnitCost("output", head, flops, activations=logits, recomputes=False))
         return ModelCost(self.name, tuple(units), length)
-
-
-def model_cost(model: nn.Module, config: ZeroConfig, world_size: int, sequence: int) -> ModelCost:
-    """The units that ``zero_ext.prepare`` makes of ``model``, in the order of registration.
-
-    A token's forward takes 2 FLOPs a parameter of every matrix but embeddings; what attention computes beside
-    its matrices, and activations, are not known and count nothing. The model may lie on the meta device.
-    """
-    check_count("sequence", sequence, 1)
-    settings = config.replace(batch=config.batch.resolve(world_size))
-    owned = owned_parameters(model, settings.precision.dtype)
-    looked_up = {
-        module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-    }
-    units = []
-    for plan in plan_units(model, owned, settings, world_size):
-        parameters: Sequence[torch.Tensor] = [item.parameter for item in plan.members]
-        computed = sum(p.numel() for p in parameters if p.dim() >= 2 and p not in looked_up)
-        units.append(UnitCost(plan.name, sum(p.numel() for p in parameters), 2.0 * computed))
-    return ModelCost(type(model).__name__, tuple(units), sequence)
 
 
 def _gpt(

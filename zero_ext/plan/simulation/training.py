@@ -11,7 +11,7 @@ from zero_ext.plan.memory import BYTES_OF_DTYPE, TrainingState, check_count
 from zero_ext.zero.placement import Placement
 
 Activations = Literal["kept", "recomputed", "recomputed_host"]
-ACTIVATIONS = ("kept", "recomputed", "recomputed_host")
+ACTIVATIONS: tuple[Activations, ...] = ("kept", "recomputed", "recomputed_host")
 STEPS = ("after_backward", "in_backward", "delayed")
 TIERS = ("device", "host", "nvme")
 FIRST_STAGE = {"params": 3, "grads": 2, "optimizer": 1}

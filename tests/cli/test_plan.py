@@ -1,0 +1,104 @@
+"""``zero-ext plan``: tables, JSON, the picture, the written configuration, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import run
+from zero_ext import load_config
+from zero_ext.plan.simulation import MACHINES
+
+ISSUE = ("--gpus", "8", "--gpu-memory", "80GB", "--host-memory", "512GB", "--nvme", "4TB")
+
+
+def test_the_command_of_the_readme(tmp_path: Path) -> None:
+    config, picture = tmp_path / "config.json", tmp_path / "plan.png"
+    text = run(
+        "plan", "llama-7b", *ISSUE, "--batch", "64", "--seq", "4096", "--tokens", "1T",
+        "--write", str(config), "--plot", str(picture),
+    )  # fmt: skip
+    for word in ("6,738,415,616 parameters", "80.0 GB", "512 GB", "4.00 TB", "take stage", "days", "largest"):
+        assert word in text
+    for stage in range(4):
+        assert f"stage {stage}, device" in text
+    found = load_config(config)
+    assert found.batch.train_batch_size == 64
+    assert f"take stage {found.stage}" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 20_000
+
+
+def test_json_adds_up_and_agrees_with_the_configuration(tmp_path: Path) -> None:
+    found = json.loads(run("plan", "13b", *ISSUE, "--gpus", "2", "--tokens", "2B", "--json"))
+    assert found["gpus"] == 2
+    assert len(found["placements"]) == 12
+    for row in found["placements"]:
+        device = sum(row["bytes"]["device"].values())
+        assert row["fits"] == (not row["lacks"])
+        if "device" in row["lacks"]:
+            assert device == 80 * 10**9 + row["lacks"]["device"]
+        assert row["step_seconds"] > 0
+        assert row["total_seconds"] > row["step_seconds"]
+    config = load_config(found["advice"]["config"])
+    row = next(
+        row for row in found["placements"] if found["advice"]["placement"].startswith(f"stage {row['stage']}")
+    )
+    assert config.stage == row["stage"]
+    assert found["why_nothing_fits"] is None
+
+
+def test_nvme_folders_get_into_the_configuration(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    where = ("--machine", "dgx2-v100", "--gpus", "16", "--write", str(config))
+    run("plan", "1t", *where, "--nvme-path", "/mnt/a", "--nvme-path", "/mnt/b")
+    assert load_config(config).offload.nvme_paths == ("/mnt/a", "/mnt/b")
+    assert load_config(config).offload.params == "nvme"
+    run("plan", "1t", *where)
+    assert load_config(config).offload.nvme_paths == ("/nvme",)
+
+
+def test_what_fits_nowhere_ends_with_the_reason_and_writes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    text = run("plan", "175b", "--machine", "dgx2-v100", "--nvme", "0", "--write", str(path), status=1)
+    assert "fits no placement on 8 GPUs" in text
+    assert "GB too few" in text
+    assert "The largest GPT that fits" in text
+    assert not path.exists()
+    found = run("plan", "175b", "--machine", "dgx2-v100", "--nvme", "0", "--json", status=1)
+    assert json.loads(found[: found.rindex("}") + 1])["advice"] is None
+
+
+def test_a_machine_of_a_file_is_planned_for(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(
+        json.dumps({**MACHINES["dgx-a100"].to_mapping(), "name": "cellar", "device_bytes": 10**9})
+    )
+    assert "cellar" in run("plan", "1M", "--machine", str(path), "--gpus", "2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("no-such-model",), "MODEL is 'no-such-model'"),
+        (("7B", "--gpu-memory", "much"), "--gpu-memory is 'much'"),
+        (("7B", "--nvme", "4 parsecs"), "--nvme is"),
+        (("7B", "--link-bandwidth", "0"), "--link-bandwidth is '0'"),
+        (("7B", "--objective", "fame"), "--objective is 'fame', one of memory, speed"),
+        (("7B", "--tokens", "many"), "--tokens is 'many'"),
+        (("7B", "--batch", "7"), "--batch is 7 samples of a step; a multiple of 8 GPUs"),
+        (("7B", "--moments", "fp64"), "moments_dtype: 'fp64'"),
+        (("7B", "--machine", "cray"), "machine: 'cray'"),
+        (("7B", "--machine", "missing.json"), "missing.json"),
+        (("7B", "--gpu-memory", "0"), "device_bytes"),
+    ],
+)
+def test_bad_options_are_refused_by_name(arguments: tuple[str, ...], words: str) -> None:
+    assert words in run("plan", *arguments, status=1)
+
+
+def test_impossible_counts_are_refused_by_the_parser() -> None:
+    for option in ("--gpus", "--batch", "--seq", "--micro-batch"):
+        run("plan", "7B", option, "0", status=2)

@@ -1,0 +1,83 @@
+"""A step's time and traffic from the simulated schedule, for models of any depth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero_ext.plan.models import PlannedModel
+from zero_ext.plan.simulation.hardware import Hardware
+from zero_ext.plan.simulation.resources import READ, TO_DEVICE, TO_HOST, WRITE
+from zero_ext.plan.simulation.simulate import simulate
+from zero_ext.plan.simulation.training import PARAMETER_BYTES, Training
+from zero_ext.plan.wire import bytes_sent, wire_elements
+
+MOST_UNITS = 96  # that are simulated one by one; deeper models are continued from two shallower ones
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """One step of one rank.
+
+    Attributes:
+        seconds: of the step.
+        busiest: the resource that works longest.
+        wire: bytes that it sends.
+        to_device, to_host: bytes that it copies from and to host memory.
+        read, written: bytes from and to NVMe.
+    """
+
+    seconds: float
+    busiest: str
+    wire: int
+    to_device: int
+    to_host: int
+    read: int
+    written: int
+
+
+def estimate_step(model: PlannedModel, training: Training, hardware: Hardware) -> StepEstimate:
+    """Simulates a step of ``model``; one with many layers from two depths, as every further layer adds the
+    same."""
+    seconds, busy = _simulated(model, training, hardware)
+    counted = busy
+    if hardware.nvme_takes_turns:  # bytes read and written are told apart where each has its own rate
+        _, counted = _simulated(model, training, hardware.replace(nvme_takes_turns=False))
+    rates = hardware.for_rank(training.world_size)
+    return StepEstimate(
+        seconds=seconds,
+        busiest=max(busy, key=lambda name: busy[name]),
+        wire=_bytes_sent(model, training),
+        to_device=round(counted.get(TO_DEVICE, 0.0) * rates.to_device),
+        to_host=round(counted.get(TO_HOST, 0.0) * rates.to_host),
+        read=round(counted.get(READ, 0.0) * rates.nvme_read),
+        written=round(counted.get(WRITE, 0.0) * rates.nvme_write),
+    )
+
+
+def _simulated(model: PlannedModel, training: Training, hardware: Hardware) -> tuple[float, dict[str, float]]:
+    """Seconds of a step, and seconds by resource."""
+    shape = model.shape
+    if shape.layers * shape.tiles <= MOST_UNITS:
+        step = simulate(model.whole, training, hardware)
+        return step.seconds, step.busy
+    few = max(1, MOST_UNITS // (3 * shape.tiles))
+    shallow, deep = (simulate(model.cost(layers), training, hardware) for layers in (few, 2 * few))
+
+    def continued(at_few: float, at_twice: float) -> float:
+        return at_few + (at_twice - at_few) * (shape.layers - few) / few
+
+    busy = {name: continued(shallow.busy.get(name, 0.0), time) for name, time in deep.busy.items()}
+    return continued(shallow.seconds, deep.seconds), busy
+
+
+def _bytes_sent(model: PlannedModel, training: Training) -> int:
+    """By one rank in a step; gradients that added up before they are reduced are wider."""
+    ranks, sent = training.world_size, 0
+    kinds = wire_elements(
+        training.stage, ranks, model.parameters, accumulation_steps=training.accumulation_steps
+    )
+    for kind, elements in kinds.items():
+        summed = not training.placement.grads and kind in ("reduce_scatter", "gather_gradients")
+        width = training.gradient_bytes if summed else PARAMETER_BYTES
+        sent += bytes_sent({kind: elements}, ranks, width)[kind]
+    return sent

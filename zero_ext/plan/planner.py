@@ -1,0 +1,67 @@
+"""A plan: every placement of a model on a cluster, which of them fits, and which to take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero_ext.plan.advice import Advice, Objective, advise
+from zero_ext.plan.candidates import CANDIDATES
+from zero_ext.plan.models import PlannedModel
+from zero_ext.plan.row import Batch, PlanRow, plan_row
+from zero_ext.plan.simulation.hardware import Hardware
+from zero_ext.plan.simulation.training import Training
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What :func:`make_plan` found.
+
+    Attributes:
+        rows: every placement, those that do not fit as well.
+        advice: the one to take and why; None if none fits.
+        tokens: that the whole training sees; None if that was not said.
+    """
+
+    model: PlannedModel
+    hardware: Hardware
+    gpus: int
+    batch: Batch
+    objective: Objective
+    rows: tuple[PlanRow, ...]
+    advice: Advice | None
+    tokens: int | None = None
+
+    @property
+    def hosts(self) -> int:
+        """Hosts that the GPUs lie in."""
+        return -(-self.gpus // self.hardware.ranks_per_node)
+
+    def total_seconds(self, row: PlanRow) -> float | None:
+        """Of the whole training: steps, the last one whole, times seconds of a step."""
+        if self.tokens is None:
+            return None
+        return -(-self.tokens // (row.samples * row.sequence)) * row.step.seconds
+
+    @property
+    def nearest(self) -> PlanRow:
+        """The placement that asks least too much."""
+        return min(self.rows, key=lambda row: row.excess)
+
+
+def make_plan(
+    model: PlannedModel,
+    hardware: Hardware,
+    gpus: int,
+    batch: Batch,
+    objective: Objective = "speed",
+    *,
+    moments_dtype: str = "fp32",
+    tokens: int | None = None,
+) -> Plan:
+    """Plans mixed-precision training of ``model`` with Adam on ``gpus`` GPUs of machines ``hardware``.
+
+    ``tokens`` are those of the whole training. Raises ValueError for figures that cannot be.
+    """
+    base = Training(gpus, moments_dtype=moments_dtype)
+    rows = tuple(plan_row(model, candidate, base, hardware, batch) for candidate in CANDIDATES)
+    return Plan(model, hardware, gpus, batch, objective, rows, advise(rows, objective), tokens)

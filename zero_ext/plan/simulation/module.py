@@ -1,0 +1,33 @@
+"""A real module by its units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from zero_ext.config import ZeroConfig
+from zero_ext.plan.memory import check_count
+from zero_ext.plan.simulation.shapes import ModelCost, UnitCost
+from zero_ext.zero.partition import owned_parameters, plan_units
+
+
+def model_cost(model: nn.Module, config: ZeroConfig, world_size: int, sequence: int) -> ModelCost:
+    """The units that ``zero_ext.prepare`` makes of ``model``, in the order of registration.
+
+    A token's forward takes 2 FLOPs a parameter of every matrix but embeddings; what attention computes beside
+    its matrices, and activations, are not known and count nothing. The model may lie on the meta device.
+    """
+    check_count("sequence", sequence, 1)
+    settings = config.replace(batch=config.batch.resolve(world_size))
+    owned = owned_parameters(model, settings.precision.dtype)
+    looked_up = {
+        module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    }
+    units = []
+    for plan in plan_units(model, owned, settings, world_size):
+        parameters: Sequence[torch.Tensor] = [item.parameter for item in plan.members]
+        computed = sum(p.numel() for p in parameters if p.dim() >= 2 and p not in looked_up)
+        units.append(UnitCost(plan.name, sum(p.numel() for p in parameters), 2.0 * computed))
+    return ModelCost(type(model).__name__, tuple(units), sequence)
