@@ -68,7 +68,7 @@ def shape_of_count(parameters: int) -> Transformer:
     layers = max(_FEWEST_LAYERS, round(like.layers * min(1.0, ratio ** (1 / 3))))
     hidden = math.sqrt(parameters / (12 * layers))
     heads = max(1, round(hidden / _HIDDEN_OF_A_HEAD))
-    wide = heads * (_HIDDEN_OF_A_HEAD if heads >= _MANY_HEADS else max(1, round(hidden)))
+    wide = heads * (_HIDDEN_OF_A_HEAD if heads >= _MANY_HEADS else max(1, round(hidden / heads)))
     vocabulary = min(like.vocabulary, max(1, parameters // (10 * wide)))
     return replace(
         like, name="", hidden=wide, layers=layers, heads=heads, vocabulary=vocabulary, sequence=2048, tiles=1

@@ -68,8 +68,10 @@ class MemoryNeeds:
 def memory_needs(model: ModelCost, training: Training, hardware: Hardware) -> MemoryNeeds:
     """Model state by :func:`model_state_bytes`, activations, and units that are present for a while.
 
-    Passing through: the largest unit, what is gathered ahead of it, and the gradients that are whole while
-    reductions are under way. The allocator's own losses and the libraries are not counted.
+    Passing through: the largest unit, what is gathered ahead of it, the gradients that are whole while
+    reductions are under way, what these receive and send on. In host memory the ring and, where a step finds
+    gradients or parameters in another tier, room for a part of them. The allocator's own losses and the
+    libraries are not counted.
     """
     placement, ranks = training.placement, min(training.world_size, hardware.ranks_per_node)
     state = TrainingState(
@@ -86,23 +88,49 @@ def memory_needs(model: ModelCost, training: Training, hardware: Hardware) -> Me
     }
     for kind, tier in tier_of.items():
         getattr(found, tier)[kind] = 0 if kind == "grads" and used_up else getattr(kept, kind)
-    if "nvme" in tier_of.values():
-        found.host["staging"] = RING_BYTES
+    staging = RING_BYTES if tier_of["optimizer"] == "nvme" else 0
+    if tier_of["optimizer"] == "host":
+        part = min(_largest_units(model, training)[0] // training.world_size, RING_BYTES // 8)
+        staging += part * training.gradient_bytes if tier_of["grads"] == "device" else 0
+        staging += part * PARAMETER_BYTES if tier_of["params"] == "device" else 0
+    if staging:
+        found.host["staging"] = staging
     _add_passing(found, model, training)
     _add_activations(found, model, training)
     return found
 
 
 def _add_passing(found: MemoryNeeds, model: ModelCost, training: Training) -> None:
-    largest = model.largest_unit
-    placement, passing = training.placement, 0
+    """What ``plan_staging`` sets aside of the pool, by the sizes of the two largest kinds of units."""
+    placement, ranks, passing = training.placement, training.world_size, 0.0
+    largest, next_one = _largest_units(model, training)
     if placement.params:
         least = 2 if placement.params_tier == "nvme" else 1
-        ahead = max(least * largest, min(training.prefetch_elements, model.parameters - largest))
-        passing += (largest + min(ahead, model.parameters - largest)) * PARAMETER_BYTES
+        ahead = max(least * next_one, min(training.prefetch_elements, model.parameters - largest))
+        passing += min(largest + ahead, model.parameters) * PARAMETER_BYTES
     if placement.grads:
-        passing += min((1 + REDUCTIONS_IN_FLIGHT) * largest, model.parameters) * PARAMETER_BYTES
-    found.device["passing through"] = passing
+        whole = min(largest + REDUCTIONS_IN_FLIGHT * next_one, model.parameters)
+        passing += whole * PARAMETER_BYTES
+    if ranks > 1:
+        # Where parameters stay, buckets end together: what comes from other ranks is there for one more.
+        under_way = REDUCTIONS_IN_FLIGHT - (1 if placement.params else 0)
+        received = min(largest + under_way * next_one, model.parameters)
+        width = PARAMETER_BYTES if placement.grads else training.gradient_bytes
+        passing += received * width * (ranks - 1) / ranks
+        if placement.grads and placement.grads_tier != "device":
+            passing += received / ranks * training.gradient_bytes  # on its way to its tier
+    found.device["passing through"] = round(passing)
+
+
+def _largest_units(model: ModelCost, training: Training) -> tuple[int, int]:
+    """Elements of the largest unit and of the largest kind that there are several of. In stages below 3 units
+    are buckets, which end with the tensor that fills them; a third of a layer is its largest one."""
+    largest, several = model.largest_unit, model.commonest_unit
+    if not training.placement.params:
+        layer, tensor = several, several // 3
+        several = tensor if tensor > training.bucket_elements else training.bucket_elements + tensor
+        largest = max(largest if largest > layer else 0, several)
+    return min(largest, model.parameters), min(several, model.parameters)
 
 
 def _add_activations(found: MemoryNeeds, model: ModelCost, training: Training) -> None:

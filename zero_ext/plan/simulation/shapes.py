@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,6 +49,12 @@ class ModelCost:
     def largest_unit(self) -> int:
         """Elements of the largest unit."""
         return max(unit.parameters for unit in self.units)
+
+    @cached_property
+    def commonest_unit(self) -> int:
+        """Elements of the size that most units have; of several such the largest."""
+        counts = Counter(unit.parameters for unit in self.units)
+        return max(counts, key=lambda size: (counts[size], size))
 
     @cached_property
     def activations(self) -> float:

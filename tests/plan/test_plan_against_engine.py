@@ -1,0 +1,149 @@
+"""Plans against what the engine holds: a real small run by its ledger, larger models by their staging."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from zero_ext.plan import model_staging
+from zero_ext.plan.models import PlannedModel
+from zero_ext.plan.simulation import MACHINES, Training, Transformer
+from zero_ext.plan.simulation.memory import MemoryNeeds, memory_needs
+from zero_ext.zero import engine_of
+from zero_ext.zero.ledger import ledger_by_tier
+
+WITHIN = 0.03
+STATE = ("params", "grads", "optimizer")
+PLACEMENTS: tuple[tuple[int, dict[str, str]], ...] = (
+    (1, {}),
+    (1, {"optimizer": "host"}),
+    (2, {}),
+    (2, {"grads": "host", "optimizer": "host"}),
+    (2, {"grads": "host", "optimizer": "nvme"}),
+    (3, {}),
+    (3, {"grads": "host", "optimizer": "host"}),
+    (3, {"params": "host", "grads": "host", "optimizer": "host"}),
+    (3, {"params": "host", "grads": "host", "optimizer": "nvme"}),
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """As text: it goes to other processes."""
+    return str(tmp_path)
+
+
+class Block(nn.Module):
+    """Attention without its softmax: the sizes matter here, not what is computed."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.first_norm, self.second_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.attend, self.project = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.attend(self.first_norm(x)).chunk(3, dim=-1)
+        x = x + self.project(query * key.tanh() + value)
+        return x + self.down(self.up(self.second_norm(x)).relu())
+
+
+class Decoder(nn.Module):
+    """GPT-2's parameters, with an output matrix of its own."""
+
+    def __init__(self, shape: Transformer) -> None:
+        super().__init__()
+        self.table = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.places = nn.Embedding(shape.sequence, shape.hidden)
+        self.blocks = nn.ModuleList(Block(shape.hidden) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.hidden)
+        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def planned(hidden: int, layers: int, vocabulary: int, sequence: int) -> PlannedModel:
+    shape = Transformer(
+        "small", hidden, layers, 4, vocabulary, sequence, before=sequence * hidden, tied=False
+    )
+    return PlannedModel.of_shape(shape, "")
+
+
+def configuration(stage: int, tiers: dict[str, str], micro_batches: int, folder: str) -> dict[str, Any]:
+    return {
+        "stage": stage,
+        "precision": {"dtype": "bf16"},
+        "batch": {"gradient_accumulation_steps": micro_batches},
+        "units": {"prefetch_elements": 40_000, "bucket_elements": 60_000},
+        "offload": {**tiers, **({"nvme_paths": [folder]} if "nvme" in tiers.values() else {})},
+    }
+
+
+def of_rank(needs: MemoryNeeds, tier: str) -> dict[str, int]:
+    """Bytes of a rank by the ledger's kinds, without activations."""
+    parts = dict(getattr(needs, tier))
+    held = {kind: parts.get(kind, 0) for kind in STATE}
+    held["staging"] = parts.get("passing through", 0) + parts.get("staging", 0)
+    return held
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(("stage", "tiers"), PLACEMENTS)
+def test_a_real_run_holds_what_was_planned(
+    world: World, stage: int, tiers: dict[str, str], micro_batches: int, folder: str
+) -> None:
+    found = planned(64, 6, 700, 32)
+    config = configuration(stage, tiers, micro_batches, folder)
+    torch.manual_seed(0)
+    model = Decoder(found.shape)
+    assert sum(parameter.numel() for parameter in model.parameters()) == found.parameters
+    model, optimizer = zero_ext.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), config, process_group=world.group
+    )
+    for _ in range(2):
+        for _ in range(micro_batches):
+            model(torch.randint(700, (2, 32))).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    held = ledger_by_tier(engine_of(model))
+    training = Training.of_config(config, world.size)
+    needs = memory_needs(found.whole, training, MACHINES["dgx-a100"])
+    measured = expected = 0
+    for tier, kinds in held.items():
+        wanted = of_rank(needs, tier)
+        for kind in STATE:
+            assert wanted[kind] == pytest.approx(kinds[kind], rel=WITHIN), (tier, kind)
+        measured += sum(kinds[kind] for kind in STATE)
+        expected += sum(wanted[kind] for kind in STATE)
+    assert expected == pytest.approx(measured, rel=WITHIN)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+@pytest.mark.parametrize(("stage", "tiers"), PLACEMENTS)
+def test_state_and_buffers_of_a_larger_model(
+    stage: int, tiers: dict[str, str], ranks: int, folder: str
+) -> None:
+    """350 million parameters: the engine's own staging plan beside the planner's buffers."""
+    found = planned(1024, 24, 50_000, 1024)
+    config = {**configuration(stage, tiers, 1, folder), "units": {}}
+    with torch.device("meta"):
+        model = Decoder(found.shape)
+    staging = model_staging(model, torch.optim.AdamW(model.parameters()), config, ranks)
+    needs = memory_needs(found.whole, Training.of_config(config, ranks), MACHINES["dgx-a100"])
+    state = sum(of_rank(needs, tier)[kind] for tier in ("device", "host", "nvme") for kind in STATE)
+    buffers = {tier: of_rank(needs, tier)["staging"] for tier in ("device", "host")}
+    assert buffers["device"] == pytest.approx(staging.device, rel=0.12)
+    assert buffers["host"] == pytest.approx(staging.host, rel=0.12)
+    assert state + sum(buffers.values()) == pytest.approx(state + staging.total, rel=WITHIN)
