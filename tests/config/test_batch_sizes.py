@@ -74,3 +74,9 @@ def test_a_default_accumulation_is_not_a_said_one() -> None:
 def test_world_size_is_checked(ranks: object) -> None:
     with pytest.raises(ConfigError, match="world_size"):
         BatchPolicy(train_batch_size=16).resolve(ranks)  # type: ignore[arg-type]
+
+
+def test_what_was_not_said_can_be_left_out_of_a_dump() -> None:
+    said = BatchPolicy.from_mapping({"micro_batch_size": 4})
+    assert said.model_dump(exclude_unset=True) == {"micro_batch_size": 4}
+    assert said.resolve(2).model_dump(exclude_unset=True)["gradient_accumulation_steps"] == 1

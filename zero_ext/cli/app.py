@@ -14,15 +14,17 @@ from rich.table import Table
 from zero_ext.checkpoint import CheckpointReport, export_huggingface, inspect_checkpoint
 from zero_ext.cli.console import cleaned_up_when_ended, errors_on_stderr, terminal
 from zero_ext.cli.plan import plan
+from zero_ext.cli.tune import tune
 from zero_ext.config.quantities import bytes_of
 
 app = typer.Typer(
     help="Look into zero_ext checkpoints, export them, describe this machine, measure its NVMe devices, "
-    "compile the kernels, simulate steps, plan a training, start scripts.",
+    "compile the kernels, simulate steps, plan a training, tune its configuration, start scripts.",
     no_args_is_help=True,
     add_completion=False,
 )
 app.command()(plan)
+app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(tune)
 
 Directory = Annotated[Path, typer.Argument(help="A checkpoint, or the directory that holds several.")]
 Step = Annotated[int | None, typer.Option(help="Which step; by default the latest.")]

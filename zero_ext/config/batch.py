@@ -32,7 +32,7 @@ class BatchPolicy(Policy):
     def _leave_out_what_was_not_said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = handler(self)
         if self._said_steps() is None:
-            del values["gradient_accumulation_steps"]
+            values.pop("gradient_accumulation_steps", None)
         return values
 
     def resolve(self, world_size: int) -> BatchPolicy:

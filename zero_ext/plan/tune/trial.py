@@ -1,0 +1,97 @@
+"""What a training script says to `zero-ext tune`: two lines, which do nothing in an ordinary run."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from zero_ext.config import ZeroConfig, load_config
+
+CONFIG = "ZERO_EXT_TRIAL_CONFIG"
+STEPS = "ZERO_EXT_TRIAL_STEPS"
+RESULT = "ZERO_EXT_TRIAL_RESULT"
+WARM_UP_STEPS = 2
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The configuration to train with, and the steps that are measured.
+
+    Outside `zero-ext tune` it is the script's own configuration and measures nothing.
+
+    Attributes:
+        config: of the trial, else what the script gave.
+        measured_steps: that are timed, after two that are not; 0 outside a trial.
+        result: where rank 0 writes what it measured.
+    """
+
+    config: ZeroConfig
+    measured_steps: int = 0
+    result: Path | None = None
+
+    @classmethod
+    def current(cls, config: ZeroConfig | Mapping[str, Any] | str | Path | None = None) -> Trial:
+        """The trial that this process is, by its environment; else one with ``config``, which
+        :func:`load_config` takes.
+
+        Raises ConfigError (a ValueError) for a configuration that cannot be used, ValueError for a number of
+        steps that is none.
+        """
+        path, steps = os.environ.get(CONFIG), os.environ.get(STEPS, "")
+        if path is None:
+            return cls(load_config(config))
+        if not steps.isdecimal() or int(steps) < 1:
+            raise ValueError(f"{STEPS}: {steps!r} given, a whole number of at least 1 wanted")
+        result = os.environ.get(RESULT)
+        return cls(load_config(path), int(steps), Path(result) if result else None)
+
+    def steps(self, batches: Iterable[Item], samples: int | None = None) -> Iterator[Item]:
+        """``batches``, one a micro-batch; in a trial as many as it takes, timed, and no more.
+
+        ``samples`` are those of one of them on one rank, by default the configuration's micro-batch size.
+        Raises RuntimeError if they end before the trial does.
+        """
+        if not self.measured_steps:
+            yield from batches
+            return
+        of_step = self.config.batch.gradient_accumulation_steps
+        warm_up, wanted = WARM_UP_STEPS * of_step, self.measured_steps * of_step
+        begin, count = 0.0, 0
+        for item in batches:
+            if count == warm_up:
+                begin = _now()
+            if count == warm_up + wanted:
+                break
+            count += 1
+            yield item
+        if count < warm_up + wanted:
+            raise RuntimeError(
+                f"a trial takes {warm_up + wanted} micro-batches, but the script's ended after {count}; let "
+                "its loader give more, or lower --steps"
+            )
+        self._write(wanted * (samples or self.config.batch.micro_batch_size or 1), _now() - begin)
+
+    def _write(self, samples: int, seconds: float) -> None:
+        if self.result is None or os.environ.get("RANK", "0") != "0":
+            return
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        found = {"samples_per_second": samples * ranks / seconds, "seconds": seconds}
+        part = self.result.with_suffix(".part")
+        part.write_text(json.dumps(found), encoding="utf-8")
+        part.rename(self.result)
+
+
+def _now() -> float:
+    """The time at which the accelerator, if there is one, has done what it was given."""
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
