@@ -71,14 +71,44 @@ def export(
 @app.command()
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    measure: Annotated[
+        Path | None,
+        typer.Option(help="Measure rates too, half a minute, into this JSON for `plan --machine`."),
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="With --measure; by default the devices.")] = None,
+    nvme_path: Annotated[Path | None, typer.Option(help="With --measure: a folder on NVMe.")] = None,
 ) -> None:
-    """Describe this machine and installation, for bug reports and for tuning."""
+    """Describe this machine and installation, for bug reports and for tuning; measure it for planning."""
     from zero_ext.cli.environment import describe_environment
 
+    if measure is not None:
+        _measure(measure, ranks, nvme_path, as_json)
+        return
     sections = describe_environment(Path.cwd())
     if as_json:
         print(json.dumps(sections, indent=2))
         return
+    _print_sections(sections)
+
+
+def _measure(path: Path, ranks: int | None, nvme_path: Path | None, as_json: bool) -> None:
+    from zero_ext.cli import measure
+
+    console = Console(stderr=True)
+    with errors_on_stderr(), cleaned_up_when_ended():
+        if path.suffix != ".json" or not path.absolute().parent.is_dir():
+            raise ValueError(f"--measure is '{path}'; a file ending in .json in an existing folder is wanted")
+        machine = measure.measure_machine(
+            path.stem, ranks, nvme_path, tick=lambda what: console.print(f"[dim]{escape(what)}")
+        )
+        measure.write_machine(machine, path)
+    if as_json:
+        print(json.dumps(machine.to_mapping(), indent=2))
+        return
+    _print_sections({str(path): measure.figures(machine)})
+
+
+def _print_sections(sections: dict[str, dict[str, str]]) -> None:
     table = Table("", "", show_header=False)
     for title, facts in sections.items():
         table.add_row(f"[bold]{escape(title)}", "")
