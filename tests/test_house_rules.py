@@ -121,13 +121,13 @@ def test_every_op_has_a_fake_kernel_and_an_opcheck() -> None:
     assert ops <= checked, "every op needs a sample in tests/ops/test_opcheck.py, or an opcheck of its own"
 
 
-def least_of(code: str) -> float:
-    """Least of three runs of `code` in a fresh interpreter that prints a number."""
-    runs = [
+def least_of(code: str, runs: int = 3) -> float:
+    """Least of some runs of `code` in a fresh interpreter that prints a number."""
+    done = [
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-        for _ in range(3)
+        for _ in range(runs)
     ]
-    return min(float(run.stdout) for run in runs)
+    return min(float(run.stdout) for run in done)
 
 
 def test_import_is_quick_compiles_nothing_and_starts_no_cuda() -> None:
@@ -140,12 +140,38 @@ def test_import_is_quick_compiles_nothing_and_starts_no_cuda() -> None:
         "torch.version.cuda = '13.0'\n"
         "middle = time.process_time()\n"
         "import zero_ext\n"
+        "zero_ext.prepare, zero_ext.initialize, zero_ext.save_checkpoint\n"
         "part = (time.process_time() - middle) / (middle - start)\n"
         "if torch.cuda.is_initialized(): raise SystemExit('importing zero_ext started CUDA')\n"
         "if 'zero_ext.ops.build' in sys.modules: raise SystemExit('importing zero_ext may have compiled')\n"
         "print(part)\n"
     )
     assert least_of(code) < 0.5
+
+
+def test_the_command_line_plans_without_torch() -> None:
+    """A plan is there in a moment: torch alone takes longer to import than all else takes together."""
+    code = (
+        "import sys\n"
+        "from zero_ext.cli.plan import PlanOptions, plan_of\n"
+        "import zero_ext.cli, zero_ext.cli.plan_report, zero_ext.plan.nearest, zero_ext.plan.tune\n"
+        "if plan_of(PlanOptions('1t', gpus=16)).rows == (): raise SystemExit('no plan')\n"
+        "if 'torch' in sys.modules: raise SystemExit('planning imported torch')\n"
+        "print(0)\n"
+    )
+    assert least_of(code, 1) == 0
+
+
+def test_public_names_are_there_when_they_are_asked_for() -> None:
+    code = (
+        "import zero_ext, zero_ext.plan, zero_ext.plan.simulation\n"
+        "for module in (zero_ext, zero_ext.plan, zero_ext.plan.simulation):\n"
+        "    for name in module.__all__: getattr(module, name)\n"
+        "    if hasattr(module, 'no_such_name'): raise SystemExit('found')\n"
+        "zero_ext.zero.engine_of, zero_ext.ops.adam_step_, zero_ext.checkpoint.CheckpointError\n"
+        "print(0)\n"
+    )
+    assert least_of(code, 1) == 0
 
 
 def test_no_assert_no_pickle_and_no_unfinished_work_in_the_library() -> None:

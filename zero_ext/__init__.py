@@ -1,21 +1,26 @@
 """ZeRO for an ordinary PyTorch training loop: sharded parameters, gradients and optimizer state."""
 
-from zero_ext.checkpoint.model import load_checkpoint, save_checkpoint
-from zero_ext.checkpoint.safetensors_load import load_safetensors
+from typing import TYPE_CHECKING
+
 from zero_ext.config import ConfigError, ZeroConfig, load_config
-from zero_ext.integrations import initialize
-from zero_ext.optim.lion import Lion
-from zero_ext.zero.gathered import (
-    double_backward,
-    full_gradient,
-    full_state_dict,
-    gathered,
-    load_full_state_dict,
-)
-from zero_ext.zero.init import Init
-from zero_ext.zero.module import ZeroModule
-from zero_ext.zero.prepare import prepare
-from zero_ext.zero.tiling import TiledEmbedding, TiledLinear
+from zero_ext.config.lazy import lazily
+
+if TYPE_CHECKING:
+    from zero_ext.checkpoint.model import load_checkpoint, save_checkpoint
+    from zero_ext.checkpoint.safetensors_load import load_safetensors
+    from zero_ext.integrations.initialize import initialize
+    from zero_ext.optim.lion import Lion
+    from zero_ext.zero.gathered import (
+        double_backward,
+        full_gradient,
+        full_state_dict,
+        gathered,
+        load_full_state_dict,
+    )
+    from zero_ext.zero.init import Init
+    from zero_ext.zero.module import ZeroModule
+    from zero_ext.zero.prepare import prepare
+    from zero_ext.zero.tiling import TiledEmbedding, TiledLinear
 
 __all__ = [
     "ConfigError",
@@ -37,3 +42,40 @@ __all__ = [
     "prepare",
     "save_checkpoint",
 ]
+
+_PACKAGES = (
+    "checkpoint",
+    "cli",
+    "comm",
+    "data",
+    "gpu_check",
+    "integrations",
+    "monitor",
+    "offload",
+    "ops",
+    "optim",
+    "plan",
+    "zero",
+)
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "Init": "zero_ext.zero.init",
+        "Lion": "zero_ext.optim.lion",
+        "TiledEmbedding": "zero_ext.zero.tiling",
+        "TiledLinear": "zero_ext.zero.tiling",
+        "ZeroModule": "zero_ext.zero.module",
+        "double_backward": "zero_ext.zero.gathered",
+        "full_gradient": "zero_ext.zero.gathered",
+        "full_state_dict": "zero_ext.zero.gathered",
+        "gathered": "zero_ext.zero.gathered",
+        "initialize": "zero_ext.integrations",
+        "load_checkpoint": "zero_ext.checkpoint.model",
+        "load_full_state_dict": "zero_ext.zero.gathered",
+        "load_safetensors": "zero_ext.checkpoint.safetensors_load",
+        "prepare": "zero_ext.zero.prepare",
+        "save_checkpoint": "zero_ext.checkpoint.model",
+    }
+    | dict.fromkeys(_PACKAGES, ""),
+)

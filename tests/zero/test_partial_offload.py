@@ -18,8 +18,8 @@ from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.test_tiers import OPTIMIZERS, PLANS, RING, round_up, train
 from tests.zero.training import Plan, adamw, check_equal
+from zero_ext.config.placement import within
 from zero_ext.zero import Engine
-from zero_ext.zero.placement import within
 
 
 def best(sizes: list[int], ratio: float) -> int:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zero_ext.checkpoint import CheckpointReport, export_huggingface, inspect_checkpoint
 from zero_ext.cli.console import cleaned_up_when_ended, errors_on_stderr, terminal
 from zero_ext.cli.plan import plan
 from zero_ext.cli.tune import tune
 from zero_ext.config.quantities import bytes_of
+
+if TYPE_CHECKING:
+    from zero_ext.checkpoint import CheckpointReport
 
 app = typer.Typer(
     help="Look into zero_ext checkpoints, export them, describe this machine, measure its NVMe devices, "
@@ -37,6 +39,8 @@ def inspect(
     tensors: Annotated[bool, typer.Option(help="List every parameter and buffer.")] = True,
 ) -> None:
     """Show what a checkpoint holds and verify every byte; exit status 1 if any is damaged."""
+    from zero_ext.checkpoint import inspect_checkpoint
+
     console = Console()
     with errors_on_stderr():
         report = inspect_checkpoint(directory, step=step)
@@ -61,6 +65,8 @@ def export(
     max_shard_size: Annotated[str, typer.Option(help="Largest file: bytes, or like 5GB, 500MiB.")] = "5GB",
 ) -> None:
     """Write the weights of a checkpoint as Hugging Face safetensors, one tensor in memory at a time."""
+    from zero_ext.checkpoint import export_huggingface
+
     with errors_on_stderr():
         limit = bytes_of(max_shard_size, "--max-shard-size")
         paths = export_huggingface(directory, out, dtype, limit, step=step)

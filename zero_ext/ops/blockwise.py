@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zero_ext.config.blocks import BLOCK_ELEMENTS, block_count
 from zero_ext.ops.library import check_one_device, fake_kernel, op
 
-BLOCK_ELEMENTS = 256
+__all__ = ["BLOCK_ELEMENTS", "Quantized", "block_count", "dequantize_blockwise", "quantize_blockwise"]
 
 
 class Quantized(NamedTuple):
@@ -17,11 +18,6 @@ class Quantized(NamedTuple):
 
     codes: Tensor
     scales: Tensor
-
-
-def block_count(elements: int) -> int:
-    """Blocks, and so scales, of `elements` elements; the last block may be shorter."""
-    return -(-elements // BLOCK_ELEMENTS)
 
 
 def quantize_blockwise(values: Tensor, signed: bool) -> Quantized:

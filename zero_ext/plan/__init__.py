@@ -1,16 +1,26 @@
 """What a placement costs before anything runs: bytes of model state per rank, elements on the wire."""
 
+from typing import TYPE_CHECKING
+
+from zero_ext.config.lazy import lazily
+
 from .memory import StateBytes, TrainingState, model_state_bytes
 from .slots import slot_pool_bytes
-from .staging import model_staging
 from .wire import bytes_sent, wire_elements
+
+if TYPE_CHECKING:
+    from .staging import model_staging
+    from .tune.trial import Trial
 
 __all__ = [
     "StateBytes",
     "TrainingState",
+    "Trial",
     "bytes_sent",
     "model_staging",
     "model_state_bytes",
     "slot_pool_bytes",
     "wire_elements",
 ]
+
+__getattr__ = lazily(__name__, {"Trial": f"{__name__}.tune.trial", "model_staging": f"{__name__}.staging"})

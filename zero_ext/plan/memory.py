@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from zero_ext.ops import block_count
-from zero_ext.zero.placement import Placement
+from zero_ext.config.blocks import block_count
+from zero_ext.config.placement import Placement
 
 BYTES_OF_DTYPE = {"fp32": 4, "bf16": 2, "fp16": 2}
 

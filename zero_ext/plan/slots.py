@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from zero_ext.zero.pool_plan import Demand
+if TYPE_CHECKING:
+    from zero_ext.zero.pool_plan import Demand
 
 
 def slot_pool_bytes(demands: Sequence[Demand], classes: int) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from zero_ext.config.placement import Placement
 from zero_ext.plan.memory import check_count
-from zero_ext.zero.placement import Placement
 
 
 def wire_elements(

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from zero_ext.config import ZeroConfig
+from zero_ext.config.placement import Placement, within
 from zero_ext.zero.layout import ParameterSpec, memory_order
-from zero_ext.zero.placement import Placement, within
 from zero_ext.zero.tiling import Tile
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zero_ext.config import ZeroConfig
+from zero_ext.config.pace import HOMES_UNDER_WAY, REDUCTIONS_IN_FLIGHT
+from zero_ext.config.placement import Placement
 from zero_ext.zero.layout import FlatLayout
 from zero_ext.zero.partition import DTYPES, uses_up_gradients
 from zero_ext.zero.pieces import PIECE_ELEMENTS, READS_AHEAD, WRITES_BEHIND
-from zero_ext.zero.placement import Placement
 from zero_ext.zero.pool_plan import Demand, Key, Purpose
-from zero_ext.zero.reducer import HOMES_UNDER_WAY, REDUCTIONS_IN_FLIGHT
 
 # Of gradients on NVMe at once: read ahead for reductions under way, written behind for those that have ended,
 # one that is read, one that it is added to.

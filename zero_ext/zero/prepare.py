@@ -13,6 +13,7 @@ from torch import nn
 from zero_ext import ops
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig, load_config
+from zero_ext.config.placement import Placement
 from zero_ext.offload import Device, Tiers
 from zero_ext.optim.compatibility import check_elementwise, fusible, was_stepped
 from zero_ext.zero.buffers import move_buffers
@@ -42,7 +43,6 @@ from zero_ext.zero.partition import (
     trained_by,
     updates_on_trial,
 )
-from zero_ext.zero.placement import Placement
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.pool_plan import PoolPlan
 from zero_ext.zero.process_group import join_world, make_collectives

@@ -10,11 +10,9 @@ import torch
 
 from zero_ext.comm import Collectives
 from zero_ext.config.events import Bus, ReduceEvent
+from zero_ext.config.pace import HOMES_UNDER_WAY, REDUCTIONS_IN_FLIGHT
 from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.together import together
-
-REDUCTIONS_IN_FLIGHT = 2
-HOMES_UNDER_WAY = 2  # of units whose reduction has ended, what their homes still move
 
 
 class GradientReducer:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from zero_ext.comm import Collectives, Pending
+from zero_ext.config.placement import Placement
 from zero_ext.offload import HERE, Arrival, Tiers, put
 from zero_ext.zero.blank import Blanks
 from zero_ext.zero.layout import FlatLayout
-from zero_ext.zero.placement import Placement
 from zero_ext.zero.pool import BufferPool, attach, detach
 
 

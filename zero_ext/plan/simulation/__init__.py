@@ -1,14 +1,20 @@
 """A step's time on a machine that need not be there: rates in, a schedule out (docs/simulation.md)."""
 
+from typing import TYPE_CHECKING
+
+from zero_ext.config.lazy import lazily
+
 from .calibrate import calibrated
 from .fastest import fastest_placements, nearest_to_fit
 from .hardware import Hardware
 from .machines import MACHINES, machine_named
-from .module import model_cost
 from .published import PUBLISHED, Comparison, Published, compare_published, scaling
 from .shapes import TRANSFORMERS, ModelCost, Transformer, UnitCost, transformer_named
 from .simulate import Simulation, simulate
 from .training import Training
+
+if TYPE_CHECKING:
+    from .module import model_cost
 
 __all__ = [
     "MACHINES",
@@ -32,3 +38,5 @@ __all__ = [
     "simulate",
     "transformer_named",
 ]
+
+__getattr__ = lazily(__name__, {"model_cost": f"{__name__}.module"})

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zero_ext.config import Tier
+from zero_ext.config.pace import REDUCTIONS_IN_FLIGHT
 from zero_ext.plan.memory import TrainingState, model_state_bytes
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.shapes import ModelCost
 from zero_ext.plan.simulation.training import PARAMETER_BYTES, Training
-from zero_ext.zero.reducer import REDUCTIONS_IN_FLIGHT
 
 RING_BYTES = 64 << 20
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from zero_ext.config.pace import REDUCTIONS_IN_FLIGHT
 from zero_ext.plan.simulation.costs import Costs
 from zero_ext.plan.simulation.resources import COMPUTE, HOST, LINK, READ, TO_DEVICE, TO_HOST, WRITE, Resources
 from zero_ext.plan.simulation.shapes import UnitCost
 from zero_ext.plan.simulation.timeline import Timeline
 from zero_ext.plan.simulation.training import PARAMETER_BYTES
 from zero_ext.plan.simulation.updates import Updates
-from zero_ext.zero.reducer import REDUCTIONS_IN_FLIGHT
 
 
 class StepSchedule:

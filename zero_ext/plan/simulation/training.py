@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zero_ext.config import Tier, ZeroConfig, load_config
+from zero_ext.config.placement import Placement
 from zero_ext.plan.memory import BYTES_OF_DTYPE, TrainingState, check_count
-from zero_ext.zero.placement import Placement
 
 Activations = Literal["kept", "recomputed", "recomputed_host"]
 ACTIVATIONS: tuple[Activations, ...] = ("kept", "recomputed", "recomputed_host")

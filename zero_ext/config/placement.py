@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zero_ext.config import OffloadPolicy, Tier
+from zero_ext.config.offload import OffloadPolicy, Tier
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,82 @@
+"""Tuning against exhaustive search on this machine: a small model, 24 configurations, each a real run.
+
+Run from the repository root: python -m benchmarks.tune
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.harness.environment import describe
+from benchmarks.harness.report import Table, terminal, write_results
+from zero_ext.plan.tune import Launch, Measured, Outcome, Point, Space, run_trial, search
+from zero_ext.plan.tune.points import placements_of
+
+SCRIPT = Path(__file__).parent / "harness" / "tuned_script.py"
+BAR = 0.95
+
+
+def every_point(space: Space, launch: Launch, repeats: int) -> dict[Point, Outcome]:
+    """The best of some runs of each point, the points in turn."""
+    found: dict[Point, Outcome] = {}
+    for _ in range(repeats):
+        for point in space:
+            outcome = run_trial(launch, space.config(point))
+            before = found.get(point)
+            if before is None or outcome.samples_per_second > before.samples_per_second:
+                found[point] = outcome
+    return found
+
+
+def main(
+    ranks: Annotated[int, typer.Option(help="Processes of a trial.")] = 2,
+    steps: Annotated[int, typer.Option(help="Measured steps of a trial.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Exhaustive passes; the best of each point counts.")] = 2,
+    nvme: Annotated[Path, typer.Option(help="Folder for the points on NVMe.")] = Path("/tmp"),
+) -> None:
+    """Measure every point, then search, and compare by the exhaustive rates."""
+    placements = placements_of((1, 2, 3), ("device", "nvme"))
+    space = Space(
+        placements[:4],
+        (1, 4, 16),
+        (500_000, 8_000_000),
+        base={"precision": {"dtype": "fp32"}},
+        ranks=ranks,
+        nvme_paths=(str(nvme),),
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
+    launch = Launch(SCRIPT, ranks=ranks, steps=steps, timeout=120.0)
+    known = every_point(space, launch, repeats)
+    found = search(space, lambda config: run_trial(launch, config))
+    best = max(outcome.samples_per_second for outcome in known.values())
+    chosen = known[found.best.point].samples_per_second if found.best is not None else 0.0
+    table = Table(
+        "Tuning against exhaustive search",
+        ("configuration", "exhaustive samples/s", "tried in the search"),
+        note=f"The search chose a point of {chosen / best:.1%} of the best, in {found.trials} of "
+        f"{len(known)} trials; wanted {BAR:.0%}.",
+    )
+    tried: dict[Point, Measured] = {one.point: one for one in found.measured if one.tried}
+    for point, outcome in sorted(known.items(), key=lambda item: -item[1].samples_per_second):
+        rate = f"{outcome.samples_per_second:,.1f}" if outcome.samples_per_second else outcome.fate
+        table.rows.append([str(point), rate, "yes" if point in tried else ""])
+    write_results(
+        "tune",
+        "Tuning",
+        [table],
+        {
+            "environment": describe(),
+            "part_of_best": chosen / best,
+            "trials": found.trials,
+            "points": len(known),
+            "samples_per_second": {str(point): one.samples_per_second for point, one in known.items()},
+        },
+    )
+    table.show(terminal())
+
+
+if __name__ == "__main__":
+    typer.run(main)

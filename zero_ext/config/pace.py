@@ -1,0 +1,4 @@
+"""How much of a step may be under way at once: what the engine does, and what plans count on."""
+
+REDUCTIONS_IN_FLIGHT = 2
+HOMES_UNDER_WAY = 2  # of units whose reduction has ended, what their homes still move
