@@ -135,7 +135,7 @@ def test_a_real_run_holds_what_was_planned(
 def test_state_and_buffers_of_a_larger_model(
     stage: int, tiers: dict[str, str], ranks: int, folder: str
 ) -> None:
-    """350 million parameters: the engine's own staging plan beside the planner's buffers."""
+    """400 million parameters: the engine's own staging plan beside the planner's buffers."""
     found = planned(1024, 24, 50_000, 1024)
     config = {**configuration(stage, tiers, 1, folder), "units": {}}
     with torch.device("meta"):

@@ -74,8 +74,11 @@ class Space:
                 yield from self.variants(placement, micro_batch)
 
     def config(self, point: Point) -> ZeroConfig:
-        """The configuration of ``point``. Raises ConfigError where the base's batch is no multiple of its
-        micro-batch, or the base does not fit its placement."""
+        """The configuration of ``point``; for these ranks only if the base has a ``train_batch_size``.
+
+        Raises ConfigError where the base's batch is no multiple of its micro-batch, or the base does not fit
+        its placement.
+        """
         values = {**self.base, "stage": point.placement.stage}
         tiers = {name: value for name, value in point.placement.options.items() if name != "stage"}
         offload = {**self.base.get("offload", {}), **tiers}
@@ -90,10 +93,12 @@ class Space:
             "offload": offload,
             "batch": batch,
             "units": {**self.base.get("units", {}), key: point.unit_elements},
-            "aio": {**self.base.get("aio", {}), **dict(point.aio)},
         }
+        if point.aio:
+            values["aio"] = {**self.base.get("aio", {}), **dict(point.aio)}
         config = ZeroConfig.from_mapping(values)
-        return config.replace(batch=config.batch.resolve(self.ranks))
+        resolved = config.batch.resolve(self.ranks)
+        return config.replace(batch=resolved) if "train_batch_size" in batch else config
 
 
 def placements_of(stages: tuple[int, ...], tiers: tuple[str, ...]) -> tuple[Candidate, ...]:

@@ -1,4 +1,4 @@
-"""The script that `benchmarks.tune` tunes: a small Llama on random tokens."""
+"""The script that `benchmarks.tune` tunes: a small Llama on random tokens; no benchmark of its own."""
 
 import torch
 
