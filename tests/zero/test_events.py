@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import tempfile
+import time
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 
 import zero_ext
@@ -12,7 +16,17 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.training import adamw, configuration
-from zero_ext.config.events import Event, GatherEvent, ReduceEvent, ReleaseEvent, StepEnd
+from zero_ext.config.events import (
+    CollectiveEnd,
+    DeviceStepEnd,
+    Event,
+    GatherEvent,
+    PhaseEnd,
+    ReduceEvent,
+    ReleaseEvent,
+    StepEnd,
+    WaitEnd,
+)
 from zero_ext.zero import engine_of
 
 
@@ -64,7 +78,9 @@ def test_units_come_and_go(world: World) -> None:
             releases = Counter(event.unit for event in step if isinstance(event, ReleaseEvent))
             reductions = Counter(event.unit for event in step if isinstance(event, ReduceEvent))
             assert all(
-                event.elements == units[event.unit] for event in step if not isinstance(event, StepEnd)
+                event.elements == units[event.unit]
+                for event in step
+                if isinstance(event, GatherEvent | ReleaseEvent | ReduceEvent)
             )
             if stage == 3 and world.size > 1:
                 assert gathers == releases and set(gathers) == set(units)
@@ -84,3 +100,125 @@ def test_a_skipped_step_is_told(world: World) -> None:
     assert [end.skipped for end in ends] == [True, True, True]
     assert [end.loss_scale for end in ends] == [2.0**29, 2.0**28, 2.0**27]
     assert torch.tensor(ends[0].grad_norm).isfinite().logical_not()
+
+
+@on_ranks(1, 2)
+def test_phases_and_waits_lie_inside_the_step_and_never_overlap(world: World) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for stage, offload in (
+            (0, {}),
+            (3, {}),
+            (3, {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "nvme_paths": [folder]}),
+        ):
+            began = time.perf_counter()
+            _, events = heard(world, stage, offload=offload)
+            now = began
+            for step in events:
+                phases = [event for event in step if isinstance(event, PhaseEnd)]
+                assert [event.phase for event in phases] == ["forward", "backward", "step"]
+                assert all(event.trains for event in phases)
+                waits = [event for event in step if isinstance(event, WaitEnd | CollectiveEnd)]
+                spans = sorted([(event.began, event.began + event.seconds) for event in waits])
+                assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+                for phase in phases:
+                    assert now <= phase.began
+                    now = phase.began + phase.seconds
+                whole = [(phase.began, phase.began + phase.seconds) for phase in phases]
+                for begin, end in spans:
+                    assert any(first <= begin and end <= last for first, last in whole)
+                stored = [event for event in waits if isinstance(event, WaitEnd)]
+                assert bool(stored) == bool(offload) and all(event.what == "storage" for event in stored)
+            assert now <= time.perf_counter()
+
+
+@on_ranks(1, 2, 3)
+def test_collectives_tell_what_the_wire_log_counts(world: World) -> None:
+    for stage in range(4):
+        model, events = heard(world, stage, gradient_clipping=1.0)
+        wire = engine_of(model).wire
+        for step in events[1:]:
+            told = [event for event in step if isinstance(event, CollectiveEnd)]
+            elements: Counter[str] = Counter()
+            sent: Counter[str] = Counter()
+            for event in told:
+                assert event.ranks == world.size and event.label
+                elements[event.kind] += event.elements
+                sent[event.kind] += event.bytes_sent
+            if world.size > 1:
+                assert elements == wire.last_elements and sent == wire.last_bytes_sent
+            else:
+                assert not told
+
+
+@on_ranks(2)
+def test_the_loss_that_went_through_the_engine(world: World) -> None:
+    model = TinyModel()
+    model, optimizer = zero_ext.prepare(
+        model,
+        adamw(model.parameters()),
+        configuration(2, batch={"gradient_accumulation_steps": 2}),
+        process_group=world.group,
+    )
+    ends: list[StepEnd] = []
+
+    def keep(event: Event) -> None:
+        if isinstance(event, StepEnd):
+            ends.append(event)
+
+    engine_of(model).subscribe(keep)
+    for step in range(3):
+        seen = []
+        for micro in range(2):
+            loss = language_loss(model, language_batch(world.seed, step, micro, world.rank)) / 2
+            seen.append(loss.item())
+            if step < 2:
+                model.backward(loss)
+            else:
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert ends[-1].loss == (pytest.approx(sum(seen), rel=1e-6) if step < 2 else None)
+    engine_of(model).unsubscribe(keep)
+    model.backward(language_loss(model, language_batch(world.seed, 3, 0, world.rank)))
+    optimizer.step()
+    assert len(ends) == 3
+
+
+@on_ranks(2, stand_in=True)
+def test_an_accelerators_times_and_loss_come_later(world: World) -> None:
+    model = TinyModel()
+    model, optimizer = zero_ext.prepare(
+        model, adamw(model.parameters()), configuration(3), process_group=world.group, device="stand_in"
+    )
+    events: list[Event] = []
+    engine_of(model).subscribe(events.append)
+    seen = []
+    for step in range(3):
+        batch = language_batch(world.seed, step, 0, world.rank).to("stand_in")
+        loss = language_loss(model, batch)
+        seen.append(loss.item())
+        model.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [event.loss for event in events if isinstance(event, StepEnd)] == [None] * 3
+    arrived = [event for event in events if isinstance(event, DeviceStepEnd)]
+    assert [event.step for event in arrived] == list(range(1, len(arrived) + 1)) and len(arrived) <= 2
+    torch.accelerator.synchronize()  # what is due by now is told at the end of the next step
+    loss = language_loss(model, language_batch(world.seed, 3, 0, world.rank).to("stand_in"))
+    model.backward(loss)
+    optimizer.step()
+    arrived = [event for event in events if isinstance(event, DeviceStepEnd)]
+    assert [event.step for event in arrived] == [1, 2, 3]
+    assert [event.loss for event in arrived] == seen
+    phases = [event for event in events if isinstance(event, PhaseEnd)]
+    for number, event in enumerate(arrived):
+        mine = {phase.phase: phase.seconds for phase in phases[3 * number : 3 * number + 3]}
+        assert set(event.seconds) == set(mine) and all(0 <= each < 60 for each in event.seconds.values())
+
+
+@on_ranks(2)
+def test_a_delayed_update_is_waited_for_and_tells_nothing_itself(world: World) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        offload = {"optimizer": "nvme", "step": "delayed", "nvme_paths": [folder]}
+        _, events = heard(world, 2, steps=4, offload=offload)
+        assert all(event.what == "update" for step in events for event in step if isinstance(event, WaitEnd))

@@ -7,14 +7,16 @@ order of its own. So ranks exchange shards instead, and each adds those of its p
 
 from __future__ import annotations
 
+import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from zero_ext import ops
 from zero_ext.comm.exchange import Exchange, Pending, Waitable
 from zero_ext.comm.wire import WireLog
+from zero_ext.config.events import Bus, CollectiveEnd
 
 
 class Collectives:
@@ -22,13 +24,15 @@ class Collectives:
     the device that ``gathers`` and ``reductions`` serve.
 
     These are separate transports, so that the order of parameter gathers relative to gradient reductions need
-    not agree between ranks; within each the order must agree.
+    not agree between ranks; within each the order must agree. Whoever listens to ``bus`` hears of the end of
+    each.
     """
 
     def __init__(self, rank: int, world_size: int, gathers: Exchange, reductions: Exchange, wire: WireLog):
         self.rank = rank
         self.world_size = world_size
         self.wire = wire
+        self.bus = Bus()
         self._gathers = gathers
         self._reductions = reductions
 
@@ -49,9 +53,9 @@ class Collectives:
         own = slices[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        self.wire.record(kind, flat.numel(), shard.nbytes * (self.world_size - 1))
+        told = self._record(kind, label, flat.numel(), shard.nbytes * (self.world_size - 1))
         way = self._reductions if may_be_nan else self._gathers
-        return Pending(label, self.rank, lambda: way.gather(flat, _tag(label)))
+        return Pending(label, self.rank, lambda: way.gather(flat, _tag(label)), waited=told)
 
     def reduce_scatter(
         self,
@@ -69,7 +73,8 @@ class Collectives:
         transport was made to add up on the way. ``accumulate`` adds to ``out``; ``out`` may be this rank's
         own slice of ``flat`` if not accumulating.
         """
-        self.wire.record(kind, flat.numel(), out.numel() * flat.element_size() * (self.world_size - 1))
+        sent = out.numel() * flat.element_size() * (self.world_size - 1)
+        told = self._record(kind, label, flat.numel(), sent)
         slices = list(flat.chunk(self.world_size))
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         landing = dict(zip(others, received.chunk(len(others)), strict=True))
@@ -87,13 +92,13 @@ class Collectives:
         def finish() -> None:
             ops.sum_shards_(out, shards, 1.0 / self.world_size, accumulate)
 
-        return Pending(label, self.rank, start, finish)
+        return Pending(label, self.rank, start, finish, told)
 
     def sum_(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """Sums a small tensor over the ranks in place, and returns it."""
         if self.world_size > 1:
-            self.wire.record("scalars", tensor.numel(), tensor.nbytes)
-            Pending(label, self.rank, lambda: [self._reductions.all_reduce(tensor)]).wait()
+            told = self._record("scalars", label, tensor.numel(), tensor.nbytes)
+            Pending(label, self.rank, lambda: [self._reductions.all_reduce(tensor)], waited=told).wait()
         return tensor
 
     def broadcast_(self, tensor: torch.Tensor, source: int, label: str) -> torch.Tensor:
@@ -101,8 +106,9 @@ class Collectives:
         if self.world_size == 1:
             return tensor
         sent = tensor.nbytes * (self.world_size - 1) if self.rank == source else 0
-        self.wire.record("broadcast", tensor.numel(), sent)
-        Pending(label, self.rank, lambda: self._gathers.broadcast(tensor, source, _tag(label))).wait()
+        told = self._record("broadcast", label, tensor.numel(), sent)
+        start = functools.partial(self._gathers.broadcast, tensor, source, _tag(label))
+        Pending(label, self.rank, start, waited=told).wait()
         return tensor
 
     def give_up(self, reason: str) -> None:
@@ -110,6 +116,20 @@ class Collectives:
         wait for it, fail with ``reason`` rather than by their time-out."""
         self._gathers.give_up(reason)
         self._reductions.give_up(reason)
+
+    def _record(
+        self, kind: str, label: str, elements: int, bytes_sent: int
+    ) -> Callable[[float, float], None] | None:
+        """Counts a collective; returns what tells of its end, if anybody listens."""
+        self.wire.record(kind, elements, bytes_sent)
+        if not self.bus or self.world_size == 1:
+            return None
+        ranks, bus = self.world_size, self.bus
+
+        def told(began: float, seconds: float) -> None:
+            bus.publish(CollectiveEnd(kind, label, ranks, elements, bytes_sent, began, seconds))
+
+        return told
 
 
 def _tag(label: str) -> int:

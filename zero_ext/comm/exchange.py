@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -146,7 +147,7 @@ class Pending:
     """A collective under way: ``wait`` blocks for its transfers, then runs its local part once.
 
     Errors of the transport, when it starts and when it ends, are raised as ``RuntimeError`` naming ``label``
-    (what was moved) and the rank.
+    (what was moved) and the rank. ``waited`` hears once when a wait began, and how many seconds it took.
     """
 
     def __init__(
@@ -155,10 +156,12 @@ class Pending:
         rank: int,
         start: Callable[[], Sequence[Waitable]],
         finish: Callable[[], None] | None = None,
+        waited: Callable[[float, float], None] | None = None,
     ) -> None:
         self._label = label
         self._rank = rank
         self._finish = finish
+        self._waited = waited
         self._done = False
         self._error: RuntimeError | None = None
         with self._named_errors():
@@ -170,9 +173,12 @@ class Pending:
             raise self._error
         if self._done:
             return
+        began = time.perf_counter() if self._waited is not None else 0.0
         with self._named_errors():
             for work in self._works:
                 work.wait()
+        if self._waited is not None:
+            self._waited(began, time.perf_counter() - began)
         self._done = True
         self._works = ()
         if self._finish is not None:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
+
+Phase = Literal["forward", "backward", "step"]
+Wait = Literal["storage", "update"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +19,9 @@ class StepEnd:
 
     Attributes:
         step: number of the step, from 1.
-        loss: mean loss of the step's micro-batches on this rank, None when the engine did not see it.
+        loss: mean loss of the step's micro-batches on this rank: the sum of what went through
+            ``model.backward`` or ``model.scale_loss``, each divided by their number before, as loops do. None
+            when the engine did not see it, and on an accelerator, see :class:`DeviceStepEnd`.
         grad_norm: global gradient norm before clipping, None when nothing asked for it.
         lr: learning rate of each param group during the step.
         skipped: True when non-finite gradients made all ranks leave the parameters as they were.
@@ -60,7 +69,81 @@ class ReduceEvent:
     seconds: float
 
 
-Event = StepEnd | GatherEvent | ReleaseEvent | ReduceEvent
+@dataclass(frozen=True, slots=True)
+class DeviceStepEnd:
+    """An accelerator is through with ``step``. It is told at the end of a later step, the next one as a rule,
+    so that nobody waits for it.
+
+    Attributes:
+        step: its number.
+        loss: as :class:`StepEnd` has it; None when the engine did not see it.
+        seconds: what each of the phases that :class:`PhaseEnd` told of took in the device's stream.
+    """
+
+    step: int
+    loss: float | None
+    seconds: Mapping[Phase, float]
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseEnd:
+    """A phase of a step ended. Phases of one engine never overlap; what lies between them is the user's.
+
+    Attributes:
+        phase: a "forward" of the outermost module that was called, the "backward" pass from its first
+            gradient on, or the optimizer's "step".
+        began: reading of ``time.perf_counter`` at its beginning.
+        seconds: how long it took on the host. An accelerator may still be at work on it, see
+            :class:`DeviceStepEnd`.
+        trains: False for a forward without autograd.
+    """
+
+    phase: Phase
+    began: float
+    seconds: float
+    trains: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class WaitEnd:
+    """The thread that trains stood still: for transfers from or to "storage", or for a delayed "update".
+
+    ``began`` and ``seconds`` as of :class:`PhaseEnd`. Waits never overlap, nor do they contain those of a
+    :class:`CollectiveEnd`. The waits of one pass of optimizer state through the ring come as one, of all of
+    their seconds, from the beginning of the pass on.
+    """
+
+    what: Wait
+    began: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveEnd:
+    """This rank is done with a collective.
+
+    Attributes:
+        kind: as :class:`zero_ext.comm.WireLog` counts it.
+        label: what was moved.
+        ranks: number of ranks that took part.
+        elements: of the full buffer.
+        bytes_sent: bytes that this rank handed to the transport.
+        began: reading of ``time.perf_counter`` when somebody began to wait for it.
+        seconds: how long that took on the host; nothing where an accelerator's stream waits instead.
+    """
+
+    kind: str
+    label: str
+    ranks: int
+    elements: int
+    bytes_sent: int
+    began: float
+    seconds: float
+
+
+Event = (
+    StepEnd | DeviceStepEnd | GatherEvent | ReleaseEvent | ReduceEvent | PhaseEnd | WaitEnd | CollectiveEnd
+)
 
 
 class Subscriber(Protocol):
@@ -70,19 +153,53 @@ class Subscriber(Protocol):
 
 
 class Bus:
-    """Whoever listens to one engine. False while nobody does, so that events need not be made."""
+    """Whoever listens to one engine. False while nobody does, so that events need not be made, and on threads
+    that work beside the training."""
 
     def __init__(self) -> None:
-        self._subscribers: list[Subscriber] = []
+        self._subscribers: tuple[Subscriber, ...] = ()
+        self._thread = _Thread()
+
+    @property
+    def subscribers(self) -> tuple[Subscriber, ...]:
+        """Whoever listens, in order."""
+        return self._subscribers
 
     def __bool__(self) -> bool:
-        return bool(self._subscribers)
+        return bool(self._subscribers) and not self._thread.beside
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """From now on `subscriber` hears of every event."""
-        self._subscribers.append(subscriber)
+        self._subscribers += (subscriber,)
+
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        """`subscriber` hears of nothing any more; nothing to do if it never did."""
+        self._subscribers = tuple(each for each in self._subscribers if each is not subscriber)
 
     def publish(self, event: Event) -> None:
         """Tell everybody, in order of subscription."""
         for subscriber in self._subscribers:
             subscriber(event)
+
+    def now(self) -> float | None:
+        """A reading of the clock for an event's ``began``; None while nobody listens."""
+        return time.perf_counter() if self else None
+
+    def waited(self, what: Wait, began: float | None, seconds: float | None = None) -> None:
+        """Tells of a wait since ``began``, a reading of :meth:`now`, of ``seconds`` if it was not all the
+        time."""
+        if began is not None:
+            self.publish(WaitEnd(what, began, time.perf_counter() - began if seconds is None else seconds))
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Inside, this thread works beside the one that trains: nothing is told of it."""
+        self._thread.beside = True
+        try:
+            yield
+        finally:
+            self._thread.beside = False
+
+
+class _Thread(threading.local):
+    beside = False

@@ -17,6 +17,7 @@ from types import TracebackType
 from torch import Tensor
 
 from zero_ext import ops
+from zero_ext.config.events import Bus
 from zero_ext.offload.run_directory import RunDirectory
 
 _log = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ class NvmeStore:
 
     With ``block_devices`` each path is a block device instead, which is overwritten. It is refused if
     anything uses it or if its first or last MiB holds anything but zeros or a crashed store's mark.
+
+    Whoever listens to ``bus`` hears how long transfers are waited for.
 
     Args:
         paths: one or more directories, or block devices.
@@ -67,6 +70,7 @@ class NvmeStore:
         self._tickets = itertools.count()
         self._direct = False
         self.row_bytes = stripe_bytes * len(paths)
+        self.bus = Bus()
         directories: list[RunDirectory] = []
         self._finalizer = weakref.finalize(self, _close, self._handle, directories, os.getpid())
         try:
@@ -137,7 +141,7 @@ class NvmeStore:
             ops.store_read_direct_(self._handle, tensor, offset, ticket)
         else:
             ops.store_read_(self._handle, tensor, offset, ticket)
-        return Transfer(self._handle, ticket)
+        return Transfer(self._handle, ticket, self.bus)
 
     def write(self, offset: int, tensor: Tensor) -> Transfer:
         """Starts to write ``tensor``, which must not change until the transfer is complete; see ``read``."""
@@ -146,7 +150,7 @@ class NvmeStore:
             ops.store_write_direct(self._handle, tensor, offset, ticket)
         else:
             ops.store_write(self._handle, tensor, offset, ticket)
-        return Transfer(self._handle, ticket)
+        return Transfer(self._handle, ticket, self.bus)
 
     def open_direct(self) -> None:
         """Lets :meth:`read` and :meth:`write` take tensors of the accelerator that is current in this thread,
@@ -188,9 +192,10 @@ class NvmeStore:
 class Transfer:
     """A read or write under way. Each must be waited for: that is where failures are reported."""
 
-    def __init__(self, handle: int, ticket: int) -> None:
+    def __init__(self, handle: int, ticket: int, bus: Bus) -> None:
         self._handle = handle
         self._ticket = ticket
+        self._bus = bus
         self._waited = False
         self._failure: RuntimeError | None = None
 
@@ -203,10 +208,12 @@ class Transfer:
         """
         if not self._waited:
             self._waited = True
+            began = self._bus.now()
             try:
                 ops.store_wait(self._handle, self._ticket)
             except RuntimeError as error:
                 self._failure = error
+            self._bus.waited("storage", began)
         if self._failure is not None:
             raise self._failure
 

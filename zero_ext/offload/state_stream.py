@@ -13,6 +13,7 @@ import torch
 
 from zero_ext import ops
 from zero_ext.config import Tier
+from zero_ext.config.events import Bus
 from zero_ext.offload.nvme_store import NvmeStore
 from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, ShardHome
 from zero_ext.offload.state_home import MASTER, StateField
@@ -21,13 +22,14 @@ from zero_ext.offload.stored_run import StoredRun, Values
 from zero_ext.offload.transfers import TransferLog
 
 _READ, _WRITTEN = (ops.STREAM_COUNTERS.index(name) for name in ("bytes_read", "bytes_written"))
+_WAITING = [ops.STREAM_COUNTERS.index(f"nanoseconds_waiting_for_{what}") for what in ("reads", "writes")]
 
 
 class StateStream:
     """The ring, and the kinds of state that pass through it: ``kinds``, beside the master weights.
 
-    ``ring_bytes`` of memory are allocated here. Raises ``RuntimeError`` naming the smallest ring if it is too
-    small.
+    ``ring_bytes`` of memory are allocated here; ``bus`` hears how long storage is waited for. Raises
+    ``RuntimeError`` naming the smallest ring if it is too small.
     """
 
     def __init__(
@@ -36,12 +38,14 @@ class StateStream:
         ring_bytes: int,
         kinds: Mapping[str, StateField],
         transfers: TransferLog,
+        bus: Bus | None = None,
     ) -> None:
         self.store = store
         self.kinds = {MASTER: StateField(torch.float32), **kinds}
         self.handle = uuid.uuid4().int >> 65
         self.ring_bytes = ring_bytes
         self.transfers = transfers
+        self._bus = Bus() if bus is None else bus
         sizes = [field.dtype.itemsize for field in self.kinds.values()]
         elements = [field.elements for field in self.kinds.values()]
         ops.state_stream_open(self.handle, store.handle, ring_bytes, sizes, elements)
@@ -55,11 +59,13 @@ class StateStream:
 
     @contextlib.contextmanager
     def counters(self) -> Iterator[torch.Tensor]:
-        """Room for an op's counters; the bytes it moved are recorded."""
+        """Room for an op's counters; the bytes it moved are recorded, and what it waited for is told."""
+        began = self._bus.now()
         counters = torch.zeros(len(ops.STREAM_COUNTERS), dtype=torch.int64, device="cpu")
         yield counters
         self.transfers.record("nvme", "host", int(counters[_READ]))
         self.transfers.record("host", "nvme", int(counters[_WRITTEN]))
+        self._bus.waited("storage", began, int(counters[_WAITING].sum()) * 1e-9)
 
 
 def stream_chunk_elements(ring_bytes: int, sizes: Sequence[int]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from zero_ext.config import AioPolicy, OffloadPolicy, Tier
+from zero_ext.config.events import Bus
 from zero_ext.offload.device import CPU, Device
 from zero_ext.offload.direct_storage import direct_storage
 from zero_ext.offload.numa import near
@@ -40,7 +41,8 @@ class Tiers:
     keeps beside the master weights; None where there is no optimizer. ``shadows`` says that state in storage
     has room for what it is after a step that may be taken back, ``transit_bytes`` is the size of what passes
     between storage and an accelerator where it cannot go directly, ``delays_updates`` says that master
-    weights are updated while forward and backward use the parameters.
+    weights are updated while forward and backward use the parameters. ``bus`` hears how long storage is
+    waited for.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class Tiers:
         shadows: bool = False,
         device: Device = CPU,
         transit_bytes: int = 0,
+        bus: Bus | None = None,
     ) -> None:
         self.device = device
+        self.bus = Bus() if bus is None else bus
         self.transfers = TransferLog()
         self.delays_updates = policy.step == "delayed"
         self._shadows = shadows
@@ -63,8 +67,9 @@ class Tiers:
         if policy.any_nvme:
             with near(device.device):  # its threads
                 self._store = open_store(policy, aio)
+                self._store.bus = self.bus
             if policy.optimizer == "nvme" and kinds is not None:
-                self._stream = StateStream(self._store, policy.ring_bytes, kinds, self.transfers)
+                self._stream = StateStream(self._store, policy.ring_bytes, kinds, self.transfers, self.bus)
         self._way = self._way_to_storage(aio, transit_bytes) if transit_bytes else None
 
     def stored_bytes(self, tier: Tier, numel: int, dtype: torch.dtype) -> int:

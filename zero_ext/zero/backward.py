@@ -9,6 +9,7 @@ import torch
 
 from zero_ext.zero.frames import Call
 from zero_ext.zero.residency import Residency
+from zero_ext.zero.step_clock import Beginning, StepClock
 
 
 def in_backward() -> bool:
@@ -27,11 +28,14 @@ class BackwardPass:
     def __init__(
         self,
         residency: Residency,
+        clock: StepClock,
         on_begin: Callable[[], None],
         on_end: Callable[[], None],
         on_abandon: Callable[[], None],
     ) -> None:
         self._residency = residency
+        self._clock = clock
+        self._began: Beginning | None = None
         self._on_begin = on_begin
         self._on_end = on_end
         self._on_abandon = on_abandon
@@ -42,6 +46,7 @@ class BackwardPass:
         """Called by every hook that fires in backward; the first call of a pass begins it."""
         if self.running:
             return
+        self._began = self._clock.begin()
         self._on_begin()
         self.running = True
         weak = weakref.ref(self)
@@ -73,6 +78,7 @@ class BackwardPass:
         self._holding.clear()
         self._residency.release_all()
         self._on_end()
+        self._clock.end("backward", self._began)
 
     def abandon(self) -> None:
         """At a new forward or ``zero_grad``: forgets a pass that an exception has cut off."""

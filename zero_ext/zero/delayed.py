@@ -12,6 +12,7 @@ import torch
 
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier
+from zero_ext.config.events import Bus
 from zero_ext.offload import Device, MemoryHome, ShardHome, Tiers
 from zero_ext.optim import Stepper, Update
 from zero_ext.zero.gradients import UnitGradients
@@ -60,7 +61,7 @@ class Delayed(AfterBackward):
             kept.clear()
             kept.update(now)
         # The call must not refer to this object: it lives on while the model goes.
-        self._job = _Job(_step_of(self._stepper, updates, scale, used, self._tiers.device))
+        self._job = _Job(_step_of(self._stepper, updates, scale, used, self._tiers.device), self._tiers.bus)
         self._used = used
         self.under_way = True
 
@@ -142,17 +143,19 @@ def _step_of(
 class _Job:
     """A call that is made once: on a thread of its own if that is started, else by who asks for the result.
 
-    The interpreter's exit waits for the thread, before it closes stores.
+    The interpreter's exit waits for the thread, before it closes stores. ``bus`` hears how long the thread is
+    waited for, and of nothing on it.
     """
 
-    def __init__(self, call: Callable[[], list[int]]) -> None:
+    def __init__(self, call: Callable[[], list[int]], bus: Bus) -> None:
+        self._bus = bus
         self._call: Callable[[], list[int]] | None = call
         self._thread: threading.Thread | None = None
         self._numbers: list[int] = []
         self._error: Exception | None = None
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="zero_ext delayed update", daemon=False)
+        self._thread = threading.Thread(target=self._run_beside, name="zero_ext delayed update", daemon=False)
         self._thread.start()
 
     def join(self) -> None:
@@ -164,10 +167,17 @@ class _Job:
         """What the call returned; raises what it raised."""
         if self._thread is None:
             self._run()
-        self.join()
+        elif self._thread.is_alive():
+            began = self._bus.now()
+            self.join()
+            self._bus.waited("update", began)
         if self._error is not None:
             raise self._error
         return self._numbers
+
+    def _run_beside(self) -> None:
+        with self._bus.beside():
+            self._run()
 
     def _run(self) -> None:
         call, self._call = self._call, None

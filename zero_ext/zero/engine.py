@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 from zero_ext.comm import Collectives, WireLog
 from zero_ext.config import ZeroConfig
-from zero_ext.config.events import Bus, Subscriber
+from zero_ext.config.events import Subscriber
 from zero_ext.offload import Tiers
 from zero_ext.zero.backward import BackwardPass, in_backward
 from zero_ext.zero.gradient_view import GradientViews
@@ -29,6 +30,7 @@ from zero_ext.zero.reducer import GradientReducer
 from zero_ext.zero.residency import Residency
 from zero_ext.zero.state import EngineState
 from zero_ext.zero.step import OptimizerStep
+from zero_ext.zero.step_clock import StepClock
 from zero_ext.zero.tiling import Wholes
 from zero_ext.zero.together import FailedTogether
 from zero_ext.zero.unit import Unit
@@ -66,11 +68,12 @@ class Engine:
         self.units = tuple(unit for unit, _ in units)
         self.masters = tuple(master for _, master in units if master is not None)
         self._model = weakref.ref(model)
-        self._micro_steps = 0
-        self._syncs = True
+        self._began = time.perf_counter()
+        self._micro_steps, self._syncs = 0, True
         self._loss_scaled = False
         self._collected = False
-        self._bus = Bus()
+        self._bus = collectives.bus
+        self._clock = StepClock(self._bus, tiers.device)
         used_up = uses_up_gradients(config, (unit.layout.dtype for unit in self.units))
         self._gradients = {
             master.unit: make_gradients(master.unit, pool, landings, tiers, config, used_up)
@@ -81,15 +84,16 @@ class Engine:
         self.norms = GradientNorms(trained, collectives)
         scales_loss = any(unit.layout.dtype is torch.float16 for unit in self.units)
         self.optimizer_step = OptimizerStep(
-            self.masters, self._gradients, self.norms, collectives, tiers, config, self._bus, scales_loss
+            self.masters, self._gradients, self.norms, collectives, tiers, config, scales_loss
         )
         self.reducer = GradientReducer(trained, starts, collectives, self._bus, self.optimizer_step.reduced)
         self.residency = Residency(
             self.units, config.units.live_elements, config.units.prefetch_elements, self._bus
         )
         events = (self._begin_backward, self._end_backward, self._abandon_backward)
-        self.backward_pass = BackwardPass(self.residency, *(_weakly(event) for event in events))
-        self.hooks = ForwardHooks(self.residency, self.backward_pass, _weakly(self._check_parameters))
+        self.backward_pass = BackwardPass(self.residency, self._clock, *(_weakly(event) for event in events))
+        check = _weakly(self._check_parameters)
+        self.hooks = ForwardHooks(self.residency, self.backward_pass, check, self._clock)
         self.index = {
             parameter: (unit, number)
             for unit in self.units
@@ -155,9 +159,18 @@ class Engine:
         """The gradient buffers of ``unit``."""
         return self._gradients[unit]
 
+    @property
+    def subscribers(self) -> tuple[Subscriber, ...]:
+        """Who hears the engine's events."""
+        return self._bus.subscribers
+
     def subscribe(self, subscriber: Subscriber) -> None:
         """Sends the engine's events to ``subscriber`` from now on."""
         self._bus.subscribe(subscriber)
+
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        """Sends ``subscriber`` no more events."""
+        self._bus.unsubscribe(subscriber)
 
     def _refuse_capture(self, what: str, why: str) -> None:
         if self.tiers.device.captures:
@@ -193,6 +206,7 @@ class Engine:
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` times the loss scale (fp16; otherwise unchanged); call ``backward`` on the result."""
         self._loss_scaled = True
+        self._clock.see(loss)
         step = self.optimizer_step
         return loss.float() * step.scaler.scale if step.scales_loss else loss
 
@@ -342,6 +356,7 @@ class Engine:
         Raises ``RuntimeError`` if no gradient arrived on any rank since the last step.
         """
         self._refuse_capture("optimizer.step()", "the host counts steps, looks at norms and sends parameters")
+        began = self._clock.begin()
         self._refuse_early_step()
         self.residency.release_idle()  # what was fetched ahead has the values before the update
         self.settle_gradients()
@@ -349,7 +364,17 @@ class Engine:
         self._micro_steps = 0
         if self.optimizer_step.clears_gradients:
             self.clear_gradients()
+        self._clock.end("step", began)
+        self._tell(not stepped)
+        self.optimizer_step.begin_delayed()
         return stepped
+
+    def _tell(self, skipped: bool) -> None:
+        now = time.perf_counter()
+        seconds, self._began = now - self._began, now
+        loss = self._clock.end_step(self.steps)
+        if self._bus:
+            self._bus.publish(self.optimizer_step.end(skipped, loss, seconds))
 
     def _refuse_early_step(self) -> None:
         self.optimizer_step.refuse_damage()

@@ -13,6 +13,7 @@ from torch import nn
 from zero_ext.zero.backward import BackwardPass, in_backward
 from zero_ext.zero.frames import Call, CallStack, opaque_in, tensors_in
 from zero_ext.zero.residency import Residency
+from zero_ext.zero.step_clock import Beginning, StepClock
 from zero_ext.zero.tiling import Tile
 from zero_ext.zero.unit import Unit
 
@@ -27,8 +28,12 @@ class ForwardHooks:
     block's outputs take them again in backward, hooks on its inputs let go when their gradients are there.
     """
 
-    def __init__(self, residency: Residency, backward: BackwardPass, check: Callable[[], None]) -> None:
+    def __init__(
+        self, residency: Residency, backward: BackwardPass, check: Callable[[], None], clock: StepClock
+    ) -> None:
         self.calls = CallStack()
+        self._clock = clock
+        self._began: Beginning | None = None
         self.gathers_saved_tensors = False  # then outputs need not be found: backward gathers what it unpacks
         self._residency = residency
         self._backward = backward
@@ -47,6 +52,7 @@ class ForwardHooks:
         outermost = not self.calls and not in_backward()
         self.calls.push(call)  # first, for torch calls `leave` also when a check here raises
         if outermost:
+            self._began = self._clock.begin()
             self._backward.abandon()
             self._check()
             self._residency.forward_order.begin(repeats=not torch.is_grad_enabled())
@@ -73,6 +79,8 @@ class ForwardHooks:
             self._residency.let_go(unit, call)
         if not self.calls:
             self._residency.end_pass(self._order())
+            began, self._began = self._began, None
+            self._clock.end("forward", began, torch.is_grad_enabled())
 
     def _order(self) -> Any:
         return self._residency.backward_order if in_backward() else self._residency.forward_order

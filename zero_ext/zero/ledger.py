@@ -25,10 +25,14 @@ def ledger_of(engine: Engine) -> dict[str, int]:
     return {kind: tiers["device"][kind] + tiers["host"][kind] for kind in KINDS}
 
 
-def ledger_by_tier(engine: Engine) -> dict[Tier, dict[str, int]]:
-    """The same by tier; what lies on NVMe as well, in whole blocks where it is stored so."""
+def ledger_by_tier(engine: Engine, wait: bool = True) -> dict[Tier, dict[str, int]]:
+    """The same by tier; what lies on NVMe as well, in whole blocks where it is stored so.
+
+    Without ``wait`` a delayed update must not be running: its state may be about to change.
+    """
     step = engine.optimizer_step
-    step.wait()
+    if wait:
+        step.wait()
     held: dict[Tier, Counter[str]] = {"device": Counter(), "host": Counter(), "nvme": Counter()}
     for unit in engine.units:
         if unit.placement.params:

@@ -228,7 +228,14 @@ def _make_tiers(forecast: Forecast, optimizer: torch.optim.Optimizer | None, dev
     def make() -> Tiers:
         staging = forecast.staging
         tiers = Tiers(
-            settings.offload, settings.aio, staging.rooms, forecast.kinds, on_trial, device, staging.transit
+            settings.offload,
+            settings.aio,
+            staging.rooms,
+            forecast.kinds,
+            on_trial,
+            device,
+            staging.transit,
+            collectives.bus,
         )
         sums = DTYPES[settings.precision.grad_accum_dtype]
         reserve_storage(plans, tiers, collectives.world_size, trained_by(optimizer), sums)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
-from zero_ext.config.events import Bus, StepEnd
+from zero_ext.config.events import StepEnd
 from zero_ext.offload import Tiers
 from zero_ext.optim import OwnedRange, Segment, Stepper
 from zero_ext.zero.delayed import Delayed
@@ -43,7 +42,6 @@ class OptimizerStep:
         collectives: Collectives,
         tiers: Tiers,
         config: ZeroConfig,
-        bus: Bus,
         scales_loss: bool,
     ) -> None:
         self._masters = tuple(masters)
@@ -54,8 +52,6 @@ class OptimizerStep:
         self._clipping = config.gradient_clipping
         self._when = config.offload.step
         self._delays_after = config.offload.delay_after_steps
-        self._bus = bus
-        self._began = time.perf_counter()
         self.scaler = LossScaler(config.loss_scale)
         self.scales_loss = scales_loss
         self.stepper: Stepper | None = None
@@ -200,9 +196,12 @@ class OptimizerStep:
         self.steps += 1
         self._collectives.wire.begin_step()
         self._tiers.transfers.begin_step()
-        self.updates.begin_delayed()
-        self._tell(overflow)
         return not overflow
+
+    def begin_delayed(self) -> None:
+        """The step is counted and told: updates that run beside the next one may start."""
+        if self.updates is not None:
+            self.updates.begin_delayed()
 
     def _guarded(self, action: Callable[[AfterBackward], None]) -> None:
         if self.updates is None:
@@ -239,12 +238,11 @@ class OptimizerStep:
             scale *= torch.clamp(self._clipping / (norm + 1e-6), max=1.0).float()
         return scale, False
 
-    def _tell(self, skipped: bool) -> None:
-        now = time.perf_counter()
-        seconds, self._began = now - self._began, now
-        event = StepEnd(
+    def end(self, skipped: bool, loss: float | None, seconds: float) -> StepEnd:
+        """What is told of the step that ended."""
+        return StepEnd(
             step=self.steps,
-            loss=None,
+            loss=loss,
             grad_norm=self.grad_norm,
             lr=tuple(float(group["lr"]) for group in self.groups),
             skipped=skipped,
@@ -252,4 +250,3 @@ class OptimizerStep:
             seconds=seconds,
             taken_back=self.updates is not None and self.updates.taken_back,
         )
-        self._bus.publish(event)
