@@ -44,6 +44,23 @@ def offloads(draw: st.DrawFn, stage: int) -> dict[str, Any]:
 
 
 @st.composite
+def monitors(draw: st.DrawFn) -> dict[str, Any]:
+    places = st.booleans() | st.text(min_size=1, max_size=5)
+    whole = {
+        "folder": draw(st.text(min_size=1, max_size=5)),
+        "every": draw(COUNTS),
+        **{name: draw(places) for name in ("jsonl", "csv", "tensorboard", "comms")},
+        "wandb": draw(st.none() | st.just({"mode": "offline"})),
+        "times": draw(st.booleans()),
+        "memory": draw(st.booleans()),
+        "flops": draw(st.none() | st.builds(lambda peak: {"peak": peak}, st.floats(1.0, 1e18))),
+        "trace": draw(st.none() | st.builds(lambda steps: {"steps": steps}, COUNTS)),
+        "progress": draw(st.none() | st.builds(lambda steps: {"steps": steps}, COUNTS)),
+    }
+    return {name: value for name, value in whole.items() if draw(st.booleans())}
+
+
+@st.composite
 def natives(draw: st.DrawFn) -> dict[str, Any]:
     dtype = draw(st.sampled_from(["keep", *DTYPES]))
     scale = {
@@ -94,6 +111,7 @@ def natives(draw: st.DrawFn) -> dict[str, Any]:
         "gradient_clipping": draw(st.floats(0, 1e6)),
         "timeout_seconds": draw(st.floats(0.001, 1e6)),
         "steps_per_print": draw(st.none() | COUNTS),
+        "monitor": draw(st.none() | monitors()),
         "seed": draw(st.integers(0, 2**62)),
     }
     return {name: value for name, value in whole.items() if draw(st.booleans())}
@@ -172,6 +190,11 @@ LISTS = ("units.block_classes", "units.leaf_modules", "offload.nvme_paths")
 NATIVE_NAMES = sorted({path.rpartition(".")[2] for path in NATIVE_PATHS})
 DEEPSPEED_NAMES = sorted({path.rpartition(".")[2] for path in [*KEYS, *SECTIONS]})
 WRONG = st.sampled_from(["nonsense", "4", [], {"x": 1}, float("nan"), float("inf"), -3, 2**70])
+ANY_SIZE = ("gradient_clipping", "loss_scale.static", "monitor.flops.peak", "monitor.flops.per_step")
+ANY_TEXT = (
+    *(f"monitor.{name}" for name in ("folder", "jsonl", "csv", "tensorboard", "comms")),
+    *(f"monitor.wandb.{name}" for name in ("project", "group", "entity", "name")),
+)
 FULL = {
     "train_batch_size": 16,
     "gradient_accumulation_steps": 2,
@@ -209,7 +232,8 @@ def test_native_unknown_key_is_named(values: dict[str, Any], name: str, data: st
 def test_native_wrong_value_is_named(path: str, wrong: object) -> None:
     assume(not (wrong == [] and path in LISTS))
     assume(not (wrong == {"x": 1} and path == "units.tiles"))  # a module of that name in one tile is right
-    assume(not (wrong == 2**70 and path in ("gradient_clipping", "loss_scale.static")))
+    assume(not (wrong == 2**70 and path in ANY_SIZE))
+    assume(not (isinstance(wrong, str) and path in ANY_TEXT))
     values: Any = wrong
     for name in reversed(path.split(".")):
         values = {name: values}

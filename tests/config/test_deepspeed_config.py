@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from zero_ext.config import ConfigError, ZeroConfig, load_deepspeed_config
+from zero_ext.config import (
+    ConfigError,
+    FlopsPolicy,
+    MonitorPolicy,
+    WandbPolicy,
+    ZeroConfig,
+    load_deepspeed_config,
+)
 from zero_ext.config.deepspeed.key import Key
 from zero_ext.config.deepspeed.table import KEYS, SECTIONS, TABLE
 
@@ -397,3 +404,39 @@ def test_table_is_consistent() -> None:
         assert key.fate == "honoured" or not key.native
         assert not key.switch or key.switch in KEYS
         assert all(key.kind.fits(value) for value in key.harmless), key.path
+
+
+def test_monitors_become_native_ones() -> None:
+    found = load_deepspeed_config(
+        {
+            "gradient_clipping": 0,
+            "tensorboard": {"enabled": True, "output_path": "logs/tb", "job_name": "a"},
+            "csv_monitor": {"enabled": True, "output_path": "logs"},
+            "wandb": {"enabled": True, "team": "us", "group": None},
+            "comms_logger": {"enabled": True, "verbose": True},
+            "flops_profiler": {"enabled": True, "profile_step": 3},
+            "wall_clock_breakdown": True,
+        }
+    )
+    assert found.notes == ()
+    assert found.config == ZeroConfig(
+        stage=0,
+        steps_per_print=10,
+        monitor=MonitorPolicy(
+            jsonl=False,
+            times=True,
+            memory=False,
+            tensorboard="logs/tb/a",
+            csv="logs/DeepSpeedJobName/steps.csv",
+            wandb=WandbPolicy(project="deepspeed", entity="us"),
+            comms=True,
+            flops=FlopsPolicy(),
+        ),
+    )
+
+
+def test_a_breakdown_alone_is_printed_as_often_as_said() -> None:
+    found = load_deepspeed_config({"memory_breakdown": True, "steps_per_print": 3}).config
+    assert found.steps_per_print == 3
+    assert found.monitor == MonitorPolicy(jsonl=False, times=False, memory=True)
+    assert load_deepspeed_config({"wall_clock_breakdown": False}).config.monitor is None

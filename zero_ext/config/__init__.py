@@ -4,6 +4,7 @@ from .batch import BatchPolicy
 from .deepspeed import Note, Translation, load_deepspeed_config
 from .errors import ConfigError
 from .load import load_config
+from .monitor import FlopsPolicy, MonitorPolicy, ProgressPolicy, TracePolicy, WandbPolicy
 from .offload import AioPolicy, OffloadPolicy, Tier
 from .policies import (
     CheckpointPolicy,
@@ -20,15 +21,20 @@ __all__ = [
     "BatchPolicy",
     "CheckpointPolicy",
     "ConfigError",
+    "FlopsPolicy",
     "LossScalePolicy",
+    "MonitorPolicy",
     "Note",
     "OffloadPolicy",
     "OptimizerPolicy",
     "PrecisionPolicy",
+    "ProgressPolicy",
     "SchedulerPolicy",
     "Tier",
+    "TracePolicy",
     "Translation",
     "UnitPolicy",
+    "WandbPolicy",
     "ZeroConfig",
     "load_config",
     "load_deepspeed_config",

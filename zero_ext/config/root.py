@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from .batch import BatchPolicy
 from .errors import show
+from .monitor import MonitorPolicy
 from .offload import AioPolicy, OffloadPolicy
 from .policies import (
     CheckpointPolicy,
@@ -39,6 +40,7 @@ class ZeroConfig(Policy):
         gradient_clipping: largest global gradient norm; 0 means no clipping.
         timeout_seconds: longest wait for a collective before the job is ended with the rank's name.
         steps_per_print: steps between progress lines; None prints none.
+        monitor: what is written down of the run, see its class; None writes nothing.
         seed: seed of the data order that `initialize(training_data=...)` uses.
     """
 
@@ -55,6 +57,7 @@ class ZeroConfig(Policy):
     gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
     timeout_seconds: Annotated[float, Field(gt=0, le=31_536_000)] = 600.0
     steps_per_print: Positive | None = None
+    monitor: MonitorPolicy | None = None
     seed: Count = 0
 
     @model_validator(mode="after")

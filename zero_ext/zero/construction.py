@@ -29,8 +29,8 @@ def check_agreement(owned: Sequence[Owned], config: ZeroConfig, collectives: Col
 
     The message names the ranks that differ from rank 0 and, on those, the first parameter that does.
     """
-    # Each rank may have devices of its own.
-    lines = [config.model_dump_json(exclude={"aio": True, "offload": {"nvme_paths"}})]
+    # Each rank may have devices of its own, and write down what it likes.
+    lines = [config.model_dump_json(exclude={"aio": True, "monitor": True, "offload": {"nvme_paths"}})]
     lines += [
         json.dumps([item.spec.name, item.spec.shape, str(item.parameter.dtype), item.parameter.requires_grad])
         for item in owned

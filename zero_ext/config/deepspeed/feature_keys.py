@@ -24,16 +24,17 @@ def _absent(section: str, why: str) -> Key:
     return Key(section, ANYTHING, "refused", why, harmless=(None, False, {}))
 
 
-_LOGGING = "no writer exists here; subscribe to the engine's events and log them"
+_LOGGING = "no writer exists here; use tensorboard, wandb or csv_monitor"
 _RUN = {"output_path": TEXT, "job_name": TEXT}
+_PRINTED = "the line of steps_per_print, every 10 steps when that is missing, tells"
 
 REPORT_KEYS = (
-    *_switched("tensorboard", "no effect", _LOGGING, _RUN),
-    *_switched("csv_monitor", "no effect", _LOGGING, _RUN),
+    *_switched("tensorboard", "honoured", "monitor.tensorboard becomes output_path/job_name", _RUN),
+    *_switched("csv_monitor", "honoured", "monitor.csv becomes output_path/job_name/steps.csv", _RUN),
     *_switched(
         "wandb",
-        "no effect",
-        _LOGGING,
+        "honoured",
+        "monitor.wandb takes project, group, and team as entity",
         {"group": or_null(TEXT), "team": or_null(TEXT), "project": or_null(TEXT)},
     ),
     *_switched(
@@ -51,14 +52,14 @@ REPORT_KEYS = (
     ),
     *_switched(
         "comms_logger",
-        "no effect",
-        "the engine always counts the bytes it sends",
+        "honoured",
+        "monitor.comms becomes true: bytes and times of all collectives, in comms.jsonl",
         {"prof_all": FLAG, "prof_ops": ANYTHING, "verbose": FLAG, "debug": FLAG},
     ),
     *_switched(
         "flops_profiler",
-        "no effect",
-        "use torch.profiler with_flops=True",
+        "honoured",
+        f"monitor.flops becomes {{}}; {_PRINTED} operations a second",
         dict.fromkeys(
             (
                 "recompute_fwd_factor",
@@ -76,11 +77,17 @@ REPORT_KEYS = (
     Key(
         "wall_clock_breakdown",
         FLAG,
-        "no effect",
-        "step times come with the engine's events",
+        "honoured",
+        f"monitor.times becomes true; {_PRINTED} phases and waits",
         harmless=(False,),
     ),
-    Key("memory_breakdown", FLAG, "no effect", "ask the engine for its ledger of bytes", harmless=(False,)),
+    Key(
+        "memory_breakdown",
+        FLAG,
+        "honoured",
+        f"monitor.memory becomes true; {_PRINTED} bytes by tier",
+        harmless=(False,),
+    ),
     Key("dump_state", FLAG, "no effect", "print(engine.config) shows it", harmless=(False,)),
     Key("log_level", or_null(TEXT), "no effect", "set it with Python's logging module", harmless=(None,)),
     Key("disable_python_gc", FLAG, "no effect", "the garbage collector is left alone", harmless=(False,)),

@@ -12,6 +12,7 @@ from ..errors import ConfigError, Problem, show
 from ..json_file import read_json_object
 from ..root import ZeroConfig
 from .key import Key
+from .monitors import set_monitors
 from .note import Note
 from .settle import Settled, settle
 from .table import KEYS, TABLE
@@ -69,6 +70,7 @@ def load_deepspeed_config(
     _set_optimizer(settled, native, notes)
     _set_leaf_modules(settled, native)
     set_tiers(settled, native)
+    set_monitors(settled, native)
     if settled.problems:
         raise ConfigError(settled.problems, name)
     if "gradient_clipping" not in settled.values:
