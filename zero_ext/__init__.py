@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from zero_ext.checkpoint.model import load_checkpoint, save_checkpoint
     from zero_ext.checkpoint.safetensors_load import load_safetensors
     from zero_ext.integrations.initialize import initialize
+    from zero_ext.integrations.prepare import prepare
     from zero_ext.optim.lion import Lion
     from zero_ext.zero.gathered import (
         double_backward,
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     )
     from zero_ext.zero.init import Init
     from zero_ext.zero.module import ZeroModule
-    from zero_ext.zero.prepare import prepare
     from zero_ext.zero.tiling import TiledEmbedding, TiledLinear
 
 __all__ = [
@@ -70,11 +70,11 @@ __getattr__ = lazily(
         "full_gradient": "zero_ext.zero.gathered",
         "full_state_dict": "zero_ext.zero.gathered",
         "gathered": "zero_ext.zero.gathered",
-        "initialize": "zero_ext.integrations",
+        "initialize": "zero_ext.integrations.initialize",
         "load_checkpoint": "zero_ext.checkpoint.model",
         "load_full_state_dict": "zero_ext.zero.gathered",
         "load_safetensors": "zero_ext.checkpoint.safetensors_load",
-        "prepare": "zero_ext.zero.prepare",
+        "prepare": "zero_ext.integrations.prepare",
         "save_checkpoint": "zero_ext.checkpoint.model",
     }
     | dict.fromkeys(_PACKAGES, ""),

@@ -269,7 +269,7 @@ def test_what_has_no_effect_or_is_assumed_is_said_once(world: World) -> None:
     logger = logging.getLogger("zero_ext")
     logger.addHandler(handler)
     try:
-        config = {**INTRODUCTION, "wall_clock_breakdown": True}
+        config = {**INTRODUCTION, "dump_state": True}
         engine, _, _, _ = zero_ext.initialize(model=LanguageModel(), config=config, process_group=world.group)
         data = Sentences(world.seed, 50)
         for micro in range(4):
@@ -277,7 +277,7 @@ def test_what_has_no_effect_or_is_assumed_is_said_once(world: World) -> None:
             engine.step()
     finally:
         logger.removeHandler(handler)
-    for words in ("no optimizer given", "wall_clock_breakdown"):
+    for words in ("no optimizer given", "dump_state"):
         assert sum(words in line for line in said) == (1 if world.rank == 0 else 0), said
 
 

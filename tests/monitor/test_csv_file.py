@@ -9,6 +9,7 @@ import pytest
 
 from zero_ext.config.events import GatherEvent, StepEnd
 from zero_ext.monitor import CsvFile
+from zero_ext.monitor.values import facts_of
 
 
 def step(number: int, loss: float | None = 2.5) -> StepEnd:
@@ -50,3 +51,19 @@ def test_events_after_close_are_errors(tmp_path: Path) -> None:
     rows.close()
     with pytest.raises(ValueError, match="closed"):
         rows(step(1))
+
+
+def test_columns_that_come_later_widen_the_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    with CsvFile(path) as rows:
+        rows(step(1))
+        rows.write({**facts_of(step(2)), "wait/gather": 0.5, "a, b": 7})
+        rows.write({**facts_of(step(3)), "wait/gather": None})
+    with CsvFile(path) as rows:
+        rows.write({**facts_of(step(4)), "new": 1})
+    found = read(path)
+    assert [row["step"] for row in found] == ["1", "2", "3", "4"]
+    assert [row["wait/gather"] for row in found] == ["", "0.5", "", ""]
+    assert [row["a, b"] for row in found] == ["", "7", "", ""]
+    assert [row["new"] for row in found] == ["", "", "", "1"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["log.csv"]

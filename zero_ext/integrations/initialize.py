@@ -15,12 +15,10 @@ from zero_ext.config import ZeroConfig
 from zero_ext.config.deepspeed import load_deepspeed_config
 from zero_ext.data import ShardedLoader
 from zero_ext.integrations.parts import Scheduler, make_loader, make_optimizer, make_scheduler, say
-from zero_ext.integrations.step_log import StepLog
+from zero_ext.integrations.prepare import prepare
 from zero_ext.integrations.training_module import TrainingModule
 from zero_ext.optim.build import check_scheduler
 from zero_ext.zero.construction import accelerator_or_cpu
-from zero_ext.zero.lookup import engine_of
-from zero_ext.zero.prepare import prepare
 from zero_ext.zero.process_group import join_world
 
 
@@ -69,8 +67,6 @@ def initialize(
         model, made, settings, process_group=process_group, wrap=False, device=accelerator_or_cpu()
     )
     scheduler = make_scheduler(lr_scheduler, settings, prepared)
-    if settings.steps_per_print is not None and engine_of(inner).rank == 0:
-        engine_of(inner).subscribe(StepLog(settings.steps_per_print))
     return TrainingModule(inner, prepared, scheduler, loader), prepared, loader, scheduler
 
 

@@ -8,11 +8,16 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from zero_ext.config.events import Event, StepEnd
+from zero_ext.config.events import DeviceStepEnd, Event, StepEnd
 from zero_ext.monitor.memory import resident_bytes
 
 _STEPS_AVERAGED = 10
 _LINES_WITHOUT_TERMINAL = 10
+
+
+def on_a_terminal() -> bool:
+    """Whether a progress bar would be seen: stderr is a terminal."""
+    return Console(stderr=True).is_terminal
 
 
 class ProgressLine:
@@ -69,6 +74,8 @@ class ProgressLine:
 
     def __call__(self, event: Event) -> None:
         """Moves the line on at each `StepEnd`."""
+        if isinstance(event, DeviceStepEnd) and event.loss is not None:
+            self._loss = event.loss
         if not isinstance(event, StepEnd):
             return
         if self._events:

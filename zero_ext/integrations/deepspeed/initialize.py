@@ -19,11 +19,11 @@ from zero_ext.integrations.deepspeed.parameters import mark_sharded
 from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
 from zero_ext.integrations.deepspeed.utils.leaf_modules import leaf_modules_of
 from zero_ext.integrations.parts import Scheduler, make_loader, make_optimizer, make_scheduler, say
+from zero_ext.integrations.prepare import prepare
 from zero_ext.integrations.step_log import StepLog
 from zero_ext.optim.build import check_scheduler
 from zero_ext.zero.construction import accelerator_or_cpu
 from zero_ext.zero.lookup import engine_of
-from zero_ext.zero.prepare import prepare
 from zero_ext.zero.process_group import join_world
 
 # What DeepSpeed takes beside these and what it may be: without meaning here, or a feature that is missing.

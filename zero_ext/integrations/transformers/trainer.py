@@ -10,6 +10,7 @@ from torch import nn
 from transformers import Trainer
 
 from zero_ext.config import ZeroConfig
+from zero_ext.integrations.prepare import prepare
 from zero_ext.integrations.transformers.checkpoints import (
     check_resume,
     last_whole_checkpoint,
@@ -25,7 +26,6 @@ from zero_ext.zero.engine import Engine
 from zero_ext.zero.gathered import full_state_dict
 from zero_ext.zero.lookup import engine_of
 from zero_ext.zero.optimizer import ZeroOptimizer
-from zero_ext.zero.prepare import prepare
 
 if TYPE_CHECKING:
     _Base = Trainer

@@ -1,0 +1,87 @@
+"""An offline run of Weights & Biases, read from its file."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from wandb.proto import wandb_internal_pb2
+
+import zero_ext
+from zero_ext.monitor import monitor_of
+
+BLOCK, HEADER = 32768, 7
+
+
+def records(path: Path) -> Iterator[Any]:
+    """The records of a .wandb file: LevelDB's log format after seven bytes of the file's own."""
+    data = path.read_bytes()
+    place, parts = HEADER, b""
+    while place + HEADER <= len(data):
+        if BLOCK - place % BLOCK < HEADER:
+            place += BLOCK - place % BLOCK
+            continue
+        length = int.from_bytes(data[place + 4 : place + 6], "little")
+        kind = data[place + 6]  # 1 whole, 2 first, 3 middle, 4 last
+        parts += data[place + HEADER : place + HEADER + length]
+        place += HEADER + length
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            parts = b""
+            yield record
+
+
+def whole_run(path: Path) -> list[Any]:
+    """The records once the run's end is among them: wandb's own process writes them out."""
+    until = time.monotonic() + 20
+    while True:
+        found = list(records(path))
+        if any(record.HasField("exit") for record in found):
+            return found
+        assert time.monotonic() < until, f"{len(found)} records and no end of the run"
+        time.sleep(0.05)
+
+
+def test_an_offline_run_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    model = nn.Linear(3, 1)
+    settings = {
+        "stage": 2,
+        "monitor": {
+            "folder": str(tmp_path),
+            "jsonl": False,
+            "wandb": {"project": "tests", "group": "ours", "name": "first", "mode": "offline"},
+        },
+    }
+    prepared, optimizer = zero_ext.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), settings)
+    losses = []
+    for _ in range(3):
+        loss = prepared(torch.randn(2, 3)).square().mean()
+        losses.append(loss.item())
+        prepared.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    monitor = monitor_of(prepared)
+    assert monitor is not None
+    monitor.close()
+    (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    found = whole_run(path)
+    (run,) = [record.run for record in found if record.HasField("run")]
+    assert (run.project, run.run_group, run.display_name) == ("tests", "ours", "first")
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config["stage"] == 2 and config["monitor"]["wandb"]["mode"] == "offline"
+    rows = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in found
+        if record.HasField("history")
+    ]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["loss"] for row in rows] == losses
+    assert all(row["lr"] == 0.5 and row["time/step"] > 0 and "grad_norm" not in row for row in rows)

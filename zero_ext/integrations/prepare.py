@@ -1,0 +1,37 @@
+"""``prepare`` with the monitors that the configuration asks for."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+from zero_ext.config import load_config
+from zero_ext.zero.prepare import prepare as prepare_alone
+
+Given = ParamSpec("Given")
+Prepared = tuple[Any, Any]
+
+
+def _monitored(prepare: Callable[Given, Prepared]) -> Callable[Given, Prepared]:
+    signature = inspect.signature(prepare)
+
+    @functools.wraps(prepare)
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> Prepared:
+        given = signature.bind(*args, **kwargs)
+        settings = load_config(given.arguments.get("config"))
+        if settings.monitor is None and settings.steps_per_print is None:
+            return prepare(*args, **kwargs)
+        # Whoever watches nothing imports none of it.
+        from zero_ext.monitor.attach import attach, check_packages
+
+        check_packages(settings.monitor)
+        model, optimizer = prepare(*args, **kwargs)
+        attach(model, settings.monitor, steps_per_print=settings.steps_per_print)
+        return model, optimizer
+
+    return call
+
+
+prepare = _monitored(prepare_alone)

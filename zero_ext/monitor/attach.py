@@ -1,0 +1,128 @@
+"""From the configuration's ``monitor`` section to a monitor of a prepared model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zero_ext.config import MonitorPolicy, ZeroConfig
+from zero_ext.config.events import Subscriber
+from zero_ext.monitor.comms_log import CommsLog
+from zero_ext.monitor.csv_file import CsvFile
+from zero_ext.monitor.engine_bytes import EngineBytes
+from zero_ext.monitor.flops import Flops
+from zero_ext.monitor.json_lines import JsonLines
+from zero_ext.monitor.monitor import Monitor
+from zero_ext.monitor.packages import require
+from zero_ext.monitor.progress import ProgressLine, on_a_terminal
+from zero_ext.monitor.step_log import StepLog
+from zero_ext.monitor.step_times import StepTimes
+from zero_ext.monitor.tensorboard import TensorBoard
+from zero_ext.monitor.trace import Trace
+from zero_ext.monitor.values import Source, Writer
+from zero_ext.monitor.wandb_run import WandbRun
+from zero_ext.zero.engine import Engine
+from zero_ext.zero.lookup import engine_of
+from zero_ext.zero.together import together
+
+_NOTHING = MonitorPolicy(jsonl=False, times=False, memory=False)
+
+
+def check_packages(policy: MonitorPolicy | None) -> None:
+    """Raises ``ModuleNotFoundError`` with the install line for a package that ``policy`` needs and that is
+    not there. On every rank alike, before anything else happens."""
+    if policy is None:
+        return
+    if policy.tensorboard:
+        require("tensorboard", "monitor.tensorboard")
+    if policy.wandb is not None:
+        require("wandb", "monitor.wandb")
+    if policy.trace is not None and policy.trace.picture:
+        require("matplotlib", "monitor.trace.picture")
+
+
+def attach(
+    model: nn.Module, policy: MonitorPolicy | None = None, *, steps_per_print: int | None = None
+) -> Monitor | None:
+    """Opens what ``policy`` asks for on this rank and subscribes it to the engine of ``model``; a collective.
+
+    Rank 0 writes rows, lines and the progress bar, every rank its trace. ``prepare`` and ``initialize`` call
+    it with the configuration's ``monitor`` section. The monitor closes itself when the model goes and at
+    exit. None on ranks with nothing to do.
+
+    Raises:
+        ModuleNotFoundError: a package is missing, with the install line.
+        RuntimeError: something cannot be opened on some rank, on all of them.
+        ValueError: the model has a monitor already.
+    """
+    engine = engine_of(model)
+    check_packages(policy)
+    if monitor_of(model) is not None:
+        raise ValueError("this model has a monitor already; close it first: monitor_of(model).close()")
+    return together(
+        engine.collectives,
+        lambda: _open(engine, policy or _NOTHING, steps_per_print),
+        "opening the monitors",
+        "Training did not begin.",
+    )
+
+
+def monitor_of(model: nn.Module) -> Monitor | None:
+    """The monitor that ``prepare``, ``initialize`` or :func:`attach` gave to ``model`` on this rank."""
+    return next((each for each in engine_of(model).subscribers if isinstance(each, Monitor)), None)
+
+
+def subscribe(model: nn.Module, *subscribers: Subscriber) -> None:
+    """Sends the events of a prepared model on this rank to ``subscribers`` from now on."""
+    engine = engine_of(model)
+    for subscriber in subscribers:
+        engine.subscribe(subscriber)
+
+
+def _open(engine: Engine, policy: MonitorPolicy, steps_per_print: int | None) -> Monitor | None:
+    folder = Path(policy.folder)
+    subscribers: list[Subscriber] = []
+    writers: list[Writer] = []
+    sources: list[Source] = []
+    if engine.rank == 0:
+        if policy.times:
+            sources.append(StepTimes())
+        if policy.memory:
+            sources.append(EngineBytes(engine))
+        if policy.flops is not None:
+            sources.append(Flops(engine, policy.flops.peak, policy.flops.per_step))
+        if steps_per_print is not None:
+            subscribers.append(StepLog(steps_per_print, sources))
+        if policy.progress is not None and on_a_terminal():
+            subscribers.append(
+                ProgressLine(policy.progress.steps, tokens_per_step=policy.progress.tokens_per_step)
+            )
+        if policy.comms:
+            subscribers.append(CommsLog(_place(policy.comms, folder / "comms.jsonl")))
+        writers = _writers(policy, folder, engine.config)
+    if policy.trace is not None:
+        subscribers.append(Trace(engine, folder, policy.trace))
+    if not writers and not subscribers:
+        return None
+    return Monitor(engine, writers, sources, subscribers, policy.every)
+
+
+def _writers(policy: MonitorPolicy, folder: Path, config: ZeroConfig) -> list[Writer]:
+    writers: list[Writer] = []
+    if policy.jsonl:
+        writers.append(JsonLines(_place(policy.jsonl, folder / "steps.jsonl")))
+    if policy.csv:
+        writers.append(CsvFile(_place(policy.csv, folder / "steps.csv")))
+    if policy.tensorboard:
+        writers.append(TensorBoard(_place(policy.tensorboard, folder)))
+    if policy.wandb is not None:
+        settings: Mapping[str, Any] = config.to_mapping()
+        writers.append(WandbRun(folder, policy.wandb, settings))
+    return writers
+
+
+def _place(wanted: bool | str, otherwise: Path) -> Path:
+    return Path(wanted) if isinstance(wanted, str) else otherwise

@@ -1,0 +1,54 @@
+"""A text file that grows by whole lines, whatever happens to the process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_PIECE = 1 << 16
+
+
+class LineFile:
+    """Appends lines, each handed to the system in one piece, so that a kill leaves none half-written.
+
+    An existing file is continued; what a crash of the machine left of a last line is cut off. Raises
+    ``OSError`` where writing fails.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self.closed = False
+        os.ftruncate(self._file, self._whole_lines())
+
+    def first_line(self) -> str:
+        """The first line without its end; empty while there is none."""
+        return os.pread(self._file, _PIECE, 0).decode("utf-8", "replace").partition("\n")[0]
+
+    def write(self, line: str) -> None:
+        """Appends ``line``, which has no end of its own. Raises ``ValueError`` after :meth:`close`."""
+        if self.closed:
+            raise ValueError(f"{self.path} is closed; nothing can be written to it any more")
+        data = line.encode() + b"\n"
+        written = os.write(self._file, data)
+        if written != len(data):
+            os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+            raise OSError(f"{self.path}: {written} of {len(data)} bytes were written; is the disk full?")
+
+    def close(self) -> None:
+        """Closes the file; calling it again does nothing."""
+        if not self.closed:
+            self.closed = True
+            os.close(self._file)
+
+    def _whole_lines(self) -> int:
+        """Bytes up to and with the last end of a line."""
+        end = os.fstat(self._file).st_size
+        while end:
+            begin = max(0, end - _PIECE)
+            found = os.pread(self._file, end - begin, begin).rfind(b"\n")
+            if found >= 0:
+                return begin + found + 1
+            end = begin
+        return 0

@@ -1,0 +1,15 @@
+"""Optional packages: used where they are, and asked for by their install line where they are not."""
+
+from __future__ import annotations
+
+import importlib.util
+
+
+def require(package: str, purpose: str) -> None:
+    """Raises ``ModuleNotFoundError`` with the install line unless ``package`` can be imported."""
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(
+            f"{purpose} needs the package '{package}', which is not installed: pip install {package}, or "
+            "leave it out of the monitor section of the configuration",
+            name=package,
+        )

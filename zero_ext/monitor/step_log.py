@@ -1,0 +1,65 @@
+"""A line on stderr every few steps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from zero_ext.config.events import DeviceStepEnd, Event, StepEnd
+from zero_ext.monitor.values import Source
+
+_SHOWN = {"time": (" s", 1.0), "wait": (" s", 1.0), "memory": (" GiB", 2.0**-30), "flops": ("", 1.0)}
+
+
+class StepLog:
+    """Subscriber that prints step, loss, rates, gradient norm, loss scale and time every ``steps`` steps, and
+    of that step what ``sources`` say of times and memory; these hear the events before it does.
+
+    The loss of an accelerator is that of an earlier step, as a rule the one before, and says so.
+    """
+
+    def __init__(self, steps: int, sources: Sequence[Source] = ()) -> None:
+        self._steps = steps
+        self._sources = tuple(sources)
+        self._seconds = 0.0
+        self._skipped = 0
+        self._arrived: DeviceStepEnd | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Takes the event; anything but the end of a step is ignored."""
+        if isinstance(event, DeviceStepEnd):
+            self._arrived = event
+        if not isinstance(event, StepEnd):
+            return
+        self._seconds += event.seconds
+        self._skipped += event.skipped
+        if event.step % self._steps:
+            return
+        facts = [f"step {event.step}", *self._loss(event)]
+        facts.append("lr " + ", ".join(f"{lr:.4g}" for lr in event.lr))
+        if event.grad_norm is not None:
+            facts.append(f"gradient norm {event.grad_norm:.4g}")
+        if event.loss_scale != 1.0:
+            facts.append(f"loss scale {event.loss_scale:g}, {self._skipped} skipped")
+        facts.append(f"{self._seconds / self._steps:.3g} s a step")
+        facts += self._groups(event)
+        print(" | ".join(facts), file=sys.stderr, flush=True)
+        self._seconds, self._skipped = 0.0, 0
+
+    def _loss(self, event: StepEnd) -> list[str]:
+        if event.loss is not None:
+            return [f"loss {event.loss:.4g}"]
+        arrived = self._arrived
+        if arrived is None or arrived.loss is None or arrived.step <= event.step - self._steps:
+            return []
+        return [f"loss of step {arrived.step} {arrived.loss:.4g}"]
+
+    def _groups(self, event: StepEnd) -> list[str]:
+        found: dict[str, list[str]] = {}
+        for source in self._sources:
+            for name, value in source.values(event).items():
+                group, _, what = name.partition("/")
+                if group in _SHOWN and value and not isinstance(value, tuple):
+                    unit, factor = _SHOWN[group]
+                    found.setdefault(group, []).append(f"{what} {value * factor:.3g}{unit}")
+        return [f"{group}: {', '.join(parts)}" for group, parts in found.items()]

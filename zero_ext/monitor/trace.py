@@ -1,0 +1,171 @@
+"""Some steps as a timeline: spans and memory, in the JSON that Perfetto and chrome://tracing read."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+from zero_ext.config import TracePolicy
+from zero_ext.config.events import (
+    CollectiveEnd,
+    Event,
+    GatherEvent,
+    PhaseEnd,
+    ReleaseEvent,
+    StepEnd,
+    WaitEnd,
+)
+from zero_ext.monitor.memory_timeline import MemoryTimeline
+from zero_ext.monitor.packages import require
+from zero_ext.monitor.step_times import wait_of
+from zero_ext.zero.engine import Engine
+
+_PHASES, _WAITS = 1, 2
+
+
+class Trace:
+    """Subscriber that records ``policy.steps`` steps from ``policy.first_step`` on and writes them to
+    ``folder``, on whatever rank it is used: trace-rank{r}.json and, with ``policy.picture``,
+    memory-rank{r}.png, when they are over or at ``close``.
+
+    The file has a track of phases, one of waits, one for every unit while it is gathered, and counters: bytes
+    of each tier by kind, of gathered units, and of the process. Times are those of the host's monotonic
+    clock, so traces of the ranks of one host fit together. It holds the engine weakly.
+
+    Raises ``ModuleNotFoundError`` where a picture is wanted without matplotlib, ``OSError`` where a file
+    cannot be written.
+    """
+
+    def __init__(self, engine: Engine, folder: str | Path, policy: TracePolicy) -> None:
+        if policy.picture:
+            require("matplotlib", "a picture of the memory timeline")
+        self._engine = weakref.ref(engine)
+        self._rank = engine.rank
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._first, self._last = policy.first_step, policy.first_step + policy.steps - 1
+        self._picture = policy.picture
+        self._step = engine.steps + 1
+        self._itemsize = {unit.name: unit.layout.dtype.itemsize for unit in engine.units}
+        self._spans: list[dict[str, Any]] = []
+        self._gathered: dict[str, int] = {}
+        self.memory = MemoryTimeline(self._rank)
+        self.is_written = False
+        if self._step == self._first:
+            self._sample(at_rest=False)
+
+    @property
+    def path(self) -> Path:
+        """The file that is written."""
+        return self._folder / f"trace-rank{self._rank}.json"
+
+    def __call__(self, event: Event) -> None:
+        """Takes the event if its step is recorded."""
+        if self.is_written:
+            return
+        if self._first <= self._step <= self._last:
+            self._record(event)
+        if isinstance(event, StepEnd):
+            self._step = event.step + 1
+            if self._step == self._first:
+                self._sample(at_rest=True)
+            if event.step >= self._last:
+                self.close()
+
+    def close(self) -> None:
+        """Writes what was recorded, once; nothing if there is nothing."""
+        if self.is_written or not self._spans:
+            return
+        self.is_written = True
+        names = [
+            _named("process_name", self._rank, 0, f"rank {self._rank}"),
+            _named("thread_name", self._rank, _PHASES, "phases"),
+            _named("thread_name", self._rank, _WAITS, "waits"),
+        ]
+        for unit in list(self._gathered):
+            self._unit("e", unit, time.perf_counter())
+        events = names + self._spans + self.memory.counters()
+        write_whole(self.path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}).encode())
+        if self._picture:
+            from zero_ext.monitor.memory_picture import draw
+
+            phases = [span for span in self._spans if span.get("tid") == _PHASES]
+            write_whole(self._folder / f"memory-rank{self._rank}.png", draw(self.memory, phases))
+
+    def _record(self, event: Event) -> None:
+        if isinstance(event, PhaseEnd):
+            self._span(_PHASES, event.phase, event.began, event.seconds, {"step": self._step})
+            self._sample(at_rest=False)
+        elif isinstance(event, WaitEnd):
+            self._span(_WAITS, event.what, event.began, event.seconds, {})
+        elif isinstance(event, CollectiveEnd):
+            facts = {
+                "kind": event.kind,
+                "what": event.label,
+                "ranks": event.ranks,
+                "elements": event.elements,
+                "bytes_sent": event.bytes_sent,
+            }
+            self._span(_WAITS, wait_of(event.kind), event.began, event.seconds, facts)
+        elif isinstance(event, GatherEvent):
+            self._gathered[event.unit] = event.elements * self._itemsize[event.unit]
+            self._unit("b", event.unit, time.perf_counter())
+        elif isinstance(event, ReleaseEvent):
+            if event.unit in self._gathered:  # else gathered before the recording began
+                self._unit("e", event.unit, time.perf_counter())
+        elif isinstance(event, StepEnd):
+            self._sample(at_rest=True)
+
+    def _span(self, track: int, name: str, began: float, seconds: float, facts: dict[str, Any]) -> None:
+        self._spans.append(
+            {
+                "ph": "X",
+                "name": name,
+                "pid": self._rank,
+                "tid": track,
+                "ts": began * 1e6,
+                "dur": seconds * 1e6,
+                "args": facts,
+            }
+        )
+
+    def _unit(self, what: str, name: str, now: float) -> None:
+        facts = {"bytes": self._gathered[name]}
+        self._spans.append(
+            {
+                "ph": what,
+                "cat": "gathered",
+                "id": name,
+                "name": name,
+                "pid": self._rank,
+                "ts": now * 1e6,
+                "args": facts,
+            }
+        )
+        if what == "e":
+            del self._gathered[name]
+        self.memory.gathered(now, sum(self._gathered.values()))
+
+    def _sample(self, at_rest: bool) -> None:
+        engine = self._engine()
+        # While a delayed update runs beside the training its state must not be looked at.
+        if engine is not None and (at_rest or not engine.optimizer_step.under_way):
+            self.memory.sample(engine)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes ``data`` to ``path``, which is there afterwards as a whole, or as it was."""
+    beside = path.with_name(f".{path.name}.new")
+    with beside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def _named(what: str, rank: int, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": {"name": name}}
