@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from zero_ext.zero.placeholder import is_blank
+
 
 class Blanks:
     """Which of ``placeholders`` hold something else than what they were made with: NaN, or zero if integral.
@@ -45,9 +47,4 @@ class Blanks:
 
 
 def _written(values: dict[int, torch.Tensor]) -> list[int]:
-    found = []
-    for index, each in values.items():
-        value = each.item()
-        if value == value and (value != 0 or each.dtype.is_floating_point):
-            found.append(index)
-    return found
+    return [index for index, each in values.items() if not is_blank(each)]

@@ -14,6 +14,7 @@ from zero_ext.comm import Collectives
 from zero_ext.config import Tier
 from zero_ext.offload import STORAGE_ALIGNMENT, Arrival, Birthplace, ShardHome, allocate
 from zero_ext.zero.layout import ALIGNMENT_BYTES, FlatLayout, ParameterSpec, in_memory_order, memory_order
+from zero_ext.zero.placeholder import allow_use, is_blank, placeholder, refuse_use
 from zero_ext.zero.postponed import Postponed
 
 ATTRIBUTE = "_zero_ext_born_shard"
@@ -55,8 +56,7 @@ class BornShard:
         self.home = home
         self.collectives = collectives
         self._start = start
-        blank = float("nan") if spec.dtype.is_floating_point or spec.dtype.is_complex else 0
-        self._memory = torch.full((), blank, dtype=spec.dtype, device="cpu")
+        self._memory = placeholder((), spec.dtype, "cpu")
 
     @property
     def placeholder(self) -> torch.Tensor:
@@ -67,12 +67,10 @@ class BornShard:
         """Whether somebody gave ``parameter`` a value while only shards of it existed."""
         if not self.spec.numel:
             return False
-        value = self._memory.item()
-        blank = value != value or (value == 0 and not self._memory.is_floating_point())
         return (
             parameter.dtype != self._memory.dtype
             or parameter.data_ptr() != self._memory.data_ptr()
-            or not blank
+            or not is_blank(self._memory)
         )
 
     def part(self, start: int, shape: tuple[int, ...]) -> BornShard:
@@ -191,6 +189,12 @@ def set_born(parameter: nn.Parameter, born: BornShard) -> None:
     """Makes ``born`` all that there is of ``parameter``."""
     setattr(parameter, ATTRIBUTE, born)
     parameter.data = born.placeholder
+    if not born.spec.dtype.is_floating_point:
+        refuse_use(
+            parameter,
+            f"a parameter of shape {born.spec.shape} from zero_ext.Init was used before zero_ext.prepare, "
+            "while this rank holds only a part of it",
+        )
 
 
 def refuse_copies(parameter: nn.Parameter) -> None:
@@ -208,6 +212,7 @@ def refuse_copies(parameter: nn.Parameter) -> None:
 
 def forget_birth(parameter: nn.Parameter) -> None:
     """Drops the shard and the refusals that came with it."""
+    allow_use(parameter)
     for name in (ATTRIBUTE, *GUARDED):
         vars(parameter).pop(name, None)
 

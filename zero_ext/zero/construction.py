@@ -18,6 +18,7 @@ from zero_ext.zero.born import PIECE_BYTES, REBUILD, born_shard, forget_birth
 from zero_ext.zero.heap import trim_heap
 from zero_ext.zero.layout import ALIGNMENT_BYTES, FlatLayout, in_memory_order
 from zero_ext.zero.master import MasterShard
+from zero_ext.zero.packed import packed_shapes, packed_tensors
 from zero_ext.zero.partition import Owned, UnitPlan
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.postponed import Postponed
@@ -32,7 +33,15 @@ def check_agreement(owned: Sequence[Owned], config: ZeroConfig, collectives: Col
     # Each rank may have devices of its own, and write down what it likes.
     lines = [config.model_dump_json(exclude={"aio": True, "monitor": True, "offload": {"nvme_paths"}})]
     lines += [
-        json.dumps([item.spec.name, item.spec.shape, str(item.parameter.dtype), item.parameter.requires_grad])
+        json.dumps(
+            [
+                item.spec.name,
+                item.spec.shape,
+                str(item.parameter.dtype),
+                item.parameter.requires_grad,
+                *packed_shapes(item.parameter),
+            ]
+        )
         for item in owned
     ]
     digests = [hashlib.sha256(line.encode()).digest()[:8] for line in lines]
@@ -226,8 +235,8 @@ def _pieces(item: Owned, collectives: Collectives, failures: Postponed) -> Itera
 
 
 def broadcast_buffers(model: nn.Module, collectives: Collectives) -> None:
-    """Gives every rank rank 0's module buffers."""
-    for name, buffer in model.named_buffers():
+    """Gives every rank rank 0's module buffers, and what makes sense of its quantised parameters."""
+    for name, buffer in (*model.named_buffers(), *packed_tensors(model).items()):
         if buffer.numel() and not buffer.is_meta:
             value = buffer.data.contiguous()
             collectives.broadcast_(value.view(-1).view(torch.uint8), 0, f"buffer '{name}' from rank 0")

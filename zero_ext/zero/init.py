@@ -24,19 +24,12 @@ from zero_ext.zero.born import REBUILD, born_shard, full_value, refuse_copies, s
 from zero_ext.zero.construction import accelerator_or_cpu
 from zero_ext.zero.heap import trim_heap
 from zero_ext.zero.meta import materialise
+from zero_ext.zero.placeholder import METADATA, function_name
 from zero_ext.zero.postponed import Postponed
 from zero_ext.zero.process_group import join_world, make_collectives
 from zero_ext.zero.together import together
 
 WHOLE_ELEMENTS_LIMIT = 8 * 1024 * 1024
-
-# Answers to these questions are true of a placeholder too, so they need no gather.
-METADATA_NAMES = """
-    shape size dim ndim ndimension numel nelement __len__ stride is_contiguous dtype device layout itemsize
-    element_size nbytes names is_floating_point is_complex is_meta is_sparse is_quantized is_cuda is_cpu
-    requires_grad requires_grad_ is_leaf grad grad_fn _version _backward_hooks __hash__ __setattr__
-"""
-METADATA = frozenset(METADATA_NAMES.split())
 
 
 class Init:
@@ -265,10 +258,7 @@ class _WholeOnTouch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name == "__get__":
-            name = getattr(getattr(func, "__self__", None), "__name__", "")
-        if name not in METADATA:
+        if function_name(func) not in METADATA:
             found: dict[int, nn.Parameter] = {}
             for value in (*args, *(kwargs or {}).values()):
                 for item in value if isinstance(value, list | tuple) else (value,):

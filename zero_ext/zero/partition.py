@@ -13,6 +13,7 @@ from torch import nn
 from zero_ext.config import ZeroConfig
 from zero_ext.config.placement import Placement, within
 from zero_ext.zero.layout import ParameterSpec, memory_order
+from zero_ext.zero.packed import is_packed
 from zero_ext.zero.tiling import Tile
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,7 +56,7 @@ def owned_parameters(model: nn.Module, precision: str) -> list[Owned]:
     for parameter, owners in places.items():
         names = tuple(name for name, _ in owners)
         dtype = parameter.dtype
-        if precision != "keep" and dtype.is_floating_point:
+        if precision != "keep" and dtype.is_floating_point and not is_packed(parameter):
             dtype = DTYPES[precision]
         spec = ParameterSpec(names[0], tuple(parameter.shape), memory_order(parameter), dtype)
         found.append(Owned(parameter, names, tuple(module for _, module in owners), spec))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_ext import ops
 from zero_ext.comm import Collectives
@@ -35,6 +36,7 @@ from zero_ext.zero.lookup import MODULE_ATTRIBUTE, PARAMETER_ATTRIBUTE, attach_e
 from zero_ext.zero.meta import leave_meta
 from zero_ext.zero.module import ZeroModule
 from zero_ext.zero.optimizer import ZeroOptimizer
+from zero_ext.zero.packed import is_packed
 from zero_ext.zero.parameter_hooks import watch_all
 from zero_ext.zero.partition import (
     DTYPES,
@@ -126,7 +128,10 @@ def _join(
     """The ranks' collectives on tensors of ``device``."""
     join_world(settings.timeout_seconds)
     # A loss scale that is too large makes NaN, which ends a step and not the job; stage 0 gathers gradients.
-    expects_nan = settings.stage == 0 or any(item.spec.dtype is torch.float16 for item in owned)
+    # Packed bytes may look like NaN.
+    expects_nan = settings.stage == 0 or any(
+        item.spec.dtype is torch.float16 or is_packed(item.parameter) for item in owned
+    )
     return make_collectives(
         process_group,
         settings.timeout_seconds,
@@ -217,6 +222,13 @@ def _check_parameters(owned: Sequence[Owned], optimizer: torch.optim.Optimizer |
             raise ValueError(
                 f"parameter '{name}' is trainable and {dtype}; sharded training is in float32, bfloat16 or "
                 "float16. Convert the model, set 'precision.dtype', or freeze the parameter."
+            )
+        value: Any = parameter
+        if is_traceable_wrapper_subclass(value):
+            raise ValueError(
+                f"parameter '{name}' is a {type(value).__name__}, a tensor made of several others, which has "
+                "no flat memory to shard. Quantise with bitsandbytes, whose 4-bit weights are bytes, keep "
+                "packed weights in a uint8 parameter of your own, or prepare the model unquantised."
             )
 
 

@@ -14,13 +14,14 @@ from zero_ext.config.placement import Placement
 from zero_ext.offload import HERE, Arrival, Tiers, put
 from zero_ext.zero.blank import Blanks
 from zero_ext.zero.layout import FlatLayout
+from zero_ext.zero.placeholder import allow_use, placeholder, refuse_use
 from zero_ext.zero.pool import BufferPool, attach, detach
 
 
 class UnitState(enum.Enum):
     """The life of a unit's full parameters."""
 
-    RELEASED = "released"  # only the shard exists; every parameter is a NaN placeholder
+    RELEASED = "released"  # only the shard exists; every parameter is a placeholder
     FETCHING = "fetching"  # a pool buffer is attached and the shard is on its way into it
     GATHERING = "gathering"  # the other ranks' shards are on their way
     GATHERED = "gathered"  # the parameters are views of the full flat buffer
@@ -63,10 +64,8 @@ class Unit:
                 self.flat.as_strided(spec.shape, spec.stride, offset)
                 for spec, offset in zip(layout.specs, layout.offsets, strict=True)
             ]
-            blank = float("nan") if layout.dtype.is_floating_point or layout.dtype.is_complex else 0
             self._placeholders = [
-                torch.full((), blank, dtype=layout.dtype, device=tiers.device.device).expand(spec.shape)
-                for spec in layout.specs
+                placeholder(spec.shape, layout.dtype, tiers.device.device) for spec in layout.specs
             ]
             self._blanks = Blanks(self._placeholders)
         self._versions = [0] * len(self.parameters)
@@ -226,6 +225,7 @@ class Unit:
         """Makes the parameters views of the gathered flat buffer as it is."""
         self._require(UnitState.GATHERED)
         for parameter, view in zip(self.parameters, self._views, strict=True):
+            allow_use(parameter)
             if not torch._has_compatible_shallow_copy_type(parameter, view):
                 _move(parameter, view.device)
         self._point_at(self._views)
@@ -269,8 +269,17 @@ class Unit:
         return f"{kind}_persistent" if self.persistent else kind
 
     def _point_at(self, tensors: Sequence[torch.Tensor]) -> None:
-        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+        refuses = tensors is self._placeholders and not self.layout.dtype.is_floating_point
+        for parameter, tensor, spec in zip(self.parameters, tensors, self.layout.specs, strict=True):
+            allow_use(parameter)
             parameter.data = tensor
+            if refuses:
+                refuse_use(
+                    parameter,
+                    f"parameter '{spec.name}' ({spec.dtype}) was used while it is sharded over the ranks. "
+                    "Use it in the forward of the module that owns it, or inside 'with "
+                    "zero_ext.gathered(params):'.",
+                )
         self.accept_writes()
 
     def check_unmoved(self) -> None:
@@ -317,6 +326,7 @@ class Unit:
 def _move(parameter: nn.Parameter, device: torch.device) -> None:
     """Makes ``parameter``, the same object, one on a device to which its ``data`` cannot be set."""
     # Empty: a view would share its version counter, and gathers would look like writes to the parameter.
-    moved = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), parameter.requires_grad)
+    empty = torch.empty(0, dtype=parameter.dtype, device=device)
+    moved = torch.Tensor._make_subclass(type(parameter), empty, parameter.requires_grad)
     vars(moved).update(vars(parameter))
     torch.utils.swap_tensors(parameter, moved)
