@@ -220,6 +220,44 @@ def test_checkpoints_hold_the_bytes_and_what_they_mean(
             assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[2])
 
 
+def resume(world: World, folder: str, save: bool, seed: int) -> list[float]:
+    """Two steps and a save without what is frozen, or two more after loading it; the losses of the latter."""
+    model = model_of(seed)
+    config = configuration(3, units={"persistence_threshold": 0})
+    prepared, optimizer = zero_ext.prepare(
+        model, trainable(model.parameters()), config, process_group=world.group
+    )
+    if not save:
+        with pytest.raises(ValueError, match=r"'0\.weight' is missing"):
+            zero_ext.load_checkpoint(folder, prepared)
+        zero_ext.load_checkpoint(folder, prepared, frozen=False)
+    losses = []
+    for step in range(4 if save else 2):
+        if save and step == 2:
+            zero_ext.save_checkpoint(folder, prepared, step=2, frozen=False, asynchronous=False)
+            found = zero_ext.full_state_dict(prepared, wanted=lambda name: name.endswith("up"))
+            assert sorted(found) == ["0.up", "1.up", "2.up"] and found["1.up"].shape == (WIDTH, 2)
+            assert not zero_ext.full_state_dict(prepared, wanted=lambda name: False)
+        loss = loss_of(prepared, batch_of(seed, step % 2, 0, 0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses[-2:]
+
+
+def test_a_checkpoint_without_the_frozen_base_resumes(rank_pool: RankPool, tmp_path: Path) -> None:
+    seed = int(torch.randint(1 << 30, ()))
+    print(f"seed {seed}")
+    arguments = {"folder": str(tmp_path), "seed": seed}
+    wanted = rank_pool.run(2, f"{HERE}:resume", {**arguments, "save": True})[0]
+    for ranks in (2, 1):
+        found = rank_pool.run(ranks, f"{HERE}:resume", {**arguments, "save": False})[0]
+        assert found == pytest.approx(wanted, rel=1e-5) if ranks == 1 else found == wanted
+    stored = "".join(file.read_text() for file in tmp_path.rglob("*.json"))
+    assert "0.up" in stored and "0.weight" not in stored and "0.bias" not in stored
+
+
 @on_ranks(2)
 def test_what_cannot_be_sharded_is_refused_before_anything_changes(world: World) -> None:
     class Several(torch.Tensor):

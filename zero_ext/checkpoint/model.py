@@ -19,6 +19,7 @@ from zero_ext.checkpoint.named_state import decode
 from zero_ext.checkpoint.session import SaveHandle, session_of
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.lookup import engine_of
+from zero_ext.zero.state import EngineState
 
 
 class Stateful(Protocol):
@@ -41,12 +42,14 @@ def save_checkpoint(
     client_state: Any = None,
     asynchronous: bool | None = None,
     keep_last: int | None = None,
+    frozen: bool = True,
 ) -> SaveHandle:
     """Saves a prepared model with its optimizer as ``directory/step-000123``; all ranks call it together.
 
     ``scheduler``, ``loader`` (anything with ``state_dict``) and each rank's random state go along.
     ``asynchronous`` and ``keep_last`` default to the configuration's ``checkpoint`` section; a save of
-    state on NVMe is written before this returns. Further arguments, guarantees and errors are those of
+    state on NVMe is written before this returns. ``frozen`` False leaves out what nothing trains, as the base
+    model under adapters. Further arguments, guarantees and errors are those of
     :func:`zero_ext.checkpoint.save_checkpoint`.
     """
     engine = engine_of(model)
@@ -61,7 +64,7 @@ def save_checkpoint(
     policy = engine.config.checkpoint
     return saving.save_checkpoint(
         directory,
-        engine.state,
+        _state_of(engine, frozen),
         step=step,
         client_state=client_state,
         keep_last=policy.keep_last if keep_last is None else keep_last,
@@ -77,25 +80,28 @@ def load_checkpoint(
     step: int | None = None,
     scheduler: Stateful | None = None,
     loader: Stateful | None = None,
+    frozen: bool = True,
 ) -> LoadedCheckpoint:
     """Loads a checkpoint (default: the latest) into a prepared model; all ranks call it together.
 
     The checkpoint may come from any world size, stage and device. Random states are restored where the world
-    size is the same, the device's where it is of the same type. Raises ``ValueError`` if a ``scheduler`` or
-    ``loader`` is given whose state was not saved or does not fit, ``CheckpointError`` for anything missing,
-    damaged or foreign; nothing has changed then.
+    size is the same, the device's where it is of the same type. A checkpoint saved with ``frozen`` False is
+    loaded with it, into a model whose frozen parameters are those it was trained with. Raises ``ValueError``
+    if a ``scheduler`` or ``loader`` is given whose state was not saved or does not fit, ``CheckpointError``
+    for anything missing, damaged or foreign; nothing has changed then.
     """
     engine = engine_of(model)
     engine.finish_updates(replaced=True)
     parts = {name: part for name, part in (("scheduler", scheduler), ("loader", loader)) if part is not None}
-    states = _saved_states(directory, engine, step, parts) if parts else {}
+    source = _state_of(engine, frozen)
+    states = _saved_states(directory, source, step, parts) if parts else {}
     before = {name: copy.deepcopy(parts[name].state_dict()) for name in states}
     try:
         for name, state in states.items():
             parts[name].load_state_dict(state)
-        loaded = loading.load_checkpoint(directory, engine.state, step="latest" if step is None else step)
+        loaded = loading.load_checkpoint(directory, source, step="latest" if step is None else step)
     except Exception:
-        engine.state.abandon_load()
+        source.abandon_load()
         for name, state in before.items():
             parts[name].load_state_dict(state)
         raise
@@ -103,11 +109,15 @@ def load_checkpoint(
     return loaded
 
 
+def _state_of(engine: Engine, frozen: bool) -> EngineState:
+    return engine.state if frozen else engine.trained_state
+
+
 def _saved_states(
-    directory: str | os.PathLike[str], engine: Engine, step: int | None, names: Iterable[str]
+    directory: str | os.PathLike[str], source: EngineState, step: int | None, names: Iterable[str]
 ) -> dict[str, Any]:
     """The saved states of ``names``; none if the manifest cannot be read, which the load itself tells."""
-    session_of(engine.state).finish_previous()
+    session_of(source).finish_previous()
     try:
         _, manifest = open_checkpoint(directory, step)
         states = {

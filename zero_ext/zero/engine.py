@@ -28,7 +28,7 @@ from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.postponed import Postponed
 from zero_ext.zero.reducer import GradientReducer
 from zero_ext.zero.residency import Residency
-from zero_ext.zero.state import EngineState
+from zero_ext.zero.state import EngineState, TrainedState
 from zero_ext.zero.step import OptimizerStep
 from zero_ext.zero.step_clock import StepClock
 from zero_ext.zero.tiling import Wholes
@@ -56,6 +56,7 @@ class Engine:
         self.config = config
         self.group: dist.ProcessGroup | None = None
         self.state = EngineState(self)
+        self.trained_state = TrainedState(self)
         self.collectives = collectives
         self.pool = pool
         self.landings = landings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -128,21 +128,34 @@ def _names_of(engine: Engine) -> dict[nn.Parameter, list[str]]:
     return names
 
 
-def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+def full_state_dict(
+    model: nn.Module, *, rank0_only: bool = False, wanted: Callable[[str], bool] | None = None
+) -> dict[str, torch.Tensor]:
     """Every parameter and persistent buffer, whole, as independent CPU tensors under the module's own keys;
     a collective.
 
     Parameters are in compute precision; tied ones are one tensor under each of their names. With
-    ``rank0_only`` the other ranks get an empty dict. Units are gathered one at a time.
+    ``rank0_only`` the other ranks get an empty dict. Units are gathered one at a time; with ``wanted``, which
+    must answer alike on all ranks, only those of which it wants a key, and only these keys are returned.
     """
     engine = engine_of(model)
     engine.finish_updates()
+    wants = wanted or (lambda _: True)
+    chosen = {
+        parameter
+        for parameter, names in _names_of(engine).items()
+        if any(wants(engine.wholes.name(name)) for name in names)
+    }
     keep = not rank0_only or engine.rank == 0
     whole: dict[nn.Parameter, torch.Tensor] = {}
     tiled: dict[str, torch.Tensor] = {}
     for unit in engine.units:
+        if chosen.isdisjoint(unit.parameters):
+            continue
         with gathered(unit.parameters):
             for number, parameter in enumerate(unit.parameters if keep else ()):
+                if parameter not in chosen:
+                    continue
                 place, value = engine.wholes.place(engine.names[parameter][0]), unit.view_of(number).detach()
                 if place is None:
                     whole[parameter] = value.to("cpu", copy=True)
@@ -154,9 +167,11 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     if not keep:
         return {}
     named = engine.model.named_parameters(remove_duplicate=False)
-    values = {engine.wholes.name(name): whole[parameter] for name, parameter in named}
-    buffers = persistent_buffers(engine.model)
-    return {**values, **{name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}}
+    values = {engine.wholes.name(name): whole[parameter] for name, parameter in named if parameter in chosen}
+    for name, buffer in persistent_buffers(engine.model).items():
+        if wants(name):
+            values[name] = buffer.detach().to("cpu", copy=True)
+    return {name: value for name, value in values.items() if wants(name)}
 
 
 def load_full_state_dict(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,32 +12,58 @@ from torch import nn
 
 from zero_ext.zero.unit import Unit, UnitState
 
+_GUARD_ATTRIBUTE = "_zero_ext_state_guard"
+
 
 def guard_module(model: nn.Module, units: dict[nn.Parameter, Unit]) -> None:
     """Makes ``state_dict``, ``load_state_dict``, ``deepcopy``, pickling, ``.to()`` and ``share_memory`` on
     ``model`` or its modules right or an error that names the right call, for its sharded parameters."""
-    weak = {id(parameter): weakref.ref(unit) for parameter, unit in units.items()}
-
-    def released(module: nn.Module) -> str | None:
-        for name, parameter in module._parameters.items():
-            reference = weak.get(id(parameter))
-            unit = reference() if reference is not None else None
-            if unit is not None and unit.state is not UnitState.GATHERED:
-                return name
-        return None
-
+    guard = StateGuard({id(parameter): weakref.ref(unit) for parameter, unit in units.items()})
+    object.__setattr__(model, _GUARD_ATTRIBUTE, guard)
     for module in model.modules():
         if any(parameter in units for parameter in module._parameters.values()):
-            _guard_state_dict(module, released)
+            _guard_state_dict(module, guard)
     for parameter in units:
         _guard_copies(parameter)
     model._apply = ApplyGuard(model)  # type: ignore[method-assign]
     model.share_memory = _refuse_sharing  # type: ignore[method-assign]
 
 
-def _guard_state_dict(module: nn.Module, released: Callable[[nn.Module], str | None]) -> None:
+class StateGuard:
+    """Knows which parameters of a module are released; ``keys_only`` lets ``state_dict`` pass."""
+
+    def __init__(self, units: dict[int, weakref.ref[Unit]]) -> None:
+        self._units = units
+        self.keys_only = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateGuard:
+        return StateGuard({})
+
+    def released(self, module: nn.Module) -> str | None:
+        """The name of a parameter of ``module`` itself that is not here."""
+        for name, parameter in module._parameters.items():
+            reference = self._units.get(id(parameter))
+            unit = reference() if reference is not None else None
+            if unit is not None and unit.state is not UnitState.GATHERED:
+                return name
+        return None
+
+
+@contextlib.contextmanager
+def state_keys_only(model: nn.Module) -> Iterator[None]:
+    """Inside, ``state_dict`` of a sharded model's modules gives placeholders in the place of values: for
+    libraries that ask for it to learn keys."""
+    guard: StateGuard = vars(model)[_GUARD_ATTRIBUTE]
+    before, guard.keys_only = guard.keys_only, True
+    try:
+        yield
+    finally:
+        guard.keys_only = before
+
+
+def _guard_state_dict(module: nn.Module, guard: StateGuard) -> None:
     def before_save(owner: nn.Module, prefix: str, keep_vars: bool) -> None:
-        name = released(owner)
+        name = None if guard.keys_only else guard.released(owner)
         if name is not None:
             raise RuntimeError(
                 f"state_dict(): parameter '{prefix}{name}' is sharded over the ranks. Call "
@@ -44,7 +71,7 @@ def _guard_state_dict(module: nn.Module, released: Callable[[nn.Module], str | N
             )
 
     def before_load(owner: nn.Module, state: Any, prefix: str, *_: Any) -> None:
-        name = released(owner)
+        name = guard.released(owner)
         if name is not None:
             raise RuntimeError(
                 f"load_state_dict(): parameter '{prefix}{name}' is sharded over the ranks. Call "

@@ -83,9 +83,11 @@ class ZeroModule(nn.Module):
         else:
             super().zero_grad(set_to_none=False)
 
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+    def full_state_dict(
+        self, *, rank0_only: bool = False, wanted: Callable[[str], bool] | None = None
+    ) -> dict[str, torch.Tensor]:
         """See :func:`zero_ext.full_state_dict`."""
-        return full_state_dict(self, rank0_only=rank0_only)
+        return full_state_dict(self, rank0_only=rank0_only, wanted=wanted)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own ``state_dict``: its keys, true values, or an error naming the right call."""

@@ -196,6 +196,7 @@ def _prepared_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, elemen
         watch_reads(engine.model, trained, engine.parameter_read)
     prepared = ZeroOptimizer(engine, optimizer, elementwise)
     engine.state.optimizer_class = type(optimizer).__qualname__
+    engine.trained_state.optimizer_class = engine.state.optimizer_class
     # A scheduler over the user's own optimizer would warn that it never steps: the prepared one does.
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return prepared

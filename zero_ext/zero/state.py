@@ -12,6 +12,7 @@ import torch.distributed as dist
 from zero_ext.config import ZeroConfig
 from zero_ext.offload import Values, count, part_of
 from zero_ext.zero.buffers import persistent_buffers
+from zero_ext.zero.packed import packed_tensors
 from zero_ext.zero.unit import Unit
 
 if TYPE_CHECKING:
@@ -223,6 +224,28 @@ class EngineState:
         self._engine.optimizer_step.forget_damage()
         self._engine.clear_gradients()
         self._engine.refresh_parameters()
+
+
+class TrainedState(EngineState):
+    """The same without the parameters that nothing trains, as the base model under adapters, and without
+    what is attached to them: a checkpoint of it is loaded into a model that has their values already."""
+
+    def parameter_table(self) -> Mapping[str, ParameterInfo]:
+        """Every trained parameter by its first name."""
+        engine = self._engine
+        trained = {
+            engine.wholes.name(spec.name) for master in engine.masters for spec in master.unit.layout.specs
+        }
+        return {name: entry for name, entry in super().parameter_table().items() if name in trained}
+
+    def _pieces(self) -> Iterator[tuple[ShardPiece, Unit, int]]:
+        trained = {master.unit for master in self._engine.masters}
+        return (each for each in super()._pieces() if each[1] in trained)
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The module's persistent buffers."""
+        attached = packed_tensors(self._engine.model)
+        return {name: buffer for name, buffer in super().buffers().items() if name not in attached}
 
 
 def _plain(value: Any) -> Any:
