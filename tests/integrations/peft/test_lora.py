@@ -1,0 +1,162 @@
+"""LoRA over a base model that is sharded and lies in any tier: trained, saved, loaded as on one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+
+import zero_ext
+from tests.integrations.peft.models import base, batch, loss, shared_folder, with_adapters
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.zero.training import adamw, configuration
+from zero_ext.integrations.peft import adapter_state_dict, load_adapter_weights, prepare
+from zero_ext.zero import engine_of
+from zero_ext.zero.ledger import ledger_by_tier
+
+SHARDED = {"persistence_threshold": 0}
+HOST = {"params": "host", "grads": "host", "optimizer": "host"}
+
+
+def trainable(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return adamw([each for each in model.parameters() if each.requires_grad])
+
+
+def curve(world: World, model: torch.nn.Module, optimizer: Any, steps: int, everyone: bool) -> list[float]:
+    """The mean loss over all ranks' data, step by step; one process computes it all, or each rank its own."""
+    found = []
+    for step in range(steps):
+        losses = []
+        for rank in range(world.size) if everyone else [world.rank]:
+            value = loss(model, batch(world.seed, step % 2, 0, rank))
+            (value / world.size if everyone else value).backward()
+            losses.append(value.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        mine = losses if everyone else world.everyone(losses[0])
+        found.append(sum(mine) / world.size)
+    return found
+
+
+def check_same(found: list[float], wanted: list[float]) -> None:
+    assert max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True)) < 1e-5, (found, wanted)
+
+
+@on_ranks(2, timeout=120)
+@pytest.mark.parametrize("tier", ["device", "host", "nvme"])
+def test_training_saving_loading_and_merging(world: World, tier: str) -> None:
+    changes: dict[str, Any] = {"modules_to_save": ["lm_head"], "use_dora": tier == "host"}
+    twin = with_adapters(base(world.seed), world.seed, **changes)
+    model = copy.deepcopy(twin)
+    wanted = curve(world, twin, trainable(twin), 6, everyone=True)
+    assert wanted[4] < wanted[0]
+    with shared_folder(world) as folder:
+        tiers = {
+            "device": {},
+            "host": HOST,
+            "nvme": {**dict.fromkeys(HOST, "nvme"), "nvme_paths": [str(folder)]},
+        }
+        config = configuration(3, units=SHARDED, offload=tiers[tier])
+        same, optimizer = prepare(model, trainable(model), config, process_group=world.group)
+        assert same is model
+        check_same(curve(world, model, optimizer, 6, everyone=False), wanted)
+        _check_only_adapters_cost(model, tier)
+        model.save_pretrained(folder / "adapter")
+        world.barrier()
+        _check_saved(model, twin, world.seed, folder / "adapter", changes)
+        with pytest.raises(RuntimeError, match=r"zero_ext\.gathered\(model, modifier_rank=0\)"):
+            model.merge_and_unload()
+        with pytest.raises(RuntimeError, match="before prepare"):
+            model.add_adapter("other", model.peft_config["default"])
+        ids = batch(world.seed, 9, 0, 0)
+        with zero_ext.gathered(model, modifier_rank=0):
+            merged = model.merge_and_unload()
+            whole = {name: value.clone() for name, value in merged.state_dict().items()}
+    plain = base(0)
+    plain.load_state_dict(whole)
+    assert torch.allclose(plain(input_ids=ids).logits, twin(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def _check_only_adapters_cost(model: PeftModel, tier: str) -> None:
+    """No gradients and no optimizer state but those of what is trained; the base lies in its tier."""
+    engine = engine_of(model)
+    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    assert all("lora_" in name or "modules_to_save" in name for name in trained)
+    assert {spec.name for master in engine.masters for spec in master.unit.layout.specs} == set(trained)
+    assert {id(unit) for unit in engine._gradients} == {id(master.unit) for master in engine.masters}
+    found = ledger_by_tier(engine)
+    owned = sum(master.end - master.begin for master in engine.masters)
+    held = sum(each["optimizer"] for each in found.values())
+    assert 2 * 4 * owned <= held <= 3 * 4 * owned + 3 * 4096 * len(engine.masters)
+    assert sum(each["grads"] for each in found.values()) <= 4 * owned
+    frozen = sum(each.numel() for each in model.parameters()) - sum(
+        each.numel() for each in trained_of(model)
+    )
+    assert found[tier]["params"] >= 4 * frozen / engine.world_size  # type: ignore[index]
+
+
+def trained_of(model: PeftModel) -> list[torch.nn.Parameter]:
+    return [each for each in model.parameters() if each.requires_grad]
+
+
+def _check_saved(model: PeftModel, twin: PeftModel, seed: int, folder: Path, changes: dict[str, Any]) -> None:
+    """The file has the adapter alone, with true values, and plain PEFT reads it to equal logits."""
+    stored = load_file(folder / "adapter_model.safetensors")
+    assert all("lora_" in name or "lm_head" in name for name in stored)
+    assert sum(value.numel() for value in stored.values()) == sum(each.numel() for each in trained_of(model))
+    plain = PeftModel.from_pretrained(base(seed), folder)
+    ids = batch(seed, 7, 0, 0)
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+        assert torch.allclose(plain(input_ids=ids).logits, logits, rtol=1e-5, atol=1e-6)
+        assert torch.allclose(twin(input_ids=ids).logits, logits, rtol=1e-4, atol=1e-5)
+        with model.disable_adapter():
+            assert torch.allclose(
+                base(seed)(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-5, atol=1e-6
+            )
+
+
+@on_ranks(2)
+def test_an_adapter_that_is_there_takes_stored_weights(world: World) -> None:
+    with shared_folder(world) as folder:
+        source = with_adapters(base(world.seed), world.seed + 5)
+        if world.rank == 0:
+            source.save_pretrained(str(folder / "one"))
+            with_adapters(base(world.seed), 1, r=2).save_pretrained(str(folder / "smaller"))
+            with_adapters(base(world.seed), 1, target_modules=["k_proj"]).save_pretrained(
+                str(folder / "elsewhere")
+            )
+        world.barrier()
+        model = with_adapters(base(world.seed), world.seed)
+        prepare(model, trainable(model), configuration(3, units=SHARDED), process_group=world.group)
+        before = adapter_state_dict(model, rank0_only=False)
+        for wrong, pattern in (("smaller", "shape"), ("elsewhere", "another adapter")):
+            with pytest.raises(ValueError, match=pattern):
+                load_adapter_weights(model, folder / wrong)
+        after = adapter_state_dict(model, rank0_only=False)
+        assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+        load_adapter_weights(model, folder / "one")
+        ids = batch(world.seed, 0, 0, 0)
+        assert torch.allclose(model(input_ids=ids).logits, source(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
+        with pytest.raises(ValueError, match="'other' is unknown"):
+            load_adapter_weights(model, folder / "one", "other")
+
+
+@on_ranks(2)
+def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(world: World) -> None:
+    model = with_adapters(base(world.seed), world.seed)
+    prepare(model, None, configuration(3), process_group=world.group)
+    with shared_folder(world) as folder:
+        if world.rank == 0:
+            (folder / "file").write_text("")
+        world.barrier()
+        with pytest.raises((ValueError, RuntimeError), match=r"writing the adapter|not a file"):
+            model.save_pretrained(str(folder / "file"))
+        with pytest.raises(TypeError, match=r"peft\.PeftModel wanted"):
+            prepare(base(0), None, configuration(3), process_group=world.group)  # type: ignore[arg-type]

@@ -1,0 +1,77 @@
+"""QLoRA: bitsandbytes' 4-bit weights shard and tier as raw bytes, and train as unsharded ones do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zero_ext
+from tests.integrations.peft.models import base, batch, quantised, shared_folder, with_adapters
+from tests.integrations.peft.test_lora import HOST, SHARDED, check_same, curve, trainable
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.zero.training import configuration
+from zero_ext.integrations.peft import prepare
+from zero_ext.zero import engine_of
+from zero_ext.zero.ledger import ledger_by_tier
+
+
+@on_ranks(2, timeout=120)
+@pytest.mark.parametrize("nested", [False, True])
+def test_losses_are_those_of_unsharded_qlora(world: World, nested: bool) -> None:
+    twin = with_adapters(quantised(base(world.seed), nested), world.seed)
+    ids = batch(world.seed, 9, 0, 0)
+    before = {name: each.detach().clone() for name, each in twin.named_parameters()}
+    wanted = curve(world, twin, trainable(twin), 5, everyone=True)
+    assert wanted[4] < wanted[0]
+    with shared_folder(world) as folder:
+        tiers: dict[str, dict[str, Any]] = {
+            "device": {},
+            "host": HOST,
+            "nvme": {"params": "nvme", "nvme_paths": [str(folder)]},
+        }
+        for tier, offload in tiers.items():
+            # Other weights on rank 1: rank 0's bytes count, and its scales with them.
+            made = with_adapters(quantised(base(world.seed + world.rank), nested), world.seed)
+            config = configuration(3, units=SHARDED, offload=offload)
+            model, optimizer = prepare(made, trainable(made), config, process_group=world.group)
+            check_same(curve(world, model, optimizer, 5, everyone=False), wanted)
+            engine = engine_of(model)
+            packed = [unit for unit in engine.units if unit.layout.dtype is torch.uint8]
+            assert packed and all(unit.home.tier == tier for unit in packed)
+            total = sum(each.numel() for each in before.values() if each.dtype is torch.uint8)
+            held = sum(unit.home.numel for unit in packed)
+            assert total / 2 <= held <= total / 2 + 4096 * len(packed)
+            assert ledger_by_tier(engine)[tier]["params"] >= held
+            # Evaluation would put the bytes into another order on processors with AVX512-BF16.
+            model.eval()
+            twin.train()
+            with torch.no_grad():
+                assert torch.allclose(
+                    model(input_ids=ids).logits, twin(input_ids=ids).logits, rtol=1e-4, atol=1e-5
+                )
+            state = zero_ext.full_state_dict(model)
+            for name, value in before.items():
+                if value.dtype is torch.uint8:
+                    assert torch.equal(state[name], value), name
+                    assert f"{name}.quant_state.absmax" in state
+            with pytest.raises(RuntimeError, match="load it onto the plain base model"):
+                model.merge_and_unload()
+            model.save_pretrained(folder / tier)
+            world.barrier()
+
+
+@on_ranks(2)
+def test_weights_that_were_evaluated_before_are_put_back_in_order(world: World) -> None:
+    made = with_adapters(quantised(base(world.seed, hidden_size=64)), world.seed)
+    ids = batch(world.seed, 0, 0, 0)
+    wanted = made(input_ids=ids).logits.detach()
+    made.eval()
+    with torch.no_grad():
+        made(input_ids=ids)
+    model, _ = prepare(made, None, configuration(3, units=SHARDED), process_group=world.group)
+    with torch.no_grad():
+        # bitsandbytes itself rounded the scales to bfloat16 on the way.
+        assert torch.allclose(model(input_ids=ids).logits, wanted, rtol=5e-2, atol=2e-2)

@@ -1,0 +1,173 @@
+"""Adapters of a sharded model: which state is theirs, writing it, reading it, and what cannot be done."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
+
+from zero_ext.zero.buffers import persistent_buffers
+from zero_ext.zero.gathered import full_state_dict, load_full_state_dict
+from zero_ext.zero.guards import state_keys_only
+from zero_ext.zero.lookup import engine_of
+from zero_ext.zero.packed import is_packed
+from zero_ext.zero.together import together
+from zero_ext.zero.unit import UnitState
+
+_MERGING = ("merge_and_unload", "merge_adapter", "unmerge_adapter", "unload")
+_CHANGING = ("add_adapter", "load_adapter", "delete_adapter", "add_weighted_adapter")
+
+
+def adapter_state_dict(
+    model: PeftModel, *, rank0_only: bool = True, save_embedding_layers: bool | str = "auto"
+) -> dict[str, torch.Tensor]:
+    """The whole values of all that PEFT saves of ``model``'s adapters, under the model's own keys; a
+    collective. Ranks other than 0 get an empty dict unless ``rank0_only`` is False.
+
+    Only units of which an adapter has a part are gathered. The result is what PEFT's
+    ``save_pretrained(state_dict=)`` and ``get_peft_model_state_dict(state_dict=)`` take.
+    """
+    keys = frozenset(_stored_keys(model, list(model.peft_config), save_embedding_layers).values())
+    return full_state_dict(model, rank0_only=rank0_only, wanted=keys.__contains__)
+
+
+def load_adapter_weights(model: PeftModel, folder: str | os.PathLike[str], adapter: str = "default") -> None:
+    """Gives a sharded model's adapter, which it has already, the weights that PEFT's ``save_pretrained``
+    wrote into ``folder``; a collective. fp32 values reach the master weights without rounding.
+
+    Raises ``ValueError``, with nothing changed, for weights of another adapter: other keys or shapes.
+    """
+    if adapter not in model.peft_config:
+        raise ValueError(f"adapter '{adapter}' is unknown; the model has {sorted(model.peft_config)}")
+    keys = _stored_keys(model, [adapter], "auto")
+    found = load_peft_weights(os.fspath(folder), device="cpu")
+    missing, unexpected = sorted(keys.keys() - found.keys()), sorted(found.keys() - keys.keys())
+    if missing or unexpected:
+        raise ValueError(
+            f"{os.fspath(folder)}: weights of another adapter: missing {missing[:3]}, unexpected "
+            f"{unexpected[:3]}; nothing was changed. Load them with the adapter's own configuration: "
+            "peft.PeftModel.from_pretrained(base, folder), before the model is sharded."
+        )
+    load_full_state_dict(model, {keys[key]: value for key, value in found.items()}, strict=False)
+
+
+def mark_adapters(model: PeftModel) -> None:
+    """Makes ``model.save_pretrained`` of a sharded model write the adapter alone, called on all ranks, and
+    merging, adding or loading adapters right or an error that says what to do."""
+    model.save_pretrained = _Method(model, "save_pretrained", _save)
+    for name in _MERGING:
+        setattr(model, name, _Method(model, name, _merge))
+    for name in _CHANGING:
+        setattr(model, name, _Method(model, name, _refuse_change))
+
+
+class _Method:
+    """Stands in for a method of a sharded model; on a copy, which is an ordinary model, for itself."""
+
+    def __init__(self, model: PeftModel | None, name: str, body: Any, sharded: bool = True) -> None:
+        self._model = weakref.ref(model) if model is not None else lambda: None
+        self._name = name
+        self._body = body
+        self._sharded = sharded
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Method:
+        model = self._model()
+        return _Method(memo.get(id(model), model), self._name, self._body, sharded=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        if model is None:
+            raise AssertionError(f"{self._name} of a deleted model was called")
+        own = getattr(type(model), self._name, None)
+        plain = partial(own, model) if own is not None else getattr(model.base_model, self._name)
+        return (
+            self._body(model, self._name, plain, *args, **kwargs) if self._sharded else plain(*args, **kwargs)
+        )
+
+
+def _save(model: PeftModel, name: str, plain: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    if args or kwargs.get("state_dict") is not None:
+        with state_keys_only(model):
+            plain(save_directory, *args, **kwargs)
+        return
+    if kwargs.get("path_initial_model_for_weight_conversion") is not None:
+        raise ValueError(
+            "save_pretrained(path_initial_model_for_weight_conversion=...) loads another adapter, which a "
+            "sharded model cannot; save without it, and convert with the plain model"
+        )
+    engine = engine_of(model)
+    embeddings = kwargs.get("save_embedding_layers", "auto")
+    state = adapter_state_dict(model, save_embedding_layers=embeddings)
+    writes = kwargs.pop("is_main_process", True) and engine.rank == 0
+
+    def write() -> None:
+        if writes:
+            with state_keys_only(model):
+                plain(save_directory, state_dict=state, **kwargs)
+
+    together(engine.collectives, write, f"writing the adapter to {save_directory}", "Nothing was changed.")
+
+
+def _merge(model: PeftModel, name: str, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    if any(is_packed(parameter) for parameter in model.parameters()):
+        raise RuntimeError(
+            f"{name}(): quantised weights would be replaced by others, which their shards do not know. Save "
+            "the adapter (model.save_pretrained), load it onto the plain base model with "
+            "PeftModel.from_pretrained, and merge there."
+        )
+    engine = engine_of(model)
+    if any(unit.state is not UnitState.GATHERED for unit in engine.units):
+        raise RuntimeError(
+            f"{name}(): the base model is sharded over the ranks. Call it on all ranks inside 'with "
+            "zero_ext.gathered(model, modifier_rank=0):' and save the result there; or save the adapter and "
+            "merge it into the plain base model."
+        )
+    result = plain(*args, **kwargs)
+    with torch.no_grad():
+        for parameter, (unit, number) in engine.index.items():
+            # Some methods write into a weight, others give it new data, which its shard would not see.
+            if parameter.data_ptr() != unit.view_of(number).data_ptr():
+                parameter.data = unit.view_of(number).copy_(parameter.data)
+    return result
+
+
+def _refuse_change(model: PeftModel, name: str, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        f"{name}() after the model was sharded would add or remove parameters. Make all adapters before "
+        "prepare; weights of one that is there are loaded by "
+        "zero_ext.integrations.peft.load_adapter_weights(model, folder)."
+    )
+
+
+def _stored_keys(
+    model: PeftModel, adapters: Collection[str], save_embedding_layers: bool | str
+) -> dict[str, str]:
+    """The model's own keys of the state that PEFT saves for ``adapters``, by the keys it stores them under.
+
+    PEFT itself tells, from a state dict of empty tensors.
+    """
+    engine = engine_of(model)
+    names = [engine.wholes.name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
+    stubs = {name: torch.empty(0) for name in (*names, *persistent_buffers(model))}
+    by_stub = {id(stub): name for name, stub in stubs.items()}
+    found: dict[str, str] = {}
+    for adapter in adapters:
+        with state_keys_only(model):
+            chosen = get_peft_model_state_dict(
+                model, stubs, adapter_name=adapter, save_embedding_layers=save_embedding_layers
+            )
+        unknown = [key for key, stub in chosen.items() if id(stub) not in by_stub]
+        if unknown:
+            raise ValueError(
+                f"adapter '{adapter}' of type {model.peft_config[adapter].peft_type}: PEFT computes "
+                f"'{unknown[0]}' from whole weights when it saves; save inside 'with "
+                "zero_ext.gathered(model):', with model.state_dict() as state_dict="
+            )
+        found |= {key: by_stub[id(stub)] for key, stub in chosen.items()}
+    return found
