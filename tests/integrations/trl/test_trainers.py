@@ -1,0 +1,159 @@
+"""TRL's trainers over sharded models have the losses of TRL's own, with and without adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from tests.integrations.peft.models import base, lora, quantised, shared_folder
+from tests.integrations.transformers.models import column, enter, largest_difference
+from tests.integrations.trl.data import preferences, sentences, tokenizer
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from zero_ext.integrations.trl import ZeroDPOTrainer, ZeroSFTTrainer
+from zero_ext.zero import engine_of
+
+NVME = {"params": "nvme", "grads": "host", "optimizer": "host"}
+
+
+def settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    fixed = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": False,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 5e-3,
+        "logging_steps": 1,
+        "max_steps": 6,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "log_level": "error",
+        "max_length": 16,
+    }
+    return {**fixed, **changes}
+
+
+def zero(stage: int, folder: Path, nvme: bool = False) -> dict[str, Any]:
+    offload = {"offload": {**NVME, "nvme_paths": [str(folder)]}} if nvme else {}
+    return {"stage": stage, "units": {"persistence_threshold": 0}, **offload}
+
+
+@on_ranks(2, timeout=200)
+def test_supervised_fine_tuning_has_the_curve_of_trl(world: World) -> None:
+    enter(world)
+    data, words = sentences(60, world.seed), tokenizer()
+    with shared_folder(world) as folder:
+        for peft_config in (None, lora(lora_dropout=0.1)):
+            curves = []
+            for config in (None, zero(3, folder), zero(3, folder, nvme=True), zero(2, folder)):
+                kind: Any = SFTTrainer if config is None else ZeroSFTTrainer
+                torch.manual_seed(world.seed)
+                trainer = kind(
+                    model=base(world.seed),
+                    args=SFTConfig(**settings(folder, seed=3)),
+                    train_dataset=data,
+                    processing_class=words,
+                    peft_config=peft_config,
+                    **({} if config is None else {"zero_config": config}),
+                )
+                trainer.train()
+                curves.append(column(trainer, "loss"))
+                assert len(curves[-1]) == 6
+            for curve in curves[1:]:
+                assert largest_difference(curve, curves[0]) < 1e-5, (curve, curves[0])
+
+
+@on_ranks(2, timeout=200)
+def test_preferences_have_the_curve_of_trl(world: World) -> None:
+    enter(world)
+    data, words = preferences(40, world.seed), tokenizer()
+    with shared_folder(world) as folder:
+        for peft_config in (None, lora()):
+            curves = []
+            for config in (None, zero(3, folder), zero(3, folder, nvme=True)):
+                kind: Any = DPOTrainer if config is None else ZeroDPOTrainer
+                torch.manual_seed(world.seed)
+                trainer = kind(
+                    model=base(world.seed),
+                    ref_model=base(world.seed + 1) if peft_config is None else None,
+                    args=DPOConfig(**settings(folder, seed=3)),
+                    train_dataset=data,
+                    processing_class=words,
+                    peft_config=peft_config,
+                    **({} if config is None else {"zero_config": config}),
+                )
+                trainer.train()
+                curves.append(column(trainer, "loss"))
+                if config is not None and peft_config is None:
+                    assert engine_of(trainer.ref_model).optimizer_step.stepper is None
+                    tier = config.get("offload", {}).get("params", "device")
+                    assert {unit.home.tier for unit in engine_of(trainer.ref_model).units} == {tier}
+            assert min(curves[0]) != max(curves[0])
+            for curve in curves[1:]:
+                assert largest_difference(curve, curves[0]) < 1e-5, (curve, curves[0])
+
+
+@on_ranks(2, timeout=200)
+@pytest.mark.parametrize("packed", [False, True])
+def test_checkpoints_hold_adapters_alone_and_resume(world: World, packed: bool) -> None:
+    enter(world)
+    data, words = sentences(60, world.seed), tokenizer()
+
+    def made_base() -> Any:
+        return quantised(base(world.seed)) if packed else base(world.seed)
+
+    def make(output: Path, adapters: Any) -> Any:
+        return ZeroSFTTrainer(
+            model=made_base(),
+            args=SFTConfig(**settings(output, seed=3, save_strategy="steps", save_steps=3)),
+            train_dataset=data,
+            processing_class=words,
+            peft_config=adapters,
+            zero_config=zero(3, output, nvme=True),
+        )
+
+    with shared_folder(world) as folder:
+        whole = make(folder / "whole", lora())
+        whole.train()
+        wanted = column(whole, "loss")
+        saved = folder / "whole" / "checkpoint-3"
+        assert all("lora_" in name for name in load_file(saved / "adapter_model.safetensors"))
+        names = {name for name, each in whole.model.named_parameters() if not each.requires_grad}
+        stored = (saved / "zero_ext").rglob("*.json")
+        assert not any(name in file.read_text() for file in stored for name in names)
+        resumed = make(folder / "resumed", lora())
+        resumed.train(resume_from_checkpoint=str(saved))
+        assert column(resumed, "loss")[-3:] == wanted[-3:]
+        plain = PeftModel.from_pretrained(made_base(), folder / "resumed" / "checkpoint-6")
+        ids = torch.arange(3, 15)[None]
+        with torch.no_grad():
+            logits = resumed.model.train()(input_ids=ids).logits
+            # TRL keeps adapters over quantised weights in bfloat16; PEFT loads them into float32.
+            rtol, atol = (0.05, 0.05) if packed else (1e-4, 1e-5)
+            assert torch.allclose(plain.train()(input_ids=ids).logits, logits, rtol=rtol, atol=atol)
+        with pytest.raises(ValueError, match="other adapters"):
+            make(folder / "other", lora(r=2)).train(resume_from_checkpoint=str(saved))
+        world.barrier()
+        (saved / "adapter_config.json").unlink(missing_ok=True)
+        with pytest.raises(ValueError, match=r"adapter_config\.json"):
+            make(folder / "other", lora()).train(resume_from_checkpoint=str(saved))
+
+
+@on_ranks(2, timeout=200)
+def test_a_reference_that_would_be_written_to_is_refused(world: World) -> None:
+    enter(world)
+    with shared_folder(world) as folder, pytest.raises(ValueError, match="sync_ref_model"):
+        ZeroDPOTrainer(
+            model=base(world.seed),
+            ref_model=base(world.seed),
+            args=DPOConfig(**settings(folder, sync_ref_model=True)),
+            train_dataset=preferences(8, world.seed),
+            processing_class=tokenizer(),
+        )
