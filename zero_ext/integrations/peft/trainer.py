@@ -16,7 +16,6 @@ from zero_ext.integrations.peft.prepare import keep_packing
 from zero_ext.integrations.transformers.prepared import is_prepared
 from zero_ext.integrations.transformers.trainer import ZeroTrainerMixin
 
-_RANKS_IN_STEP = "_is_fsdp_managed_module"
 logger = logging.getLogger("zero_ext")
 
 
@@ -47,9 +46,6 @@ class ZeroPeftTrainerMixin(ZeroTrainerMixin):
     def _mark(self) -> None:
         if self._adapters is not None:
             mark_adapters(self._adapters)
-            if getattr(self._adapters, _RANKS_IN_STEP, False):
-                # The base model generates, and it is asked whether ranks stay in step.
-                setattr(self._adapters.get_base_model(), _RANKS_IN_STEP, True)
 
     # -- saving -------------------------------------------------------------------------------------------
 
