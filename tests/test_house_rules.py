@@ -35,7 +35,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("zero",),
     ("checkpoint", "parallel"),
     ("plan", "monitor"),
-    ("integrations", "cli", "gpu_check"),
+    ("integrations",),
+    ("cli", "gpu_check"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

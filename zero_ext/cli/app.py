@@ -74,6 +74,27 @@ def export(
         print(path)
 
 
+@app.command(name="import-deepspeed")
+def import_deepspeed(
+    folder: Annotated[
+        Path, typer.Argument(help="What DeepSpeed's save_checkpoint was given, or one tag in it.")
+    ],
+    output: Annotated[Path, typer.Argument(help="Where zero_ext's checkpoint goes; made if missing.")],
+    tag: Annotated[
+        str | None, typer.Option(help="Like global_step100; by default what 'latest' says.")
+    ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="Class that the model is prepared with, where it is not told: AdamW.")
+    ] = None,
+    verify: Annotated[bool, typer.Option(help="Compare the checksums of all files beforehand.")] = True,
+) -> None:
+    """Make a zero_ext checkpoint of one that DeepSpeed's ZeRO stages 1 to 3 wrote; runs nothing in it."""
+    from zero_ext.cli.import_deepspeed import import_and_report
+
+    with errors_on_stderr(), cleaned_up_when_ended():
+        import_and_report(_terminal(), folder, output, tag, optimizer, verify)
+
+
 @app.command()
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,

@@ -200,8 +200,15 @@ class EngineState:
                 f"the checkpoint's state of {own['optimizer_class']} is of another form than this model's; "
                 "was it saved with other settings, as amsgrad?"
             )
-        if [group["params"] for group in own["param_groups"]] != [g["params"] for g in state["param_groups"]]:
-            raise ValueError("the checkpoint's param groups hold other parameters than this optimizer's")
+        # Within a group the order says nothing: all state goes by name.
+        groups, saved = ([set(group["params"]) for group in each["param_groups"]] for each in (own, state))
+        if groups != saved:
+            different = sorted(set().union(*groups) ^ set().union(*saved))
+            raise ValueError(
+                "the checkpoint's param groups hold other parameters than this optimizer's: groups of "
+                f"{[len(group) for group in saved]} parameters, here {[len(group) for group in groups]}; in "
+                f"one of both alone: {', '.join(different[:5]) or 'none, they are grouped otherwise'}"
+            )
 
     def prepare_load(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
         """Makes lazily created optimizer state exist for the kinds of state a checkpoint holds."""

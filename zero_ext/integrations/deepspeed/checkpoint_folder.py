@@ -52,7 +52,7 @@ def find_files(folder: str | os.PathLike[str], tag: str | None = None) -> Checkp
     optimizer = _by_rank(path, names, _OPTIMIZER)
     if not optimizer:
         raise CheckpointError(
-            f"{path}: no '*_optim_states.pt' files; a checkpoint of ZeRO stage 1, 2 or 3 has one for each rank"
+            f"{path}: no '*_optim_states.pt' files; a checkpoint of ZeRO stages 1 to 3 has one for each rank"
         )
     partitioned = _by_rank(path, names, _MODEL_OF_RANK)
     whole = [name for name in names if _MODEL.fullmatch(name)]

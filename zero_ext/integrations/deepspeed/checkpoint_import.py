@@ -23,9 +23,9 @@ _COUNTERS = ("global_samples", "dp_world_size", "ds_version")
 
 @dataclass(frozen=True)
 class ImportedCheckpoint:
-    """What an import has made: ``path``, the checkpoint of ``step``, from ``source``, saved by ``ranks`` ranks
-    at ``stage``; the class of its optimizer, the number of its parameters and of their elements, and the
-    bytes written."""
+    """What an import has made: ``path``, the checkpoint of ``step``, from ``source``, which ``ranks`` ranks
+    saved at ``stage``; the class of its optimizer, the number of its parameters and of their elements, and
+    the bytes written."""
 
     path: Path
     source: Path

@@ -1,8 +1,8 @@
 """Where the elements of a parameter lie in the flat partitions of DeepSpeed's ranks.
 
-Stages 1 and 2 lay the parameters of a group end to end (with gaps where the start of each is aligned), and cut
-the whole into one partition a rank. Stage 3 cuts every parameter into equal parts, the last one padded, and
-lays the parts of a sub-group's parameters end to end.
+Stages 1 and 2 lay the parameters of a group end to end (with gaps where the start of each is aligned), and
+cut the whole into one partition a rank. Stage 3 cuts every parameter into equal parts, the last one padded,
+and lays the parts of a sub-group's parameters end to end.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _partition_count(state: Fields) -> int:
         if len(set(map(repr, counts))) != 1:
             raise state.error(
                 "partition_count",
-                f"is {counts!r:.80}: groups over different ranks, as experts are, wanted one",
+                f"is {counts!r:.80}: groups over different ranks, as of experts",
             )
         counts = counts[0]
     return Fields({"partition_count": counts}, state.path, state.where).count("partition_count")
@@ -167,7 +167,7 @@ def _gaps(state: Fields, flats: int) -> list[list[int]] | None:
 
 
 def _slices(state: Fields, flats: int) -> list[dict[str, tuple[int, int]]] | None:
-    """Begin and number of elements of each parameter's fragment in this rank's partitions, if written down."""
+    """Begin and elements of each parameter's fragment in this rank's partitions; None if not written down."""
     found = state.optional("param_slice_mappings", list)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""What a DeepSpeed checkpoint holds beside tensors, in the words of zero_ext's own: steps, settings, scaler."""
+"""What a DeepSpeed checkpoint holds beside tensors, in the words of zero_ext's own."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def _settings(first: RankState, number: int) -> dict[str, Any]:
     group = first.groups[number]
     if group.get("bias_correction", True) is not True:
         raise CheckpointError(
-            f"{first.path}: param group {number} has bias_correction {group['bias_correction']!r}; Adam without "
-            "bias correction cannot go on here"
+            f"{first.path}: param group {number} has bias_correction {group['bias_correction']!r}; "
+            "Adam without bias correction cannot go on here"
         )
     found = {}
     for key, value in group.items():

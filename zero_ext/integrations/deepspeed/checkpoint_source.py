@@ -172,8 +172,8 @@ def _check_same(first: RankState, state: RankState) -> None:
     for what, value in own.items():
         if value != wanted[what]:
             raise CheckpointError(
-                f"{state.path}: {what}: {value!r:.200}; {first.path.name} has {wanted[what]!r:.200}: files of "
-                "two checkpoints are mixed"
+                f"{state.path}: {what}: {value!r:.200}; {first.path.name} has {wanted[what]!r:.200}: files "
+                "of two checkpoints are mixed"
             )
 
 

@@ -1,0 +1,158 @@
+"""Checkpoints that an installed DeepSpeed wrote on two ranks: state bit for bit, and on from there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zero_ext
+from tests.cli.command import run
+from tests.integrations.deepspeed_checkpoint.subject import (
+    CASES,
+    CLIPPING,
+    RESUMED_FOR,
+    SAVED_AFTER,
+    WARMUP,
+    Subject,
+    batch_of,
+    subject_of,
+)
+from tests.multi.pool import RankPool
+from tests.multi.rank import World
+from zero_ext.checkpoint import inspect_checkpoint
+from zero_ext.integrations.deepspeed.checkpoint_import import import_deepspeed_checkpoint
+from zero_ext.integrations.deepspeed.checkpoint_weights import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+from zero_ext.optim.schedulers import WarmupLR
+from zero_ext.zero import engine_of
+
+HERE = "tests.integrations.deepspeed_checkpoint.test_real"
+ROOT = Path(__file__).resolve().parents[3]
+# Ranks and stage that go on from each case, others than those that saved it.
+GOES_ON = {"stage1-fp32": (3, 3), "stage2-bf16": (1, 0), "stage3-fp32": (2, 1), "stage3-bf16": (3, 2)}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deepspeed")
+    program = [sys.executable, "-m", "tests.integrations.deepspeed_checkpoint.write_with_deepspeed"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*program, str(folder)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    return folder
+
+
+def held_by(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "held.pt")
+
+
+def resume_on_rank(world: World, folder: str, stage: int, dtype: str) -> dict[str, Any]:
+    model, optimizer = subject_of(seed=3)
+    config = {
+        "stage": stage,
+        "gradient_clipping": CLIPPING,
+        "precision": {"dtype": dtype},
+        "timeout_seconds": 60,
+        "units": {"bucket_elements": 200},
+    }
+    model, optimizer = zero_ext.prepare(model, optimizer, config, process_group=world.group)
+    scheduler = WarmupLR(optimizer, **WARMUP)
+    loaded = zero_ext.load_checkpoint(folder, model, scheduler=scheduler)
+    state = engine_of(model).state
+    mine = [(p.kind, p.name, p.start, p.tensor.float().tolist()) for p in state.save_pieces()]
+    scalars = state.scalar_state()
+    buffers = {f"buffer {name}": value.clone() for name, value in state.buffers().items()}
+    rates, losses = [group["lr"] for group in optimizer.param_groups], []
+    for step in range(SAVED_AFTER, SAVED_AFTER + RESUMED_FOR):
+        loss = model(batch_of(step, world.rank, world.size))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    pieces = list(itertools.chain(*world.everyone(mine)))
+    means = [sum(each) / world.size for each in zip(*world.everyone(losses), strict=True)]
+    return {
+        "pieces": pieces,
+        "buffers": buffers,
+        "scalars": scalars,
+        "rates": rates,
+        "losses": means,
+        "loaded": (loaded.step, loaded.client_state),
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_goes_on(name: str, written: Path, tmp_path: Path, rank_pool: RankPool) -> None:
+    folder, (ranks, stage), dtype = written / name, GOES_ON[name], CASES[name]["dtype"]
+    found = import_deepspeed_checkpoint(folder, tmp_path)
+    assert (found.step, found.stage, found.ranks, found.optimizer) == (3, CASES[name]["stage"], 2, "AdamW")
+    assert inspect_checkpoint(tmp_path).damage == ()
+    arguments = {"folder": str(tmp_path), "stage": stage, "dtype": dtype}
+    result = rank_pool.run(ranks, f"{HERE}:resume_on_rank", arguments)[0]
+    assert result["loaded"] == (3, {"mine": [1, (2, "three")]})
+    whole: dict[str, list[tuple[int, list[float]]]] = {}
+    for kind, parameter, start, values in result["pieces"]:
+        whole.setdefault(f"{kind} {parameter}", []).append((start, values))
+    held = held_by(folder)
+    buffers = {key: held.pop(key) for key in [key for key in held if key.startswith("buffer ")]}
+    assert whole.keys() == held.keys()
+    for key, value in held.items():
+        values = torch.tensor(list(itertools.chain(*(part for _, part in sorted(whole[key])))))
+        assert torch.equal(values, value.float().flatten()), key
+    for key, value in buffers.items():
+        assert torch.equal(result["buffers"][key].float(), value.float()), key
+    assert result["scalars"]["steps"] == SAVED_AFTER
+    assert set(result["scalars"]["optimizer"]["step"].values()) == {SAVED_AFTER}
+    group = torch.load(next((folder / "global_step3").glob("*_optim_states.pt")), weights_only=False)
+    state = group["optimizer_state_dict"]
+    groups = state.get("base_optimizer_state", state.get("optimizer_state_dict"))["param_groups"]
+    assert result["rates"] == [group["lr"] for group in groups]
+    expected = json.loads((folder / "losses.json").read_text())
+    tolerance = 1e-5 if dtype == "fp32" else 2e-2
+    assert result["losses"] == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fp32_weights(name: str, written: Path, tmp_path: Path) -> None:
+    folder = written / name
+    held, reference = held_by(folder), torch.load(folder / "fp32.pt")
+    found = get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert found.keys() == Subject().state_dict().keys()
+    assert found["head.weight"] is found["embedding.weight"]
+    for key, value in reference.items():
+        assert torch.equal(found[key], value), key
+    model = load_state_dict_from_zero_checkpoint(Subject(), folder)
+    paths = convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "out", max_shard_size="1KB")
+    assert len(paths) > 2 and [path.name for path in tmp_path.iterdir()] == ["out"]
+    stored = {}
+    for path in paths:
+        if path.suffix == ".safetensors":
+            stored.update(load_file(path))
+    for key, value in held.items():
+        kind, parameter = key.split()
+        if kind in ("master", "buffer"):
+            for state in (found, model.state_dict(), stored):
+                assert torch.equal(state[parameter].float(), value.float()), key
+
+
+def test_command(written: Path, tmp_path: Path) -> None:
+    output = run("import-deepspeed", str(written / "stage3-fp32"), str(tmp_path / "out"))
+    assert "DeepSpeed ZeRO stage 3 on 2 ranks" in output and "AdamW" in output
+    assert (tmp_path / "out" / "latest").read_text() == "step-000003\n"
+    refused = run("import-deepspeed", str(tmp_path / "none"), str(tmp_path / "other"), status=1)
+    assert "no such folder" in refused and not (tmp_path / "other").exists()

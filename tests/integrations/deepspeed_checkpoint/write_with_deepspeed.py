@@ -1,0 +1,108 @@
+"""Run as a program: a real DeepSpeed on two ranks saves a checkpoint of every case, resumes from it, and says
+what it held: parameters, moments, losses after resuming, its own fp32 weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from tests.integrations.deepspeed_checkpoint.subject import (
+    BATCH,
+    CASES,
+    CLIPPING,
+    RESUMED_FOR,
+    SAVED_AFTER,
+    WARMUP,
+    batch_of,
+    subject_of,
+)
+
+RANKS = 2
+
+
+def work(rank: int, folder: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), DS_ACCELERATOR="cpu")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    torch.set_num_threads(1)
+    import deepspeed
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
+    )
+    deepspeed.init_distributed("gloo", verbose=False)
+    for name, case in CASES.items():
+        write_case(Path(folder) / name, rank, **case)
+
+
+def engine_of(seed: int, stage: int, dtype: str, zero: dict[str, Any]) -> Any:
+    import deepspeed
+
+    model, optimizer = subject_of(seed)
+    config = {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": BATCH // RANKS,
+        "zero_optimization": {"stage": stage, **zero},
+        "zero_allow_untested_optimizer": True,
+        "scheduler": {"type": "WarmupLR", "params": WARMUP},
+        "gradient_clipping": CLIPPING,
+        "bf16": {"enabled": dtype == "bf16"},
+    }
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def train(engine: Any, rank: int, first: int, steps: int) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        loss = engine(batch_of(step, rank, RANKS))
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().float()
+        torch.distributed.all_reduce(mean)
+        losses.append(mean.item() / RANKS)
+    return losses
+
+
+def write_case(folder: Path, rank: int, stage: int, dtype: str, zero: dict[str, Any]) -> None:
+    engine = engine_of(1, stage, dtype, zero)
+    train(engine, rank, 0, SAVED_AFTER)
+    engine.save_checkpoint(str(folder), client_state={"mine": [1, (2, "three")]})
+    held = state_of(engine)
+    engine.destroy()
+    resumed = engine_of(2, stage, dtype, zero)
+    resumed.load_checkpoint(str(folder))
+    losses = train(resumed, rank, SAVED_AFTER, RESUMED_FOR)
+    resumed.destroy()
+    if rank == 0:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        torch.save(held, folder / "held.pt")
+        torch.save(get_fp32_state_dict_from_zero_checkpoint(str(folder)), folder / "fp32.pt")
+        (folder / "losses.json").write_text(json.dumps(losses))
+
+
+def state_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Masters and moments whole, as DeepSpeed's own accessors give them, by kind and name."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    held = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            held[f"master {name}"] = safe_get_full_fp32_param(parameter)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                held[f"{kind} {name}"] = safe_get_full_optimizer_state(parameter, kind)
+        else:
+            with deepspeed.zero.GatheredParameters([parameter]):
+                held[f"master {name}"] = parameter.detach().clone()
+    buffers = {f"buffer {name}": buffer for name, buffer in engine.module.named_buffers()}
+    return {name: value.detach().clone().cpu() for name, value in {**held, **buffers}.items()}
+
+
+if __name__ == "__main__":
+    mp.spawn(work, (sys.argv[1],), nprocs=RANKS)
