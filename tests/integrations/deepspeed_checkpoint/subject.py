@@ -37,7 +37,7 @@ class Subject(nn.Module):
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        state = self.norm(self.embedding(words)) * self.scale
+        state = self.norm(self.embedding(words)) * self.scale.to(self.frozen.weight.dtype)
         state = state + self.frozen(state)
         logits = self.head(state + self.out(torch.relu(self.hidden(state))))
         return nn.functional.cross_entropy(logits.float(), (words * 3 + 1) % WORDS)

@@ -91,6 +91,10 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    if engine.zero_optimization_stage() < 3:
+        # It links parameters with optimizer state before the first step, when torch's AdamW has none.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     held = {}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:

@@ -76,14 +76,15 @@ def read_rank(path: Path) -> RankState:
         )
     optimizer = state.inner(optimizer_key)
     groups, flat_groups = _groups(optimizer, len(masters))
-    moments, scalars = _states(optimizer, masters)
+    ranks = _partition_count(state)
+    moments, scalars = _states(optimizer, masters, ranks)
     for number, flat in enumerate((*masters, *(each for held in moments for each in held.values()))):
         if flat.dtype not in SAFETENSORS_CODES:
             raise state.error(masters_key, f"or its state holds {flat.dtype} (tensor {number}), not readable")
     return RankState(
         path=path,
         stage=stage,
-        ranks=_partition_count(state),
+        ranks=ranks,
         masters=masters,
         moments=moments,
         scalars=scalars,
@@ -125,7 +126,7 @@ def _groups(optimizer: Fields, flats: int) -> tuple[list[dict[str, Any]], list[i
 
 
 def _states(
-    optimizer: Fields, masters: list[torch.Tensor]
+    optimizer: Fields, masters: list[torch.Tensor], ranks: int
 ) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, Any]]]:
     states = optimizer.inner("state")
     unknown = set(states.values) - set(range(len(masters)))
@@ -143,7 +144,8 @@ def _states(
                 raise states.error(where, "is no name of optimizer state")
             if not isinstance(value, torch.Tensor) or value.dim() == 0:
                 scalars[-1][key] = value.item() if isinstance(value, torch.Tensor) else value
-            elif is_flat(value) and value.numel() >= master.numel():
+            # Partitions are padded to a multiple of twice the ranks, of which the masters are saved without.
+            elif is_flat(value) and 0 <= value.numel() - master.numel() < 2 * ranks:
                 moments[-1][key] = value
             else:
                 raise states.error(
