@@ -24,6 +24,7 @@ from tests.integrations.deepspeed_checkpoint.subject import (
 )
 
 RANKS = 2
+KINDS = ("exp_avg", "exp_avg_sq")
 
 
 def work(rank: int, folder: str) -> None:
@@ -99,13 +100,36 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
             held[f"master {name}"] = safe_get_full_fp32_param(parameter)
-            for kind in ("exp_avg", "exp_avg_sq"):
+            for kind in KINDS:
                 held[f"{kind} {name}"] = safe_get_full_optimizer_state(parameter, kind)
         else:
             with deepspeed.zero.GatheredParameters([parameter]):
                 held[f"master {name}"] = parameter.detach().clone()
+    if getattr(engine.optimizer, "round_robin_gradients", False):
+        held.update(round_robin_state_of(engine))
     buffers = {f"buffer {name}": buffer for name, buffer in engine.module.named_buffers()}
     return {name: value.detach().clone().cpu() for name, value in {**held, **buffers}.items()}
+
+
+def round_robin_state_of(engine: Any) -> dict[str, torch.Tensor]:
+    """The same where the accessors are wrong: they look for parameters in the order they had before they were
+    laid out in turns. All ranks' flat partitions are joined and cut up in the order of the layout."""
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    held = {}
+    for group, flat in zip(
+        engine.optimizer.round_robin_bit16_groups,
+        engine.optimizer.single_partition_of_fp32_groups,
+        strict=True,
+    ):
+        state = engine.optimizer.optimizer.state[flat]
+        for kind, own in (("master", flat), *((kind, state[kind]) for kind in KINDS)):
+            parts = [torch.empty_like(own) for _ in range(RANKS)]
+            torch.distributed.all_gather(parts, own.detach())
+            whole = torch.cat(parts)
+            for parameter in group:
+                values, whole = whole[: parameter.numel()], whole[parameter.numel() :]
+                held[f"{kind} {names[parameter]}"] = values.view_as(parameter)
+    return held
 
 
 if __name__ == "__main__":

@@ -107,8 +107,10 @@ def open_checkpoint(files: CheckpointFiles) -> DeepSpeedCheckpoint:
         slices.append(state.slices)
     module = fields.inner("module")
     fragments, groups, shapes = _layout(first, fields, sizes)
+    # With round_robin_gradients DeepSpeed notes the addresses that parameters would have without it.
+    told = not _round_robin(fields)
     for rank, table in enumerate(slices):
-        if table is not None:
+        if table is not None and told:
             _check_slices(files, rank, table, fragments)
     trained = {
         name: Trained(shape, _dtype(module, name), groups[name], tuple(fragments[name]))
@@ -206,6 +208,12 @@ def _layout(
         shapes |= own
         groups |= dict.fromkeys(own, first.flat_groups[flat])
     return fragments, groups, shapes
+
+
+def _round_robin(fields: Fields) -> bool:
+    config = fields.values.get("ds_config")
+    section = config.get("zero_optimization") if isinstance(config, dict) else None
+    return isinstance(section, dict) and section.get("round_robin_gradients") is True
 
 
 def _check_slices(
