@@ -118,13 +118,10 @@ def test_training_goes_on(name: str, written: Path, tmp_path: Path, rank_pool: R
         assert torch.equal(result["buffers"][key].float(), value.float()), key
     assert result["scalars"]["steps"] == SAVED_AFTER
     assert set(result["scalars"]["optimizer"]["step"].values()) == {SAVED_AFTER}
-    group = torch.load(next((folder / "global_step3").glob("*_optim_states.pt")), weights_only=False)
-    state = group["optimizer_state_dict"]
-    groups = state.get("base_optimizer_state", state.get("optimizer_state_dict"))["param_groups"]
-    assert result["rates"] == [group["lr"] for group in groups]
-    expected = json.loads((folder / "losses.json").read_text())
+    seen = json.loads((folder / "seen.json").read_text())
+    assert result["rates"] == seen["rates"]
     tolerance = 1e-5 if dtype == "fp32" else 2e-2
-    assert result["losses"] == pytest.approx(expected, rel=tolerance)
+    assert result["losses"] == pytest.approx(seen["losses"], rel=tolerance)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -135,7 +132,7 @@ def test_fp32_weights(name: str, written: Path, tmp_path: Path) -> None:
     assert found.keys() == Subject().state_dict().keys()
     assert found["head.weight"] is found["embedding.weight"]
     for key, value in reference.items():
-        assert torch.equal(found[key], value), key
+        assert torch.equal(found[key].float(), value.float()), key
     model = load_state_dict_from_zero_checkpoint(Subject(), folder)
     paths = convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "out", max_shard_size="1KB")
     assert len(paths) > 2 and [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -73,7 +73,7 @@ def write_case(folder: Path, rank: int, stage: int, dtype: str, zero: dict[str, 
     engine = engine_of(1, stage, dtype, zero)
     train(engine, rank, 0, SAVED_AFTER)
     engine.save_checkpoint(str(folder), client_state={"mine": [1, (2, "three")]})
-    held = state_of(engine)
+    held, rates = state_of(engine), engine.get_lr()
     engine.destroy()
     resumed = engine_of(2, stage, dtype, zero)
     resumed.load_checkpoint(str(folder))
@@ -84,7 +84,7 @@ def write_case(folder: Path, rank: int, stage: int, dtype: str, zero: dict[str, 
 
         torch.save(held, folder / "held.pt")
         torch.save(get_fp32_state_dict_from_zero_checkpoint(str(folder)), folder / "fp32.pt")
-        (folder / "losses.json").write_text(json.dumps(losses))
+        (folder / "seen.json").write_text(json.dumps({"losses": losses, "rates": rates}))
 
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
