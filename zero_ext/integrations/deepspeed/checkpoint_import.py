@@ -82,7 +82,7 @@ def import_deepspeed_checkpoint(
     )
     root = Path(output).absolute()
     written = write_checkpoint(checkpoint, manifest, root, progress=progress)
-    tables = {**checkpoint.trained, **checkpoint.frozen}
+    entries = checkpoint.parameters.values()
     return ImportedCheckpoint(
         path=CheckpointDirectory(root).committed(step),
         source=checkpoint.files.path,
@@ -90,8 +90,8 @@ def import_deepspeed_checkpoint(
         stage=checkpoint.first.stage,
         ranks=checkpoint.world_size,
         optimizer=scalars["optimizer_class"],
-        parameters=len(tables),
-        elements=sum(math.prod(entry.shape) for entry in tables.values()),
+        parameters=len(entries),
+        elements=sum(math.prod(entry.shape) for entry in entries),
         bytes_written=sum(entry.bytes for entry in written.files),
     )
 

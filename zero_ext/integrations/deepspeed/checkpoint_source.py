@@ -68,6 +68,11 @@ class DeepSpeedCheckpoint:
         """Ranks that saved it."""
         return len(self.files.optimizer)
 
+    @property
+    def parameters(self) -> dict[str, Trained | Frozen]:
+        """All of them by their first names."""
+        return {**self.trained, **self.frozen}
+
     def rank(self, rank: int) -> RankState:
         """The optimizer's state on one rank, mapped from its file."""
         return read_rank(self.files.optimizer[rank])

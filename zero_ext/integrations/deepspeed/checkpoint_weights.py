@@ -6,7 +6,6 @@ import dataclasses
 import os
 import re
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from zero_ext.checkpoint import export_huggingface
 from zero_ext.checkpoint.dtypes import dtype_named
 from zero_ext.integrations.deepspeed.checkpoint_import import read_checkpoint, step_of
 from zero_ext.integrations.deepspeed.checkpoint_rank import RankState
-from zero_ext.integrations.deepspeed.checkpoint_source import DeepSpeedCheckpoint, Frozen, Trained
+from zero_ext.integrations.deepspeed.checkpoint_source import DeepSpeedCheckpoint, Trained
 from zero_ext.integrations.deepspeed.checkpoint_write import run_of, weights_manifest, write_checkpoint
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", re.IGNORECASE)
@@ -53,7 +52,7 @@ class _Weights:
     def lazy(self) -> dict[str, LazyTensor]:
         """Every parameter and buffer under each of its names."""
         found = {}
-        for name, entry in self._table().items():
+        for name, entry in self.checkpoint.parameters.items():
             tensor = LazyTensor(self, name, torch.Size(entry.shape), torch.float32)
             found.update(dict.fromkeys((name, *self.checkpoint.aliases.get(name, ())), tensor))
         for name, buffer in self.checkpoint.buffers.items():
@@ -66,7 +65,7 @@ class _Weights:
         if name in self.checkpoint.buffers:
             buffer = self.checkpoint.buffers[name]
             return buffer.to(torch.float32 if buffer.dtype.is_floating_point else buffer.dtype, copy=True)
-        entry = self._table()[name]
+        entry = self.checkpoint.parameters[name]
         found = torch.empty(entry.shape, dtype=torch.float32, device="cpu")
         flat = found.view(-1)
         for part in entry.fragments:
@@ -76,9 +75,6 @@ class _Weights:
                 values = self._frozen_of(part.rank)[name]
             flat[part.start : part.start + part.numel].copy_(values)
         return found
-
-    def _table(self) -> Mapping[str, Trained | Frozen]:
-        return {**self.checkpoint.trained, **self.checkpoint.frozen}
 
     def _rank(self, rank: int) -> RankState:
         if rank not in self._ranks:

@@ -45,7 +45,7 @@ def weights_manifest(checkpoint: DeepSpeedCheckpoint, step: int) -> Manifest:
             aliases=list(checkpoint.aliases.get(name, ())),
             trainable=name in checkpoint.trained,
         )
-        for name, entry in {**checkpoint.trained, **checkpoint.frozen}.items()
+        for name, entry in checkpoint.parameters.items()
     }
     buffers = {
         name: BufferRecord(shape=list(buffer.shape), dtype=dtype_name(buffer.dtype))
