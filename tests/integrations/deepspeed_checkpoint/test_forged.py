@@ -198,10 +198,19 @@ BENT: dict[str, tuple[int, dict[str, Any], str]] = {
         {"edit_model": set_in("param_shapes", 1, to={"a.weight": (7,), "scale": ()})},
         "'a.weight' twice",
     ),
-    "a master of another rank's size": (
+    "masters of unlike sizes": (
         2,
-        {"edit_optimizer": on_rank(0, set_in("single_partition_of_fp32_groups", 0, to=torch.ones(3)))},
-        "the partitions have",
+        {
+            "edit_optimizer": lambda rank, state: state["single_partition_of_fp32_groups"].__setitem__(
+                0, torch.ones(34 + 2 * rank)
+            )
+        },
+        r"the partitions have \[34, 36\] elements",
+    ),
+    "a master too short": (
+        2,
+        {"edit_optimizer": on_rank(0, set_in("single_partition_of_fp32_groups", 0, to=torch.ones(33)))},
+        "take 69 elements, the partitions of 2 ranks hold 66",
     ),
     "moments too short": (
         3,

@@ -84,7 +84,7 @@ def verify_pickled(path: Path) -> None:
                         pass
     except CheckpointError:
         raise
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
+    except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"{path}: damaged: {_first_line(error)}; use another checkpoint, or verify=False if it was saved "
             "without checksums"
