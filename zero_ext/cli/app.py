@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Look into zero_ext checkpoints, export them, describe this machine, measure its NVMe devices, "
-    "compile the kernels, simulate steps, plan a training, tune its configuration, start scripts.",
+    "compile the kernels, simulate steps, plan a training, tune its configuration, "
+    "start scripts, import DeepSpeed's checkpoints.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -92,7 +93,7 @@ def import_deepspeed(
     from zero_ext.cli.import_deepspeed import import_and_report
 
     with errors_on_stderr(), cleaned_up_when_ended():
-        import_and_report(_terminal(), folder, output, tag, optimizer, verify)
+        import_and_report(terminal(), folder, output, tag, optimizer, verify)
 
 
 @app.command()

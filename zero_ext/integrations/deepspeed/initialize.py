@@ -20,10 +20,8 @@ from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
 from zero_ext.integrations.deepspeed.utils.leaf_modules import leaf_modules_of
 from zero_ext.integrations.parts import Scheduler, make_loader, make_optimizer, make_scheduler, say
 from zero_ext.integrations.prepare import prepare
-from zero_ext.integrations.step_log import StepLog
 from zero_ext.optim.build import check_scheduler
 from zero_ext.zero.construction import accelerator_or_cpu
-from zero_ext.zero.lookup import engine_of
 from zero_ext.zero.process_group import join_world
 
 # What DeepSpeed takes beside these and what it may be: without meaning here, or a feature that is missing.
@@ -83,8 +81,6 @@ def initialize(
     inner, prepared = prepare(model, made, settings, wrap=False, device=accelerator_or_cpu())
     mark_sharded(inner)
     scheduler = None if prepared is None else make_scheduler(lr_scheduler, settings, prepared)
-    if settings.steps_per_print is not None and engine_of(inner).rank == 0:
-        engine_of(inner).subscribe(StepLog(settings.steps_per_print))
     engine = DeepSpeedEngine(inner, prepared, scheduler, loader, plan.values)
     return engine, prepared, loader, scheduler
 

@@ -52,6 +52,7 @@ _LOCAL = {
     "deepspeed.utils.logging": ".utils.logging",
     "deepspeed.utils.tensor_fragment": ".utils",
     "deepspeed.utils.z3_leaf_module": ".utils",
+    "deepspeed.utils.zero_to_fp32": ".checkpoint_weights",
     "deepspeed.zero": ".zero",
 }
 MODULES: dict[str, str] = {name: _HERE + local for name, local in _LOCAL.items()}

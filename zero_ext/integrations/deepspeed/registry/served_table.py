@@ -139,6 +139,12 @@ SERVED: tuple[Entry, ...] = (
     *served("deepspeed.checkpointing", "is_configured reset"),
     *served("deepspeed.checkpoint.utils", "clone_tensors_for_torch_save"),
     *served(
+        "deepspeed.utils.zero_to_fp32",
+        "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
+        "convert_zero_checkpoint_to_fp32_state_dict",
+        "of folders that DeepSpeed wrote; writes safetensors",
+    ),
+    *served(
         "deepspeed.pipe.topology",
         "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology",
         "every question about coordinates and ranks",
