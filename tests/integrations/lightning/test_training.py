@@ -1,0 +1,40 @@
+"""Training under ZeroStrategy: the loss curves of Lightning's own DDPStrategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+
+import zero_ext
+from tests.integrations.lightning.modules import Language, enter, largest_difference, loader, trainer
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.zero.training import distance
+from zero_ext.integrations.lightning import ZeroStrategy
+from zero_ext.zero import engine_of
+
+HERE = "tests.integrations.lightning.test_training"
+HOST = {"params": "host", "grads": "host", "optimizer": "host"}
+
+
+@on_ranks(2)
+def test_losses_are_those_of_ddp_in_every_stage_with_accumulation_clipping_and_schedule(world: World) -> None:
+    enter(world)
+    # 6 batches an epoch and rank, in groups of 4: the last step of an epoch has 2.
+    arguments: dict[str, Any] = {"max_epochs": 3, "accumulate_grad_batches": 4, "gradient_clip_val": 0.05}
+    for settings in ({"max_epochs": 3}, arguments):
+        plain = Language(world.seed)
+        trainer(world, DDPStrategy(), **settings).fit(plain, loader(world.seed))
+        assert len(plain.losses) == 18 and len(set(plain.rates)) > 2
+        for stage, config in ((1, {}), (2, {}), (3, {}), (3, {"offload": HOST})):
+            module = Language(world.seed)
+            made = trainer(world, ZeroStrategy(stage, config), **settings)
+            made.fit(module, loader(world.seed))
+            assert largest_difference(module.losses, plain.losses) < 1e-5, (stage, config)
+            assert module.rates == plain.rates
+            assert distance(zero_ext.full_state_dict(module), plain.state_dict()) < 1e-4
+            engine = engine_of(module)
+            assert engine.config.stage == stage and engine.world_size == 2
+            assert engine.steps == made.global_step == (6 if len(settings) > 1 else 18)
+            assert all(unit.placement.params == (stage == 3) for unit in engine.units)

@@ -1,0 +1,277 @@
+"""``ZeroStrategy``: Lightning's loops around a LightningModule that is sharded in place."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torchmetrics import Metric
+
+from zero_ext.config import ZeroConfig
+from zero_ext.integrations.lightning import checkpoints
+from zero_ext.integrations.lightning.precision import ZeroPrecision
+from zero_ext.integrations.lightning.settings import ConfigSource, completed, own_settings, with_dtype
+from zero_ext.integrations.step_log import StepLog
+from zero_ext.zero.engine import Engine
+from zero_ext.zero.init import Init
+from zero_ext.zero.lookup import MODULE_ATTRIBUTE, engine_of
+from zero_ext.zero.prepare import prepare
+
+
+class ZeroStrategy(DDPStrategy):
+    """ZeRO under Lightning's Trainer: ``Trainer(strategy=ZeroStrategy(stage=3), devices=8)``.
+
+    The LightningModule keeps its class and is sharded in place before training or evaluation begins; what
+    ``configure_model`` builds is born sharded. Processes, devices and samplers are those of Lightning's
+    ``DDPStrategy``. A checkpoint is a folder, written by all ranks and read at any number of them, without
+    pickle.
+
+    Args:
+        stage: ZeRO stage; default the configuration's, else 3.
+        config: :class:`zero_ext.ZeroConfig`, a mapping, or the path of a JSON file.
+        accelerator, parallel_devices, cluster_environment, process_group_backend: as in ``DDPStrategy``.
+        precision_plugin: as in ``DDPStrategy``, one of Lightning's own for fp32, bf16 or fp16.
+
+    Raises:
+        ConfigError: a wrong key or value; ``stage``, ``config`` and the Trainer's arguments contradict each
+            other (here or when the Trainer starts; both sides are shown).
+        ValueError: a precision that cannot be served.
+    """
+
+    strategy_name = "zero"
+
+    def __init__(
+        self,
+        stage: int | None = None,
+        config: ConfigSource = None,
+        *,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+    ) -> None:
+        self._config = own_settings(stage, config)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=datetime.timedelta(seconds=self._config.timeout_seconds),
+        )
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The configuration in force: the strategy's own, completed from the Trainer's arguments."""
+        settings = with_dtype(self._config, self.precision_plugin.precision, self.precision_plugin.dtype)
+        module = self.lightning_module
+        return settings if module is None else completed(settings, module.trainer, module)
+
+    # -- what Lightning hands over ------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> ZeroPrecision:
+        """The engine's precision plugin."""
+        return self._zero_precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, given: Precision | None) -> None:
+        made = given if isinstance(given, ZeroPrecision) else ZeroPrecision(given or Precision())
+        made.computes_in(with_dtype(self._config, made.precision, made.dtype).precision.dtype)
+        self._precision_plugin, self._zero_precision = given, made
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """None is used: all ranks write."""
+        raise ValueError("ZeroStrategy has no CheckpointIO: all ranks write their shards themselves")
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, given: CheckpointIO) -> None:
+        raise ValueError(
+            f"ZeroStrategy writes its checkpoints itself; remove {type(given).__name__} from the Trainer's "
+            "plugins"
+        )
+
+    # -- sharding -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around ``configure_model``: modules are born sharded."""
+        with Init(self.config):
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shards the module, with its optimizer if it is to be trained.
+
+        Raises ``RuntimeError`` if it was sharded before and is to be trained (again).
+        """
+        if self.accelerator is None:
+            raise AssertionError("Lightning called setup without an accelerator")
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._is_sharded:
+            if fitting:
+                raise RuntimeError(
+                    f"{type(self._module).__name__} was sharded by an earlier fit, validate, test or predict "
+                    "with the optimizer of that time or none. Make a new LightningModule for this fit; "
+                    "fit(new_module, ckpt_path=...) goes on where a checkpoint was saved."
+                )
+            return
+        if fitting:
+            if self._layer_sync is not None:
+                self.model = self._layer_sync.apply(self._module)
+            self.setup_optimizers(trainer)
+        self._shard(fitting)
+        self.setup_precision_plugin()
+
+    def _shard(self, fitting: bool) -> None:
+        settings, made = self.config, self._made_optimizer() if fitting else None
+        for metric in self._module.modules():
+            if isinstance(metric, Metric):
+                metric.to(self.root_device)  # their states are no buffers, which prepare moves
+        _, prepared = prepare(self._module, made, settings, wrap=False, device=self.root_device)
+        if prepared is not None:
+            # Lightning's monitor of learning rates looks here for the optimizer that schedulers know.
+            vars(prepared)["optimizer"] = made
+            self.optimizers = [prepared]
+        if settings.steps_per_print is not None and self.is_global_zero:
+            self._engine.subscribe(StepLog(settings.steps_per_print))
+
+    def _made_optimizer(self) -> torch.optim.Optimizer:
+        if len(self.optimizers) != 1 or not isinstance(self.optimizers[0], torch.optim.Optimizer):
+            names = [type(each).__name__ for each in self.optimizers]
+            raise ValueError(
+                f"configure_optimizers of {type(self._module).__name__} returned {names}; ZeroStrategy wants "
+                "one torch optimizer. Put parameters with other settings into param groups of it."
+            )
+        return self.optimizers[0]
+
+    def model_to_device(self) -> None:
+        """Left to the engine, which moves a unit at a time."""
+
+    @property
+    def _module(self) -> LightningModule:
+        if self.lightning_module is None:
+            raise AssertionError("no LightningModule is connected")
+        return self.lightning_module
+
+    @property
+    def _engine(self) -> Engine:
+        return engine_of(self._module)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return vars(self._module).get(MODULE_ATTRIBUTE) is not None
+
+    # -- steps --------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``training_step``, one forward to the engine unless it calls backward itself."""
+        with self.precision_plugin.train_step_context():
+            if not self._module.automatic_optimization:
+                return self._module.training_step(*args, **kwargs)
+            return self._in_one_forward(self._module.training_step, args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``validation_step``."""
+        with self.precision_plugin.val_step_context():
+            return self._evaluated(self._module.validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``test_step``."""
+        with self.precision_plugin.test_step_context():
+            return self._evaluated(self._module.test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``predict_step``."""
+        with self.precision_plugin.predict_step_context():
+            return self._evaluated(self._module.predict_step, args, kwargs)
+
+    def _evaluated(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # Views of gathered memory made in inference mode could not be used for training afterwards.
+        with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled()):
+            return self._in_one_forward(step, args, kwargs)
+
+    def _in_one_forward(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The engine looks ahead within a forward, and gathers what the root owns; a step is one."""
+        hooks, outputs = self._engine.hooks, None
+        hooks.enter(self._module, type(self._module).__name__, (args, kwargs))
+        try:
+            outputs = step(*args, **kwargs)
+        finally:
+            hooks.leave(self._module, outputs)
+        return outputs
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around all micro-batches of a step but the last: gradients stay local."""
+        with self._engine.no_sync():
+            yield
+
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Shards are loaded, so there must be some."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """The optimizer is loaded with the shards."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Empty: parameters go from their shards into the checkpoint."""
+        return {}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Empty, likewise."""
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Saves the folder ``filepath``; see :func:`zero_ext.integrations.lightning.checkpoints.save`."""
+        if storage_options is not None:
+            raise TypeError(
+                "ZeroStrategy saves to a file system of all ranks; storage_options has no use here"
+            )
+        checkpoints.save(Path(self.broadcast(str(filepath))), self._module, checkpoint)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads a folder; see :func:`zero_ext.integrations.lightning.checkpoints.load`. ``weights_only``
+        chooses how far pickle is trusted, and there is none."""
+        training = self._module.trainer.state.fn == TrainerFn.FITTING
+        return checkpoints.load(Path(self.broadcast(str(checkpoint_path))), self._module, training)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: :meth:`load_checkpoint` did it."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: :meth:`load_checkpoint` did it."""
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Removes the folder ``filepath``; rank 0 does."""
+        if self.is_global_zero:
+            checkpoints.remove(Path(filepath))
+
+    def teardown(self) -> None:
+        """Ends Lightning's part; the module stays sharded."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
