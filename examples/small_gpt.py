@@ -1,0 +1,62 @@
+"""What the examples train: a small GPT over bytes in plain PyTorch, and real text for it."""
+
+from __future__ import annotations
+
+import torch
+from demo.corpus import STANDARD_LIBRARY, ByteWindows, Corpus, gather_corpus
+from torch import Tensor, nn
+from torch.nn import functional
+
+BYTES = 256
+
+
+class Block(nn.Module):
+    """Causal self-attention and a feed-forward network, both residual."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.feed_forward_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, time, width = hidden.shape
+        parts = self.queries_keys_values(self.attention_norm(hidden))
+        shape = (batch, time, self.heads, width // self.heads)
+        queries, keys, values = (part.reshape(shape).transpose(1, 2) for part in parts.chunk(3, dim=-1))
+        seen = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        hidden = hidden + self.out(seen.transpose(1, 2).reshape(batch, time, width))
+        return hidden + self.feed_forward(self.feed_forward_norm(hidden))
+
+
+class SmallGPT(nn.Module):
+    """Ids [batch, time] to logits [batch, time, 256]; the head is tied to the embedding."""
+
+    def __init__(self, layers: int, width: int, window: int, heads: int = 4) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(BYTES, width), nn.Embedding(window, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, BYTES, bias=False)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+def language_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    """Mean cross-entropy in nats of predicting each byte of ids [batch, time] from those before it."""
+    logits = model(ids)
+    return functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def text_windows(window: int, quick: bool) -> tuple[ByteWindows, ByteWindows]:
+    """Training and held-out windows of the documentation that every Python carries; ``quick`` takes less."""
+    corpus: Corpus = gather_corpus(STANDARD_LIBRARY / "asyncio" if quick else STANDARD_LIBRARY)
+    return ByteWindows(corpus.training, window), ByteWindows(corpus.held_out, window)
