@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections import Counter
 from typing import Any
 
-import lightning
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
@@ -15,6 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.multi.rank import World
 from tests.zero.models import TIME, VOCABULARY, TinyModel, language_loss
+from zero_ext.config.events import Event, ReduceEvent
+from zero_ext.integrations.lightning import ZeroStrategy
+from zero_ext.zero import engine_of
 
 SAMPLES = 24
 
@@ -28,6 +31,7 @@ class Language(LightningModule):
         self.seed, self.rate = seed, rate
         self.losses: list[float] = []
         self.rates: list[float] = []
+        self.reductions: Counter[str] = Counter()  # of each unit
         self.model: nn.Module | None = None if in_configure_model else self.build()
 
     def build(self) -> nn.Module:
@@ -37,6 +41,14 @@ class Language(LightningModule):
     def configure_model(self) -> None:
         if self.model is None:
             self.model = self.build()
+
+    def on_fit_start(self) -> None:
+        if isinstance(self.trainer.strategy, ZeroStrategy):
+            engine_of(self).subscribe(self.hear)
+
+    def hear(self, event: Event) -> None:
+        if isinstance(event, ReduceEvent):
+            self.reductions[event.unit] += 1
 
     def loss_of(self, batch: list[torch.Tensor]) -> torch.Tensor:
         assert self.model is not None
@@ -86,19 +98,18 @@ def enter(world: World) -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
-    assert lightning.__version__
 
 
 def trainer(world: World, strategy: Any, folder: Any = None, **arguments: Any) -> Trainer:
     """A Trainer on the CPU that neither logs nor, without a ``folder``, saves."""
     if folder is None:
         arguments.setdefault("enable_checkpointing", False)
+    arguments.setdefault("logger", False)
     return Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=world.size,
         default_root_dir=folder,
-        logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         **arguments,

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 import zero_ext
@@ -41,8 +42,12 @@ def train_and_keep(world: World, folder: str) -> list[float]:
         root / "best", filename="{epoch}", monitor="val_loss", save_top_k=2, save_last=True
     )
     every = ModelCheckpoint(root / "every", filename="{epoch}", save_top_k=-1)
-    stops = EarlyStopping("val_loss", patience=100)
-    module, made = fitted(world, 3, root, 4, trainer={"callbacks": [best, every, stops]})
+    rates = LearningRateMonitor()
+    callbacks = [best, every, rates, EarlyStopping("val_loss", patience=100)]
+    module, made = fitted(
+        world, 3, root, 4, trainer={"callbacks": callbacks, "logger": CSVLogger(root / "log")}
+    )
+    assert list(rates.lrs) == ["lr-AdamW"]
     made.save_checkpoint(root / "weights", weights_only=True)
     world.barrier()
     kept = sorted(path.name for path in (root / "best").iterdir())
@@ -145,8 +150,8 @@ def test_resuming_at_other_world_sizes_and_stages(rank_pool: Any, tmp_path: Path
     assert saved.world_size == 2 and saved.step == 12 and not saved.damage
     assert saved.bytes_by_kind["exp_avg"] == saved.bytes_by_kind["master"]
     assert list(inspect_checkpoint(tmp_path / "weights").bytes_by_kind) in (["master"], ["master", "buffer"])
-    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "full.pt"]
-    assert {path.suffix for path in files} <= {".safetensors", ".json", ""}
+    files = [path for folder in ("best", "every") for path in (tmp_path / folder).rglob("*.*/*/*")]
+    assert {path.suffix for path in files} == {".safetensors", ".json"}
 
     for stage in (3, 1):
         again = rank_pool.run(2, f"{HERE}:go_on", {"folder": folder, "seed": seed, "stage": stage}, 120.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 import zero_ext
@@ -37,4 +38,35 @@ def test_losses_are_those_of_ddp_in_every_stage_with_accumulation_clipping_and_s
             engine = engine_of(module)
             assert engine.config.stage == stage and engine.world_size == 2
             assert engine.steps == made.global_step == (6 if len(settings) > 1 else 18)
+            # Once a step, whatever number of micro-batches it has.
+            assert set(module.reductions.values()) == {engine.steps}
             assert all(unit.placement.params == (stage == 3) for unit in engine.units)
+
+
+class Evaluated(Language):
+    """Notes whether an update is under way, in training and in evaluation."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.under_way: dict[str, set[bool]] = {"training": set(), "validation": set()}
+
+    def note(self, place: str) -> None:
+        self.under_way[place].add(engine_of(self).optimizer_step.under_way)
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        self.note("training")
+        return super().training_step(batch, index)
+
+    def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
+        self.note("validation")
+        super().validation_step(batch, index)
+
+
+@on_ranks(2)
+def test_evaluation_within_a_fit_sees_delayed_updates(world: World) -> None:
+    enter(world)
+    module = Evaluated(world.seed)
+    strategy = ZeroStrategy(3, {"offload": {**HOST, "step": "delayed"}})
+    made = trainer(world, strategy, max_epochs=2, val_check_interval=2)
+    made.fit(module, loader(world.seed), loader(world.seed + 1))
+    assert module.under_way == {"training": {False, True}, "validation": {False}}

@@ -213,6 +213,10 @@ class ZeroStrategy(DDPStrategy):
             hooks.leave(self._module, outputs)
         return outputs
 
+    def on_validation_start(self) -> None:
+        """Evaluation within a fit sees the newest parameters, also where updates are delayed."""
+        self._engine.finish_updates()
+
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Around all micro-batches of a step but the last: gradients stay local."""
