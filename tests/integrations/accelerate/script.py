@@ -63,8 +63,8 @@ def refuses_a_sharded_model(accelerator: Accelerator, model: Any) -> None:
     """What happens to whoever gives the sharded model to Accelerate as well."""
     try:
         accelerator.prepare(model)
-    except Exception as error:
-        print(f"refused: {type(error).__name__}: {error}", file=sys.stderr)
+    except RuntimeError as error:
+        print(f"refused: {error}", file=sys.stderr)
     else:
         raise AssertionError("accelerate wrapped a sharded model")
 

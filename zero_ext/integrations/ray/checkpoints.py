@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import ray.train
-from pyarrow.fs import LocalFileSystem
 from torch import nn
 
 from zero_ext.checkpoint.load import LoadedCheckpoint
@@ -33,9 +32,9 @@ def report(
     ``zero_ext.save_checkpoint`` does.
     """
     storage = ray.train.get_context().get_storage()
-    if not isinstance(storage.storage_filesystem, LocalFileSystem):
+    if storage.storage_filesystem.type_name != "local":
         raise ValueError(
-            f"RunConfig(storage_path=...) lies on a {type(storage.storage_filesystem).__name__}; the workers "
+            f"RunConfig(storage_path=...) is on '{storage.storage_filesystem.type_name}'; the workers "
             "write their shards to files: give a directory that all of them see, as on NFS"
         )
     engine = engine_of(model)
