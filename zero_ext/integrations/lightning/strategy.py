@@ -21,11 +21,11 @@ from zero_ext.config import ZeroConfig
 from zero_ext.integrations.lightning import checkpoints
 from zero_ext.integrations.lightning.precision import ZeroPrecision
 from zero_ext.integrations.lightning.settings import ConfigSource, completed, own_settings, with_dtype
+from zero_ext.integrations.prepare import prepare
 from zero_ext.integrations.step_log import StepLog
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.init import Init
 from zero_ext.zero.lookup import MODULE_ATTRIBUTE, engine_of
-from zero_ext.zero.prepare import prepare
 
 
 class ZeroStrategy(DDPStrategy):

@@ -12,7 +12,7 @@ from torch import nn
 
 from zero_ext.config import ZeroConfig
 from zero_ext.integrations.peft.adapters import mark_adapters
-from zero_ext.zero.prepare import prepare as prepare_plain
+from zero_ext.integrations.prepare import prepare as prepare_plain
 
 
 def prepare(

@@ -7,8 +7,8 @@ from typing import Any
 from trl import DPOTrainer, SFTTrainer
 
 from zero_ext.integrations.peft.trainer import ZeroPeftTrainerMixin
+from zero_ext.integrations.prepare import prepare
 from zero_ext.integrations.transformers.prepared import is_prepared, mark_prepared
-from zero_ext.zero.prepare import prepare
 
 
 class ZeroSFTTrainer(ZeroPeftTrainerMixin, SFTTrainer):
