@@ -182,7 +182,7 @@ def _born(
     begin, end = cut.shard_range(collectives.rank)
     home = place.home(end - begin, spec.dtype)
     own = max(0, min(end, spec.numel) - begin)
-    born = BornShard(spec, cut, home)
+    born = BornShard(spec, cut, home, collectives)
     parameter = nn.Parameter(born.placeholder, requires_grad=tensor.requires_grad)
     set_born(parameter, born)
     refuse_copies(parameter)

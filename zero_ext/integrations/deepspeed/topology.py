@@ -27,9 +27,10 @@ class ProcessTopology:
             )
         self.axes = list(axes)
         self.dims = list(dims)
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        coordinate: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        self.ProcessCoord = coordinate
         places = product(*(range(length) for length in dims))
-        self._coords: list[Any] = [self.ProcessCoord(*at) for at in places]
+        self._coords: list[Any] = [coordinate(*at) for at in places]
 
     @property
     def mapping(self) -> dict[Any, int]:

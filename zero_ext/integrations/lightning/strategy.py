@@ -22,7 +22,6 @@ from zero_ext.integrations.lightning import checkpoints
 from zero_ext.integrations.lightning.precision import ZeroPrecision
 from zero_ext.integrations.lightning.settings import ConfigSource, completed, own_settings, with_dtype
 from zero_ext.integrations.prepare import prepare
-from zero_ext.integrations.step_log import StepLog
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.init import Init
 from zero_ext.zero.lookup import MODULE_ATTRIBUTE, engine_of
@@ -143,10 +142,8 @@ class ZeroStrategy(DDPStrategy):
         _, prepared = prepare(self._module, made, settings, wrap=False, device=self.root_device)
         if prepared is not None:
             # Lightning's monitor of learning rates looks here for the optimizer that schedulers know.
-            vars(prepared)["optimizer"] = made
+            prepared.__dict__["optimizer"] = made
             self.optimizers = [prepared]
-        if settings.steps_per_print is not None and self.is_global_zero:
-            self._engine.subscribe(StepLog(settings.steps_per_print))
 
     def _made_optimizer(self) -> torch.optim.Optimizer:
         if len(self.optimizers) != 1 or not isinstance(self.optimizers[0], torch.optim.Optimizer):

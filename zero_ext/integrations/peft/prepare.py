@@ -47,6 +47,7 @@ def keep_packing(model: nn.Module) -> None:
     On processors with AVX512-BF16 they put weights into another one in their first evaluation, which would
     replace sharded parameters; layers where it happened are put back.
     """
+    module: Any  # bitsandbytes' layers say what they are by attributes
     for module in model.modules():
         if not hasattr(module, "support_avx512bf16_for_cpu"):
             continue

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 if find_spec("ray") is None:
     raise ImportError(
         "zero_ext.integrations.ray needs ray[train], not installed here: "
-        "pip install 'zero_ext[integrations]', or pip install 'ray[train]>=2.40'"
+        "pip install 'zero_ext[integrations]', or pip install 'ray[train]>=2.60'"
     )
 
 from zero_ext.integrations.ray.checkpoints import report, resume

@@ -28,7 +28,7 @@ from zero_ext.zero.lookup import engine_of
 from zero_ext.zero.optimizer import ZeroOptimizer
 
 if TYPE_CHECKING:
-    _Base = Trainer
+    from transformers import Trainer as _Base
 else:
     _Base = object
 
