@@ -44,6 +44,6 @@ def test_one_run(tmp_path: Path) -> None:
         measure(team, runs, 2, 2, str(tmp_path))  # type: ignore[arg-type]
     for run in runs:
         assert len(run.on) == len(run.off) == len(run.own) == 2
-        assert min(run.on + run.off + run.own) > 0 and run.events > 10
+        assert min(run.on + run.off + run.own) > 0 and run.events >= 4  # forward, backward, step and its end
     assert len(list(tmp_path.rglob("steps.jsonl"))) == 2
     assert any((tmp_path / "0").rglob("trace-rank0.json"))

@@ -116,7 +116,8 @@ def test_training_over_packed_bytes_is_that_of_one_process(world: World) -> None
             for found in (parameters, reference.parameters):
                 for number in range(3):
                     found[f"{number}.weight"] = torch.zeros(1)
-            check_close(run._replace(parameters=parameters), reference)
+            # Losses fall to 4e-4, where fp32 sums in another order differ by more than 1e-6 of them.
+            check_close(run._replace(parameters=parameters), reference, tolerance=1e-5)
 
 
 def _check_ledger(engine: Any, model: nn.Module, stage: int, tier: str) -> None:

@@ -170,7 +170,7 @@ def _born(
 ) -> tuple[torch.Tensor, _Target]:
     """What takes the place of the meta ``tensor``, and where the values of this rank's part of it go."""
     if place is None or not isinstance(tensor, nn.Parameter):
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         target = _Target(0, whole.numel(), tensor.dtype, whole.view(-1))
         if not isinstance(tensor, nn.Parameter):
             return whole, target

@@ -14,7 +14,7 @@ from zero_ext.comm import Collectives
 from zero_ext.config import Tier
 from zero_ext.offload import STORAGE_ALIGNMENT, Arrival, Birthplace, ShardHome, allocate
 from zero_ext.zero.layout import ALIGNMENT_BYTES, FlatLayout, ParameterSpec, in_memory_order, memory_order
-from zero_ext.zero.placeholder import allow_use, is_blank, placeholder, refuse_use
+from zero_ext.zero.placeholder import allow_use, has_nan, is_blank, placeholder, refuse_use
 from zero_ext.zero.postponed import Postponed
 
 ATTRIBUTE = "_zero_ext_born_shard"
@@ -189,7 +189,7 @@ def set_born(parameter: nn.Parameter, born: BornShard) -> None:
     """Makes ``born`` all that there is of ``parameter``."""
     setattr(parameter, ATTRIBUTE, born)
     parameter.data = born.placeholder
-    if not born.spec.dtype.is_floating_point:
+    if not has_nan(born.spec.dtype):
         refuse_use(
             parameter,
             f"a parameter of shape {born.spec.shape} from zero_ext.Init was used before zero_ext.prepare, "

@@ -71,8 +71,7 @@ class Engine:
         self._model = weakref.ref(model)
         self._began = time.perf_counter()
         self._micro_steps, self._syncs = 0, True
-        self._loss_scaled = False
-        self._collected = False
+        self._loss_scaled = self._collected = False
         self._bus = collectives.bus
         self._clock = StepClock(self._bus, tiers.device)
         used_up = uses_up_gradients(config, (unit.layout.dtype for unit in self.units))

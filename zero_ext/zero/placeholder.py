@@ -24,16 +24,21 @@ _HARMLESS = METADATA | frozenset(_PLACE_NAMES.split())
 _REASON = "_zero_ext_refusal"
 
 
+def has_nan(dtype: torch.dtype) -> bool:
+    """Whether values of ``dtype`` can be NaN."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """One element of ``dtype`` expanded to ``shape``, no memory: NaN, or 0 where the dtype has no NaN."""
-    blank = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    blank = float("nan") if has_nan(dtype) else 0
     return torch.full((), blank, dtype=dtype, device=device).expand(tuple(shape))
 
 
 def is_blank(element: torch.Tensor) -> bool:
     """Whether a placeholder's one element is as :func:`placeholder` made it."""
     value = element.reshape(()).item()
-    return value != value or (value == 0 and not element.dtype.is_floating_point)
+    return value != value or (value == 0 and not has_nan(element.dtype))
 
 
 def function_name(function: Callable[..., Any]) -> str:

@@ -14,7 +14,7 @@ from zero_ext.config.placement import Placement
 from zero_ext.offload import HERE, Arrival, Tiers, put
 from zero_ext.zero.blank import Blanks
 from zero_ext.zero.layout import FlatLayout
-from zero_ext.zero.placeholder import allow_use, placeholder, refuse_use
+from zero_ext.zero.placeholder import allow_use, has_nan, placeholder, refuse_use
 from zero_ext.zero.pool import BufferPool, attach, detach
 
 
@@ -269,7 +269,7 @@ class Unit:
         return f"{kind}_persistent" if self.persistent else kind
 
     def _point_at(self, tensors: Sequence[torch.Tensor]) -> None:
-        refuses = tensors is self._placeholders and not self.layout.dtype.is_floating_point
+        refuses = tensors is self._placeholders and not has_nan(self.layout.dtype)
         for parameter, tensor, spec in zip(self.parameters, tensors, self.layout.specs, strict=True):
             allow_use(parameter)
             parameter.data = tensor

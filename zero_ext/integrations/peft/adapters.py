@@ -154,7 +154,7 @@ def _stored_keys(
     """
     engine = engine_of(model)
     names = [engine.wholes.name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
-    stubs = {name: torch.empty(0) for name in (*names, *persistent_buffers(model))}
+    stubs = {name: torch.empty(0, device="cpu") for name in (*names, *persistent_buffers(model))}
     by_stub = {id(stub): name for name, stub in stubs.items()}
     found: dict[str, str] = {}
     for adapter in adapters:

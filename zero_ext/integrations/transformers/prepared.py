@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import nn
@@ -35,7 +36,7 @@ def mark_prepared(model: nn.Module, optimizer: Any) -> None:
             setattr(model, name, kind(model))
 
 
-class _BoundToModel:
+class _BoundToModel(ABC):
     """A method of a sharded model; on a copy of the model, which is an ordinary one, the class's own."""
 
     name = ""
@@ -56,8 +57,9 @@ class _BoundToModel:
             return self._call(model, *args, **kwargs)
         return getattr(type(model), self.name)(model, *args, **kwargs)
 
+    @abstractmethod
     def _call(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        """The method on a sharded model."""
 
 
 class _SavePretrained(_BoundToModel):
