@@ -53,7 +53,7 @@ def test_fifty_steps_have_the_losses_of_the_plain_trainer_under_ddp(world: World
         plain = Trainer(model=made, args=arguments(folder, **settings), train_dataset=data)
         plain.train()
         wanted, norms = column(plain, "loss"), column(plain, "grad_norm")
-        assert len(wanted) == 50 and wanted[-1] < wanted[0]
+        assert len(wanted) == 50 and sum(wanted[-10:]) < sum(wanted[:10])
         for name, config in CASES.items():
             model = gpt2(world.seed)
             trainer = ZeroTrainer(

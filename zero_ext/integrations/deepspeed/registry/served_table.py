@@ -141,7 +141,7 @@ SERVED: tuple[Entry, ...] = (
     *served(
         "deepspeed.utils.zero_to_fp32",
         "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
-        "convert_zero_checkpoint_to_fp32_state_dict",
+        "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict LazyTensor",
         "of folders that DeepSpeed wrote; writes safetensors",
     ),
     *served(
