@@ -23,7 +23,7 @@ def test_published_runs_are_met_and_fit(found: Comparison) -> None:
     assert found.simulation.fits, found.simulation.shortfalls
 
 
-def test_the_runs_that_the_issue_names_are_met_closely() -> None:
+def test_two_published_runs_are_met_closely() -> None:
     errors = {one.run.what: abs(one.error) for one in compare_published()}
     assert errors["ZeRO-Offload, 10B, one V100"] < 0.05
     assert errors["ZeRO-3 Offload, 1T, 512 V100"] < 0.05
