@@ -12,7 +12,6 @@ import torch
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 import zero_ext
-from tests.integrations.transformers.conftest import Worlds
 from tests.integrations.transformers.models import (
     MODELS,
     Sentences,
@@ -26,6 +25,7 @@ from tests.integrations.transformers.models import (
 )
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
+from tests.multi.worlds import Worlds
 from zero_ext.checkpoint.errors import CheckpointError
 from zero_ext.integrations.transformers import ZeroTrainer
 
