@@ -20,14 +20,14 @@ def _monitored(prepare: Callable[Given, Prepared]) -> Callable[Given, Prepared]:
     @functools.wraps(prepare)
     def call(*args: Given.args, **kwargs: Given.kwargs) -> Prepared:
         given = signature.bind(*args, **kwargs)
-        settings = load_config(given.arguments.get("config"))
+        settings = given.arguments["config"] = load_config(given.arguments.get("config"))
         if settings.monitor is None and settings.steps_per_print is None:
-            return prepare(*args, **kwargs)
+            return prepare(*given.args, **given.kwargs)
         # Whoever watches nothing imports none of it.
         from zero_ext.monitor.attach import attach, check_packages
 
         check_packages(settings.monitor)
-        model, optimizer = prepare(*args, **kwargs)
+        model, optimizer = prepare(*given.args, **given.kwargs)
         attach(model, settings.monitor, steps_per_print=settings.steps_per_print)
         return model, optimizer
 
