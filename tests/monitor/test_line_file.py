@@ -32,7 +32,7 @@ def test_what_a_crash_left_of_a_line_is_cut_off(tmp_path: Path, rest: str) -> No
         again.write("three")
 
 
-def test_a_kill_leaves_whole_lines(tmp_path: Path) -> None:
+def test_a_kill_leaves_whole_lines_and_a_piece_of_one_at_most(tmp_path: Path) -> None:
     path = tmp_path / "log"
     code = (
         "import sys\n"
@@ -49,8 +49,10 @@ def test_a_kill_leaves_whole_lines(tmp_path: Path) -> None:
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     child.stdout.close()
-    text = path.read_text()
-    assert text.endswith("\n")
-    lines = text.splitlines()
+    *lines, rest = path.read_text().split("\n")
     assert len(lines) > 200
-    assert lines == [f"{number} " + "x" * 3000 for number in range(len(lines))]
+    expected = [f"{number} " + "x" * 3000 for number in range(len(lines) + 1)]
+    assert lines == expected[:-1]
+    assert expected[-1].startswith(rest)
+    LineFile(path).close()
+    assert path.read_text().split("\n") == [*lines, ""]

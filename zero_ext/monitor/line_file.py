@@ -9,9 +9,10 @@ _PIECE = 1 << 16
 
 
 class LineFile:
-    """Appends lines, each handed to the system in one piece, so that a kill leaves none half-written.
+    """Appends lines, each handed to the system in one piece: all lines but the last are always whole.
 
-    An existing file is continued; what a crash of the machine left of a last line is cut off. Raises
+    An existing file is continued. The system may end a write between two pages when the process is
+    killed; the piece of a last line that this, or a crash of the machine, left is cut off. Raises
     ``OSError`` where writing fails.
     """
 
