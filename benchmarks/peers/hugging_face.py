@@ -20,8 +20,8 @@ STEPS = 1_000_000
 class HuggingFaceTrainer:
     """``ZeroTrainer.train`` in a thread of its own, which waits before each step until it is asked for one.
 
-    The model, the optimizer, the configuration and the tokens are those of zero_ext's own loop. What the
-    Trainer does between two steps counts for the next one.
+    The model, the optimizer, the configuration and the tokens are those of zero_ext's own loop. A step
+    begins before its batch is fetched, which is a collective, and ends where the next one would begin.
     """
 
     def __init__(self, shape: Shape, stage: int) -> None:
@@ -40,13 +40,14 @@ class HuggingFaceTrainer:
             disable_tqdm=True,
         )
         self._turns = _Turns()
-        self._trainer = _LossKeeper(
+        self._trainer = _StepwiseTrainer(
+            self._turns,
             model=model,
             args=args,
             train_dataset=_Tokens(shape, args.world_size),
             optimizers=(adamw(list(model.parameters())), None),
             zero_config=configuration(stage, 0, False, "fp32", {}),
-            callbacks=[self._turns],
+            callbacks=[_Stop(self._turns)],
         )
         self._thread = threading.Thread(target=self._train, name="Trainer", daemon=True)
 
@@ -65,7 +66,10 @@ class HuggingFaceTrainer:
         self._turns.done.acquire()
         if self._turns.error is not None:
             raise RuntimeError("the Trainer stopped") from self._turns.error
-        return self._trainer.last_loss
+        loss = self._trainer.last_loss
+        if loss is None:
+            raise RuntimeError("the Trainer ended before its first step")
+        return loss
 
     def gradient_norm(self) -> float:
         return float(engine_of(self._trainer.model).grad_norm)
@@ -78,26 +82,38 @@ class HuggingFaceTrainer:
         self._folder.cleanup()
 
 
-class _Turns(TrainerCallback):
-    """Holds the Trainer before a step until there is a ``go``, and tells when it is ``done``."""
+class _Turns:
+    """Two threads that take turns: ``go`` for one step, ``done`` when it is over."""
 
     def __init__(self) -> None:
         self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
         self.ends = False
         self.error: BaseException | None = None
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.go.acquire()
+
+class _Stop(TrainerCallback):
+    """Ends the training once the turns are over."""
+
+    def __init__(self, turns: _Turns) -> None:
+        self._turns = turns
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = self.ends
-        self.done.release()
+        control.should_training_stop = self._turns.ends
 
 
-class _LossKeeper(ZeroTrainer):
-    """Keeps the last loss."""
+class _StepwiseTrainer(ZeroTrainer):
+    """Waits for its turn before each step, and keeps the last loss."""
 
-    last_loss: torch.Tensor
+    def __init__(self, turns: _Turns, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._turns = turns
+        self.last_loss: torch.Tensor | None = None
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        if self.last_loss is not None:
+            self._turns.done.release()
+        self._turns.go.acquire()
+        return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.last_loss = super().training_step(*args, **kwargs)

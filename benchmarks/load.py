@@ -1,0 +1,79 @@
+"""Peak memory and time of loading safetensors into shards of stage 3, beside transformers' own loading.
+
+Run from the repository root: python -m benchmarks.load [--model bloom-560m] [--ranks 2]
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.harness.environment import describe
+from benchmarks.harness.loader import folder_bytes
+from benchmarks.harness.ranks import Team
+from benchmarks.harness.report import Table, megabytes, terminal, write_results
+
+WORKER = "benchmarks.harness.loader"
+
+
+def measure(model: str, dtype: str, ranks: int, folder: Path) -> dict[str, Any]:
+    """Both ways of loading, in turn, in the same processes; figures of every rank."""
+    with Team("writer", 1, 2, worker=WORKER) as writer:
+        writer.ask("save", shape=model, dtype=dtype, folder=str(folder / "model"))
+        writer.ask("save", shape="bloom-tiny", dtype=dtype, folder=str(folder / "tiny"))
+    with Team("loaders", ranks, 1, worker=WORKER) as loaders:
+        base = loaders.ask("base", folder=str(folder / "tiny"))
+        shards = loaders.ask("load_shards", folder=str(folder / "model"))
+        whole = loaders.ask("load_whole", folder=str(folder / "model"))
+    return {"files": folder_bytes(folder / "model"), "base": base, "shards": shards, "whole": whole}
+
+
+def table_of(found: dict[str, Any], model: str, dtype: str, ranks: int) -> Table:
+    """Worst rank of each figure, and the bar."""
+    worst = {
+        name: max(found["shards"], key=lambda each, name=name: each[name])
+        for name in ("peak", "prepared", "seconds")
+    }
+    one = found["shards"][0]
+    bar = -(-one["parameters"] // ranks) + one["largest"]
+    peak, whole = worst["peak"]["peak"], max(each["peak"] for each in found["whole"])
+    rows = [
+        ("one shard and the largest tensor (the bar)", megabytes(bar), ""),
+        ("zero_ext, shards loaded", megabytes(peak), f"{worst['seconds']['seconds']:.1f}"),
+        ("zero_ext, and prepared: gather buffers too", megabytes(worst["prepared"]["prepared"]), ""),
+        (
+            "transformers, the whole model",
+            megabytes(whole),
+            f"{max(each['seconds'] for each in found['whole']):.1f}",
+        ),
+    ]
+    note = (
+        f"Most memory of a rank over the {megabytes(max(found['base']))} MB that Python, torch, transformers "
+        f"and loading a tiny model before leave resident. Bar {'met' if peak <= bar else 'MISSED'}."
+    )
+    title = f"{model}, {dtype}, {megabytes(found['files'])} MB of safetensors, {ranks} ranks"
+    return Table(title, ("what", "MB a rank", "seconds"), rows, note=note)
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Shape of the model.")] = "bloom-560m",
+    dtypes: Annotated[str, typer.Option(help="Of the files, comma-separated.")] = "bfloat16,float32",
+    ranks: Annotated[int, typer.Option(min=1, help="Processes that load.")] = 2,
+    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "load",
+) -> None:
+    """Load, print the peaks, write the results."""
+    tables, data = [], {"environment": describe()}
+    for dtype in dtypes.split(","):
+        with tempfile.TemporaryDirectory(prefix="zero_ext_bench_") as folder:
+            found = measure(model, dtype, ranks, Path(folder))
+        tables.append(table_of(found, model, dtype, ranks))
+        tables[-1].show(terminal())
+        data[dtype] = found
+    write_results(output, "Loading a model into shards", tables, data)
+
+
+if __name__ == "__main__":
+    typer.run(main)
