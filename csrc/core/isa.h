@@ -5,7 +5,8 @@
 
 namespace zero_ext::core {
 
-enum class Isa : std::uint8_t { scalar = 0, avx2 = 1, avx512 = 2 };
+// avx512_bf16 has products of bfloat16 pairs beside avx512; only attention makes use of them.
+enum class Isa : std::uint8_t { scalar = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3 };
 
 // The widest instruction set this machine can run.
 Isa widest_isa();

@@ -7,6 +7,7 @@ namespace zero_ext::core {
 const Kernels& active_kernels() {
 #if defined(__x86_64__)
   switch (active_isa()) {
+    case Isa::avx512_bf16:
     case Isa::avx512:
       return kAvx512Kernels;
     case Isa::avx2:

@@ -11,7 +11,9 @@ std::int64_t isa_level() { return static_cast<std::int64_t>(core::active_isa());
 void set_isa_level(std::int64_t level) {
   const auto widest = static_cast<std::int64_t>(core::widest_isa());
   STD_TORCH_CHECK(level >= 0 && level <= widest, "set_isa_level: level is ", level,
-                  "; this machine has the levels 0 to ", widest, " (0 scalar, 1 AVX2, 2 AVX-512)");
+                  "; this machine has the levels 0 to ", widest,
+                  " (0 scalar, 1 AVX2, 2 AVX-512, "
+                  "3 AVX-512 with bfloat16)");
   core::select_isa(static_cast<core::Isa>(level));
 }
 

@@ -7,7 +7,7 @@ namespace {
 
 TEST(InstructionSet, OnlyWhatTheMachineHasCanBeSelected) {
   EXPECT_EQ(active_isa(), widest_isa());
-  for (const Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+  for (const Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512, Isa::avx512_bf16}) {
     EXPECT_EQ(select_isa(isa), isa <= widest_isa());
     if (isa <= widest_isa()) {
       EXPECT_EQ(active_isa(), isa);

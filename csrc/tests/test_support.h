@@ -17,7 +17,7 @@ namespace zero_ext::core::testing {
 
 inline std::vector<Isa> available_isas() {
   std::vector<Isa> result;
-  for (const Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+  for (const Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512, Isa::avx512_bf16}) {
     if (isa <= widest_isa()) result.push_back(isa);
   }
   return result;

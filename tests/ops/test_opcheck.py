@@ -135,6 +135,22 @@ def direct_store() -> int:
     return handle
 
 
+def attention_inputs() -> tuple[Any, ...]:
+    """Those of the forward: two query heads, one key head, lengths that blocks do not divide."""
+    rows = [torch.randn(2, heads, length, 16) for heads, length in ((2, 20), (1, 40), (1, 40))]
+    pointers, columns = torch.tensor([[0, 2, 3]]), torch.tensor([0, 2, 1])
+    column_pointers, transposed = torch.tensor([[0, 1, 2, 3]]), torch.tensor([0, 1, 0])
+    layout = [each.int() for each in (pointers, columns, column_pointers, transposed)]
+    return (*rows, *layout, torch.rand(2, 40) < 0.9, torch.randn(1, 2, 1, 40), 16, False, 0.25, 0.1, 3, 4)
+
+
+def attention_backward_inputs() -> tuple[Any, ...]:
+    arguments = attention_inputs()
+    output, logsumexp = torch.ops.zero_ext.block_sparse_attention_forward(*arguments)
+    query, key, value, *others = arguments
+    return (torch.randn_like(output), query, key, value, output, logsumexp, *others, True)
+
+
 SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "accumulate_": flat_inputs,
     "adam_step_": adam_inputs,
@@ -145,6 +161,8 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "aio_wait": lambda: (aio_engine(), 1),
     "aio_write_": lambda: (aio_engine(), 1, aio_file(), 0, torch.rand(16)),
     "adam_step_8bit_": adam_8bit_inputs,
+    "block_sparse_attention_backward": attention_backward_inputs,
+    "block_sparse_attention_forward": attention_inputs,
     "crc32c": lambda: (torch.arange(100, dtype=torch.uint8), 0),
     "dequantize_blockwise": lambda: (*quantized(True), True),
     "host_buffer": lambda: (4096,),
@@ -209,6 +227,15 @@ def test_adam_without_param() -> None:
     arguments = list(adam_inputs())
     arguments[4] = None
     torch.library.opcheck(torch.ops.zero_ext.adam_step_.default, tuple(arguments))
+
+
+def test_attention_with_gradients() -> None:
+    arguments = list(attention_inputs())
+    for place in (0, 1, 2, 8):
+        arguments[place].requires_grad_()
+    torch.library.opcheck(torch.ops.zero_ext.block_sparse_attention_forward.default, tuple(arguments))
+    arguments[5:9] = [None] * 4
+    torch.library.opcheck(torch.ops.zero_ext.block_sparse_attention_forward.default, tuple(arguments))
 
 
 def test_adam_8bit_without_param() -> None:

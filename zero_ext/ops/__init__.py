@@ -12,6 +12,7 @@ from zero_ext.ops.aio import (
     aio_wait,
     aio_write_,
 )
+from zero_ext.ops.attention import DropoutOptions, LayoutTensors, block_sparse_attention
 from zero_ext.ops.blockwise import (
     BLOCK_ELEMENTS,
     Quantized,
@@ -74,6 +75,8 @@ __all__ = [
     "ADAM_FIELDS",
     "BLOCK_ELEMENTS",
     "STREAM_COUNTERS",
+    "DropoutOptions",
+    "LayoutTensors",
     "Quantized",
     "StoreDevice",
     "StoreFacts",
@@ -89,6 +92,7 @@ __all__ = [
     "aio_wait",
     "aio_write_",
     "block_count",
+    "block_sparse_attention",
     "crc32c",
     "dequantize_blockwise",
     "get_isa",

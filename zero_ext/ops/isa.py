@@ -6,7 +6,7 @@ import torch
 
 from zero_ext.ops.library import fake_kernel, op
 
-ISA_NAMES: tuple[str, ...] = ("scalar", "avx2", "avx512")
+ISA_NAMES: tuple[str, ...] = ("scalar", "avx2", "avx512", "avx512_bf16")
 
 
 def get_isa() -> str:
@@ -15,9 +15,10 @@ def get_isa() -> str:
 
 
 def set_isa(name: str) -> str:
-    """Makes all kernels of this process use "scalar", "avx2" or "avx512"; returns the one used before.
+    """Makes all kernels of this process use "scalar", "avx2", "avx512" or "avx512_bf16"; returns the one used before.
 
-    Results are bit-identical at every level; this exists for tests and measurements.
+    Results are bit-identical at every level, but for those of attention, which add in another order and, with
+    "avx512_bf16", multiply bfloat16 numbers in pairs. This exists for tests and measurements.
 
     Raises:
         ValueError: the name is unknown.

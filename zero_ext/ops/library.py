@@ -30,6 +30,9 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 # Fake kernels by op name. torch accepts them only once the op exists, so they wait here for the load.
 FAKE_KERNELS: dict[str, Callable[..., Any]] = {}
 
+# Gradients by op name, as (backward, setup_context) of torch.library.register_autograd.
+AUTOGRAD_FORMULAS: dict[str, tuple[Callable[..., Any], Callable[..., None] | None]] = {}
+
 
 def fake_kernel(name: str) -> Callable[[Kernel], Kernel]:
     """Declares the decorated function the fake kernel of op `name`: shapes and dtypes without data."""
@@ -39,6 +42,13 @@ def fake_kernel(name: str) -> Callable[[Kernel], Kernel]:
         return function
 
     return declare
+
+
+def autograd_formula(
+    name: str, backward: Callable[..., Any], setup_context: Callable[..., None] | None
+) -> None:
+    """Declares how op `name` is differentiated, by the functions of torch.library.register_autograd."""
+    AUTOGRAD_FORMULAS[name] = (backward, setup_context)
 
 
 def check_one_device(name: str, tensors: Iterable[Tensor]) -> None:
@@ -73,6 +83,8 @@ def load() -> ModuleType:
         why_built_kernels_do_not_load()
     for name, kernel in FAKE_KERNELS.items():
         torch.library.register_fake(f"{NAMESPACE}::{name}", kernel)
+    for name, (backward, setup_context) in AUTOGRAD_FORMULAS.items():
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context)
     return module
 
 

@@ -87,6 +87,7 @@ NVCC_FLAGS: tuple[str, ...] = (*NVCC_COMPILE_FLAGS, *architecture_flags(WHEEL_AR
 CUDA_SHARED_SOURCES: tuple[str, ...] = (
     "csrc/ops/adam_8bit_buffers.cpp",
     "csrc/ops/adam_buffers.cpp",
+    "csrc/ops/attention_arguments.cpp",
     "csrc/ops/blockwise_arguments.cpp",
     "csrc/ops/checks.cpp",
     "csrc/ops/flat_arguments.cpp",

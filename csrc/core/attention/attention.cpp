@@ -1,0 +1,275 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "../isa.h"
+#include "attention_kernels.h"
+
+namespace zero_ext::core {
+namespace {
+
+constexpr std::int64_t kLongestTile = 64;  // queries; see RowTile::length
+constexpr std::int64_t kPaddedDim = 16;    // head dim is padded to a multiple of this
+
+// Floats at the start of a cache line.
+class Floats {
+ public:
+  explicit Floats(std::int64_t count) : memory_(allocate(count)) {}
+  float* data() const { return memory_.get(); }
+
+ private:
+  struct Free {
+    void operator()(float* memory) const { std::free(memory); }
+  };
+  static float* allocate(std::int64_t count) {
+    constexpr std::size_t line = 64;
+    const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(float);
+    void* memory = std::aligned_alloc(line, (bytes + line - 1) / line * line + line);
+    if (memory == nullptr) throw std::bad_alloc();
+    return static_cast<float*>(memory);
+  }
+  std::unique_ptr<float[], Free> memory_;
+};
+
+const AttentionKernels::OfType& kernels_for(const AttentionProblem& problem) {
+  return active_attention().of_type[static_cast<int>(problem.type)];
+}
+
+std::int64_t ceil_divide(std::int64_t value, std::int64_t step) {
+  return (value + step - 1) / step;
+}
+
+std::int64_t tile_length(const AttentionProblem& problem) {
+  return std::min(problem.layout.block, kLongestTile);
+}
+
+std::int64_t row_tiles(const AttentionProblem& problem) {
+  return ceil_divide(problem.query_length, tile_length(problem));
+}
+
+// Calls visit(item, scratch) for items [0, items), which workers take one by one. Scratch is made
+// before they start, so that no thread can fail for want of memory.
+template <class Visit>
+void share_out(const Workers& workers, std::int64_t items, std::int64_t scratch_floats,
+               const Visit& visit) {
+  const std::int64_t count = std::clamp<std::int64_t>(items, 0, workers.count);
+  if (count == 0) return;
+  std::vector<Floats> scratch;
+  for (std::int64_t i = 0; i < count; ++i) scratch.emplace_back(scratch_floats);
+  std::atomic<std::int64_t> next{0};
+  workers.run(count, [&](std::int64_t worker) {
+    float* const own = scratch[static_cast<std::size_t>(worker)].data();
+    for (std::int64_t item = next++; item < items; item = next++) visit(item, own);
+  });
+}
+
+// The row tiles of all heads of one batch entry, those with many blocks first: they would keep
+// one worker busy when the others have done.
+class TileOrder {
+ public:
+  explicit TileOrder(const AttentionProblem& problem) {
+    const BlockRows& layout = problem.layout;
+    const std::int64_t tiles = row_tiles(problem);
+    const std::int64_t per_block = layout.block / tile_length(problem);
+    std::vector<Tile> light;
+    for (std::int64_t head = 0; head < problem.heads; ++head) {
+      const std::int32_t* pointers =
+          layout.pointers + (layout.heads == 1 ? 0 : head) * (layout.row_blocks + 1);
+      const std::int64_t blocks = pointers[layout.row_blocks] - pointers[0];
+      for (std::int64_t index = 0; index < tiles; ++index) {
+        const std::int64_t row = index / per_block;
+        const std::int64_t own = pointers[row + 1] - pointers[row];
+        const bool heavy = own * layout.row_blocks > kHeavy * blocks;
+        (heavy ? tiles_ : light)
+            .push_back({static_cast<std::int32_t>(head), static_cast<std::int32_t>(index)});
+      }
+    }
+    heavy_ = static_cast<std::int64_t>(tiles_.size());
+    tiles_.insert(tiles_.end(), light.begin(), light.end());
+  }
+
+  std::int64_t count() const { return static_cast<std::int64_t>(tiles_.size()); }
+
+  struct Place {
+    std::int64_t batch, head, index;
+  };
+  // The item-th of all batch entries' tiles.
+  Place at(const AttentionProblem& problem, std::int64_t item) const {
+    const std::int64_t all_heavy = heavy_ * problem.batch;
+    const bool heavy = item < all_heavy;
+    const std::int64_t first = heavy ? 0 : heavy_;
+    const std::int64_t each = heavy ? heavy_ : count() - heavy_;
+    const std::int64_t within = heavy ? item : item - all_heavy;
+    const Tile tile = tiles_[static_cast<std::size_t>(first + within % each)];
+    return {within / each, tile.head, tile.index};
+  }
+
+ private:
+  static constexpr std::int64_t kHeavy = 4;  // times the mean number of blocks
+  struct Tile {
+    std::int32_t head, index;
+  };
+  std::vector<Tile> tiles_;
+  std::int64_t heavy_ = 0;
+};
+
+class Backward {
+ public:
+  Backward(const AttentionProblem& problem, const AttentionGradients& gradients,
+           const Workers& workers)
+      : problem_(problem),
+        gradients_(gradients),
+        workers_(workers),
+        kernels_(kernels_for(problem)),
+        dim_(ceil_divide(problem.head_dim, kPaddedDim) * kPaddedDim),
+        scratch_(ceil_divide(kernels_.backward_floats(problem.head_dim), 16) * 16) {}
+
+  // One pass makes five products of a tile but has only as many items as there are key heads; two
+  // passes make seven, in any number of items. The bits are the same.
+  void run() const {
+    const std::int64_t owners = problem_.batch * problem_.key_heads;
+    if (owners > 0) {
+      const std::int64_t rounds = ceil_divide(owners, workers_.count);
+      if (5 * rounds * workers_.count <= 7 * owners || workers_.count == 1) {
+        keys(1, true);
+      } else {
+        keys(ceil_divide(kItemsOfAWorker * workers_.count, owners), false);
+        queries();
+      }
+    }
+    if (gradients_.bias != nullptr) bias();
+  }
+
+ private:
+  static constexpr std::int64_t kItemsOfAWorker = 4;
+
+  std::size_t bytes_of_rows(std::int64_t rows) const {
+    return static_cast<std::size_t>(rows * problem_.head_dim * element_size(problem_.type));
+  }
+
+  // Keys' and values' gradients, in `parts` ranges of each key head.
+  void keys(std::int64_t parts, bool with_queries) const {
+    const std::int64_t block = problem_.layout.block;
+    const std::int64_t blocks = ceil_divide(problem_.key_length, block);
+    const std::int64_t length =
+        std::max(ceil_divide(blocks, std::max<std::int64_t>(parts, 1)), std::int64_t{1}) * block;
+    // Without keys there is still the queries' gradient to write.
+    const std::int64_t ranges = std::max(ceil_divide(problem_.key_length, length), std::int64_t{1});
+    const std::int64_t sums = std::min(length, problem_.key_length) * dim_;
+    const std::int64_t group = problem_.group();
+    share_out(workers_, problem_.batch * problem_.key_heads * ranges, scratch_ + 2 * sums,
+              [&](std::int64_t item, float* memory) {
+                const std::int64_t owner = item / ranges;
+                const std::int64_t batch = owner / problem_.key_heads;
+                const std::int64_t key_head = owner % problem_.key_heads;
+                const std::int64_t first = item % ranges * length;
+                const std::int64_t end = std::min(first + length, problem_.key_length);
+                float* const key_sums = memory + scratch_;
+                float* const value_sums = key_sums + sums;
+                std::fill_n(key_sums, 2 * sums, 0.0F);
+                kernels_.backward(
+                    problem_, gradients_,
+                    {batch, key_head * group, (key_head + 1) * group, 0, row_tiles(problem_), first,
+                     end, with_queries, key_sums, value_sums},
+                    memory);
+                const std::int64_t row = owner * problem_.key_length + first;
+                kernels_.write_rows(key_sums, end - first, problem_.head_dim, problem_.scale,
+                                    static_cast<char*>(gradients_.key) + bytes_of_rows(row));
+                kernels_.write_rows(value_sums, end - first, problem_.head_dim, 1.0F,
+                                    static_cast<char*>(gradients_.value) + bytes_of_rows(row));
+              });
+  }
+
+  void queries() const {
+    const TileOrder order(problem_);
+    share_out(workers_, order.count() * problem_.batch, scratch_,
+              [&](std::int64_t item, float* memory) {
+                const auto [batch, head, index] = order.at(problem_, item);
+                kernels_.backward(problem_, gradients_,
+                                  {batch, head, head + 1, index, index + 1, 0, problem_.key_length,
+                                   true, nullptr, nullptr},
+                                  memory);
+              });
+  }
+
+  // Every item owns entries of the bias's gradient and adds up all that they were added to.
+  void bias() const {
+    const std::int64_t* sizes = problem_.bias.sizes;
+    std::fill_n(gradients_.bias, sizes[0] * sizes[1] * sizes[2] * sizes[3], 0.0F);
+    const std::int64_t tiles = row_tiles(problem_);
+    const std::int64_t block = problem_.layout.block;
+    const std::int64_t blocks = ceil_divide(problem_.key_length, block);
+    const std::int64_t row_parts = sizes[2] == 1 ? 1 : tiles;
+    const std::int64_t wanted =
+        ceil_divide(kItemsOfAWorker * workers_.count, std::max<std::int64_t>(sizes[1], 1));
+    const std::int64_t key_parts =
+        sizes[2] != 1 || sizes[3] == 1 ? 1 : std::clamp<std::int64_t>(blocks, 1, wanted);
+    const std::int64_t length = std::max<std::int64_t>(ceil_divide(blocks, key_parts), 1) * block;
+    const auto range = [](std::int64_t size, std::int64_t all, std::int64_t index) {
+      return size == 1 ? std::pair{std::int64_t{0}, all} : std::pair{index, index + 1};
+    };
+    share_out(workers_, sizes[0] * sizes[1] * row_parts * key_parts, scratch_,
+              [&](std::int64_t item, float* memory) {
+                const std::int64_t keys = item % key_parts;
+                const std::int64_t rows = item / key_parts % row_parts;
+                const std::int64_t outer = item / key_parts / row_parts;
+                const auto batch = range(sizes[0], problem_.batch, outer / sizes[1]);
+                const auto head = range(sizes[1], problem_.heads, outer % sizes[1]);
+                const auto tile = range(sizes[2], tiles, rows);
+                const std::int64_t end =
+                    keys + 1 == key_parts ? problem_.key_length : (keys + 1) * length;
+                kernels_.bias(problem_, gradients_,
+                              {batch.first, batch.second, head.first, head.second, tile.first,
+                               tile.second, keys * length, std::min(end, problem_.key_length)},
+                              memory);
+              });
+  }
+
+  const AttentionProblem& problem_;
+  const AttentionGradients& gradients_;
+  const Workers& workers_;
+  const AttentionKernels::OfType& kernels_;
+  const std::int64_t dim_;
+  const std::int64_t scratch_;  // floats of the kernels' own
+};
+
+}  // namespace
+
+const AttentionKernels& active_attention() {
+#if defined(__x86_64__)
+  switch (active_isa()) {
+    case Isa::avx512_bf16:
+      return kAvx512BFloat16Attention;
+    case Isa::avx512:
+      return kAvx512Attention;
+    case Isa::avx2:
+      return kAvx2Attention;
+    case Isa::scalar:
+      break;
+  }
+#endif
+  return kScalarAttention;
+}
+
+void attention_forward(const AttentionProblem& problem, const AttentionResult& result,
+                       const Workers& workers) {
+  const AttentionKernels::OfType& kernels = kernels_for(problem);
+  const TileOrder order(problem);
+  share_out(workers, order.count() * problem.batch, kernels.forward_floats(problem.head_dim),
+            [&](std::int64_t item, float* memory) {
+              const auto [batch, head, index] = order.at(problem, item);
+              kernels.forward(problem, result, batch, head, index, memory);
+            });
+}
+
+void attention_backward(const AttentionProblem& problem, const AttentionGradients& gradients,
+                        const Workers& workers) {
+  Backward(problem, gradients, workers).run();
+}
+
+}  // namespace zero_ext::core

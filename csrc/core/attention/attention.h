@@ -1,0 +1,34 @@
+// Block-sparse attention on the CPU.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "problem.h"
+
+namespace zero_ext::core {
+
+// Calls work(worker) once for each worker in [0, workers), at the same time where there are threads
+// to do so.
+using RunWorkers =
+    std::function<void(std::int64_t workers, const std::function<void(std::int64_t)>& work)>;
+
+struct Workers {
+  std::int64_t count;
+  RunWorkers run;
+};
+
+// What is wrong with the pointers and columns of a layout, each of which must lie in its range and
+// ascend; empty if nothing is.
+std::string layout_fault(const BlockRows& layout, std::int64_t total_blocks,
+                         std::int64_t column_blocks);
+
+// The same bits for any number of workers.
+void attention_forward(const AttentionProblem& problem, const AttentionResult& result,
+                       const Workers& workers);
+void attention_backward(const AttentionProblem& problem, const AttentionGradients& gradients,
+                        const Workers& workers);
+
+}  // namespace zero_ext::core
