@@ -45,6 +45,7 @@ void check_sizes(const char* op, const AttentionTensors& tensors) {
   check_four(query, {op, "query"});
   check_four(key, {op, "key"});
   check_four(tensors.value, {op, "value"});
+  numeric_type(query, {op, "query"});
   check_same_dtype(key, {op, "key"}, query);
   check_same_dtype(tensors.value, {op, "value"}, query);
   const std::int64_t dim = query.size(3);

@@ -1,0 +1,144 @@
+"""Calls of block-sparse attention that are refused, by the name of what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.attention_reference import Case, compressed
+from zero_ext import ops
+
+
+@pytest.fixture
+def case(generator: torch.Generator) -> Case:
+    rows = [torch.randn(2, heads, 40, 16, generator=generator) for heads in (4, 2, 2)]
+    return Case(*rows, torch.ones(4, 3, 3, dtype=torch.bool), 16)
+
+
+def refused(case: Case, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        case.run()
+
+
+def test_inputs(case: Case) -> None:
+    refused(
+        replace(case, key=case.key.half()), "'key' has dtype Half and query has Float; they must be equal"
+    )
+    refused(
+        replace(case, query=case.query.double()), "'query' has dtype Double; it must be Float, BFloat16 or"
+    )
+    refused(replace(case, query=case.query[0]), r"'query' has shape \[4, 40, 16\]; it must be \[batch, heads")
+    refused(
+        replace(case, value=case.value[:, :, 1:]), r"'value' has shape \[2, 2, 39, 16\]; it must be key's"
+    )
+    refused(
+        replace(case, key=case.key[:1], value=case.value[:1]), "'key' has shape .* batch and head dim must"
+    )
+    three = torch.randn(2, 3, 40, 16)
+    refused(
+        replace(case, key=three, value=three), "has 3 heads and query has 4; the number of key heads must"
+    )
+    refused(replace(case, query=case.query.to("meta")), "tensors on cpu, meta; all must be on one device")
+
+
+@pytest.mark.parametrize("dim", [8, 20, 264])
+def test_head_dims(case: Case, dim: int) -> None:
+    rows = [torch.randn(1, 1, 40, dim) for _ in range(3)]
+    refused(Case(*rows, case.mask[:1], 16), f"head dim is {dim}; it must be a multiple of 8 from 16 to 256")
+
+
+def test_options(case: Case) -> None:
+    refused(replace(case, block=24), "block is 24; it must be 16, 32, 64 or 128")
+    refused(replace(case, scale=float("inf")), "scale is inf; it must be finite")
+    refused(replace(case, dropout=1.0), "dropout is 1; it must be at least 0 and below 1")
+    refused(replace(case, dropout=-0.1), "dropout is -0.1")
+    refused(replace(case, offset=2**32), r"offset is 4294967296; it must be at least 0 and below 2\^32")
+    with pytest.raises(TypeError, match="unknown keyword 'drop'"):
+        ops.block_sparse_attention(
+            case.query, case.key, case.value, *compressed(case.mask), block=16, drop=0.1
+        )
+
+
+def test_masks(case: Case) -> None:
+    refused(replace(case, key_padding=torch.ones(2, 40)), "'key_padding' has dtype Float; it must be Bool")
+    padding = torch.ones(2, 39, dtype=torch.bool)
+    refused(replace(case, key_padding=padding), r"'key_padding' has shape \[2, 39\]; it must be \[2, 40\]")
+    refused(
+        replace(case, bias=torch.zeros(1, 4, 40, 39)),
+        r"'bias' has shape \[1, 4, 40, 39\]; it must be \[2 or 1",
+    )
+    refused(replace(case, bias=torch.zeros(40, 40)), r"'bias' has shape \[40, 40\]; it must be")
+    refused(replace(case, bias=torch.zeros(1, 1, 40, 40).int()), "'bias' has dtype Int; it must be Float")
+
+
+def test_a_layout_for_another_length(case: Case) -> None:
+    refused(
+        replace(case, mask=case.mask[:, :2]),
+        r"'row_pointers' has shape \[4, 3\]; for 4 query heads, 40 queries",
+    )
+    refused(replace(case, mask=case.mask[:2]), r"it must be \[1 or 4, 4\]: build the layout for this length")
+    more = torch.ones(4, 3, 4, dtype=torch.bool)
+    refused(replace(case, mask=more), "'columns' has 3 at 3, in row .* below 3, the number of column blocks")
+
+
+def pointers(layout: ops.LayoutTensors, place: tuple[int, int], value: int) -> ops.LayoutTensors:
+    changed = layout.row_pointers.clone()
+    changed[place] = value
+    return layout._replace(row_pointers=changed)
+
+
+def columns(layout: ops.LayoutTensors, place: int, value: int) -> ops.LayoutTensors:
+    changed = layout.columns.clone()
+    changed[place] = value
+    return layout._replace(columns=changed)
+
+
+HOSTILE: list[tuple[Callable[[ops.LayoutTensors], Any], str]] = [
+    (lambda good: pointers(good, (0, 0), -1), r"'row_pointers' has -1 at \[0, 0\]"),
+    (lambda good: pointers(good, (3, 3), 1000), "'row_pointers' has 33 at .* and 1000 after it"),
+    (lambda good: pointers(good, (1, 2), 3), "'row_pointers' has 12 at .* and 3 after it; they must ascend"),
+    (lambda good: columns(good, 2, 3), r"'columns' has 3 at 2, in row \[0, 0\]"),
+    (lambda good: columns(good, 0, -2), "'columns' has -2 at 0"),
+    (lambda good: columns(good, 4, 0), "'columns' has 0 at 4, in row .* must ascend"),
+    (lambda good: good._replace(columns=good.columns.long()), "'columns' has dtype Long; it must be Int"),
+    (
+        lambda good: good._replace(row_pointers=good.row_pointers[:, ::2]),
+        "'row_pointers' of shape .* contiguous",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), HOSTILE)
+def test_layouts_with_impossible_values(
+    case: Case, spoil: Callable[[ops.LayoutTensors], ops.LayoutTensors], message: str
+) -> None:
+    layout = spoil(compressed(case.mask))
+    with pytest.raises(RuntimeError, match=message):
+        ops.block_sparse_attention(case.query, case.key, case.value, *layout, block=16)
+
+
+def test_backward_checks_what_it_is_given(case: Case) -> None:
+    layout = compressed(case.mask)
+    arguments = (case.query, case.key, case.value, *layout, None, None, 16, False, 0.25, 0.0, 0, 0)
+    output, logsumexp = torch.ops.zero_ext.block_sparse_attention_forward(*arguments)
+
+    def backward(grad: Tensor, result: Tensor, sums: Tensor, wants: bool = False) -> None:
+        rows = (grad, *arguments[:3], result, sums, *arguments[3:])
+        torch.ops.zero_ext.block_sparse_attention_backward(*rows, wants)
+
+    for arguments_of_call, message in (
+        ((output[:, :2], output, logsumexp), "'grad_output' has shape .* it must be query's"),
+        ((output.half(), output, logsumexp), "'grad_output' has dtype Half and query has Float"),
+        ((output, output[:, :2], logsumexp), "'output' has shape .* it must be query's"),
+        ((output, output, logsumexp[:1]), r"'logsumexp' has shape \[1, 4, 40\]; it must be \[2, 4, 40\]"),
+        ((output, output, logsumexp.double()), "'logsumexp' has dtype Double; it must be Float"),
+        ((output, output, logsumexp, True), "a gradient is asked for the argument 'bias', which is None"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            backward(*arguments_of_call)
+    backward(output, output, logsumexp)
