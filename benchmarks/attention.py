@@ -1,0 +1,427 @@
+"""Block-sparse attention on the CPU against torch's full attention and compiled FlexAttention.
+
+Run from the repository root: python -m benchmarks.attention [--lengths 8192,16384] [--rounds 5] [--no-flex]
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.harness import process_memory
+from benchmarks.harness.environment import describe
+from benchmarks.harness.report import Table, megabytes, terminal, write_results
+from benchmarks.harness.statistics import Ratio, ratio_of_rounds, within
+from zero_ext import ops
+
+DENSITY = 0.10  # of all blocks, or of those on and below the diagonal
+SPARSE_BAR = 6.0  # times faster than full attention
+FULL_BAR = 1.15  # times as long as torch's, with every block
+GROWTH_BAR = 1.25  # time of a block at the greatest length over that at the least
+MEMORY_BAR = 0.03
+ERROR_BAR = 2.0  # times torch's error
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Blocks of one mask, alike for all heads."""
+
+    tensors: ops.LayoutTensors
+    mask: Tensor  # bool [rows, columns] of blocks
+    block: int
+    causal: bool
+
+    @property
+    def blocks(self) -> int:
+        return self.tensors.columns.numel()
+
+    @property
+    def density(self) -> float:
+        """Part of all n^2 tokens' blocks; of n^2 / 2 if causal."""
+        return self.blocks / (self.mask.numel() / 2 if self.causal else self.mask.numel())
+
+
+def layout_of(mask: Tensor, block: int, causal: bool) -> Layout:
+    """A layout of the blocks of a mask, without those above a causal diagonal."""
+    mask = mask.tril() if causal else mask
+
+    def by_rows(each: Tensor) -> tuple[Tensor, Tensor]:
+        ends = torch.cat([torch.zeros(1, dtype=torch.int64), each.sum(1).cumsum(0)])
+        return ends.int()[None], each.nonzero()[:, 1].int()
+
+    return Layout(ops.LayoutTensors(*by_rows(mask), *by_rows(mask.T)), mask, block, causal)
+
+
+def sparse_mask(length: int, block: int, causal: bool, per_row: float) -> Tensor:
+    """A window, global rows and columns and random blocks, in all at most `per_row` blocks a row."""
+    rows = length // block
+    window, wide = max(1, int(per_row * 0.5)), max(1, int(per_row * 0.1))
+    distance = torch.arange(rows)[:, None] - torch.arange(rows)
+    near = (distance >= 0) & (distance < window) if causal else distance.abs() <= (window - 1) // 2
+    mask = near.clone()
+    mask[:, :wide] = True
+    if not causal:
+        mask[:wide] = True
+    allowed = torch.ones_like(mask).tril() if causal else torch.ones_like(mask)
+    free = (allowed & ~mask).nonzero()
+    missing = int(per_row * rows) - int((mask & allowed).sum())
+    chosen = free[torch.randperm(len(free), generator=torch.Generator().manual_seed(1))[: max(missing, 0)]]
+    mask[chosen[:, 0], chosen[:, 1]] = True
+    return mask & allowed
+
+
+def sparse_layout(length: int, block: int, causal: bool) -> Layout:
+    """At most :data:`DENSITY` of the blocks."""
+    per_row = DENSITY * (length // block) * (0.5 if causal else 1.0)
+    return layout_of(sparse_mask(length, block, causal, per_row), block, causal)
+
+
+@dataclass
+class Inputs:
+    """Leaves [1, heads, length, dim] and the gradient of the output."""
+
+    rows: list[Tensor]
+    grad_output: Tensor
+
+    @classmethod
+    def random(cls, heads: int, length: int, dim: int, dtype: torch.dtype) -> "Inputs":
+        generator = torch.Generator().manual_seed(length)
+        rows = [torch.randn(1, heads, length, dim, generator=generator).to(dtype) for _ in range(4)]
+        return cls([each.requires_grad_() for each in rows[:3]], rows[3])
+
+    def sparse(self, layout: Layout) -> Tensor:
+        return ops.block_sparse_attention(
+            *self.rows, *layout.tensors, block=layout.block, causal=layout.causal
+        )
+
+    def torchs(self, causal: bool) -> Tensor:
+        return scaled_dot_product_attention(*self.rows, is_causal=causal)
+
+    def backward(self, output: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(output, self.rows, self.grad_output))
+
+
+def in_turn(
+    contenders: dict[str, Callable[[], Any]], rounds: int, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each contender, one run of each a round, starting with another one each round."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for number in range(-warm_up, rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            start = time.perf_counter()
+            contenders[name]()
+            if number >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def spread(ratio: Ratio) -> str:
+    """Median and range."""
+    return f"{ratio.median:.2f} ({ratio.lowest:.2f}-{ratio.highest:.2f})"
+
+
+@dataclass
+class Setting:
+    """What all measurements share."""
+
+    heads: int
+    dim: int
+    block: int
+    rounds: int
+
+
+def speed(setting: Setting, lengths: Sequence[int]) -> tuple[Table, list[dict[str, Any]]]:
+    """Forward and backward against torch's full attention."""
+    table = Table(
+        "Forward and backward against torch's scaled_dot_product_attention",
+        (
+            "tokens, dtype",
+            "blocks",
+            "full, s",
+            "sparse, s",
+            "full / sparse",
+            "bar",
+            "met",
+            "every block / full",
+            "bar",
+            "met",
+        ),
+        note=f"Medians of {setting.rounds} rounds, all in turn; ratios are medians of the rounds' ratios,"
+        f" with their range. {setting.heads} heads of {setting.dim}, blocks of {setting.block},"
+        f" {torch.get_num_threads()} threads.",
+    )
+    figures = []
+    for length in lengths:
+        for name, dtype in DTYPES.items():
+            for causal in (False, True):
+                inputs = Inputs.random(setting.heads, length, setting.dim, dtype)
+                sparse = sparse_layout(length, setting.block, causal)
+                every = layout_of(torch.ones_like(sparse.mask), setting.block, causal)
+                runs: dict[str, Callable[[], Any]] = {
+                    "full": lambda: inputs.backward(inputs.torchs(causal)),  # noqa: B023  run in this round
+                    "sparse": lambda: inputs.backward(inputs.sparse(sparse)),  # noqa: B023
+                    "every": lambda: inputs.backward(inputs.sparse(every)),  # noqa: B023
+                }
+                seconds = in_turn(runs, setting.rounds)
+                faster = ratio_of_rounds(seconds["full"], seconds["sparse"])
+                slower = ratio_of_rounds(seconds["every"], seconds["full"])
+                kind = f"{length:,} {name}" + (", causal" if causal else "")
+                table.rows.append(
+                    [
+                        kind,
+                        f"{100 * sparse.density:.1f}%",
+                        f"{median(seconds['full']):.3f}",
+                        f"{median(seconds['sparse']):.3f}",
+                        spread(faster),
+                        f"{SPARSE_BAR}",
+                        "yes" if faster.median >= SPARSE_BAR else "no",
+                        spread(slower),
+                        f"{FULL_BAR}",
+                        within(slower.median, FULL_BAR),
+                    ]
+                )
+                figures.append({"case": kind, "density": sparse.density, "seconds": seconds})
+    return table, figures
+
+
+def flex_forward(layout: Layout) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Compiled FlexAttention with the same mask."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key if layout.causal else query >= 0
+
+    def blocks(mask: Tensor) -> tuple[Tensor, Tensor]:
+        order = torch.argsort(mask.int(), dim=1, descending=True, stable=True)
+        return mask.sum(1).int()[None, None], order.int()[None, None]
+
+    diagonal = torch.eye(layout.mask.size(0), dtype=torch.bool) & layout.mask
+    partial = diagonal if layout.causal else torch.zeros_like(layout.mask)
+    mask = BlockMask.from_kv_blocks(
+        *blocks(partial), *blocks(layout.mask & ~partial), BLOCK_SIZE=layout.block, mask_mod=seen
+    )
+    compiled = torch.compile(flex_attention, fullgraph=True)
+    return lambda query, key, value: compiled(query, key, value, block_mask=mask)
+
+
+def against_flex(setting: Setting, lengths: Sequence[int]) -> tuple[Table, list[dict[str, Any]]]:
+    """Forward alone: FlexAttention has no backward on the CPU."""
+    table = Table(
+        "Forward against compiled FlexAttention, the same mask",
+        (
+            "tokens, dtype",
+            "FlexAttention, s",
+            "sparse, s",
+            "FlexAttention / sparse",
+            "bar",
+            "met",
+            "largest difference",
+        ),
+        note="As above. The mask is given to FlexAttention as blocks, whole ones apart from the diagonal's.",
+    )
+    figures = []
+    for length in lengths:
+        for name, dtype in DTYPES.items():
+            for causal in (False, True):
+                inputs = Inputs.random(setting.heads, length, setting.dim, dtype)
+                rows = [each.detach() for each in inputs.rows]
+                layout = sparse_layout(length, setting.block, causal)
+                flex, own = flex_forward(layout), Inputs(rows, inputs.grad_output)
+                difference = float((flex(*rows).float() - own.sparse(layout).float()).abs().max())
+                seconds = in_turn(
+                    {"flex": lambda: flex(*rows), "sparse": lambda: own.sparse(layout)},  # noqa: B023
+                    setting.rounds,
+                )
+                ratio = ratio_of_rounds(seconds["flex"], seconds["sparse"])
+                kind = f"{length:,} {name}" + (", causal" if causal else "")
+                table.rows.append(
+                    [
+                        kind,
+                        f"{median(seconds['flex']):.3f}",
+                        f"{median(seconds['sparse']):.3f}",
+                        spread(ratio),
+                        "1.0",
+                        "yes" if ratio.median > 1 else "no",
+                        f"{difference:.1e}",
+                    ]
+                )
+                figures.append({"case": kind, "seconds": seconds, "difference": difference})
+    return table, figures
+
+
+def growth(setting: Setting, lengths: Sequence[int]) -> tuple[Table, list[dict[str, Any]]]:
+    """Time of one block at growing lengths with equally many blocks a row."""
+    per_row = 12.8  # a tenth of 128 row blocks
+    least, most = min(lengths), max(lengths)
+    table = Table(
+        "Growth: forward and backward, as many blocks a row at every length",
+        ("dtype", *(f"{length:,}: us a block" for length in (least, most)), "ratio", "bar", "met"),
+    )
+    figures = []
+    for name, dtype in DTYPES.items():
+        runs: dict[str, Callable[[], Any]] = {}
+        blocks = {}
+        for length in (least, most):
+            mask = sparse_mask(length, setting.block, False, per_row)
+            layout = layout_of(mask, setting.block, False)
+            inputs = Inputs.random(setting.heads, length, setting.dim, dtype)
+            runs[str(length)] = lambda each=inputs, layout=layout: each.backward(each.sparse(layout))  # type: ignore[misc]
+            blocks[str(length)] = layout.blocks * setting.heads
+        seconds = in_turn(runs, setting.rounds)
+        each = {key: [1e6 * value / blocks[key] for value in values] for key, values in seconds.items()}
+        ratio = ratio_of_rounds(each[str(most)], each[str(least)])
+        table.rows.append(
+            [
+                name,
+                *(f"{median(each[str(length)]):.1f}" for length in (least, most)),
+                spread(ratio),
+                f"{GROWTH_BAR}",
+                within(ratio.median, GROWTH_BAR),
+            ]
+        )
+        figures.append({"dtype": name, "blocks": blocks, "seconds": seconds})
+    return table, figures
+
+
+def formula_bytes(setting: Setting, length: int, dtype: torch.dtype) -> int:
+    """Output, logsumexp, gradients; for each thread float32 sums of a head's keys and values, and tiles."""
+    rows = setting.heads * length
+    threads = min(torch.get_num_threads(), setting.heads)
+    padded = -(-setting.dim // 16) * 16
+    tiles = 11 * 64 * padded + 7 * 64 * 64 + 2 * 64
+    return rows * (4 * setting.dim * dtype.itemsize + 4) + threads * (8 * length * padded + 4 * tiles)
+
+
+def memory(setting: Setting, lengths: Sequence[int]) -> tuple[Table, list[dict[str, Any]]]:
+    """Growth of the process's high-water mark over a forward and backward, against the formula."""
+    table = Table(
+        "Memory of a forward and backward beside inputs and layout",
+        ("tokens, dtype", "formula, MB", "measured, MB", "off by", "bar", "met", "layout, MB"),
+        note="Formula: output and three gradients, 4 bytes of logsumexp a query; for each thread 8 bytes for every"
+        " key and (padded) head dim, and its tiles. Measured: VmHWM over VmRSS before.",
+    )
+    figures = []
+    for length in lengths:
+        for name, dtype in DTYPES.items():
+            mask = sparse_mask(length, setting.block, False, 12.8)
+            layout = layout_of(mask, setting.block, False)
+            inputs = Inputs.random(setting.heads, length, setting.dim, dtype)
+            small = Inputs.random(setting.heads, 1024, setting.dim, dtype)
+            small.backward(small.sparse(sparse_layout(1024, setting.block, False)))
+            process_memory.return_free_pages()
+            process_memory.reset_peak()
+            before = process_memory.resident_bytes()
+            kept = inputs.backward(inputs.sparse(layout))
+            measured = process_memory.peak_bytes() - before
+            del kept
+            wanted = formula_bytes(setting, length, dtype)
+            off = measured / wanted - 1
+            csr = sum(each.nbytes for each in layout.tensors if each is not None)
+            table.rows.append(
+                [
+                    f"{length:,} {name}",
+                    megabytes(wanted),
+                    megabytes(measured),
+                    f"{100 * off:+.1f}%",
+                    f"{100 * MEMORY_BAR:.0f}%",
+                    within(abs(off), MEMORY_BAR),
+                    f"{csr / 1e6:.2f}",
+                ]
+            )
+            figures.append(
+                {"tokens": length, "dtype": name, "formula": wanted, "measured": measured, "layout": csr}
+            )
+    return table, figures
+
+
+def exact_results(inputs: Inputs, causal: bool) -> list[Tensor]:
+    """Output and gradients in float64."""
+    rows = [each.detach().double().requires_grad_() for each in inputs.rows]
+    scores = rows[0] @ rows[1].transpose(-1, -2) / math.sqrt(rows[0].size(-1))
+    if causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf)
+    output = scores.softmax(-1) @ rows[2]
+    return [output.detach(), *torch.autograd.grad(output, rows, inputs.grad_output.double())]
+
+
+def exactness(setting: Setting, length: int = 1024) -> tuple[Table, list[dict[str, Any]]]:
+    """Root mean square errors against float64, with every block, beside torch's."""
+    names = ("output", "grad query", "grad key", "grad value")
+    table = Table(
+        f"Errors against float64 over those of scaled_dot_product_attention, {length:,} tokens",
+        ("dtype", *names, "bar", "met"),
+        note="Ratios of root mean square errors; below 1 is more exact than torch.",
+    )
+    figures = []
+    for name, dtype in {**DTYPES, "float16": torch.float16}.items():
+        for causal in (False, True):
+            inputs = Inputs.random(2, length, setting.dim, dtype)
+            blocks = length // setting.block
+            every = layout_of(torch.ones(blocks, blocks, dtype=torch.bool), setting.block, causal)
+            exact = exact_results(inputs, causal)
+            errors = []
+            for output in (inputs.sparse(every), inputs.torchs(causal)):
+                found = [output.detach(), *inputs.backward(output)]
+                errors.append(
+                    [
+                        float((a.double() - b).square().mean().sqrt())
+                        for a, b in zip(found, exact, strict=True)
+                    ]
+                )
+            ratios = [ours / theirs for ours, theirs in zip(*errors, strict=True)]
+            kind = name + (", causal" if causal else "")
+            met = within(max(ratios), ERROR_BAR)
+            table.rows.append([kind, *(f"{ratio:.2f}" for ratio in ratios), f"{ERROR_BAR}", met])
+            figures.append({"case": kind, "errors": errors[0], "torch": errors[1]})
+    return table, figures
+
+
+def main(
+    lengths: Annotated[str, typer.Option(help="Tokens of the comparisons.")] = "8192,16384",
+    growth_lengths: Annotated[str, typer.Option(help="Tokens of growth and memory.")] = "8192,65536",
+    heads: Annotated[int, typer.Option(min=1)] = 4,
+    dim: Annotated[int, typer.Option(help="Head dim.")] = 64,
+    block: Annotated[int, typer.Option(help="Tokens of a block.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured runs of each contender.")] = 5,
+    flex: Annotated[
+        bool, typer.Option(help="Compare with FlexAttention, which needs a C++ compiler.")
+    ] = True,
+    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "attention",
+) -> None:
+    """Measure block-sparse attention against its peers and write results/attention.*."""
+    console = terminal()
+    setting = Setting(heads, dim, block, rounds)
+    compared = [int(each) for each in lengths.split(",")]
+    grown = [int(each) for each in growth_lengths.split(",")]
+    parts: dict[str, Callable[[], tuple[Table, list[dict[str, Any]]]]] = {
+        "memory": lambda: memory(setting, grown),
+        "speed": lambda: speed(setting, compared),
+        "growth": lambda: growth(setting, grown),
+        "exactness": lambda: exactness(setting),
+    }
+    if flex:
+        parts["flex"] = lambda: against_flex(setting, compared)
+    tables, data = [], {"environment": describe(), "instruction_set": ops.get_isa()}
+    for name, part in parts.items():
+        table, data[name] = part()
+        table.show(console)
+        tables.append(table)
+    for path in write_results(output, "Block-sparse attention on the CPU", tables, data):
+        console.print(f"wrote {path}")
+    if any("no" in row for table in tables for row in table.rows):
+        print("a bar was missed", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    typer.run(main)
