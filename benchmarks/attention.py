@@ -308,8 +308,8 @@ def memory(setting: Setting, lengths: Sequence[int]) -> tuple[Table, list[dict[s
     table = Table(
         "Memory of a forward and backward beside inputs and layout",
         ("tokens, dtype", "formula, MB", "measured, MB", "off by", "bar", "met", "layout, MB"),
-        note="Formula: output and three gradients, 4 bytes of logsumexp a query; for each thread 8 bytes for every"
-        " key and (padded) head dim, and its tiles. Measured: VmHWM over VmRSS before.",
+        note="Formula: output and three gradients, 4 bytes of logsumexp a query; for each thread 8 bytes for"
+        " every key and (padded) head dim, and its tiles. Measured: VmHWM over VmRSS before.",
     )
     figures = []
     for length in lengths:

@@ -59,9 +59,9 @@ def block_sparse_attention(
     for. A query that sees no key gives zeros, and zeros as gradients. Softmax and sums run in float32. On one
     device the result is the same bits for any number of threads.
 
-    Memory in bytes beside the inputs: the output and 4 for each query and query head; in backward the gradients,
-    and for each thread at most 8 * key length * head dim (rounded up to 16) and a few tiles of 64 by 64 or 64 by
-    head dim. A bias whose gradient is asked for adds its size in float32.
+    Memory in bytes beside the inputs: the output and 4 for each query and query head; in backward the
+    gradients, and for each thread at most 8 * key length * head dim (rounded up to 16) and a few tiles of 64
+    by 64 or 64 by head dim. A bias whose gradient is asked for adds its size in float32.
 
     Args:
         query: [batch, query heads, query length, head dim], float32, bfloat16 or float16; head dim a multiple

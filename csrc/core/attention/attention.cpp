@@ -133,6 +133,10 @@ class Backward {
   // passes make seven, in any number of items. The bits are the same.
   void run() const {
     const std::int64_t owners = problem_.batch * problem_.key_heads;
+    if (gradients_.bias != nullptr) {
+      const std::int64_t* sizes = problem_.bias.sizes;
+      std::fill_n(gradients_.bias, sizes[0] * sizes[1] * sizes[2] * sizes[3], 0.0F);
+    }
     if (owners > 0) {
       const std::int64_t rounds = ceil_divide(owners, workers_.count);
       if (5 * rounds * workers_.count <= 7 * owners || workers_.count == 1) {
@@ -142,11 +146,18 @@ class Backward {
         queries();
       }
     }
-    if (gradients_.bias != nullptr) bias();
+    if (gradients_.bias != nullptr && !bias_has_owners()) bias();
   }
 
  private:
   static constexpr std::int64_t kItemsOfAWorker = 4;
+
+  // Whether no two row tiles add to one entry of the bias's gradient: the passes above add it up.
+  bool bias_has_owners() const {
+    const std::int64_t* sizes = problem_.bias.sizes;
+    return gradients_.bias != nullptr && sizes[0] == problem_.batch && sizes[1] == problem_.heads &&
+           sizes[2] == problem_.query_length;
+  }
 
   std::size_t bytes_of_rows(std::int64_t rows) const {
     return static_cast<std::size_t>(rows * problem_.head_dim * element_size(problem_.type));
@@ -175,7 +186,7 @@ class Backward {
                 kernels_.backward(
                     problem_, gradients_,
                     {batch, key_head * group, (key_head + 1) * group, 0, row_tiles(problem_), first,
-                     end, with_queries, key_sums, value_sums},
+                     end, with_queries, with_queries && bias_has_owners(), key_sums, value_sums},
                     memory);
                 const std::int64_t row = owner * problem_.key_length + first;
                 kernels_.write_rows(key_sums, end - first, problem_.head_dim, problem_.scale,
@@ -192,7 +203,7 @@ class Backward {
                 const auto [batch, head, index] = order.at(problem_, item);
                 kernels_.backward(problem_, gradients_,
                                   {batch, head, head + 1, index, index + 1, 0, problem_.key_length,
-                                   true, nullptr, nullptr},
+                                   true, bias_has_owners(), nullptr, nullptr},
                                   memory);
               });
   }
@@ -200,7 +211,6 @@ class Backward {
   // Every item owns entries of the bias's gradient and adds up all that they were added to.
   void bias() const {
     const std::int64_t* sizes = problem_.bias.sizes;
-    std::fill_n(gradients_.bias, sizes[0] * sizes[1] * sizes[2] * sizes[3], 0.0F);
     const std::int64_t tiles = row_tiles(problem_);
     const std::int64_t block = problem_.layout.block;
     const std::int64_t blocks = ceil_divide(problem_.key_length, block);

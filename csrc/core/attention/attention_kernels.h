@@ -18,6 +18,8 @@ struct BackwardPart {
   std::int64_t first_key;  // a multiple of the block
   std::int64_t end_key;
   bool wants_query;
+  bool wants_bias;    // adds the scores' gradients to the bias's: no other part may own the same
+                      // entries
   float* key_sums;    // [end_key - first_key, padded head dim], added to; null: not wanted
   float* value_sums;  // likewise
 };

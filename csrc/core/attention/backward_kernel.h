@@ -236,6 +236,7 @@ struct AttentionBackward {
     if (part.wants_query) std::fill_n(scratch.grad_query, dim * kTile, 0.0F);
     for_each_panel(problem, tile, part.first_key, part.end_key, [&](const Panel& panel) {
       slopes_of(problem, tile, panel, lanes, scratch);
+      if (part.wants_bias) add_bias(problem, gradients, tile, panel, scratch);
       const Unit* slopes_down = spread_slopes(scratch, lanes, panel.count);
       if (part.key_sums != nullptr) {
         const Element* slopes = scratch.slopes;
@@ -297,17 +298,21 @@ struct AttentionBackward {
     const std::int64_t batch = sizes[0] == 1 ? 0 : tile.batch;
     float* const matrix = gradients.bias + (batch * sizes[1] + head) * sizes[2] * sizes[3] +
                           tile.first * query_stride;
-    panel.for_each([&](std::int64_t key, std::int64_t place) {
-      const float* slopes = scratch.scores + place * kTile;
-      float* column = matrix + key * key_stride;
-      if (query_stride == 0) {
+    if (query_stride == 0) {
+      panel.for_each([&](std::int64_t key, std::int64_t place) {
+        const float* slopes = scratch.scores + place * kTile;
         float sum = 0;
         for (std::int64_t r = 0; r < tile.count; ++r) sum += slopes[r];
-        *column += sum;
-      } else {
-        for (std::int64_t r = 0; r < tile.count; ++r) column[r * query_stride] += slopes[r];
-      }
-    });
+        matrix[key * key_stride] += sum;
+      });
+      return;
+    }
+    for (std::int64_t r = 0; r < tile.count; ++r) {
+      float* row = matrix + r * query_stride;
+      panel.for_each([&](std::int64_t key, std::int64_t place) {
+        row[key * key_stride] += scratch.scores[place * kTile + r];
+      });
+    }
   }
 
   static void run_bias(const AttentionProblem& problem, const AttentionGradients& gradients,

@@ -29,14 +29,20 @@ struct Scores {
                         float* target) {
     const auto* at = static_cast<const B*>(bias.data) + tile.batch * bias.strides[0] +
                      tile.head * bias.strides[1] + tile.first * bias.strides[2];
-    panel.for_each([&](std::int64_t key, std::int64_t place) {
-      const B* column = at + key * bias.strides[3];
-      float* row = target + place * kTile;
-      for (std::int64_t r = 0; r < tile.count; ++r) {
-        row[r] = to_float(column[r * bias.strides[2]]);
-      }
-      for (std::int64_t r = tile.count; r < kTile; ++r) row[r] = 0.0F;
-    });
+    std::fill_n(target, panel.count * kTile, 0.0F);
+    if (bias.strides[2] == 0) {
+      panel.for_each([&](std::int64_t key, std::int64_t place) {
+        std::fill_n(target + place * kTile, tile.count, to_float(at[key * bias.strides[3]]));
+      });
+      return;
+    }
+    // Along the keys, which lie side by side in a whole matrix.
+    for (std::int64_t r = 0; r < tile.count; ++r) {
+      const B* row = at + r * bias.strides[2];
+      panel.for_each([&](std::int64_t key, std::int64_t place) {
+        target[place * kTile + r] = to_float(row[key * bias.strides[3]]);
+      });
+    }
   }
 
   // Floats [keys, kTile] of the bias.
