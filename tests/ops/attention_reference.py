@@ -137,14 +137,19 @@ def reference(case: Case, grad_output: Tensor) -> Results:
     values = {"output": output.detach()}
     for name in ("query", "key", "value"):
         values[name] = getattr(exact, name).grad
-    sizes = {name: float(value.abs().max()) if value.numel() else 0.0 for name, value in values.items()}
-    if exact.bias is not None and full is not None:
+    if exact.bias is not None:
         values["bias"] = exact.bias.grad
+    largest = {name: float(value.abs().max()) if value.numel() else 0.0 for name, value in values.items()}
+    if exact.bias is not None and full is not None:
         # Its terms cancel: along the keys they even add up to zero.
         summed = full.grad.abs()
         for dim, size in enumerate(exact.bias.shape):
             summed = summed.sum(dim, keepdim=True) if size == 1 else summed
-        sizes["bias"] = float(summed.max()) if summed.numel() else 0.0
+        largest["bias"] = float(summed.max()) if summed.numel() else 0.0
+    # Gradients are sums of differences, which may come out as zero: with one key, all but the values' do.
+    queries = case.query.size(0) * case.query.size(1) * case.query.size(2)
+    least = {"output": 0.3, "query": 3.0, **dict.fromkeys(("key", "value", "bias"), 1.0 + queries**0.5)}
+    sizes = {name: max(value, least[name]) for name, value in largest.items()}
     return Results(values, sizes)
 
 

@@ -18,7 +18,7 @@ from zero_ext import ops
 
 ISAS = available_isas()
 
-# Largest error, as a part of the largest value, or of 0.3 if that is larger: gradients are differences.
+# Largest error, as a part of the size of the results; of the type's last place a few.
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
@@ -32,7 +32,7 @@ def check(case: Case, generator: torch.Generator) -> None:
         exact = wanted.values[name]
         assert value.shape == exact.shape and value.isfinite().all(), name
         error = float((value.double() - exact).abs().max()) if value.numel() else 0.0
-        limit = max(TOLERANCE[case.query.dtype], TOLERANCE[value.dtype]) * max(wanted.sizes[name], 0.3)
+        limit = max(TOLERANCE[case.query.dtype], TOLERANCE[value.dtype]) * wanted.sizes[name]
         assert error <= limit, f"{name}: error {error:.2e}, at most {limit:.2e}"
 
 
@@ -90,7 +90,7 @@ def widest_isa() -> Iterator[None]:
     ops.set_isa(before)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_any_call_gives_what_dense_attention_gives(drawn: tuple[Case, str, torch.Generator]) -> None:
     case, isa, generator = drawn
