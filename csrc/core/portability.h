@@ -4,9 +4,12 @@
 #if defined(__CUDACC__)
 #define ZERO_EXT_HOST_DEVICE __host__ __device__ __forceinline__
 #define ZERO_EXT_FUNCTION __host__ __device__
+#define ZERO_EXT_DEVICE __device__ __forceinline__
 #else
 #define ZERO_EXT_HOST_DEVICE inline __attribute__((always_inline))
 #define ZERO_EXT_FUNCTION
+// Of a kernel that is written on a machine: the device, or the one that emulates it in the tests.
+#define ZERO_EXT_DEVICE inline
 #endif
 
 #define ZERO_EXT_PRAGMA(text) _Pragma(#text)

@@ -1,0 +1,168 @@
+#include "../cuda/attention_column_gradient_kernel.h"
+#include "../cuda/attention_forward_kernel.h"
+#include "../cuda/attention_row_gradient_kernel.h"
+#include "cuda_attention_support.h"
+
+namespace zero_ext::testing {
+namespace {
+
+using core::testing::fresh_generator;
+using cuda::AttentionColumnGradient;
+using cuda::AttentionForward;
+using cuda::AttentionRowGradient;
+using cuda::BiasGradient;
+using cuda::ColumnPart;
+
+template <class T>
+struct Found {
+  std::vector<T> output, grad_query, grad_key, grad_value;
+  std::vector<float> logsumexp, grad_bias;
+};
+
+template <class T>
+std::vector<T> poison(std::int64_t count) {
+  return std::vector<T>(static_cast<std::size_t>(count),
+                        core::from_float<T>(std::numeric_limits<float>::quiet_NaN()));
+}
+
+template <class T, int kDim>
+void run_forward(const Data<T>& data, Found<T>& found, std::mt19937_64& generator) {
+  const AttentionSizes& sizes = data.problem.sizes;
+  const std::int64_t rows = sizes.batch * sizes.query_heads * sizes.query_length;
+  found.output = poison<T>(rows * sizes.dim);
+  found.logsumexp = poison<float>(rows);
+  emulate_blocks(AttentionForward<T, kDim>{data.rules(), data.rows(), data.queries(data.query),
+                                           data.keys(data.key), data.keys(data.value),
+                                           found.output.data(), found.logsumexp.data()},
+                 generator);
+}
+
+template <class T, int kDim, ColumnPart kPart>
+void run_columns(const Data<T>& data, const cuda::GradientInputs<T>& inputs, Found<T>& found,
+                 const BiasGradient& bias, std::int64_t batches, std::int64_t heads,
+                 std::mt19937_64& generator) {
+  const AttentionSizes& s = data.problem.sizes;
+  emulate_blocks(
+      AttentionColumnGradient<T, kDim, kPart>{inputs,
+                                              data.columns(),
+                                              {found.grad_key.data(), s.key_heads, s.key_length,
+                                               s.dim},
+                                              {found.grad_value.data(), s.key_heads, s.key_length,
+                                               s.dim},
+                                              bias,
+                                              batches,
+                                              heads},
+      generator);
+}
+
+template <class T, int kDim>
+void run_backward(const Data<T>& data, Found<T>& found, std::mt19937_64& generator) {
+  const Problem& p = data.problem;
+  const AttentionSizes& s = p.sizes;
+  const std::int64_t rows = s.batch * s.query_heads * s.query_length;
+  std::vector<float> reference = poison<float>(rows);
+  std::vector<float> delta = poison<float>(rows);
+  const cuda::PrepareGradients<T> prepare{s,
+                                          data.queries(data.grad_output),
+                                          found.output.data(),
+                                          found.logsumexp.data(),
+                                          reference.data(),
+                                          delta.data()};
+  for (const std::int64_t warp : {2, 0, 1}) prepare(warp, 3);
+  const cuda::GradientInputs<T> inputs{data.rules(),
+                                       data.queries(data.query),
+                                       data.keys(data.key),
+                                       data.keys(data.value),
+                                       data.queries(data.grad_output),
+                                       reference.data(),
+                                       delta.data()};
+  found.grad_query = poison<T>(rows * s.dim);
+  found.grad_key = poison<T>(s.batch * s.key_heads * s.key_length * s.dim);
+  found.grad_value = found.grad_key;
+  found.grad_bias.assign(static_cast<std::size_t>(p.bias_count()), 0.0F);
+  const BiasGradient none{};
+  const BiasGradient bias{p.has_bias() ? found.grad_bias.data() : nullptr, p.bias_stride(0),
+                          p.bias_stride(1), p.bias_stride(2), p.bias_stride(3)};
+  const bool by_columns = p.has_bias() && !p.bias[2];
+  const bool by_rows = p.has_bias() && p.bias[2];
+  const std::int64_t batches = p.has_bias() && !p.bias[0] ? s.batch : 1;
+  const bool all_heads = p.has_bias() && !p.bias[1];
+  emulate_blocks(
+      AttentionRowGradient<T, kDim>{inputs,
+                                    data.rows(),
+                                    {found.grad_query.data(), s.query_heads, s.query_length, s.dim},
+                                    by_rows ? bias : none,
+                                    by_rows ? batches : 1,
+                                    by_rows && all_heads ? s.query_heads : 1},
+      generator);
+  const BiasGradient& own = by_columns ? bias : none;
+  const std::int64_t own_batches = by_columns ? batches : 1;
+  const std::int64_t own_heads = by_columns && all_heads ? s.key_heads : 1;
+  if constexpr (kDim <= 128) {
+    run_columns<T, kDim, ColumnPart::both>(data, inputs, found, own, own_batches, own_heads,
+                                           generator);
+  } else {
+    run_columns<T, kDim, ColumnPart::keys>(data, inputs, found, own, own_batches, own_heads,
+                                           generator);
+    run_columns<T, kDim, ColumnPart::values>(data, inputs, found, none, 1, 1, generator);
+  }
+}
+
+template <class T, int kDim>
+void expect_right(const Problem& problem, std::mt19937_64& generator) {
+  const Data<T> data = make_data<T>(problem, generator);
+  const Solution wanted = solve(data);
+  Found<T> found;
+  run_forward<T, kDim>(data, found, generator);
+  expect_near("output", found.output, wanted.output, kTolerance<T>);
+  expect_near("logsumexp", found.logsumexp, wanted.logsumexp, 1e-6);
+  for (std::size_t i = 0; i < wanted.logsumexp.size(); ++i) {
+    if (!std::isinf(wanted.logsumexp[i])) continue;
+    EXPECT_EQ(found.logsumexp[i], wanted.logsumexp[i]);
+    EXPECT_EQ(core::to_float(found.output[i * static_cast<std::size_t>(problem.sizes.dim)]), 0.0F);
+  }
+  run_backward<T, kDim>(data, found, generator);
+  expect_near("grad_query", found.grad_query, wanted.grad_query, 2 * kTolerance<T>);
+  expect_near("grad_key", found.grad_key, wanted.grad_key, 2 * kTolerance<T>);
+  expect_near("grad_value", found.grad_value, wanted.grad_value, 2 * kTolerance<T>);
+  if (problem.has_bias()) {
+    expect_near("grad_bias", found.grad_bias, wanted.grad_bias, 2 * kTolerance<T>);
+  }
+}
+
+template <class T>
+void expect_right(const Problem& problem, std::mt19937_64& generator) {
+  const AttentionSizes& s = problem.sizes;
+  SCOPED_TRACE(::testing::Message()
+               << "batch " << s.batch << ", heads " << s.query_heads << "/" << s.key_heads
+               << ", lengths " << s.query_length << "/" << s.key_length << ", dim " << s.dim
+               << ", block " << (1 << problem.shift) << (problem.causal ? ", causal" : "")
+               << (problem.padding ? ", padding" : "") << (problem.has_bias() ? ", bias" : "")
+               << ", dropout " << problem.dropout);
+  if (s.dim <= 32) return expect_right<T, 32>(problem, generator);
+  if (s.dim <= 64) return expect_right<T, 64>(problem, generator);
+  if (s.dim <= 128) return expect_right<T, 128>(problem, generator);
+  expect_right<T, 256>(problem, generator);
+}
+
+template <class T>
+class CudaAttention : public ::testing::Test {};
+using Types = ::testing::Types<float, core::BFloat16, core::Float16>;
+TYPED_TEST_SUITE(CudaAttention, Types);
+
+TYPED_TEST(CudaAttention, EveryBlockAndHeadDimOverRandomLayouts) {
+  auto generator = fresh_generator();
+  for (const int shift : {4, 5, 6, 7}) {
+    for (const int dim : {16, 64, 72, 136}) {
+      const std::int32_t queries = std::uniform_int_distribution<std::int32_t>(1, 200)(generator);
+      const std::int32_t keys = std::uniform_int_distribution<std::int32_t>(1, 200)(generator);
+      Problem problem{{1, 2, 2, queries, keys, dim}, shift};
+      problem.shared_layout = generator() % 2 == 0;
+      problem.causal = generator() % 2 == 0;
+      expect_right<TypeParam>(problem, generator);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace zero_ext::testing
