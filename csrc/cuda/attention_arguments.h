@@ -5,6 +5,7 @@
 
 #include "../core/numeric_types.h"
 #include "../core/portability.h"
+#include "fault.h"
 
 namespace zero_ext::cuda {
 
@@ -92,6 +93,41 @@ struct BiasGradient {
   std::int64_t head_stride;
   std::int64_t query_stride;
   std::int64_t key_stride;
+};
+
+// What only the device sees of a layout: its lists lie in `blocks`, which ascend in each list and
+// are below `limit`.
+struct CheckLists {
+  const char* op;
+  const char* pointers_name;
+  const char* blocks_name;
+  const std::int32_t* pointers;  // [heads, count + 1]
+  const std::int32_t* blocks;    // [total]
+  std::int64_t heads;
+  std::int64_t count;
+  std::int64_t total;
+  std::int64_t limit;
+
+  ZERO_EXT_FUNCTION void operator()(std::int64_t thread, std::int64_t threads) const {
+    for (std::int64_t list = thread; list < heads * count; list += threads) {
+      const std::int64_t at = list / count * (count + 1) + list % count;
+      const std::int64_t begin = pointers[at];
+      const std::int64_t end = pointers[at + 1];
+      if (begin < 0 || begin > total) {
+        fail(op, pointers_name, at, "entry", static_cast<double>(begin), "an offset into the blocks");
+      }
+      if (end < begin || end > total) {
+        fail(op, pointers_name, at + 1, "entry", static_cast<double>(end),
+             "an offset into the blocks, not below the one before");
+      }
+      for (std::int64_t i = begin; i < end; ++i) {
+        if (blocks[i] < 0 || blocks[i] >= limit || (i > begin && blocks[i] <= blocks[i - 1])) {
+          fail(op, blocks_name, i, "entry", static_cast<double>(blocks[i]),
+               "a block of the layout, above the one before in its list");
+        }
+      }
+    }
+  }
 };
 
 }  // namespace zero_ext::cuda

@@ -77,7 +77,7 @@ template <class T>
 struct PrepareGradients {
   AttentionSizes sizes;
   Heads<const T> grad_output;
-  const T* output;         // [batch, query heads, query length, dim]
+  Heads<const T> output;
   const float* logsumexp;  // [batch, query heads, query length]
   float* reference;
   float* delta;
@@ -87,15 +87,16 @@ struct PrepareGradients {
   ZERO_EXT_FUNCTION void operator()(std::int64_t warp, std::int64_t warps) const {
     const std::int64_t count = sizes.batch * sizes.query_heads * sizes.query_length;
     for (std::int64_t row = warp; row < count; row += warps) {
-      const std::int64_t head = row / sizes.query_length;
-      const T* grad =
-          grad_output.of(head / sizes.query_heads, head % sizes.query_heads) +
-          row % sizes.query_length * grad_output.row_stride;
+      const std::int64_t index = row % sizes.query_length;
+      const std::int64_t batch = row / sizes.query_length / sizes.query_heads;
+      const std::int64_t head = row / sizes.query_length % sizes.query_heads;
+      const T* grad = grad_output.of(batch, head) + index * grad_output.row_stride;
+      const T* own = output.of(batch, head) + index * output.row_stride;
       double sum = 0.0;
       for (int here = 0; here < kLanesHere; ++here) {
         for (int i = lane_number(here); i < sizes.dim; i += kWarpLanes) {
           sum += static_cast<double>(core::to_float(grad[i])) *
-                 static_cast<double>(core::to_float(output[row * sizes.dim + i]));
+                 static_cast<double>(core::to_float(own[i]));
         }
       }
       sum = sum_of_warp(sum);

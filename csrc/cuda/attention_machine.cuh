@@ -83,13 +83,13 @@ class DeviceMachine {
     const std::uint32_t(&a)[4] = left.at[0];
     const std::uint32_t b[2] = {right.at[0][kRight], right.at[0][kRight + 1]};
     if constexpr (std::is_same_v<T, core::BFloat16>) {
-      asm volatile(
+      asm(
           "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
           "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
           : "+f"(to[0]), "+f"(to[1]), "+f"(to[2]), "+f"(to[3])
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
     } else {
-      asm volatile(
+      asm(
           "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
           "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
           : "+f"(to[0]), "+f"(to[1]), "+f"(to[2]), "+f"(to[3])

@@ -59,7 +59,8 @@ struct AttentionRules {
   AttentionSizes sizes;
   float scale;
   bool causal;
-  const bool* key_padding;  // [batch, key length]
+  const bool* key_padding;  // [batch, key length], or null
+  std::int64_t key_padding_stride;
   AttentionBias bias;
   Dropout dropout;
 
@@ -69,7 +70,7 @@ struct AttentionRules {
                     sizes.key_length - sizes.query_length,
                     sizes.query_length,
                     sizes.key_length,
-                    key_padding == nullptr ? nullptr : key_padding + batch * sizes.key_length,
+                    key_padding == nullptr ? nullptr : key_padding + batch * key_padding_stride,
                     bias};
     if (bias.data != nullptr) {
       const std::int64_t bytes = core::element_size(bias.type);

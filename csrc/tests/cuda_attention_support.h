@@ -100,6 +100,7 @@ struct Data {
             scale(),
             p.causal,
             padding.get(),
+            p.sizes.key_length,
             {p.has_bias() ? bias.data() : nullptr, type, p.bias_stride(0), p.bias_stride(1),
              p.bias_stride(2), p.bias_stride(3)},
             {p.dropout, seed, 7}};

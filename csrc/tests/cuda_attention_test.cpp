@@ -64,7 +64,8 @@ void run_backward(const Data<T>& data, Found<T>& found, std::mt19937_64& generat
   std::vector<float> delta = poison<float>(rows);
   const cuda::PrepareGradients<T> prepare{s,
                                           data.queries(data.grad_output),
-                                          found.output.data(),
+                                          {found.output.data(), s.query_heads * s.query_length * s.dim,
+                                           s.query_length * std::int64_t{s.dim}, s.dim},
                                           found.logsumexp.data(),
                                           reference.data(),
                                           delta.data()};

@@ -1,0 +1,188 @@
+// zero_ext::block_sparse_attention_backward on CUDA devices.
+#include <tuple>
+
+#include "attention_column_gradient_kernel.h"
+#include "attention_launch.cuh"
+#include "attention_row_gradient_kernel.h"
+
+namespace zero_ext::cuda {
+namespace {
+
+using ops::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kOp = "block_sparse_attention_backward";
+
+Tensor zeros(std::vector<std::int64_t> sizes, const Tensor& like) {
+  Tensor result =
+      torch::stable::empty(sizes, ops::ScalarType::Float, std::nullopt, like.device());
+  torch::stable::zero_(result);
+  return result;
+}
+
+// Sums of the bias's gradient, and which kernel adds to them.
+struct BiasSums {
+  Tensor sums;  // float32, of the bias's sizes; a row for every query where it has one entry
+  BiasGradient by_rows;
+  BiasGradient by_columns;
+  std::int64_t batches_each;  // that share a bias
+  bool all_heads;             // share it
+
+  static BiasSums none(const Tensor& like) {
+    return {torch::stable::empty({0}, like.scalar_type(), std::nullopt, like.device()),
+            {}, {}, 1, false};
+  }
+
+  // Where queries share a bias and keys do not, columns are summed up, else rows.
+  static BiasSums of(const core::AttentionProblem& problem, const Tensor& like) {
+    const std::int64_t* sizes = problem.bias.sizes;
+    const bool by_columns = sizes[2] == 1 && sizes[3] > 1;
+    const std::int64_t rows = by_columns ? 1 : problem.query_length;
+    BiasSums result{zeros({sizes[0], sizes[1], rows, sizes[3]}, like), {}, {},
+                    sizes[0] == 1 ? problem.batch : 1, sizes[1] == 1};
+    const BiasGradient target{result.sums.mutable_data_ptr<float>(),
+                              sizes[0] == 1 ? 0 : sizes[1] * rows * sizes[3],
+                              sizes[1] == 1 ? 0 : rows * sizes[3], by_columns ? 0 : sizes[3],
+                              sizes[3] == 1 ? 0 : 1};
+    (by_columns ? result.by_columns : result.by_rows) = target;
+    return result;
+  }
+
+  // In the bias's shape and dtype.
+  Tensor gradient(const Tensor& bias) const {
+    Tensor result = contiguous_like(bias);
+    Tensor total = sums;
+    if (sums.size(2) != bias.size(2)) {
+      const std::int64_t queries[] = {2};
+      total = torch::stable::sum(sums, torch::headeronly::IntHeaderOnlyArrayRef(queries, 1), true);
+    }
+    torch::stable::copy_(result, total);
+    return result;
+  }
+};
+
+// What of the backward does not depend on the types of kernels.
+struct Backward {
+  const core::AttentionProblem& problem;
+  BlockLists by_rows;
+  BlockLists by_columns;
+  core::RowsView grad_output;
+  core::RowsView output;
+  const float* logsumexp;
+  float* reference;
+  float* delta;
+  void* grad_query;
+  void* grad_key;
+  void* grad_value;
+  const BiasSums& bias;
+
+  template <class T, int kDim>
+  void run() const {
+    const AttentionRules rules = rules_of(problem);
+    const PrepareGradients<T> prepare{rules.sizes, heads_of<T>(grad_output), heads_of<T>(output),
+                                      logsumexp, reference, delta};
+    launch_warps(kOp, prepare, prepare.rows());
+    const GradientInputs<T> inputs{rules,
+                                   heads_of<T>(problem.query),
+                                   heads_of<T>(problem.key),
+                                   heads_of<T>(problem.value),
+                                   heads_of<T>(grad_output),
+                                   reference,
+                                   delta};
+    const bool rows = bias.by_rows.data != nullptr;
+    launch_attention(kOp, AttentionRowGradient<T, kDim>{inputs,
+                                                        by_rows,
+                                                        queries<T>(grad_query),
+                                                        bias.by_rows,
+                                                        rows ? bias.batches_each : 1,
+                                                        rows && bias.all_heads ? problem.heads : 1});
+    if constexpr (kDim <= 128) {
+      columns<T, kDim, ColumnPart::both>(inputs);
+    } else {
+      columns<T, kDim, ColumnPart::keys>(inputs);
+      columns<T, kDim, ColumnPart::values>(inputs);
+    }
+  }
+
+ private:
+  template <class T, int kDim, ColumnPart kPart>
+  void columns(const GradientInputs<T>& inputs) const {
+    const bool own = bias.by_columns.data != nullptr;
+    launch_attention(
+        kOp, AttentionColumnGradient<T, kDim, kPart>{inputs,
+                                                     by_columns,
+                                                     keys<T>(grad_key),
+                                                     keys<T>(grad_value),
+                                                     bias.by_columns,
+                                                     own ? bias.batches_each : 1,
+                                                     own && bias.all_heads ? problem.key_heads : 1});
+  }
+  template <class T>
+  GradientOutput<T> queries(void* data) const {
+    return {static_cast<T*>(data), problem.heads, static_cast<std::int32_t>(problem.query_length),
+            static_cast<std::int32_t>(problem.head_dim)};
+  }
+  template <class T>
+  GradientOutput<T> keys(void* data) const {
+    return {static_cast<T*>(data), problem.key_heads, static_cast<std::int32_t>(problem.key_length),
+            static_cast<std::int32_t>(problem.head_dim)};
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
+    const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& output, const Tensor& logsumexp, const Tensor& row_pointers,
+    const Tensor& columns, const OptionalTensor& column_pointers, const OptionalTensor& rows,
+    const OptionalTensor& key_padding, const OptionalTensor& bias, std::int64_t block, bool causal,
+    double scale, double dropout, std::int64_t seed, std::int64_t offset, bool need_grad_bias) {
+  const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
+  const ops::AttentionOptions options{block, causal, scale, dropout, seed, offset};
+  ops::read_attention(kOp, {query, key, value, row_pointers, columns, key_padding, bias}, options);
+  ops::read_rows_like_query(kOp, "grad_output", grad_output, query);
+  STD_TORCH_CHECK(!need_grad_bias || bias, kOp,
+                  ": a gradient is asked for the argument 'bias', which is None; pass the bias");
+  const Tensor inputs[] = {with_aligned_rows(query), with_aligned_rows(key),
+                           with_aligned_rows(value), with_aligned_rows(grad_output)};
+  const core::AttentionProblem problem = ops::read_attention(
+      kOp, {inputs[0], inputs[1], inputs[2], row_pointers, columns, key_padding, bias}, options);
+  const ops::TransposedBlocks transposed =
+      ops::read_transposed(kOp, column_pointers, rows, problem, columns.numel());
+  const core::RowsView outputs = ops::read_rows_like_query(kOp, "output", output, query);
+  const float* sums = ops::read_logsumexp(kOp, logsumexp, problem);
+  const Tensor grads[] = {contiguous_like(query), contiguous_like(key), contiguous_like(value)};
+  const BiasSums bias_sums =
+      need_grad_bias ? BiasSums::of(problem, query) : BiasSums::none(query);
+  // Without a batch or a head all of them are empty.
+  if (problem.batch > 0 && problem.heads > 0) {
+    const std::int64_t count = logsumexp.numel();
+    const Tensor scratch =
+        torch::stable::empty({2, count}, ops::ScalarType::Float, std::nullopt, query.device());
+    float* reference = scratch.mutable_data_ptr<float>();
+    const Backward run{problem,
+                       lists_by_rows(kOp, problem, columns.numel()),
+                       lists_by_columns(kOp, problem, transposed, columns.numel()),
+                       ops::read_rows_like_query(kOp, "grad_output", inputs[3], query),
+                       outputs,
+                       sums,
+                       reference,
+                       reference + count,
+                       grads[0].mutable_data_ptr(),
+                       grads[1].mutable_data_ptr(),
+                       grads[2].mutable_data_ptr(),
+                       bias_sums};
+    with_type(problem.type, [&]<class T>(std::type_identity<T>) {
+      with_head_dim(problem.head_dim,
+                    [&]<int kDim>(std::integral_constant<int, kDim>) { run.run<T, kDim>(); });
+    });
+  }
+  return {grads[0], grads[1], grads[2],
+          need_grad_bias ? bias_sums.gradient(*bias) : bias_sums.sums};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(zero_ext, CUDA, library) {
+  library.impl("block_sparse_attention_backward", TORCH_BOX(&backward));
+}
+
+}  // namespace zero_ext::cuda

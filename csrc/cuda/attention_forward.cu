@@ -1,0 +1,54 @@
+// zero_ext::block_sparse_attention_forward on CUDA devices.
+#include <tuple>
+
+#include "attention_forward_kernel.h"
+#include "attention_launch.cuh"
+
+namespace zero_ext::cuda {
+namespace {
+
+using ops::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kOp = "block_sparse_attention_forward";
+
+std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                   const Tensor& row_pointers, const Tensor& columns,
+                                   const OptionalTensor&, const OptionalTensor&,
+                                   const OptionalTensor& key_padding, const OptionalTensor& bias,
+                                   std::int64_t block, bool causal, double scale, double dropout,
+                                   std::int64_t seed, std::int64_t offset) {
+  const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
+  const ops::AttentionOptions options{block, causal, scale, dropout, seed, offset};
+  ops::read_attention(kOp, {query, key, value, row_pointers, columns, key_padding, bias}, options);
+  const Tensor queries = with_aligned_rows(query);
+  const Tensor keys = with_aligned_rows(key);
+  const Tensor values = with_aligned_rows(value);
+  const core::AttentionProblem problem = ops::read_attention(
+      kOp, {queries, keys, values, row_pointers, columns, key_padding, bias}, options);
+  const Tensor output = contiguous_like(query);
+  const Tensor logsumexp =
+      torch::stable::empty({problem.batch, problem.heads, problem.query_length},
+                           ops::ScalarType::Float, std::nullopt, query.device());
+  if (logsumexp.numel() == 0) return {output, logsumexp};
+  const BlockLists lists = lists_by_rows(kOp, problem, columns.numel());
+  with_type(problem.type, [&]<class T>(std::type_identity<T>) {
+    with_head_dim(problem.head_dim, [&]<int kDim>(std::integral_constant<int, kDim>) {
+      launch_attention(kOp, AttentionForward<T, kDim>{rules_of(problem), lists,
+                                                      heads_of<T>(problem.query),
+                                                      heads_of<T>(problem.key),
+                                                      heads_of<T>(problem.value),
+                                                      static_cast<T*>(output.mutable_data_ptr()),
+                                                      logsumexp.mutable_data_ptr<float>()});
+    });
+  });
+  return {output, logsumexp};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(zero_ext, CUDA, library) {
+  library.impl("block_sparse_attention_forward", TORCH_BOX(&forward));
+}
+
+}  // namespace zero_ext::cuda
