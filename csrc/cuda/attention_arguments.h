@@ -114,7 +114,8 @@ struct CheckLists {
       const std::int64_t begin = pointers[at];
       const std::int64_t end = pointers[at + 1];
       if (begin < 0 || begin > total) {
-        fail(op, pointers_name, at, "entry", static_cast<double>(begin), "an offset into the blocks");
+        fail(op, pointers_name, at, "entry", static_cast<double>(begin),
+             "an offset into the blocks");
       }
       if (end < begin || end > total) {
         fail(op, pointers_name, at + 1, "entry", static_cast<double>(end),

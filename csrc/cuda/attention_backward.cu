@@ -14,8 +14,7 @@ using OptionalTensor = std::optional<Tensor>;
 constexpr const char* kOp = "block_sparse_attention_backward";
 
 Tensor zeros(std::vector<std::int64_t> sizes, const Tensor& like) {
-  Tensor result =
-      torch::stable::empty(sizes, ops::ScalarType::Float, std::nullopt, like.device());
+  Tensor result = torch::stable::empty(sizes, ops::ScalarType::Float, std::nullopt, like.device());
   torch::stable::zero_(result);
   return result;
 }
@@ -30,7 +29,10 @@ struct BiasSums {
 
   static BiasSums none(const Tensor& like) {
     return {torch::stable::empty({0}, like.scalar_type(), std::nullopt, like.device()),
-            {}, {}, 1, false};
+            {},
+            {},
+            1,
+            false};
   }
 
   // Where queries share a bias and keys do not, columns are summed up, else rows.
@@ -38,12 +40,14 @@ struct BiasSums {
     const std::int64_t* sizes = problem.bias.sizes;
     const bool by_columns = sizes[2] == 1 && sizes[3] > 1;
     const std::int64_t rows = by_columns ? 1 : problem.query_length;
-    BiasSums result{zeros({sizes[0], sizes[1], rows, sizes[3]}, like), {}, {},
-                    sizes[0] == 1 ? problem.batch : 1, sizes[1] == 1};
-    const BiasGradient target{result.sums.mutable_data_ptr<float>(),
-                              sizes[0] == 1 ? 0 : sizes[1] * rows * sizes[3],
-                              sizes[1] == 1 ? 0 : rows * sizes[3], by_columns ? 0 : sizes[3],
-                              sizes[3] == 1 ? 0 : 1};
+    BiasSums result{zeros({sizes[0], sizes[1], rows, sizes[3]}, like),
+                    {},
+                    {},
+                    sizes[0] == 1 ? problem.batch : 1,
+                    sizes[1] == 1};
+    const BiasGradient target{
+        result.sums.mutable_data_ptr<float>(), sizes[0] == 1 ? 0 : sizes[1] * rows * sizes[3],
+        sizes[1] == 1 ? 0 : rows * sizes[3], by_columns ? 0 : sizes[3], sizes[3] == 1 ? 0 : 1};
     (by_columns ? result.by_columns : result.by_rows) = target;
     return result;
   }
@@ -79,8 +83,8 @@ struct Backward {
   template <class T, int kDim>
   void run() const {
     const AttentionRules rules = rules_of(problem);
-    const PrepareGradients<T> prepare{rules.sizes, heads_of<T>(grad_output), heads_of<T>(output),
-                                      logsumexp, reference, delta};
+    const PrepareGradients<T> prepare{
+        rules.sizes, heads_of<T>(grad_output), heads_of<T>(output), logsumexp, reference, delta};
     launch_warps(kOp, prepare, prepare.rows());
     const GradientInputs<T> inputs{rules,
                                    heads_of<T>(problem.query),
@@ -90,12 +94,10 @@ struct Backward {
                                    reference,
                                    delta};
     const bool rows = bias.by_rows.data != nullptr;
-    launch_attention(kOp, AttentionRowGradient<T, kDim>{inputs,
-                                                        by_rows,
-                                                        queries<T>(grad_query),
-                                                        bias.by_rows,
-                                                        rows ? bias.batches_each : 1,
-                                                        rows && bias.all_heads ? problem.heads : 1});
+    launch_attention(
+        kOp, AttentionRowGradient<T, kDim>{inputs, by_rows, queries<T>(grad_query), bias.by_rows,
+                                           rows ? bias.batches_each : 1,
+                                           rows && bias.all_heads ? problem.heads : 1});
     if constexpr (kDim <= 128) {
       columns<T, kDim, ColumnPart::both>(inputs);
     } else {
@@ -109,13 +111,9 @@ struct Backward {
   void columns(const GradientInputs<T>& inputs) const {
     const bool own = bias.by_columns.data != nullptr;
     launch_attention(
-        kOp, AttentionColumnGradient<T, kDim, kPart>{inputs,
-                                                     by_columns,
-                                                     keys<T>(grad_key),
-                                                     keys<T>(grad_value),
-                                                     bias.by_columns,
-                                                     own ? bias.batches_each : 1,
-                                                     own && bias.all_heads ? problem.key_heads : 1});
+        kOp, AttentionColumnGradient<T, kDim, kPart>{
+                 inputs, by_columns, keys<T>(grad_key), keys<T>(grad_value), bias.by_columns,
+                 own ? bias.batches_each : 1, own && bias.all_heads ? problem.key_heads : 1});
   }
   template <class T>
   GradientOutput<T> queries(void* data) const {
@@ -150,8 +148,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   const core::RowsView outputs = ops::read_rows_like_query(kOp, "output", output, query);
   const float* sums = ops::read_logsumexp(kOp, logsumexp, problem);
   const Tensor grads[] = {contiguous_like(query), contiguous_like(key), contiguous_like(value)};
-  const BiasSums bias_sums =
-      need_grad_bias ? BiasSums::of(problem, query) : BiasSums::none(query);
+  const BiasSums bias_sums = need_grad_bias ? BiasSums::of(problem, query) : BiasSums::none(query);
   // Without a batch or a head all of them are empty.
   if (problem.batch > 0 && problem.heads > 0) {
     const std::int64_t count = logsumexp.numel();

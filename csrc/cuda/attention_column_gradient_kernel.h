@@ -62,7 +62,7 @@ struct AttentionColumnGradient {
     for (std::int64_t batch = first_batch; batch < first_batch + batches_each; ++batch) {
       for (std::int64_t head = first_head; head < first_head + heads_each; ++head) {
         one_key_head(machine, stream, batch, head, first);
-        machine.template wait<0>();
+        stream.end();
       }
     }
   }
@@ -137,10 +137,10 @@ struct AttentionColumnGradient {
     constexpr int kElements = TileRows<T, kDim>::bytes(kWarpRows) / static_cast<int>(sizeof(T));
     const T* keys = reinterpret_cast<T*>(machine.memory()) + machine.warp() * kElements;
     const T* values = keys + TileRows<T, kDim>::bytes(rows()) / static_cast<int>(sizeof(T));
-    float* scratch = reinterpret_cast<float*>(machine.memory() +
-                                              2 * TileRows<T, kDim>::bytes(rows()) +
-                                              Stream<Machine>::kBytes) +
-                     machine.warp() * Multiply<Machine>::kScratch;
+    float* scratch =
+        reinterpret_cast<float*>(machine.memory() + 2 * TileRows<T, kDim>::bytes(rows()) +
+                                 Stream<Machine>::kBytes) +
+        machine.warp() * Multiply<Machine>::kScratch;
     const Places<true> places{first, stream.starts(tile)};
     typename Multiply<Machine>::Scores weights;
     typename Multiply<Machine>::Scores gradient;

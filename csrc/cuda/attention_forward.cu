@@ -34,12 +34,11 @@ std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const
   const BlockLists lists = lists_by_rows(kOp, problem, columns.numel());
   with_type(problem.type, [&]<class T>(std::type_identity<T>) {
     with_head_dim(problem.head_dim, [&]<int kDim>(std::integral_constant<int, kDim>) {
-      launch_attention(kOp, AttentionForward<T, kDim>{rules_of(problem), lists,
-                                                      heads_of<T>(problem.query),
-                                                      heads_of<T>(problem.key),
-                                                      heads_of<T>(problem.value),
-                                                      static_cast<T*>(output.mutable_data_ptr()),
-                                                      logsumexp.mutable_data_ptr<float>()});
+      launch_attention(
+          kOp, AttentionForward<T, kDim>{rules_of(problem), lists, heads_of<T>(problem.query),
+                                         heads_of<T>(problem.key), heads_of<T>(problem.value),
+                                         static_cast<T*>(output.mutable_data_ptr()),
+                                         logsumexp.mutable_data_ptr<float>()});
     });
   });
   return {output, logsumexp};

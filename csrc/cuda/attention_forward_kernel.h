@@ -35,9 +35,7 @@ struct AttentionForward {
   ZERO_EXT_FUNCTION std::int64_t row_tiles() const {
     return (rules.sizes.query_length + std::int64_t{rows()} - 1) / rows();
   }
-  std::int64_t blocks() const {
-    return row_tiles() * rules.sizes.batch * rules.sizes.query_heads;
-  }
+  std::int64_t blocks() const { return row_tiles() * rules.sizes.batch * rules.sizes.query_heads; }
   template <class Machine>
   static constexpr int shared_bytes(int rows) {
     return TileRows<T, kDim>::bytes(rows) + Stream<Machine>::kBytes +

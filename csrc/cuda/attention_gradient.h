@@ -103,8 +103,7 @@ struct PrepareGradients {
       if (lane_number(0) != 0) continue;
       const float total = logsumexp[row];
       delta[row] = static_cast<float>(sum);
-      reference[row] =
-          total == kMasked ? std::numeric_limits<float>::infinity() : total * kLog2E;
+      reference[row] = total == kMasked ? std::numeric_limits<float>::infinity() : total * kLog2E;
     }
   }
 };

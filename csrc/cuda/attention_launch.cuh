@@ -61,8 +61,8 @@ inline ops::Tensor with_aligned_rows(const ops::Tensor& tensor) {
     aligned = aligned && (tensor.size(i) <= 1 || tensor.stride(i) % multiple == 0);
   }
   if (aligned) return tensor;
-  ops::Tensor copy = torch::stable::empty(tensor.sizes(), tensor.scalar_type(), std::nullopt,
-                                          tensor.device());
+  ops::Tensor copy =
+      torch::stable::empty(tensor.sizes(), tensor.scalar_type(), std::nullopt, tensor.device());
   torch::stable::copy_(copy, tensor);
   return copy;
 }
@@ -78,18 +78,17 @@ Heads<const T> heads_of(const core::RowsView& view) {
 
 inline AttentionRules rules_of(const core::AttentionProblem& problem) {
   const core::BiasView& bias = problem.bias;
-  return {{problem.batch, static_cast<std::int32_t>(problem.heads),
-           static_cast<std::int32_t>(problem.key_heads),
-           static_cast<std::int32_t>(problem.query_length),
-           static_cast<std::int32_t>(problem.key_length),
-           static_cast<std::int32_t>(problem.head_dim)},
-          problem.scale,
-          problem.causal,
-          problem.key_padding,
-          problem.key_padding_stride,
-          {bias.data, bias.type, bias.strides[0], bias.strides[1], bias.strides[2],
-           bias.strides[3]},
-          {problem.dropout, problem.seed, problem.offset}};
+  return {
+      {problem.batch, static_cast<std::int32_t>(problem.heads),
+       static_cast<std::int32_t>(problem.key_heads),
+       static_cast<std::int32_t>(problem.query_length),
+       static_cast<std::int32_t>(problem.key_length), static_cast<std::int32_t>(problem.head_dim)},
+      problem.scale,
+      problem.causal,
+      problem.key_padding,
+      problem.key_padding_stride,
+      {bias.data, bias.type, bias.strides[0], bias.strides[1], bias.strides[2], bias.strides[3]},
+      {problem.dropout, problem.seed, problem.offset}};
 }
 
 inline int shift_of(const core::AttentionProblem& problem) {
@@ -107,19 +106,19 @@ inline BlockLists checked_lists(const CheckLists& check, int shift) {
 inline BlockLists lists_by_rows(const char* op, const core::AttentionProblem& problem,
                                 std::int64_t total) {
   const core::BlockRows& layout = problem.layout;
-  return checked_lists({op, "row_pointers", "columns", layout.pointers,
-                        layout.columns, layout.heads, layout.row_blocks, total,
-                        ops::blocks_of(problem.key_length, layout.block)},
-                       shift_of(problem));
+  return checked_lists(
+      {op, "row_pointers", "columns", layout.pointers, layout.columns, layout.heads,
+       layout.row_blocks, total, ops::blocks_of(problem.key_length, layout.block)},
+      shift_of(problem));
 }
 
 inline BlockLists lists_by_columns(const char* op, const core::AttentionProblem& problem,
                                    const ops::TransposedBlocks& blocks, std::int64_t total) {
   const core::BlockRows& layout = problem.layout;
-  return checked_lists({op, "column_pointers", "rows", blocks.column_pointers, blocks.rows,
-                        layout.heads, ops::blocks_of(problem.key_length, layout.block), total,
-                        layout.row_blocks},
-                       shift_of(problem));
+  return checked_lists(
+      {op, "column_pointers", "rows", blocks.column_pointers, blocks.rows, layout.heads,
+       ops::blocks_of(problem.key_length, layout.block), total, layout.row_blocks},
+      shift_of(problem));
 }
 
 }  // namespace zero_ext::cuda

@@ -59,7 +59,7 @@ class DeviceMachine {
   __device__ __forceinline__ void load_matrices(Registers<std::uint32_t, 4, kLanes>& matrices,
                                                 const Row& row) const {
     const auto from = static_cast<std::uint32_t>(__cvta_generic_to_shared(row(lane(0))));
-    std::uint32_t(&to)[4] = matrices.at[0];
+    std::uint32_t (&to)[4] = matrices.at[0];
     if constexpr (kTransposed) {
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                    : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -80,17 +80,15 @@ class DeviceMachine {
                                            const Registers<std::uint32_t, 4, kLanes>& left,
                                            const Registers<std::uint32_t, 4, kLanes>& right) const {
     float* to = &sums.at[0][kFirst];
-    const std::uint32_t(&a)[4] = left.at[0];
+    const std::uint32_t (&a)[4] = left.at[0];
     const std::uint32_t b[2] = {right.at[0][kRight], right.at[0][kRight + 1]};
     if constexpr (std::is_same_v<T, core::BFloat16>) {
-      asm(
-          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
           "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
           : "+f"(to[0]), "+f"(to[1]), "+f"(to[2]), "+f"(to[3])
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
     } else {
-      asm(
-          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
           "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
           : "+f"(to[0]), "+f"(to[1]), "+f"(to[2]), "+f"(to[3])
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));

@@ -40,9 +40,8 @@ struct Product {
     ZERO_EXT_UNROLL
     for (int k = 0; k < kDim; k += 16) {
       Matrices left;
-      machine.template load_matrices<false>(left, [&](int lane) {
-        return rows + (lane % 16) * kStride + k + lane / 16 * 8;
-      });
+      machine.template load_matrices<false>(
+          left, [&](int lane) { return rows + (lane % 16) * kStride + k + lane / 16 * 8; });
       each_constant<kTile / 16>([&]<int n>() {
         Matrices right;
         machine.template load_matrices<false>(right, [&](int lane) {

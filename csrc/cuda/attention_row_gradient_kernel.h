@@ -57,7 +57,7 @@ struct AttentionRowGradient {
     for (std::int64_t batch = first_batch; batch < first_batch + batches_each; ++batch) {
       for (std::int64_t head = first_head; head < first_head + heads_each; ++head) {
         one_head(machine, stream, batch, head, first);
-        machine.template wait<0>();
+        stream.end();
       }
     }
   }
@@ -73,8 +73,8 @@ struct AttentionRowGradient {
   };
 
   template <class Machine>
-  ZERO_EXT_DEVICE void one_head(const Machine& machine, Stream<Machine>& stream,
-                                std::int64_t batch, std::int64_t head, std::int32_t first) const {
+  ZERO_EXT_DEVICE void one_head(const Machine& machine, Stream<Machine>& stream, std::int64_t batch,
+                                std::int64_t head, std::int32_t first) const {
     constexpr int kBytes = TileRows<T, kDim>::bytes(kWarpRows);
     const auto index = [&](int row) { return first + row; };
     T* queries = reinterpret_cast<T*>(machine.memory());
@@ -85,18 +85,17 @@ struct AttentionRowGradient {
                  inputs.keys(inputs.value, batch, head), {{nullptr, 0}});
     queries += machine.warp() * kBytes / static_cast<int>(sizeof(T));
     grads += machine.warp() * kBytes / static_cast<int>(sizeof(T));
-    float* scratch = reinterpret_cast<float*>(machine.memory() +
-                                              2 * TileRows<T, kDim>::bytes(rows()) +
-                                              Stream<Machine>::kBytes) +
-                     machine.warp() * Multiply<Machine>::kScratch;
+    float* scratch =
+        reinterpret_cast<float*>(machine.memory() + 2 * TileRows<T, kDim>::bytes(rows()) +
+                                 Stream<Machine>::kBytes) +
+        machine.warp() * Multiply<Machine>::kScratch;
     const HeadRules rules = inputs.rules.of(batch, head);
     const HeadDropout dropout = inputs.rules.dropout_of(batch, head);
     const std::int32_t warp_first = first + machine.warp() * kWarpRows;
     State<Machine> state = begin(machine, inputs.first_row(batch, head), warp_first);
-    float* bias = grad_bias.data == nullptr
-                      ? nullptr
-                      : grad_bias.data + batch * grad_bias.batch_stride +
-                            head * grad_bias.head_stride;
+    float* bias = grad_bias.data == nullptr ? nullptr
+                                            : grad_bias.data + batch * grad_bias.batch_stride +
+                                                  head * grad_bias.head_stride;
     for (std::int64_t i = 0; i < stream.tiles(); ++i) {
       stream.take(i);
       const Places<false> places{warp_first, stream.starts(i)};
@@ -136,10 +135,11 @@ struct AttentionRowGradient {
 
   // The gradient of the dropped weights becomes that of the scores.
   template <class Machine, int kCount>
-  static ZERO_EXT_DEVICE void differentiate(
-      const Machine& machine, const HeadDropout& dropout, const Places<false>& places,
-      const State<Machine>& state, const Registers<float, kCount, Machine::kLanes>& scores,
-      Registers<float, kCount, Machine::kLanes>& gradient) {
+  static ZERO_EXT_DEVICE void differentiate(const Machine& machine, const HeadDropout& dropout,
+                                            const Places<false>& places,
+                                            const State<Machine>& state,
+                                            const Registers<float, kCount, Machine::kLanes>& scores,
+                                            Registers<float, kCount, Machine::kLanes>& gradient) {
     each_factor<kCount>(machine, dropout, places, [&](int here, int i, float factor) {
       const int row = i % 4 / 2;
       const float weight = Machine::exp2(scores.at[here][i] - state.reference.at[here][row]);
@@ -162,8 +162,7 @@ struct AttentionRowGradient {
         if (grad_bias.key_stride == 0) {
           state.bias.at[here][i % 4 / 2] += gradient.at[here][i];
         } else if (query < rules.query_length && key < rules.key_length) {
-          bias[query * grad_bias.query_stride + key * grad_bias.key_stride] +=
-              gradient.at[here][i];
+          bias[query * grad_bias.query_stride + key * grad_bias.key_stride] += gradient.at[here][i];
         }
       }
     });

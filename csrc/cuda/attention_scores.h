@@ -29,9 +29,7 @@ struct HeadRules {
     return query + 16 <= query_length && key + 16 <= key_length &&
            (!causal || key + 15 <= query + shift);
   }
-  ZERO_EXT_FUNCTION bool is_plain() const {
-    return key_padding == nullptr && bias.data == nullptr;
-  }
+  ZERO_EXT_FUNCTION bool is_plain() const { return key_padding == nullptr && bias.data == nullptr; }
   ZERO_EXT_FUNCTION bool sees(std::int32_t query, std::int32_t key) const {
     return query < query_length && key < key_length && (!causal || key <= query + shift) &&
            (key_padding == nullptr || key_padding[key]);

@@ -17,15 +17,15 @@ struct AttentionShape {
   static constexpr bool kForward = kPass == AttentionPass::forward;
   static constexpr bool kColumns = kPass == AttentionPass::column_gradient;
   // Registers and shared memory bound all of them; docs/cuda_kernels.md lists what is taken.
-  static constexpr int kTile = kWide ? (kDim <= 64 ? 32 : 16)
+  static constexpr int kTile = kWide         ? (kDim <= 64 ? 32 : 16)
                                : kDim <= 64  ? (kColumns ? 32 : 64)
                                : kDim <= 128 ? (kForward ? 64 : 32)
                                              : 16;
-  static constexpr int kMostRows = kDim <= 64                 ? 64
-                                   : kDim <= 128              ? (kWide && !kForward ? 32 : 64)
-                                   : kWide                    ? 16
-                                   : kForward                 ? 64
-                                                              : 32;
+  static constexpr int kMostRows = kDim <= 64    ? 64
+                                   : kDim <= 128 ? (kWide && !kForward ? 32 : 64)
+                                   : kWide       ? 16
+                                   : kForward    ? 64
+                                                 : 32;
   static constexpr int kStages = kWide && kDim > 128 && !kForward ? 1 : 2;
   static constexpr int kMostThreads = kMostRows / kWarpRows * 32;
   // Blocks of threads that a processor is to have room for.

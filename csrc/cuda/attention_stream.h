@@ -102,6 +102,13 @@ class TileStream {
     machine_.meet();
   }
 
+  // Nothing is on its way any more, what the caller began to copy for a list without blocks
+  // neither.
+  ZERO_EXT_DEVICE void end() const {
+    machine_.commit();
+    machine_.template wait<0>();
+  }
+
   ZERO_EXT_DEVICE const T* first(std::int64_t tile) const { return matrix(tile, 0); }
   ZERO_EXT_DEVICE const T* second(std::int64_t tile) const { return matrix(tile, 1); }
   // [kTile]

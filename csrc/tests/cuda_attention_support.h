@@ -5,8 +5,8 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <random>
-#include <string>
 #include <vector>
 
 #include "../core/attention/score_formula.h"
@@ -26,6 +26,7 @@ struct Problem {
   bool padding = false;
   // Which dimensions of [batch, heads, queries, keys] the bias has; all false: no bias.
   std::array<bool, 4> bias = {};
+  double hidden = 0.0;  // share of the bias's entries that are minus infinity
   double dropout = 0.0;
   double density = 0.5;
 
@@ -163,13 +164,18 @@ Data<T> make_data(const Problem& problem, std::mt19937_64& generator) {
   data.grad_output = rows_with_gaps<T>(generator, query_rows, sizes.dim);
   data.key = rows_with_gaps<T>(generator, key_rows, sizes.dim);
   data.value = rows_with_gaps<T>(generator, key_rows, sizes.dim);
-  data.bias = core::testing::normal_values<T>(generator,
-                                              static_cast<std::size_t>(problem.bias_count()));
+  data.bias =
+      core::testing::normal_values<T>(generator, static_cast<std::size_t>(problem.bias_count()));
+  std::bernoulli_distribution hidden(problem.hidden);
+  for (T& each : data.bias) {
+    if (hidden(generator)) each = core::from_float<T>(-std::numeric_limits<float>::infinity());
+  }
   if (problem.padding) {
     const std::int64_t count = sizes.batch * sizes.key_length;
     data.padding = std::make_unique<bool[]>(static_cast<std::size_t>(count));
     std::bernoulli_distribution kept(0.7);
-    for (std::int64_t i = 0; i < count; ++i) data.padding[static_cast<std::size_t>(i)] = kept(generator);
+    for (std::int64_t i = 0; i < count; ++i)
+      data.padding[static_cast<std::size_t>(i)] = kept(generator);
   }
   data.seed = generator();
   return data;
@@ -229,6 +235,7 @@ Solution solve(const Data<T>& data) {
       if (p.padding && !data.padding[static_cast<std::size_t>(batch * s.key_length + j)]) continue;
       double score = product(data.query, data.key, j) * double{data.scale()};
       if (p.has_bias()) score += double{core::to_float(at(data.bias, bias_at(j)))};
+      if (std::isinf(score)) continue;
       seen.push_back(j);
       weights.push_back(score);
       highest = std::max(highest, score);
@@ -260,7 +267,8 @@ Solution solve(const Data<T>& data) {
         const std::int64_t theirs = (key_row + seen[k]) * s.dim + c;
         const std::int64_t from = (key_row + seen[k]) * stride + c;
         const double scaled = change * double{data.scale()};
-        add(found.output, mine, weights[k] * kept[k] * double{core::to_float(at(data.value, from))});
+        add(found.output, mine,
+            weights[k] * kept[k] * double{core::to_float(at(data.value, from))});
         add(found.grad_query, mine, scaled * double{core::to_float(at(data.key, from))});
         add(found.grad_key, theirs,
             scaled * double{core::to_float(at(data.query, row * stride + c))});
@@ -275,7 +283,7 @@ Solution solve(const Data<T>& data) {
 // Fails where `found` is farther from `wanted` than `tolerance` of its norm, or has a NaN.
 template <class T>
 void expect_near(const char* what, const std::vector<T>& found, const std::vector<double>& wanted,
-                 double tolerance) {
+                 double tolerance, double terms = 1.0) {
   ASSERT_EQ(found.size(), wanted.size());
   double error = 0.0;
   double norm = 0.0;
@@ -285,7 +293,9 @@ void expect_near(const char* what, const std::vector<T>& found, const std::vecto
     error += (value - wanted[i]) * (value - wanted[i]);
     norm += wanted[i] * wanted[i];
   }
-  EXPECT_LE(std::sqrt(error), tolerance * std::sqrt(norm) + 1e-30) << what;
+  // Elements are sums of so many terms of the size of 1, which may cancel.
+  const double size = std::sqrt(norm) + 0.2 * std::sqrt(terms * static_cast<double>(found.size()));
+  EXPECT_LE(std::sqrt(error), tolerance * size) << what;
 }
 
 // Of a result that is rounded once or twice on its way.

@@ -1,3 +1,7 @@
+#include <array>
+#include <cstring>
+#include <string>
+
 #include "../cuda/attention_column_gradient_kernel.h"
 #include "../cuda/attention_forward_kernel.h"
 #include "../cuda/attention_row_gradient_kernel.h"
@@ -43,15 +47,14 @@ void run_columns(const Data<T>& data, const cuda::GradientInputs<T>& inputs, Fou
                  std::mt19937_64& generator) {
   const AttentionSizes& s = data.problem.sizes;
   emulate_blocks(
-      AttentionColumnGradient<T, kDim, kPart>{inputs,
-                                              data.columns(),
-                                              {found.grad_key.data(), s.key_heads, s.key_length,
-                                               s.dim},
-                                              {found.grad_value.data(), s.key_heads, s.key_length,
-                                               s.dim},
-                                              bias,
-                                              batches,
-                                              heads},
+      AttentionColumnGradient<T, kDim, kPart>{
+          inputs,
+          data.columns(),
+          {found.grad_key.data(), s.key_heads, s.key_length, s.dim},
+          {found.grad_value.data(), s.key_heads, s.key_length, s.dim},
+          bias,
+          batches,
+          heads},
       generator);
 }
 
@@ -62,30 +65,31 @@ void run_backward(const Data<T>& data, Found<T>& found, std::mt19937_64& generat
   const std::int64_t rows = s.batch * s.query_heads * s.query_length;
   std::vector<float> reference = poison<float>(rows);
   std::vector<float> delta = poison<float>(rows);
-  const cuda::PrepareGradients<T> prepare{s,
-                                          data.queries(data.grad_output),
-                                          {found.output.data(), s.query_heads * s.query_length * s.dim,
-                                           s.query_length * std::int64_t{s.dim}, s.dim},
-                                          found.logsumexp.data(),
-                                          reference.data(),
-                                          delta.data()};
+  const cuda::PrepareGradients<T> prepare{
+      s,
+      data.queries(data.grad_output),
+      {found.output.data(), s.query_heads * s.query_length * s.dim,
+       s.query_length * std::int64_t{s.dim}, s.dim},
+      found.logsumexp.data(),
+      reference.data(),
+      delta.data()};
   for (const std::int64_t warp : {2, 0, 1}) prepare(warp, 3);
-  const cuda::GradientInputs<T> inputs{data.rules(),
-                                       data.queries(data.query),
-                                       data.keys(data.key),
-                                       data.keys(data.value),
-                                       data.queries(data.grad_output),
-                                       reference.data(),
-                                       delta.data()};
+  const cuda::GradientInputs<T> inputs{
+      data.rules(),          data.queries(data.query),       data.keys(data.key),
+      data.keys(data.value), data.queries(data.grad_output), reference.data(),
+      delta.data()};
   found.grad_query = poison<T>(rows * s.dim);
   found.grad_key = poison<T>(s.batch * s.key_heads * s.key_length * s.dim);
   found.grad_value = found.grad_key;
-  found.grad_bias.assign(static_cast<std::size_t>(p.bias_count()), 0.0F);
+  const bool by_columns = !p.bias[2] && p.bias[3];
+  const bool by_rows = p.has_bias() && !by_columns;
+  // As the op: a row for each query where one entry is for all of them, and then their sum.
+  Problem summed = p;
+  summed.bias[2] = by_rows;
+  std::vector<float> sums(static_cast<std::size_t>(summed.bias_count()));
   const BiasGradient none{};
-  const BiasGradient bias{p.has_bias() ? found.grad_bias.data() : nullptr, p.bias_stride(0),
-                          p.bias_stride(1), p.bias_stride(2), p.bias_stride(3)};
-  const bool by_columns = p.has_bias() && !p.bias[2];
-  const bool by_rows = p.has_bias() && p.bias[2];
+  const BiasGradient bias{sums.data(), summed.bias_stride(0), summed.bias_stride(1),
+                          summed.bias_stride(2), summed.bias_stride(3)};
   const std::int64_t batches = p.has_bias() && !p.bias[0] ? s.batch : 1;
   const bool all_heads = p.has_bias() && !p.bias[1];
   emulate_blocks(
@@ -107,6 +111,9 @@ void run_backward(const Data<T>& data, Found<T>& found, std::mt19937_64& generat
                                            generator);
     run_columns<T, kDim, ColumnPart::values>(data, inputs, found, none, 1, 1, generator);
   }
+  found.grad_bias.assign(static_cast<std::size_t>(p.bias_count()), 0.0F);
+  const std::size_t inner = summed.bias[2] && !p.bias[2] ? sums.size() / found.grad_bias.size() : 1;
+  for (std::size_t i = 0; i < sums.size(); ++i) found.grad_bias[i / inner] += sums[i];
 }
 
 template <class T, int kDim>
@@ -127,7 +134,11 @@ void expect_right(const Problem& problem, std::mt19937_64& generator) {
   expect_near("grad_key", found.grad_key, wanted.grad_key, 2 * kTolerance<T>);
   expect_near("grad_value", found.grad_value, wanted.grad_value, 2 * kTolerance<T>);
   if (problem.has_bias()) {
-    expect_near("grad_bias", found.grad_bias, wanted.grad_bias, 2 * kTolerance<T>);
+    const AttentionSizes& s = problem.sizes;
+    const double scores =
+        static_cast<double>(s.batch * s.query_heads) * s.query_length * s.key_length;
+    expect_near("grad_bias", found.grad_bias, wanted.grad_bias, 2 * kTolerance<T>,
+                scores / static_cast<double>(problem.bias_count()));
   }
 }
 
@@ -138,8 +149,11 @@ void expect_right(const Problem& problem, std::mt19937_64& generator) {
                << "batch " << s.batch << ", heads " << s.query_heads << "/" << s.key_heads
                << ", lengths " << s.query_length << "/" << s.key_length << ", dim " << s.dim
                << ", block " << (1 << problem.shift) << (problem.causal ? ", causal" : "")
-               << (problem.padding ? ", padding" : "") << (problem.has_bias() ? ", bias" : "")
-               << ", dropout " << problem.dropout);
+               << (problem.padding ? ", padding" : "") << ", bias " << problem.bias[0]
+               << problem.bias[1] << problem.bias[2] << problem.bias[3]
+               << (problem.hidden > 0 ? ", hidden" : "")
+               << (problem.shared_layout ? "" : ", a layout each") << ", density "
+               << problem.density << ", dropout " << problem.dropout);
   if (s.dim <= 32) return expect_right<T, 32>(problem, generator);
   if (s.dim <= 64) return expect_right<T, 64>(problem, generator);
   if (s.dim <= 128) return expect_right<T, 128>(problem, generator);
@@ -163,6 +177,112 @@ TYPED_TEST(CudaAttention, EveryBlockAndHeadDimOverRandomLayouts) {
       expect_right<TypeParam>(problem, generator);
     }
   }
+}
+
+// Lengths below 100, head dims of all kernels, and whatever else can be chosen.
+Problem random_problem(std::mt19937_64& generator) {
+  const auto number = [&](std::int32_t low, std::int32_t high) {
+    return std::uniform_int_distribution<std::int32_t>(low, high)(generator);
+  };
+  const std::int32_t key_heads = number(1, 2);
+  Problem problem{{number(1, 2), key_heads * number(1, 2), key_heads, number(1, 100),
+                   number(1, 100), 8 * number(2, number(0, 3) == 0 ? 32 : 12)},
+                  number(4, 7)};
+  problem.shared_layout = number(0, 1) == 0;
+  problem.causal = number(0, 1) == 0;
+  problem.padding = number(0, 1) == 0;
+  for (bool& dim : problem.bias) dim = number(0, 1) == 0;
+  problem.hidden = number(0, 1) * 0.2;
+  problem.dropout = number(0, 1) * 0.3;
+  problem.density = 0.1 * number(2, 10);
+  return problem;
+}
+
+TYPED_TEST(CudaAttention, AnyChoiceOfMasksBiasDropoutAndSharedHeads) {
+  auto generator = fresh_generator();
+  for (int i = 0; i < 24; ++i) expect_right<TypeParam>(random_problem(generator), generator);
+}
+
+TYPED_TEST(CudaAttention, EveryShapeOfABiasHasItsGradient) {
+  auto generator = fresh_generator();
+  for (unsigned dims = 1; dims < 16; ++dims) {
+    Problem problem{{2, 4, 2, 37, 45, 16}, 4};
+    for (std::size_t i = 0; i < 4; ++i) problem.bias[i] = (dims >> i & 1) != 0;
+    problem.shared_layout = dims % 2 == 0;
+    expect_right<TypeParam>(problem, generator);
+  }
+}
+
+// Nothing in the layout, no key left by the padding or before the first queries, no keys at all.
+TYPED_TEST(CudaAttention, RowsThatSeeNothingAreZeros) {
+  auto generator = fresh_generator();
+  Problem problem{{1, 2, 1, 70, 70, 64}, 5};
+  problem.density = 0.0;
+  expect_right<TypeParam>(problem, generator);
+  problem.density = 0.2;
+  expect_right<TypeParam>(problem, generator);
+  problem.density = 1.0;
+  problem.causal = true;
+  problem.sizes.key_length = 33;
+  expect_right<TypeParam>(problem, generator);
+  problem.sizes.key_length = 0;
+  expect_right<TypeParam>(problem, generator);
+  problem.sizes.key_length = 33;
+  problem.bias = {false, false, false, true};
+  problem.hidden = 1.0;
+  expect_right<TypeParam>(problem, generator);
+}
+
+// Blocks of threads run in another order the second time.
+TYPED_TEST(CudaAttention, ResultsAreTheSameBitsAgain) {
+  auto generator = fresh_generator();
+  Problem problem{{2, 4, 2, 90, 75, 64}, 4};
+  for (const bool of_queries : {false, true}) {
+    problem.bias = {false, false, of_queries, true};
+    const Data<TypeParam> data = make_data<TypeParam>(problem, generator);
+    std::array<Found<TypeParam>, 2> found;
+    for (Found<TypeParam>& each : found) {
+      run_forward<TypeParam, 64>(data, each, generator);
+      run_backward<TypeParam, 64>(data, each, generator);
+    }
+    const auto same = [](const auto& one, const auto& two) {
+      return one.size() == two.size() &&
+             std::memcmp(one.data(), two.data(), one.size() * sizeof(one[0])) == 0;
+    };
+    EXPECT_TRUE(same(found[0].output, found[1].output));
+    EXPECT_TRUE(same(found[0].grad_query, found[1].grad_query));
+    EXPECT_TRUE(same(found[0].grad_key, found[1].grad_key));
+    EXPECT_TRUE(same(found[0].grad_value, found[1].grad_value));
+    EXPECT_TRUE(same(found[0].grad_bias, found[1].grad_bias));
+  }
+}
+
+TEST(CudaAttentionLists, AreRefusedByTheDeviceWhereTheyAreWrong) {
+  std::vector<std::int32_t> pointers = {0, 2, 3, 3, 3, 5};
+  std::vector<std::int32_t> blocks = {0, 2, 1, 0, 1};
+  const auto check = [&] {
+    cuda::CheckLists{"op", "row_pointers", "columns", pointers.data(), blocks.data(), 2, 2, 5, 3}(
+        0, 1);
+  };
+  check();
+  const auto refuses = [&](std::vector<std::int32_t>& of, std::size_t at, std::int32_t value,
+                           const char* name) {
+    std::swap(of[at], value);
+    try {
+      check();
+      ADD_FAILURE() << name << " " << at;
+    } catch (const std::runtime_error& error) {
+      EXPECT_NE(std::string(error.what()).find(name), std::string::npos) << error.what();
+    }
+    std::swap(of[at], value);
+  };
+  refuses(pointers, 0, -1, "row_pointers[0]");
+  refuses(pointers, 1, 6, "row_pointers[1]");
+  refuses(pointers, 2, 1, "row_pointers[2]");
+  refuses(pointers, 5, 6, "row_pointers[5]");
+  refuses(blocks, 0, -1, "columns[0]");
+  refuses(blocks, 1, 3, "columns[1]");
+  refuses(blocks, 1, 0, "columns[1]");
 }
 
 }  // namespace
