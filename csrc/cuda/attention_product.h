@@ -141,21 +141,18 @@ struct Product<Machine, float, kDim, kTile> {
     each_lane(machine, [&](int here, int lane) {
       const float* own = scratch + lane / 4 * kScratchStride;
       ZERO_EXT_UNROLL_BY(1)
-      for (int k = 0; k < kTile; k += 4) {
-        const Four upper = four(own + k);
-        const Four lower = four(own + 8 * kScratchStride + k);
+      for (int k = 0; k < kTile; ++k) {
+        const float upper = own[k];
+        const float lower = own[8 * kScratchStride + k];
+        const float* row = tile + k * kStride + 2 * (lane % 4);
         ZERO_EXT_UNROLL
-        for (int j = 0; j < 4; ++j) {
-          const float* row = tile + (k + j) * kStride + 2 * (lane % 4);
-          ZERO_EXT_UNROLL
-          for (int n = 0; n < kDim / 8; ++n) {
-            const Two right = two(row + 8 * n);
-            float* to = &sums.at[here][4 * n];
-            to[0] = Machine::fma(upper.at[j], right.at[0], to[0]);
-            to[1] = Machine::fma(upper.at[j], right.at[1], to[1]);
-            to[2] = Machine::fma(lower.at[j], right.at[0], to[2]);
-            to[3] = Machine::fma(lower.at[j], right.at[1], to[3]);
-          }
+        for (int n = 0; n < kDim / 8; ++n) {
+          const Two right = two(row + 8 * n);
+          float* to = &sums.at[here][4 * n];
+          to[0] = Machine::fma(upper, right.at[0], to[0]);
+          to[1] = Machine::fma(upper, right.at[1], to[1]);
+          to[2] = Machine::fma(lower, right.at[0], to[2]);
+          to[3] = Machine::fma(lower, right.at[1], to[3]);
         }
       }
     });
