@@ -21,6 +21,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Of Adam's master weights only, whose `pow` is the device's own: part of a value, and absolute.
 MASTER_TOLERANCE = 2e-6
+# Of attention, by the dtype that its weights and results are rounded to.
+ATTENTION_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
+LONGEST_ATTENTION = 300
 
 
 class Pair(NamedTuple):
@@ -114,6 +117,31 @@ def flat(device: torch.device, count: int, generator: torch.Generator) -> list[P
     return pairs
 
 
+def attention(device: torch.device, count: int, generator: torch.Generator) -> list[Pair]:
+    """The same for block-sparse attention of at most 300 tokens, whose sums the CPU makes in another order."""
+    length, pairs = min(count, LONGEST_ATTENTION), []
+    for dtype, block, dim in zip(DTYPES, (16, 32, 64), (64, 128, 256), strict=True):
+        blocks = -(-length // block)
+        mask = torch.rand(blocks, blocks, generator=generator) < 0.5
+        layout = []
+        for each in (mask, mask.t()):
+            ends = each.sum(1).cumsum(0)
+            layout += [torch.cat([ends.new_zeros(1), ends])[None].int(), each.nonzero()[:, 1].int()]
+        rows = [torch.randn(1, 2, length, dim, generator=generator).to(dtype) for _ in range(4)]
+        bias = torch.randn(1, 2, 1, length, generator=generator).to(dtype)
+        results = []
+        for where in (device, torch.device("cpu")):
+            query, key, value, grad, shared = moved(where, [*rows, bias])
+            leaves = [each.requires_grad_() for each in (query, key[:, :1], value[:, :1], shared)]
+            output = ops.block_sparse_attention(
+                *leaves[:3], *moved(where, layout), block=block, causal=True, bias=leaves[3], dropout=0.2
+            )
+            results.append([output.detach(), *torch.autograd.grad(output, leaves, grad)])
+        tolerance = ATTENTION_TOLERANCE[dtype]
+        pairs += [Pair(one.float(), two.float(), tolerance) for one, two in zip(*results, strict=True)]
+    return pairs
+
+
 def main() -> int:
     """Exit status 1 if anything differs."""
     parser = argparse.ArgumentParser()
@@ -123,7 +151,7 @@ def main() -> int:
     generator = torch.Generator().manual_seed(seed)
     compared, different = 0, 0
     for count in SIZES:
-        for kernels in (adam, lion, eight_bit, flat):
+        for kernels in (adam, lion, eight_bit, flat, attention):
             for pair in kernels(device, count, generator):
                 compared += 1
                 if pair.differs():

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu import adam, capped, copies, step, trial
+from benchmarks.gpu import adam, attention, capped, copies, step, trial
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.gpt import GPT, GPT_13B, TOY, XL, build
 from benchmarks.gpu.overlap import hidden_share
@@ -53,6 +53,7 @@ def test_every_benchmark_runs_at_toy_size(quick: None, capsys: pytest.CaptureFix
     for result in (
         copies.measure(CPU, 0.01, True),
         adam.measure(CPU, 0.01, True),
+        attention.measure(CPU, 0.01, True),
         step.measure(CPU, 12.0, True),
         capped.measure(CPU, 32, "13b", 0.0, 60.0, True),
     ):
@@ -60,7 +61,7 @@ def test_every_benchmark_runs_at_toy_size(quick: None, capsys: pytest.CaptureFix
     output = capsys.readouterr().out
     found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     whole = {table["title"]: table for result in found for table in result["tables"]}
-    for title, count in (("Copy rates", 5), ("Adam on 65,536 elements", 8), ("Under a cap", 3)):
+    for title, count in (("Copy rates", 5), ("Adam on 65,536 elements", 8), ("Block-sparse attention", 8), ("Under a cap", 3)):
         rows = next(table["rows"] for name, table in whole.items() if name.startswith(title))
         assert len(rows) == count, rows
     steps = next(table["rows"] for name, table in whole.items() if name.startswith("A step of gpt-toy, "))

@@ -11,6 +11,13 @@ from tests.gpu.test_adam import (
     test_long_ranges_of_any_alignment,
     test_tensors_of_two_devices_are_refused,
 )
+from tests.gpu.test_attention import (
+    test_a_graph_sees_new_values,
+    test_error_is_at_most_twice_that_of_torch,
+    test_masks_dropout_and_every_bias,
+    test_results_are_the_same_bits_again,
+    test_rows_that_begin_anywhere,
+)
 from tests.gpu.test_compile import (
     test_blocks_captured_after_prepare,
     test_compiled_blocks_train_like_plain_ones,
@@ -44,6 +51,7 @@ from tests.gpu.test_memory import test_device_bytes_are_the_ledgers as check_dev
 __all__ = [
     "deterministic",
     "test_a_chain_over_many_units_is_one_graph",
+    "test_a_graph_sees_new_values",
     "test_a_factor_that_is_not_finite_skips_the_step",
     "test_a_second_hundred_steps_take_no_more",
     "test_a_thousand_pieces_in_one_call",
@@ -66,6 +74,10 @@ __all__ = [
     "test_tiers_train_bit_for_bit_alike",
     "test_tiers_train_bit_for_bit_alike_by_lion",
     "test_trains_as_without_a_group",
+    "test_error_is_at_most_twice_that_of_torch",
+    "test_masks_dropout_and_every_bias",
+    "test_results_are_the_same_bits_again",
+    "test_rows_that_begin_anywhere",
     "world",
 ]
 
