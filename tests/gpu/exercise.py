@@ -118,7 +118,7 @@ def flat(device: torch.device, count: int, generator: torch.Generator) -> list[P
 
 
 def attention(device: torch.device, count: int, generator: torch.Generator) -> list[Pair]:
-    """The same for block-sparse attention of at most 300 tokens, whose sums the CPU makes in another order."""
+    """The same for block-sparse attention, whose sums the CPU makes in another order."""
     length, pairs = min(count, LONGEST_ATTENTION), []
     for dtype, block, dim in zip(DTYPES, (16, 32, 64), (64, 128, 256), strict=True):
         blocks = -(-length // block)

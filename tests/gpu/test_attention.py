@@ -14,7 +14,15 @@ from tests.ops.attention_reference import Case, reference, results
 from tests.ops.helpers import FLOAT_DTYPES
 from tests.ops.test_attention import TOLERANCE
 
-BIASES = [(), (2, 4, 150, 170), (1, 4, 1, 170), (1, 1, 150, 170), (2, 1, 150, 1), (1, 4, 1, 1), (1, 1, 1, 170)]
+BIASES = [
+    (),
+    (2, 4, 150, 170),
+    (1, 4, 1, 170),
+    (1, 1, 150, 170),
+    (2, 1, 150, 1),
+    (1, 4, 1, 1),
+    (1, 1, 1, 170),
+]
 # Of the error of torch's attention on the same inputs, against float64.
 MOST_OF_TORCHS_ERROR = 2.0
 
@@ -22,7 +30,9 @@ MOST_OF_TORCHS_ERROR = 2.0
 def moved(case: Case, device: torch.device) -> Case:
     """The case with all tensors on `device`."""
     given = {field.name: getattr(case, field.name) for field in fields(case)}
-    return replace(case, **{name: each.to(device) for name, each in given.items() if isinstance(each, Tensor)})
+    return replace(
+        case, **{name: each.to(device) for name, each in given.items() if isinstance(each, Tensor)}
+    )
 
 
 def make_case(
@@ -70,7 +80,9 @@ def test_masks_dropout_and_every_bias(
     case = make_case(generator, dtype, 32, 64, bias)
     padding = torch.rand(2, 170, generator=generator) < 0.8
     check(
-        replace(case, causal=True, key_padding=padding, dropout=0.3, seed=2**40 + 3, offset=5), device, generator
+        replace(case, causal=True, key_padding=padding, dropout=0.3, seed=2**40 + 3, offset=5),
+        device,
+        generator,
     )
 
 

@@ -61,7 +61,12 @@ def test_every_benchmark_runs_at_toy_size(quick: None, capsys: pytest.CaptureFix
     output = capsys.readouterr().out
     found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     whole = {table["title"]: table for result in found for table in result["tables"]}
-    for title, count in (("Copy rates", 5), ("Adam on 65,536 elements", 8), ("Block-sparse attention", 8), ("Under a cap", 3)):
+    for title, count in (
+        ("Copy rates", 5),
+        ("Adam on 65,536 elements", 8),
+        ("Block-sparse attention", 8),
+        ("Under a cap", 3),
+    ):
         rows = next(table["rows"] for name, table in whole.items() if name.startswith(title))
         assert len(rows) == count, rows
     steps = next(table["rows"] for name, table in whole.items() if name.startswith("A step of gpt-toy, "))

@@ -12,12 +12,13 @@ from tests.gpu.test_adam import (
     test_tensors_of_two_devices_are_refused,
 )
 from tests.gpu.test_attention import (
+    BIASES,
     test_a_graph_sees_new_values,
-    test_error_is_at_most_twice_that_of_torch,
-    test_masks_dropout_and_every_bias,
     test_results_are_the_same_bits_again,
     test_rows_that_begin_anywhere,
 )
+from tests.gpu.test_attention import test_error_is_at_most_twice_that_of_torch as check_attention_errors
+from tests.gpu.test_attention import test_masks_dropout_and_every_bias as check_attention_masks
 from tests.gpu.test_compile import (
     test_blocks_captured_after_prepare,
     test_compiled_blocks_train_like_plain_ones,
@@ -51,8 +52,8 @@ from tests.gpu.test_memory import test_device_bytes_are_the_ledgers as check_dev
 __all__ = [
     "deterministic",
     "test_a_chain_over_many_units_is_one_graph",
-    "test_a_graph_sees_new_values",
     "test_a_factor_that_is_not_finite_skips_the_step",
+    "test_a_graph_sees_new_values",
     "test_a_second_hundred_steps_take_no_more",
     "test_a_thousand_pieces_in_one_call",
     "test_adam_is_the_cpus",
@@ -67,6 +68,8 @@ __all__ = [
     "test_pieces",
     "test_quantized_values_are_the_cpus",
     "test_replays_equal_steps_made_one_by_one",
+    "test_results_are_the_same_bits_again",
+    "test_rows_that_begin_anywhere",
     "test_squared_norm_is_exact",
     "test_sums_of_shards",
     "test_tensors_of_two_devices_are_refused",
@@ -74,13 +77,14 @@ __all__ = [
     "test_tiers_train_bit_for_bit_alike",
     "test_tiers_train_bit_for_bit_alike_by_lion",
     "test_trains_as_without_a_group",
-    "test_error_is_at_most_twice_that_of_torch",
-    "test_masks_dropout_and_every_bias",
-    "test_results_are_the_same_bits_again",
-    "test_rows_that_begin_anywhere",
     "world",
 ]
 
 
 def test_device_bytes(device: torch.device, tmp_path: Path) -> None:
     check_device_bytes(device, tmp_path, 3, OFFLOADS[2])
+
+
+def test_attention(device: torch.device, generator: torch.Generator) -> None:
+    check_attention_masks(device, generator, torch.bfloat16, BIASES[2])
+    check_attention_errors(device, generator, torch.float32, True)
