@@ -144,8 +144,8 @@ def table(kernels: Sequence[Kernel], compiler: str) -> str:
         f"{compiler}; {', '.join(architectures)}, and PTX for later GPUs. {len(by_kernel)} kernels, "
         f"{spilling} with spilled registers.",
         "A block has 256 threads, of attention at most 128; with at most 128 registers a thread a processor",
-        "holds two blocks of 256. Stack is bytes a thread, shared memory bytes a block, without the memory that",
-        "attention is given when it is launched (`csrc/cuda/attention_shape.h`: at most 99 KiB).",
+        "holds two blocks of 256. Stack is bytes a thread, shared memory bytes a block, without the one that",
+        "attention is given at its launch (`csrc/cuda/attention_shape.h`: at most 99 KiB).",
     ]
     for file in sorted({file for file, _ in by_kernel}):
         lines += ["", f"## {file}", ""]

@@ -188,97 +188,130 @@ struct Solution {
 
 // Row by row in float64, straight from the definition.
 template <class T>
-Solution solve(const Data<T>& data) {
-  const Problem& p = data.problem;
-  const AttentionSizes& s = p.sizes;
-  const auto at = [](const auto& values, std::int64_t i) -> auto& {
-    return values[static_cast<std::size_t>(i)];
+class Solver {
+ public:
+  explicit Solver(const Data<T>& data) : data_(data), p_(data.problem), s_(p_.sizes) {
+    const std::int64_t queries = s_.batch * s_.query_heads * s_.query_length;
+    const std::int64_t keys = s_.batch * s_.key_heads * s_.key_length;
+    found_.logsumexp.assign(static_cast<std::size_t>(queries),
+                            -std::numeric_limits<double>::infinity());
+    found_.output.assign(static_cast<std::size_t>(queries * s_.dim), 0.0);
+    found_.grad_query = found_.output;
+    found_.grad_key.assign(static_cast<std::size_t>(keys * s_.dim), 0.0);
+    found_.grad_value = found_.grad_key;
+    found_.grad_bias.assign(static_cast<std::size_t>(p_.bias_count()), 0.0);
+  }
+
+  Solution solve() {
+    const std::int64_t heads = s_.batch * s_.query_heads;
+    for (row_ = 0; row_ < heads * s_.query_length; ++row_) {
+      query_ = row_ % s_.query_length;
+      head_ = row_ / s_.query_length % s_.query_heads;
+      batch_ = row_ / s_.query_length / s_.query_heads;
+      const std::int64_t own = head_ / (s_.query_heads / s_.key_heads);
+      first_key_ = (batch_ * s_.key_heads + own) * s_.key_length;
+      look();
+      if (!pairs_.empty()) spread();
+    }
+    return found_;
+  }
+
+ private:
+  // A key that the query sees.
+  struct Pair {
+    std::int64_t key;
+    double weight;
+    double kept;      // what dropout multiplies the weight with
+    double gradient;  // of the weight
   };
-  const auto add = [](std::vector<double>& to, std::int64_t i, double amount) {
-    to[static_cast<std::size_t>(i)] += amount;
-  };
-  const std::int64_t stride = s.dim + Data<T>::kGap;
-  const std::int64_t queries = s.batch * s.query_heads * s.query_length;
-  const std::int64_t keys = s.batch * s.key_heads * s.key_length;
-  Solution found;
-  found.logsumexp.assign(static_cast<std::size_t>(queries),
-                         -std::numeric_limits<double>::infinity());
-  found.output.assign(static_cast<std::size_t>(queries * s.dim), 0.0);
-  found.grad_query = found.output;
-  found.grad_key.assign(static_cast<std::size_t>(keys * s.dim), 0.0);
-  found.grad_value = found.grad_key;
-  found.grad_bias.assign(static_cast<std::size_t>(p.bias_count()), 0.0);
-  for (std::int64_t row = 0; row < queries; ++row) {
-    const std::int64_t i = row % s.query_length;
-    const std::int64_t head = row / s.query_length % s.query_heads;
-    const std::int64_t batch = row / s.query_length / s.query_heads;
-    const std::int64_t key_row =
-        (batch * s.key_heads + head / (s.query_heads / s.key_heads)) * s.key_length;
-    const auto product = [&](const std::vector<T>& a, const std::vector<T>& b, std::int64_t j) {
-      double sum = 0.0;
-      for (std::int64_t c = 0; c < s.dim; ++c) {
-        sum += double{core::to_float(at(a, row * stride + c))} *
-               double{core::to_float(at(b, (key_row + j) * stride + c))};
-      }
-      return sum;
-    };
-    const auto bias_at = [&](std::int64_t j) {
-      return batch * p.bias_stride(0) + head * p.bias_stride(1) + i * p.bias_stride(2) +
-             j * p.bias_stride(3);
-    };
-    std::vector<std::int64_t> seen;
-    std::vector<double> weights;
+  static constexpr std::int64_t kGap = Data<T>::kGap;
+
+  static double element(const std::vector<T>& of, std::int64_t at) {
+    return double{core::to_float(of[static_cast<std::size_t>(at)])};
+  }
+  static void add(std::vector<double>& to, std::int64_t at, double amount) {
+    to[static_cast<std::size_t>(at)] += amount;
+  }
+  double product(const std::vector<T>& a, const std::vector<T>& b, std::int64_t key) const {
+    const std::int64_t stride = s_.dim + kGap;
+    double sum = 0.0;
+    for (std::int64_t c = 0; c < s_.dim; ++c) {
+      sum += element(a, row_ * stride + c) * element(b, (first_key_ + key) * stride + c);
+    }
+    return sum;
+  }
+  std::int64_t bias_at(std::int64_t key) const {
+    return batch_ * p_.bias_stride(0) + head_ * p_.bias_stride(1) + query_ * p_.bias_stride(2) +
+           key * p_.bias_stride(3);
+  }
+  bool sees(std::int64_t key) const {
+    return data_.in_layout(head_, query_ >> p_.shift, key >> p_.shift) &&
+           (!p_.causal || core::causal_sees(query_, key, s_.query_length, s_.key_length)) &&
+           (!p_.padding || data_.padding[static_cast<std::size_t>(batch_ * s_.key_length + key)]);
+  }
+  double kept(std::int64_t key) const {
+    if (p_.dropout == 0.0) return 1.0;
+    const core::DropoutDraw draw{data_.seed, 7,
+                                 static_cast<std::uint32_t>(batch_ * s_.query_heads + head_)};
+    const auto words = core::dropout_words(draw, static_cast<std::uint32_t>(query_),
+                                           static_cast<std::uint32_t>(key / 4 * 4));
+    const bool drops = words.words[key % 4] < core::drop_threshold(p_.dropout);
+    return drops ? 0.0 : 1 / (1 - p_.dropout);
+  }
+
+  // The keys that the row sees, and their weights.
+  void look() {
+    pairs_.clear();
     double highest = -std::numeric_limits<double>::infinity();
-    for (std::int64_t j = 0; j < s.key_length; ++j) {
-      if (!data.in_layout(head, i >> p.shift, j >> p.shift)) continue;
-      if (p.causal && !core::causal_sees(i, j, s.query_length, s.key_length)) continue;
-      if (p.padding && !data.padding[static_cast<std::size_t>(batch * s.key_length + j)]) continue;
-      double score = product(data.query, data.key, j) * double{data.scale()};
-      if (p.has_bias()) score += double{core::to_float(at(data.bias, bias_at(j)))};
+    for (std::int64_t key = 0; key < s_.key_length; ++key) {
+      if (!sees(key)) continue;
+      double score = product(data_.query, data_.key, key) * double{data_.scale()};
+      if (p_.has_bias()) score += element(data_.bias, bias_at(key));
       if (std::isinf(score)) continue;
-      seen.push_back(j);
-      weights.push_back(score);
       highest = std::max(highest, score);
+      const double gradient = product(data_.grad_output, data_.value, key) * kept(key);
+      pairs_.push_back({key, score, kept(key), gradient});
     }
-    if (seen.empty()) continue;
+    if (pairs_.empty()) return;
     double total = 0.0;
-    for (double& weight : weights) total += weight = std::exp(weight - highest);
-    found.logsumexp[static_cast<std::size_t>(row)] = highest + std::log(total);
-    std::vector<double> kept(seen.size(), 1.0);
-    std::vector<double> gradient(seen.size());
+    for (Pair& pair : pairs_) total += pair.weight = std::exp(pair.weight - highest);
+    for (Pair& pair : pairs_) pair.weight /= total;
+    found_.logsumexp[static_cast<std::size_t>(row_)] = highest + std::log(total);
+  }
+
+  // What the row adds to the results.
+  void spread() {
     double delta = 0.0;
-    for (std::size_t k = 0; k < seen.size(); ++k) {
-      const auto j = static_cast<std::uint32_t>(seen[k]);
-      weights[k] /= total;
-      if (p.dropout > 0.0) {
-        const core::DropoutDraw draw{data.seed, 7,
-                                     static_cast<std::uint32_t>(batch * s.query_heads + head)};
-        const auto words = core::dropout_words(draw, static_cast<std::uint32_t>(i), j / 4 * 4);
-        kept[k] = words.words[j % 4] < core::drop_threshold(p.dropout) ? 0.0 : 1 / (1 - p.dropout);
-      }
-      gradient[k] = product(data.grad_output, data.value, seen[k]) * kept[k];
-      delta += weights[k] * gradient[k];
-    }
-    for (std::size_t k = 0; k < seen.size(); ++k) {
-      const double change = weights[k] * (gradient[k] - delta);
-      if (p.has_bias()) add(found.grad_bias, bias_at(seen[k]), change);
-      for (std::int64_t c = 0; c < s.dim; ++c) {
-        const std::int64_t mine = row * s.dim + c;
-        const std::int64_t theirs = (key_row + seen[k]) * s.dim + c;
-        const std::int64_t from = (key_row + seen[k]) * stride + c;
-        const double scaled = change * double{data.scale()};
-        add(found.output, mine,
-            weights[k] * kept[k] * double{core::to_float(at(data.value, from))});
-        add(found.grad_query, mine, scaled * double{core::to_float(at(data.key, from))});
-        add(found.grad_key, theirs,
-            scaled * double{core::to_float(at(data.query, row * stride + c))});
-        add(found.grad_value, theirs,
-            weights[k] * kept[k] * double{core::to_float(at(data.grad_output, row * stride + c))});
+    for (const Pair& pair : pairs_) delta += pair.weight * pair.gradient;
+    const std::int64_t stride = s_.dim + kGap;
+    for (const Pair& pair : pairs_) {
+      const double change = pair.weight * (pair.gradient - delta);
+      if (p_.has_bias()) add(found_.grad_bias, bias_at(pair.key), change);
+      const double scaled = change * double{data_.scale()};
+      const double weight = pair.weight * pair.kept;
+      for (std::int64_t c = 0; c < s_.dim; ++c) {
+        const std::int64_t from = (first_key_ + pair.key) * stride + c;
+        const std::int64_t mine = row_ * s_.dim + c;
+        const std::int64_t theirs = (first_key_ + pair.key) * s_.dim + c;
+        add(found_.output, mine, weight * element(data_.value, from));
+        add(found_.grad_query, mine, scaled * element(data_.key, from));
+        add(found_.grad_key, theirs, scaled * element(data_.query, row_ * stride + c));
+        add(found_.grad_value, theirs, weight * element(data_.grad_output, row_ * stride + c));
       }
     }
   }
-  return found;
-}
+
+  const Data<T>& data_;
+  const Problem& p_;
+  const AttentionSizes& s_;
+  Solution found_;
+  std::vector<Pair> pairs_;
+  std::int64_t row_ = 0;
+  std::int64_t query_ = 0;
+  std::int64_t head_ = 0;
+  std::int64_t batch_ = 0;
+  std::int64_t first_key_ = 0;
+};
 
 // Fails where `found` is farther from `wanted` than `tolerance` of its norm, or has a NaN.
 template <class T>
@@ -293,7 +326,7 @@ void expect_near(const char* what, const std::vector<T>& found, const std::vecto
     error += (value - wanted[i]) * (value - wanted[i]);
     norm += wanted[i] * wanted[i];
   }
-  // Elements are sums of so many terms of the size of 1, which may cancel.
+  // Elements are sums of so many products of the size of 1, which may cancel.
   const double size = std::sqrt(norm) + 0.2 * std::sqrt(terms * static_cast<double>(found.size()));
   EXPECT_LE(std::sqrt(error), tolerance * size) << what;
 }

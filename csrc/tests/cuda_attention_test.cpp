@@ -119,7 +119,7 @@ void run_backward(const Data<T>& data, Found<T>& found, std::mt19937_64& generat
 template <class T, int kDim>
 void expect_right(const Problem& problem, std::mt19937_64& generator) {
   const Data<T> data = make_data<T>(problem, generator);
-  const Solution wanted = solve(data);
+  const Solution wanted = Solver<T>(data).solve();
   Found<T> found;
   run_forward<T, kDim>(data, found, generator);
   expect_near("output", found.output, wanted.output, kTolerance<T>);
@@ -138,7 +138,7 @@ void expect_right(const Problem& problem, std::mt19937_64& generator) {
     const double scores =
         static_cast<double>(s.batch * s.query_heads) * s.query_length * s.key_length;
     expect_near("grad_bias", found.grad_bias, wanted.grad_bias, 2 * kTolerance<T>,
-                scores / static_cast<double>(problem.bias_count()));
+                scores * s.dim / static_cast<double>(problem.bias_count()));
   }
 }
 
@@ -200,7 +200,7 @@ Problem random_problem(std::mt19937_64& generator) {
 
 TYPED_TEST(CudaAttention, AnyChoiceOfMasksBiasDropoutAndSharedHeads) {
   auto generator = fresh_generator();
-  for (int i = 0; i < 24; ++i) expect_right<TypeParam>(random_problem(generator), generator);
+  for (int i = 0; i < 12; ++i) expect_right<TypeParam>(random_problem(generator), generator);
 }
 
 TYPED_TEST(CudaAttention, EveryShapeOfABiasHasItsGradient) {
