@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 _PACKAGES = (
+    "attention",
     "checkpoint",
     "cli",
     "comm",

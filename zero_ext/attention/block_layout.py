@@ -1,0 +1,196 @@
+"""Which blocks of the attention matrix are computed, as compressed rows of block columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from zero_ext.config.attention import BLOCK_SIZES
+
+MOST_MASKED = 1 << 14  # longest side of a dense mask, which is for looking and for tests
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLayout:
+    """The blocks that queries attend to, one layout for all heads or one for each.
+
+    Attributes:
+        block: tokens of a block's side; the last row and column of blocks may be shorter.
+        heads: layouts held: 1, shared by all heads, or as many as there are query heads.
+        query_length, key_length: tokens.
+        row_pointers: int32 [heads, row blocks + 1]; offsets into `columns`, over all heads.
+        columns: int32 [blocks]; block columns, ascending within a row.
+
+    Raises:
+        ValueError: shapes, dtypes or offsets do not fit together. Columns are checked by `from_block_mask`
+            and the layouts of a policy, not here.
+    """
+
+    block: int
+    heads: int
+    query_length: int
+    key_length: int
+    row_pointers: torch.Tensor
+    columns: torch.Tensor
+
+    def __post_init__(self) -> None:
+        check_block(self.block)
+        for name in ("query_length", "key_length", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, wanted at least 1")
+        wanted = (self.heads, self.row_blocks + 1)
+        for name, shape in (("row_pointers", wanted), ("columns", (self.columns.numel(),))):
+            tensor = getattr(self, name)
+            if tensor.dtype != torch.int32 or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, wanted contiguous int32 of "
+                    f"shape {shape}"
+                )
+
+    @property
+    def row_blocks(self) -> int:
+        """Rows of blocks."""
+        return -(-self.query_length // self.block)
+
+    @property
+    def column_blocks(self) -> int:
+        """Columns of blocks."""
+        return -(-self.key_length // self.block)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of all layouts together."""
+        return self.columns.numel()
+
+    @property
+    def density(self) -> float:
+        """Blocks there are, as a part of all."""
+        return self.blocks / (self.heads * self.row_blocks * self.column_blocks)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.columns.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors, those of the transposed copy included."""
+        pointers = self.heads * (self.row_blocks + self.column_blocks + 2)
+        return 4 * (pointers + 2 * self.blocks)
+
+    @property
+    def column_pointers(self) -> torch.Tensor:
+        """int32 [heads, column blocks + 1]; offsets into `rows`, over all heads. Made at first use."""
+        return self._transposed[0]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """int32 [blocks]; block rows, ascending within a column. Made at first use."""
+        return self._transposed[1]
+
+    @cached_property
+    def _transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        pointers, columns = self.row_pointers.cpu().numpy(), self.columns.cpu().numpy()
+        # numpy sorts 16-bit keys by radix, which is several times faster.
+        narrow = columns.astype(np.uint16) if self.column_blocks <= 1 << 16 else columns
+        column_pointers = np.empty((self.heads, self.column_blocks + 1), dtype=np.int32)
+        rows = np.empty_like(columns)
+        for head in range(self.heads):
+            start, stop = int(pointers[head, 0]), int(pointers[head, -1])
+            order = np.argsort(narrow[start:stop], kind="stable")
+            numbers = np.repeat(np.arange(self.row_blocks, dtype=np.int32), np.diff(pointers[head]))
+            rows[start:stop] = numbers[order]
+            counts = np.bincount(columns[start:stop], minlength=self.column_blocks)
+            column_pointers[head, 0] = start
+            column_pointers[head, 1:] = start + np.cumsum(counts)
+        return tuple(torch.from_numpy(part).to(self.device) for part in (column_pointers, rows))  # type: ignore[return-value]
+
+    def to(self, device: torch.device | str) -> BlockLayout:
+        """The same layout with its tensors on `device`; itself if they are there."""
+        if torch.device(device) == self.device:
+            return self
+        parts = (self.row_pointers.to(device), self.columns.to(device))
+        return BlockLayout(self.block, self.heads, self.query_length, self.key_length, *parts)
+
+    def block_mask(self) -> torch.Tensor:
+        """bool [heads, row blocks, column blocks], for pictures and tests.
+
+        Raises ValueError beyond 16,384 rows or columns: the point of a layout is not to have this.
+        """
+        if max(self.row_blocks, self.column_blocks) > MOST_MASKED:
+            raise ValueError(
+                f"a dense mask of {self.row_blocks:,} × {self.column_blocks:,} was asked for, at most "
+                f"{MOST_MASKED:,} a side wanted; use row_pointers and columns"
+            )
+        mask = torch.zeros(self.heads, self.row_blocks, self.column_blocks, dtype=torch.bool, device="cpu")
+        counts = self.row_pointers.cpu().diff(dim=1).flatten()
+        rows = torch.arange(self.heads * self.row_blocks, device="cpu").repeat_interleave(counts)
+        mask.view(-1, self.column_blocks)[rows, self.columns.cpu().long()] = True
+        return mask.to(self.device)
+
+    def dense_mask(self) -> torch.Tensor:
+        """bool [heads, query length, key length]; True where a query's block holds a key's. See `block_mask`
+        for what it raises, here by tokens."""
+        if max(self.query_length, self.key_length) > MOST_MASKED:
+            raise ValueError(
+                f"a dense mask of {self.query_length:,} × {self.key_length:,} tokens was asked for, at most "
+                f"{MOST_MASKED:,} a side wanted; use row_pointers and columns"
+            )
+        wide = self.block_mask().repeat_interleave(self.block, 1).repeat_interleave(self.block, 2)
+        return wide[:, : self.query_length, : self.key_length]
+
+    @classmethod
+    def from_block_mask(
+        cls,
+        mask: torch.Tensor,
+        block: int,
+        *,
+        query_length: int | None = None,
+        key_length: int | None = None,
+    ) -> BlockLayout:
+        """A layout of the True entries of `mask`, bool [rows, columns] or [heads, rows, columns] of blocks.
+
+        Rows may be empty: their queries get zeros. Lengths default to whole blocks.
+
+        Raises:
+            ValueError: the mask has another dtype or shape, or a length does not end in its last block.
+        """
+        if mask.dtype != torch.bool or mask.ndim not in (2, 3) or mask.numel() == 0:
+            raise ValueError(
+                f"the block mask is {mask.dtype} of shape {tuple(mask.shape)}, wanted torch.bool of "
+                "[rows, columns] or [heads, rows, columns], none of them 0"
+            )
+        check_block(block)
+        mask = mask if mask.ndim == 3 else mask[None]
+        heads, rows, columns = mask.shape
+        lengths = (
+            _length("query_length", query_length, rows, block),
+            _length("key_length", key_length, columns, block),
+        )
+        pointers = torch.zeros(heads, rows + 1, dtype=torch.int64, device=mask.device)
+        counts = mask.sum(dim=2)
+        starts = counts.sum(dim=1).cumsum(0) - counts.sum(dim=1)
+        torch.cumsum(counts, dim=1, out=pointers[:, 1:])
+        pointers += starts[:, None]
+        found = mask.nonzero()[:, 2].to(torch.int32).contiguous()
+        return cls(block, heads, *lengths, pointers.to(torch.int32), found)
+
+
+def check_block(block: int) -> None:
+    """Raises ValueError unless `block` is a size that the kernels have."""
+    if block not in BLOCK_SIZES:
+        raise ValueError(f"block is {block}, wanted one of {', '.join(map(str, BLOCK_SIZES))}")
+
+
+def _length(name: str, given: int | None, blocks: int, block: int) -> int:
+    if given is None:
+        return blocks * block
+    if -(-given // block) != blocks:
+        raise ValueError(
+            f"{name} is {given}, which takes {-(-given // block)} blocks of {block}, but the block mask has "
+            f"{blocks}; pass the length that the mask is for"
+        )
+    return given
