@@ -2,5 +2,15 @@
 
 from zero_ext.attention.block_layout import BlockLayout
 from zero_ext.attention.layout import LayoutCache, build_layout
+from zero_ext.attention.module import SparseSelfAttention
+from zero_ext.attention.padding import extend_positions, pad_to_block, unpad
 
-__all__ = ["BlockLayout", "LayoutCache", "build_layout"]
+__all__ = [
+    "BlockLayout",
+    "LayoutCache",
+    "SparseSelfAttention",
+    "build_layout",
+    "extend_positions",
+    "pad_to_block",
+    "unpad",
+]

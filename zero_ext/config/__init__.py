@@ -1,5 +1,6 @@
 """Typed configuration, its JSON reader, and the translation of DeepSpeed's JSON."""
 
+from .attention import SparseAttentionPolicy
 from .batch import BatchPolicy
 from .deepspeed import Note, Translation, load_deepspeed_config
 from .errors import ConfigError
@@ -30,6 +31,7 @@ __all__ = [
     "PrecisionPolicy",
     "ProgressPolicy",
     "SchedulerPolicy",
+    "SparseAttentionPolicy",
     "Tier",
     "TracePolicy",
     "Translation",

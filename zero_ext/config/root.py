@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from .attention import SparseAttentionPolicy
 from .batch import BatchPolicy
 from .errors import show
 from .monitor import MonitorPolicy
@@ -37,6 +38,8 @@ class ZeroConfig(Policy):
             parameters (Rajbhandari et al., ZeRO, section 5).
         precision, loss_scale, units, batch, offload, aio, checkpoint: groups of settings, see their classes.
         optimizer, scheduler: what `initialize` builds when the caller passes none.
+        sparse_attention: the layout that attention is computed by, see its class; `prepare` puts it into a
+            Hugging Face model. None leaves attention as it is.
         gradient_clipping: largest global gradient norm; 0 means no clipping.
         timeout_seconds: longest wait for a collective before the job is ended with the rank's name.
         steps_per_print: steps between progress lines; None prints none.
@@ -54,6 +57,7 @@ class ZeroConfig(Policy):
     optimizer: OptimizerPolicy | None = None
     scheduler: SchedulerPolicy | None = None
     checkpoint: CheckpointPolicy = CheckpointPolicy()
+    sparse_attention: SparseAttentionPolicy | None = None
     gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
     timeout_seconds: Annotated[float, Field(gt=0, le=31_536_000)] = 600.0
     steps_per_print: Positive | None = None

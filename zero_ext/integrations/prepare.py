@@ -1,4 +1,4 @@
-"""``prepare`` with the monitors that the configuration asks for."""
+"""``prepare`` with the sparse attention and the monitors that the configuration asks for."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ Given = ParamSpec("Given")
 Prepared = tuple[Any, Any]
 
 
-def _monitored(prepare: Callable[Given, Prepared]) -> Callable[Given, Prepared]:
+def _completed(prepare: Callable[Given, Prepared]) -> Callable[Given, Prepared]:
     signature = inspect.signature(prepare)
 
     @functools.wraps(prepare)
     def call(*args: Given.args, **kwargs: Given.kwargs) -> Prepared:
         given = signature.bind(*args, **kwargs)
         settings = given.arguments["config"] = load_config(given.arguments.get("config"))
+        if settings.sparse_attention is not None:
+            from zero_ext.integrations.sparse_attention import apply_sparse_attention
+
+            apply_sparse_attention(given.arguments["model"], settings.sparse_attention)
         if settings.monitor is None and settings.steps_per_print is None:
             return prepare(*given.args, **given.kwargs)
         # Whoever watches nothing imports none of it.
@@ -34,4 +38,4 @@ def _monitored(prepare: Callable[Given, Prepared]) -> Callable[Given, Prepared]:
     return call
 
 
-prepare = _monitored(prepare_alone)
+prepare = _completed(prepare_alone)

@@ -9,7 +9,11 @@ if _missing:
         "pip install 'zero_ext[integrations]', or pip install 'transformers>=5' accelerate"
     )
 
+from zero_ext.integrations.transformers.attention import (  # noqa: E402
+    extend_position_embedding,
+    sparsify_attention,
+)
 from zero_ext.integrations.transformers.pretrained import from_pretrained  # noqa: E402
 from zero_ext.integrations.transformers.trainer import ZeroTrainer, ZeroTrainerMixin  # noqa: E402
 
-__all__ = ["ZeroTrainer", "ZeroTrainerMixin", "from_pretrained"]
+__all__ = ["ZeroTrainer", "ZeroTrainerMixin", "extend_position_embedding", "from_pretrained", "sparsify_attention"]

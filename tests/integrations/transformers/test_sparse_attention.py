@@ -1,0 +1,216 @@
+"""Hugging Face models with sparse attention: equal to the original where every block is there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BloomConfig,
+    BloomForCausalLM,
+    PreTrainedModel,
+    ResNetConfig,
+    ResNetModel,
+    RobertaConfig,
+    RobertaModel,
+    T5Config,
+    T5EncoderModel,
+)
+
+from tests.integrations.transformers.models import VOCABULARY, gpt2, llama
+from zero_ext.attention import SparseSelfAttention
+from zero_ext.integrations.transformers import extend_position_embedding, sparsify_attention
+
+LENGTH = 45
+WIDE = {"hidden_size": 64, "num_attention_heads": 4}  # head dim 16
+
+
+def bert_lm() -> PreTrainedModel:
+    return BertForMaskedLM(
+        BertConfig(vocab_size=VOCABULARY, intermediate_size=48, num_hidden_layers=2, **WIDE)
+    )
+
+
+def t5_encoder() -> PreTrainedModel:
+    config = T5Config(
+        d_model=64, d_kv=16, d_ff=48, num_layers=2, num_heads=4, vocab_size=VOCABULARY, tie_word_embeddings=False
+    )
+    return T5EncoderModel(config)
+
+
+def bloom() -> PreTrainedModel:
+    config = BloomConfig(vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4, pad_token_id=0)
+    return BloomForCausalLM(config)
+
+
+MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
+    "bert": bert_lm,
+    "gpt2": lambda: gpt2(0, n_embd=64, n_positions=64),
+    "llama": lambda: llama(0, **WIDE),
+    "bloom": bloom,
+    "t5": t5_encoder,
+}
+CAUSAL = ("gpt2", "llama", "bloom")
+FIXED = {"mode": "fixed", "block": 16, "num_local_blocks": 1, "attention": "unidirectional"}
+
+
+def made(name: str) -> PreTrainedModel:
+    torch.manual_seed(torch.seed() % 1000)
+    model = MAKERS[name]()
+    with torch.no_grad():  # attention that is far from even, so that it matters
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.eval()
+
+
+def pair(name: str, config: dict[str, Any]) -> tuple[PreTrainedModel, PreTrainedModel]:
+    original = made(name)
+    swapped = copy.deepcopy(original)
+    sparsify_attention(swapped, config)
+    return original, swapped
+
+
+def batch(lengths: tuple[int, ...] = (LENGTH, LENGTH - 11), left: bool = False) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, VOCABULARY, (len(lengths), LENGTH))
+    mask = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
+    mask = mask.flip(1) if left else mask
+    return {"input_ids": ids, "attention_mask": mask.long()}
+
+
+def equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("padding", ["none", "right", "left"])
+def test_dense_layout_is_the_original(name: str, padding: str) -> None:
+    original, swapped = pair(name, {"mode": "dense", "block": 16})
+    assert list(swapped.state_dict()) == list(original.state_dict())
+    inputs = batch(left=padding == "left")
+    if padding == "none":
+        del inputs["attention_mask"]
+    here = inputs.get("attention_mask", torch.ones(2, LENGTH)).bool()
+    weight = torch.randn(2, LENGTH, 64) * here[..., None]
+    logits = []
+    for model in (original, swapped):
+        out = model(**inputs)[0]
+        (out * weight).sum().backward()
+        logits.append(out.detach()[here])
+    equal(logits[1], logits[0])
+    for (key, wanted), found in zip(original.named_parameters(), swapped.parameters(), strict=True):
+        assert wanted.grad is None or found.grad is not None, key
+        if wanted.grad is not None and found.grad is not None:
+            scale = float(wanted.grad.abs().max().clamp(min=1.0))
+            equal(found.grad / scale, wanted.grad / scale)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_sparse_layout_changes_what_it_leaves_out(name: str) -> None:
+    """A token that is not in a query's blocks has no influence on it, and one that is has."""
+    layout = {"mode": "local_sliding_window", "block": 16, "num_sliding_window_blocks": 1}
+    model = made(name)
+    sparsify_attention(model, layout | {"attention": "bidirectional"})
+    ids = batch()["input_ids"]
+    other = ids.clone()
+    other[:, 3] = (ids[:, 3] + 5) % VOCABULARY
+    with torch.no_grad():
+        same = (model(input_ids=ids)[0] == model(input_ids=other)[0]).all(dim=2)
+    assert bool(same[:, 16:].all())
+    assert not bool(same[:, 4:16].any())
+    assert bool(same[:, :3].all()) == (name in CAUSAL)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("config", [{"mode": "dense"}, FIXED], ids=["dense", "fixed"])
+def test_generation_with_a_cache_is_that_without(name: str, config: dict[str, Any]) -> None:
+    original, swapped = pair(name, config)
+    inputs = batch((LENGTH, LENGTH - 11), left=True)
+    how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    cached = swapped.generate(**inputs, **how)
+    assert torch.equal(cached, swapped.generate(**inputs, **how, use_cache=False))
+    assert cached.shape == (2, LENGTH + 6)
+    if config["mode"] == "dense":
+        assert torch.equal(cached, original.generate(**inputs, **how))
+
+
+def test_steps_with_a_cache_give_the_logits_of_the_whole() -> None:
+    _, model = pair("llama", FIXED)
+    ids = batch()["input_ids"]
+    with torch.no_grad():
+        whole = model(input_ids=ids)[0]
+        cache, parts = None, []
+        for piece in ids.split([31, 1, 1, 12], dim=1):
+            out = model(input_ids=piece, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            parts.append(out[0])
+    equal(torch.cat(parts, dim=1), whole)
+
+
+def test_masks_of_length_squared_are_not_made_but_taken() -> None:
+    original, swapped = pair("bert", {"mode": "dense"})
+    ids = batch()["input_ids"]
+    allowed = torch.rand(2, 1, LENGTH, LENGTH) < 0.7
+    allowed |= torch.eye(LENGTH, dtype=torch.bool)
+    equal(
+        swapped(input_ids=ids, attention_mask=allowed)[0],
+        original(input_ids=ids, attention_mask=allowed)[0],
+    )
+
+
+def test_layers_share_one_attention_and_copies_have_their_own() -> None:
+    model = made("llama")
+    sparse = sparsify_attention(model, FIXED)
+    found = {id(module) for module in model.modules() if isinstance(module, SparseSelfAttention)}
+    assert found == {id(sparse)}
+    twin = copy.deepcopy(model)
+    assert all(module is not sparse for module in twin.modules())
+    ids = batch()["input_ids"]
+    equal(twin(input_ids=ids)[0], model(input_ids=ids)[0])
+
+
+def test_what_cannot_be_sparse_is_refused() -> None:
+    images = ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic"))
+    with pytest.raises(ValueError, match="ResNetModel has no attention"):
+        sparsify_attention(images, FIXED)
+    crossed = gpt2(0, add_cross_attention=True, n_embd=64)
+    with pytest.raises(ValueError, match="cross-attention"):
+        sparsify_attention(crossed, FIXED)
+    model = made("llama")
+    sparsify_attention(model, FIXED)
+    ids = batch()["input_ids"]
+    with pytest.raises(ValueError, match="use a DynamicCache"):
+        model.generate(ids, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
+    with pytest.raises(ValueError, match="packed sequences"):
+        packed = torch.cat((torch.arange(20), torch.arange(LENGTH - 20)))[None].expand(2, -1)
+        model(input_ids=ids, position_ids=packed, use_cache=False)
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(input_ids=ids, output_attentions=True)
+    with pytest.raises(ValueError, match=r"sliding_window"):
+        sparsify_attention(llama(0, **WIDE, layer_types=["sliding_attention", "full_attention"]), FIXED)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "roberta"])
+def test_positions_for_longer_sequences(name: str) -> None:
+    if name == "roberta":
+        config = RobertaConfig(
+            vocab_size=VOCABULARY, intermediate_size=48, num_hidden_layers=1, max_position_embeddings=34, **WIDE
+        )
+        model: PreTrainedModel = RobertaModel(config).eval()
+    else:
+        model = made(name)
+    short = 32 if name == "roberta" else model.config.max_position_embeddings
+    ids = torch.randint(3, VOCABULARY, (1, short))
+    before = model(input_ids=ids)[0]
+    extend_position_embedding(model, 2 * short + 5)
+    equal(model(input_ids=ids)[0], before)
+    longer = model(input_ids=ids.repeat(1, 2))[0]
+    assert longer.shape[1] == 2 * short
+    with pytest.raises(ValueError, match="positions wanted"):
+        extend_position_embedding(model, 3)
+    with pytest.raises(ValueError, match="no learnt position"):
+        extend_position_embedding(made("llama"), 500)

@@ -1,0 +1,195 @@
+"""Self-attention over the blocks of a layout, called like torch's scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from zero_ext.attention.block_layout import BlockLayout
+from zero_ext.attention.layout import LayoutCache
+from zero_ext.attention.masks import as_scores, both, check_key_padding, split_mask
+from zero_ext.config.attention import SparseAttentionPolicy
+from zero_ext.ops import block_sparse_attention
+
+Given = SparseAttentionPolicy | Mapping[str, Any] | BlockLayout
+_SEEDS = 1 << 62
+
+
+class SparseSelfAttention(torch.nn.Module):
+    """`scaled_dot_product_attention` in which a query attends only to the keys of its blocks.
+
+    Work and memory go with the blocks of the layout. Layouts are built at the first call with a length and
+    kept. The module has no parameters and no buffers; one may serve all layers of a model.
+
+    Args:
+        config: a policy, a mapping of its keys (DeepSpeed's `sparse_attention` section), or a layout of your
+            own, which then serves its length alone.
+
+    Source: Child et al., "Generating long sequences with sparse transformers" (arXiv 1904.10509).
+    """
+
+    def __init__(self, config: Given) -> None:
+        super().__init__()
+        self.layout = config if isinstance(config, BlockLayout) else None
+        policy = SparseAttentionPolicy.from_mapping(config) if isinstance(config, Mapping) else config
+        self._cache = LayoutCache(policy) if isinstance(policy, SparseAttentionPolicy) else None
+
+    @property
+    def policy(self) -> SparseAttentionPolicy | None:
+        """What layouts are built by; None for one of your own."""
+        return None if self._cache is None else self._cache.policy
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **more: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention over the layout's blocks; within them as in torch's function of the same arguments.
+
+        A query that may attend to nothing gets zeros, where torch gives NaN. With fewer queries than keys, as
+        when generating with a cache of keys, attention must be causal: the queries are the last tokens, and
+        each gets what it would get in a forward of the whole sequence.
+
+        Args:
+            query: [batch, query heads, query length, head dim], float32, bfloat16 or float16; head dim a
+                multiple of 8 from 16 to 256.
+            key, value: [batch, key heads, key length, head dim].
+            attn_mask: bool (True may be attended) or a float to add, broadcasting to
+                [batch, query heads, query length, key length]. Only a mask that varies with query and key
+                takes memory of their product: give padding as key_padding or [batch, 1, 1, key length].
+            dropout_p: probability that a weight is dropped, whatever the mode of the module; drawn by torch's
+                default generator.
+            is_causal: attend to no later token; always so where the policy is unidirectional.
+            scale: of the scores, 1 / sqrt(head dim) by default.
+            enable_gqa: allow fewer key heads than query heads, a divisor of them.
+            **more: key_padding, bool [batch, key length], True where a key may be attended; and bias, added
+                to the scaled scores as a float attn_mask is (both may be given), differentiable.
+
+        Returns:
+            [batch, query heads, query length, head dim], of query's dtype.
+
+        Raises:
+            ValueError: shapes do not fit together, or the layout is one for other lengths or heads.
+            TypeError: an unknown keyword, or a mask that is neither boolean nor floating.
+            RuntimeError: what the kernel does not take: dtype, head dim, device.
+        """
+        scores = _scores_shape(query, key, value, enable_gqa)
+        key_padding, bias = _masks(attn_mask, more, scores)
+        causal = is_causal or (self.policy is not None and self.policy.unidirectional)
+        layout = self._layout_for(scores, causal, query.device)
+        extra = layout.query_length - scores[2]
+        if extra:  # the rows of blocks begin before the first query
+            query = F.pad(query, (0, 0, extra, 0))
+            if bias is not None and bias.shape[2] > 1:
+                bias = F.pad(bias, (0, 0, extra, 0))
+        tensors = [layout.row_pointers, layout.columns]
+        if query.device.type != "cpu":
+            tensors += [layout.column_pointers, layout.rows]
+        found = block_sparse_attention(
+            query,
+            key,
+            value,
+            *tensors,
+            block=layout.block,
+            causal=causal,
+            scale=scale,
+            key_padding=key_padding,
+            bias=bias,
+            dropout=dropout_p,
+            seed=int(torch.randint(_SEEDS, (), device="cpu")) if dropout_p > 0 else 0,
+        )
+        return found[:, :, extra:] if extra else found
+
+    def _layout_for(
+        self, scores: tuple[int, int, int, int], causal: bool, device: torch.device
+    ) -> BlockLayout:
+        _, heads, queries, keys = scores
+        if self._cache is None:
+            return self._own_layout(scores, device)
+        if queries == keys:
+            return self._cache.get(heads, keys, causal=causal, device=device)
+        if queries > keys or not causal:
+            raise ValueError(
+                f"query length {queries} against key length {keys}: a layout is of tokens that attend to each "
+                "other; pass as many queries as keys, or the last of the tokens as queries with "
+                "is_causal=True, or a BlockLayout of these lengths"
+            )
+        return self._cache.get(heads, keys, queries=queries, causal=True, device=device)
+
+    def _own_layout(self, scores: tuple[int, int, int, int], device: torch.device) -> BlockLayout:
+        layout, (_, heads, queries, keys) = self.layout, scores
+        if layout is None:
+            raise AssertionError("neither policy nor layout")
+        if (layout.query_length, layout.key_length) != (queries, keys):
+            raise ValueError(
+                f"the layout is for {layout.query_length} queries and {layout.key_length} keys, got {queries} "
+                f"and {keys}; make one for this length, or give a policy, which serves every length"
+            )
+        if layout.heads not in (1, heads):
+            raise ValueError(
+                f"the layout has {layout.heads} heads, the query {heads}; make one for all heads or for {heads}"
+            )
+        if layout.device != device:
+            layout = self.layout = layout.to(device)
+        return layout
+
+    def extra_repr(self) -> str:
+        """The policy, or the layout's size."""
+        if self.layout is None:
+            return str(self.policy)
+        size = f"{self.layout.query_length} × {self.layout.key_length}"
+        return f"layout of {size} tokens, {self.layout.blocks} blocks of {self.layout.block}"
+
+
+def _scores_shape(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: bool
+) -> tuple[int, int, int, int]:
+    """Batch, query heads, query length, key length."""
+    shapes = {name: tuple(each.shape) for name, each in (("query", query), ("key", key), ("value", value))}
+    for name, shape in shapes.items():
+        if len(shape) != 4:
+            raise ValueError(f"{name} has shape {shape}, wanted [batch, heads, length, head dim]")
+    if shapes["key"] != shapes["value"]:
+        raise ValueError(f"key has shape {shapes['key']}, value {shapes['value']}; wanted the same")
+    (batch, heads, length, dim), (key_batch, key_heads, key_length, key_dim) = shapes["query"], shapes["key"]
+    if (batch, dim) != (key_batch, key_dim):
+        raise ValueError(
+            f"query has shape {shapes['query']}, key {shapes['key']}; wanted the same batch and head dim"
+        )
+    if heads != key_heads and not grouped:
+        raise ValueError(
+            f"query has {heads} heads, key {key_heads}; pass enable_gqa=True if several query heads share one"
+        )
+    if key_heads == 0 or heads % key_heads:
+        raise ValueError(f"query has {heads} heads, key {key_heads}, which is no divisor of it")
+    return batch, heads, length, key_length
+
+
+def _masks(
+    attn_mask: torch.Tensor | None,
+    more: dict[str, torch.Tensor | None],
+    scores: tuple[int, int, int, int],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """All masks as key padding and bias."""
+    unknown = more.keys() - {"key_padding", "bias"}
+    if unknown:
+        raise TypeError(f"SparseSelfAttention got an unknown keyword {min(unknown)!r}")
+    key_padding, bias = split_mask(attn_mask, scores)
+    given_padding, given_bias = more.get("key_padding"), more.get("bias")
+    if given_padding is not None:
+        check_key_padding(given_padding, scores[0], scores[3])
+    if given_bias is not None:
+        given_bias = as_scores(given_bias, scores, "bias")
+        if given_bias.dtype == torch.bool:
+            raise TypeError("bias is torch.bool, wanted a float; pass a boolean mask as attn_mask")
+    return both(key_padding, given_padding), both(bias, given_bias)

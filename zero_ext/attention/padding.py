@@ -1,0 +1,104 @@
+"""Inputs padded to whole blocks and outputs cut again, and position embeddings for longer sequences."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+def pad_to_block(
+    block: int,
+    inputs: dict[str, torch.Tensor],
+    *,
+    pad_token_id: int = 0,
+    embeddings: nn.Module | None = None,
+) -> tuple[dict[str, torch.Tensor], int]:
+    """A model's inputs with every sequence lengthened at its end to whole blocks, and how many tokens came.
+
+    Attention here takes any length: padding saves nothing but a shorter last block, and gives inputs of few
+    different shapes. An attention mask is made where there is none, so that nothing attends to the padding;
+    labels get -100, which losses leave out.
+
+    Args:
+        block: tokens of a block.
+        inputs: by name, [batch, length, ...]: input_ids, attention_mask, token_type_ids, position_ids, labels,
+            inputs_embeds. Others are passed on.
+        pad_token_id: id that input_ids are padded with.
+        embeddings: gives inputs_embeds their padding, from ids of pad_token_id; zeros without it.
+
+    Returns:
+        The padded inputs, new tensors where something was added, and the number of tokens added.
+
+    Raises:
+        ValueError: there is neither input_ids nor inputs_embeds, or lengths differ.
+    """
+    leading = [name for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
+    if not leading:
+        raise ValueError(f"inputs are {sorted(inputs)}, wanted input_ids or inputs_embeds among them")
+    batch, length = inputs[leading[0]].shape[:2]
+    added = -length % block
+    if added == 0:
+        return dict(inputs), 0
+    fills = {"input_ids": pad_token_id, "attention_mask": 0, "token_type_ids": 0, "labels": -100}
+    found = dict(inputs)
+    if found.get("attention_mask") is None:
+        ones = torch.ones(batch, length, dtype=torch.long, device=inputs[leading[0]].device)
+        found["attention_mask"] = ones
+    for name in (*fills, "position_ids", "inputs_embeds"):
+        tensor = found.get(name)
+        if tensor is None:
+            continue
+        if tensor.shape[1] != length:
+            raise ValueError(f"{name} has length {tensor.shape[1]}, {leading[0]} {length}; wanted the same")
+        if name == "inputs_embeds":
+            found[name] = torch.cat((tensor, _padding_embeds(tensor, added, pad_token_id, embeddings)), dim=1)
+        elif name == "position_ids":
+            found[name] = torch.cat((tensor, tensor[:, -1:].expand(-1, added)), dim=1)
+        else:
+            found[name] = F.pad(tensor, (0, added), value=fills[name])
+    return found, added
+
+
+def _padding_embeds(
+    like: torch.Tensor, added: int, pad_token_id: int, embeddings: nn.Module | None
+) -> torch.Tensor:
+    if embeddings is None:
+        return like.new_zeros(like.shape[0], added, *like.shape[2:])
+    ids = torch.full((like.shape[0], added), pad_token_id, dtype=torch.long, device=like.device)
+    padding: torch.Tensor = embeddings(ids)
+    return padding.to(like.dtype)
+
+
+def unpad(added: int, output: torch.Tensor) -> torch.Tensor:
+    """`output`, [batch, length, ...], without the `added` last tokens; a view.
+
+    Raises ValueError where it is not longer than that.
+    """
+    if added < 0 or added >= output.shape[1]:
+        raise ValueError(f"{added} tokens are to be cut off an output of length {output.shape[1]}")
+    return output[:, : output.shape[1] - added]
+
+
+def extend_positions(embedding: nn.Embedding, positions: int, reserved: int = 0) -> None:
+    """Lengthens a learnt position embedding in place, repeating the rows it has.
+
+    Position p takes the row of p modulo the rows there are, so that a model reads every stretch of its former
+    length as before, from which training goes on. The first `reserved` rows (RoBERTa has 2) stay in front.
+
+    Args:
+        embedding: [positions, width]; its weight is replaced by a new parameter.
+        positions: rows wanted, without the reserved ones.
+
+    Raises:
+        ValueError: `positions` are fewer than there are, or nothing but reserved rows is there.
+    """
+    rows = embedding.num_embeddings - reserved
+    if rows < 1 or positions < rows:
+        raise ValueError(f"{positions} positions wanted, the embedding has {rows} and {reserved} reserved rows")
+    old = embedding.weight
+    places = torch.arange(positions, device=old.device) % rows + reserved
+    with torch.no_grad():
+        weight = torch.cat((old[:reserved], old[places]))
+    embedding.weight = nn.Parameter(weight, requires_grad=old.requires_grad)
+    embedding.num_embeddings = reserved + positions
