@@ -18,6 +18,7 @@ from zero_ext.config import (
     ZeroConfig,
     load_deepspeed_config,
 )
+from zero_ext.config.attention import MODE_KEYS
 from zero_ext.config.deepspeed.key import Key
 from zero_ext.config.deepspeed.table import KEYS, SECTIONS, TABLE
 
@@ -46,6 +47,11 @@ def with_switch(key: Key, value: object) -> dict[str, Any]:
         config = merged(config, nested(key.switch, "cpu" if key.switch.endswith("device") else True))
     if key.path.startswith("aio."):
         config = merged(config, nested("zero_optimization.offload_optimizer", _NVME))
+    section, _, name = key.path.partition(".")
+    if section == "sparse_attention" and name not in ("mode", "block", "attention"):
+        mode = next(mode for mode, keys in MODE_KEYS.items() if name in keys)
+        own = {"different_layout_per_head": True} if name == "num_different_global_patterns" else {}
+        config = merged(config, {section: {"mode": mode, **own}})
     if key.path != "zero_optimization.stage":
         config = merged(config, nested("zero_optimization.stage", key.stages[-1]))
     return config
@@ -173,6 +179,10 @@ def test_every_key_has_a_visible_fate(key: Key) -> None:
         "'none', 'cpu' or 'nvme'": "cpu",
         "'mean' or 'sum'": "sum",
         "'ignore', 'warn' or 'fail'": "fail",
+        "16, 32, 64 or 128": 64,
+        "a list of integers of at least 0": [5],
+        "'unidirectional' or 'bidirectional'": "unidirectional",
+        "'dense', 'fixed', 'variable', 'bigbird', 'bslongformer' or 'local_sliding_window'": "variable",
     }
     first = 4096 if key.path == "aio.block_size" else asking.get(key.kind.words.removesuffix(", or null"))
     candidates = [first, False, 2, 0.5, "bf16", "fp16"]
@@ -263,7 +273,18 @@ def test_harmless_values_pass_in_silence(key: Key) -> None:
             "optimizer.params.bias_correction",
             ("wanted true",),
         ),
-        ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention", ("refused",)),
+        ({"sparse_attention": {"mode": "sparse"}}, "sparse_attention.mode", ("'bigbird'",)),
+        ({"sparse_attention": {"block": 48}}, "sparse_attention.block", ("got 48", "16, 32, 64 or 128")),
+        (
+            {"sparse_attention": {"mode": "fixed", "num_local_blocks": 4, "num_global_blocks": 3}},
+            "sparse_attention.num_global_blocks",
+            ("does not divide",),
+        ),
+        (
+            {"sparse_attention": {"mode": "variable", "local_window_blocks": [4, "x"]}},
+            "sparse_attention.local_window_blocks",
+            ("a list of integers",),
+        ),
         ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel", ("autotp_size to 1",)),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency", ("refused",)),
         ({"compile": {"deepcompile": True}}, "compile", ("torch.compile",)),
@@ -440,3 +461,49 @@ def test_a_breakdown_alone_is_printed_as_often_as_said() -> None:
     assert found.steps_per_print == 3
     assert found.monitor == MonitorPolicy(jsonl=False, times=False, memory=True)
     assert load_deepspeed_config({"wall_clock_breakdown": False}).config.monitor is None
+
+
+def test_sparse_attention_of_the_documentation() -> None:
+    """DeepSpeed's documentation lists the keys of all modes beside mode fixed."""
+    found = load_deepspeed_config(
+        {
+            "gradient_clipping": 0,
+            "sparse_attention": {
+                "mode": "fixed",
+                "block": 16,
+                "different_layout_per_head": True,
+                "num_local_blocks": 4,
+                "num_global_blocks": 1,
+                "attention": "bidirectional",
+                "horizontal_global_attention": False,
+                "num_different_global_patterns": 4,
+                "num_random_blocks": 0,
+                "local_window_blocks": [4],
+                "global_block_indices": [0],
+                "global_block_end_indices": None,
+                "num_sliding_window_blocks": 3,
+            },
+        }
+    )
+    policy = found.config.sparse_attention
+    assert policy is not None
+    assert (policy.mode, policy.num_different_global_patterns, policy.unidirectional) == ("fixed", 4, False)
+    assert {note.path.rpartition(".")[2] for note in found.notes} == {
+        "num_random_blocks",
+        "local_window_blocks",
+        "global_block_indices",
+        "global_block_end_indices",
+        "num_sliding_window_blocks",
+    }
+
+
+def test_sparse_attention_defaults_are_those_of_the_json() -> None:
+    found = load_deepspeed_config({"gradient_clipping": 0, "sparse_attention": {"mode": "bigbird"}})
+    policy = found.config.sparse_attention
+    assert policy is not None
+    assert policy.random_blocks == 0
+    assert str(found.notes[0]).startswith("sparse_attention.num_random_blocks: default")
+    assert load_deepspeed_config({"sparse_attention": None}).config.sparse_attention is None
+    fixed = load_deepspeed_config({"sparse_attention": {"block": 32}}).config.sparse_attention
+    assert fixed is not None
+    assert (fixed.mode, fixed.block, fixed.num_local_blocks) == ("fixed", 32, 4)

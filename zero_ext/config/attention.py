@@ -1,4 +1,4 @@
-"""Which blocks of the attention matrix are computed: the layouts of DeepSpeed's `sparse_attention` section."""
+"""Which blocks of the attention matrix are computed, by the keys of DeepSpeed's `sparse_attention` section."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Windows = Annotated[tuple[Positive, ...], BeforeValidator(as_tuple), Field(min_l
 class SparseAttentionPolicy(Policy):
     """A layout of blocks, for every length (Child et al., arXiv 1904.10509; Zaheer et al., arXiv 2007.14062;
     Beltagy et al., arXiv 2004.05150). All counts and indices are of blocks; a key that the mode does not use
-    is refused.
+    is refused unless it holds its default.
 
     Attributes:
         mode: "dense" computes every block; "fixed": windows side by side, and some blocks of each that all
@@ -69,8 +69,8 @@ class SparseAttentionPolicy(Policy):
             only.
         num_different_global_patterns: fixed: how many heads in turn take global blocks ever nearer to their
             window's start; wants different_layout_per_head.
-        num_random_blocks: variable, bigbird: random blocks of every row of blocks; null is 0 in variable and 1
-            in bigbird.
+        num_random_blocks: variable, bigbird: random blocks of every row of blocks; null is 0 in variable and
+            1 in bigbird.
         local_window_blocks: variable: blocks of the first windows; the last entry holds for all others.
         global_block_indices: variable, bslongformer: blocks that all attend to; those beyond a short
             sequence are left out.
@@ -127,7 +127,9 @@ class SparseAttentionPolicy(Policy):
     @model_validator(mode="after")
     def _only_keys_of_the_mode(self) -> SparseAttentionPolicy:
         allowed = _EVERY_MODE | set(MODE_KEYS[self.mode])
-        for name in sorted(self.model_fields_set - allowed):
+        for name, field in type(self).model_fields.items():
+            if name in allowed or getattr(self, name) == field.default:
+                continue
             users = ", ".join(mode for mode, keys in MODE_KEYS.items() if name in keys)
             raise KeyProblem(
                 name, f"mode is {self.mode!r}, which does not use it (used by {users}); remove it"

@@ -35,7 +35,8 @@ def _words(annotation: Any, metadata: tuple[Any, ...]) -> str:
         members = [_words(member, metadata) for member in arguments if member is not type(None)]
         return " or ".join(members) + (", or null" if type(None) in arguments else "")
     if origin is tuple:
-        return "a list of non-empty strings" if arguments[0] is not int else "a list of integers"
+        inner = typing.get_args(arguments[0])[0] if arguments else str
+        return "a list of integers" if inner is int else "a list of non-empty strings"
     if origin is dict:
         return "a mapping"
     if annotation is bool:

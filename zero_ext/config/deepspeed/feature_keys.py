@@ -178,7 +178,6 @@ ABSENT_KEYS = (
             "pipeline",
             "progressive_layer_drop",
             "quantize_training",
-            "sparse_attention",
             "weight_quantization",
         )
     ),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .attention_keys import ATTENTION_KEYS
 from .feature_keys import FEATURE_KEYS
 from .key import Key
 from .offload_keys import AIO_KEYS, OFFLOAD_KEYS
 from .training_keys import TRAINING_KEYS
 from .zero_keys import ZERO_KEYS
 
-TABLE: tuple[Key, ...] = TRAINING_KEYS + ZERO_KEYS + OFFLOAD_KEYS + AIO_KEYS + FEATURE_KEYS
+TABLE: tuple[Key, ...] = TRAINING_KEYS + ZERO_KEYS + OFFLOAD_KEYS + AIO_KEYS + ATTENTION_KEYS + FEATURE_KEYS
 KEYS: dict[str, Key] = {path: key for key in TABLE for path in (key.path, *key.aliases)}
 
 

@@ -15,6 +15,7 @@ from .key import Key
 from .monitors import set_monitors
 from .note import Note
 from .settle import Settled, settle
+from .sparse_attention import set_sparse_attention
 from .table import KEYS, TABLE
 from .tiers import set_tiers, settle_tiers
 
@@ -71,6 +72,7 @@ def load_deepspeed_config(
     _set_leaf_modules(settled, native)
     set_tiers(settled, native)
     set_monitors(settled, native)
+    set_sparse_attention(settled, native, notes)
     if settled.problems:
         raise ConfigError(settled.problems, name)
     if "gradient_clipping" not in settled.values:

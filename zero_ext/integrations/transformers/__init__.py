@@ -16,4 +16,10 @@ from zero_ext.integrations.transformers.attention import (  # noqa: E402
 from zero_ext.integrations.transformers.pretrained import from_pretrained  # noqa: E402
 from zero_ext.integrations.transformers.trainer import ZeroTrainer, ZeroTrainerMixin  # noqa: E402
 
-__all__ = ["ZeroTrainer", "ZeroTrainerMixin", "extend_position_embedding", "from_pretrained", "sparsify_attention"]
+__all__ = [
+    "ZeroTrainer",
+    "ZeroTrainerMixin",
+    "extend_position_embedding",
+    "from_pretrained",
+    "sparsify_attention",
+]

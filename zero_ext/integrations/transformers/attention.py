@@ -75,7 +75,9 @@ def sparsify_attention(
 
 def _is_attention(module: torch.nn.Module) -> bool:
     """Whether this is an attention module that asks the registry."""
-    return hasattr(module, "is_causal") and hasattr(module, "config") and not isinstance(module, PreTrainedModel)
+    return (
+        hasattr(module, "is_causal") and hasattr(module, "config") and not isinstance(module, PreTrainedModel)
+    )
 
 
 def _is_cross(module: torch.nn.Module) -> bool:
@@ -109,13 +111,16 @@ def _attend(
     sparse = getattr(module, "sparse_attention", None)
     if sparse is None:
         raise RuntimeError(
-            f"{type(module).__name__} was set to {NAME!r} without a layout; call sparsify_attention(model, config)"
+            f"{type(module).__name__} was set to {NAME!r} without a layout; "
+            "call sparsify_attention(model, config)"
         )
     for name in _UNTOUCHED:
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} passes {name}, which sparse attention does not know")
     if kwargs.get("output_attentions"):
-        raise ValueError("output_attentions is true, but sparse attention never has the weights; set it to false")
+        raise ValueError(
+            "output_attentions is true, but sparse attention never has the weights; set it to false"
+        )
     two = attention_mask is not None and attention_mask.ndim == 2
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     found = sparse(
@@ -150,8 +155,8 @@ def _mask(
         )
     if mask_function is causal_mask_function and (kv_offset or int(q_offset) + q_length != kv_length):
         raise ValueError(
-            f"queries {int(q_offset)} to {int(q_offset) + q_length} against {kv_length} keys from {kv_offset}: "
-            "a cache of fixed size holds keys that are not there; use a DynamicCache"
+            f"queries {int(q_offset)} to {int(q_offset) + q_length} against {kv_length} keys from "
+            f"{kv_offset}: a cache of fixed size holds keys that are not there; use a DynamicCache"
         )
     mask: torch.Tensor | None = more.get("attention_mask")
     if mask is None:
