@@ -1,4 +1,4 @@
-"""Layouts of every mode against DeepSpeed's, against a slow reference, and at lengths that no mask could have."""
+"""Layouts of every mode against DeepSpeed's and a slow reference, and at lengths that no mask could have."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_random_blocks_come_on_top(policy: SparseAttentionPolicy, heads: int, bl
 
 
 def test_random_blocks_are_spread_and_differ() -> None:
-    """A row of 100 blocks gets 4 random ones: every column as often as another, to five standard deviations."""
+    """4 random blocks in rows of 100: every column as often as another, to five standard deviations."""
     policy = policy_of(mode="bigbird", num_random_blocks=4, num_global_blocks=1, num_sliding_window_blocks=1)
     counts = torch.zeros(100)
     seen = set()
@@ -129,7 +129,7 @@ def test_random_blocks_are_those_of_the_other_ranks(world: World) -> None:
 def test_a_longer_unidirectional_layout_starts_alike(
     data: st.DataObject, random_blocks: bool, blocks: int, more: int
 ) -> None:
-    """What a token attends to does not change when others follow, so that keys may be kept while generating."""
+    """What a token attends to does not change when others follow: keys may be kept while generating."""
     policy = data.draw(policies(random_blocks, attention="unidirectional").filter(lambda p: p.unidirectional))
     short = build_layout(policy, 2, blocks * policy.block).block_mask()
     long = build_layout(policy, 2, (blocks + more) * policy.block).block_mask()

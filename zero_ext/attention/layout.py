@@ -53,8 +53,8 @@ def build_layout(
     starts = np.cumsum([0, *(found.shape[0] for _, found in parts)])
     if starts[-1] > MOST_BLOCKS:
         raise ValueError(
-            f"the layout has {int(starts[-1]):,} blocks over {layouts} heads, wanted at most {MOST_BLOCKS:,}; "
-            "take larger blocks, fewer of them, or different_layout_per_head false"
+            f"the layout has {int(starts[-1]):,} blocks over {layouts} heads, wanted at most "
+            f"{MOST_BLOCKS:,}; take larger blocks, fewer of them, or different_layout_per_head false"
         )
     pointers = np.stack([part + start for (part, _), start in zip(parts, starts[:-1], strict=True)])
     found = parts[0][1] if layouts == 1 else np.concatenate([part for _, part in parts])

@@ -38,7 +38,9 @@ def split_mask(
 def as_scores(tensor: torch.Tensor, scores: tuple[int, int, int, int], name: str) -> torch.Tensor:
     """`tensor` with 4 dims, each 1 or that of `scores`; a view. Raises as `split_mask` does."""
     if tensor.dtype != torch.bool and not tensor.is_floating_point():
-        raise TypeError(f"{name} is {tensor.dtype}, wanted torch.bool (True may be attended) or a float to add")
+        raise TypeError(
+            f"{name} is {tensor.dtype}, wanted torch.bool (True may be attended) or a float to add"
+        )
     shape = tuple(tensor.shape)
     wide = (1,) * (4 - len(shape)) + shape
     if len(wide) != 4 or any(size not in (1, full) for size, full in zip(wide, scores, strict=True)):

@@ -120,8 +120,8 @@ class SparseSelfAttention(torch.nn.Module):
             return self._cache.get(heads, keys, causal=causal, device=device)
         if queries > keys or not causal:
             raise ValueError(
-                f"query length {queries} against key length {keys}: a layout is of tokens that attend to each "
-                "other; pass as many queries as keys, or the last of the tokens as queries with "
+                f"query length {queries} against key length {keys}: a layout is of tokens that attend to "
+                "each other; pass as many queries as keys, or the last of the tokens as queries with "
                 "is_causal=True, or a BlockLayout of these lengths"
             )
         return self._cache.get(heads, keys, queries=queries, causal=True, device=device)
@@ -132,12 +132,13 @@ class SparseSelfAttention(torch.nn.Module):
             raise AssertionError("neither policy nor layout")
         if (layout.query_length, layout.key_length) != (queries, keys):
             raise ValueError(
-                f"the layout is for {layout.query_length} queries and {layout.key_length} keys, got {queries} "
-                f"and {keys}; make one for this length, or give a policy, which serves every length"
+                f"the layout is for {layout.query_length} queries and {layout.key_length} keys, got "
+                f"{queries} and {keys}; make one for this length, or give a policy, which serves every length"
             )
         if layout.heads not in (1, heads):
             raise ValueError(
-                f"the layout has {layout.heads} heads, the query {heads}; make one for all heads or for {heads}"
+                f"the layout has {layout.heads} heads, the query {heads}; make one for all heads or for "
+                f"{heads}"
             )
         if layout.device != device:
             layout = self.layout = layout.to(device)

@@ -22,8 +22,8 @@ def pad_to_block(
 
     Args:
         block: tokens of a block.
-        inputs: by name, [batch, length, ...]: input_ids, attention_mask, token_type_ids, position_ids, labels,
-            inputs_embeds. Others are passed on.
+        inputs: by name, [batch, length, ...]: input_ids, attention_mask, token_type_ids, position_ids,
+            labels, inputs_embeds. Others are passed on.
         pad_token_id: id that input_ids are padded with.
         embeddings: gives inputs_embeds their padding, from ids of pad_token_id; zeros without it.
 
@@ -95,7 +95,9 @@ def extend_positions(embedding: nn.Embedding, positions: int, reserved: int = 0)
     """
     rows = embedding.num_embeddings - reserved
     if rows < 1 or positions < rows:
-        raise ValueError(f"{positions} positions wanted, the embedding has {rows} and {reserved} reserved rows")
+        raise ValueError(
+            f"{positions} positions wanted, the embedding has {rows} and {reserved} reserved rows"
+        )
     old = embedding.weight
     places = torch.arange(positions, device=old.device) % rows + reserved
     with torch.no_grad():

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from zero_ext.cli.attention import attention
 from zero_ext.cli.console import cleaned_up_when_ended, errors_on_stderr, terminal
 from zero_ext.cli.plan import plan
 from zero_ext.cli.tune import tune
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Look into zero_ext checkpoints, export them, describe this machine, measure its NVMe devices, "
     "compile the kernels, simulate steps, plan a training, tune its configuration, "
-    "start scripts, import DeepSpeed's checkpoints.",
+    "start scripts, import DeepSpeed's checkpoints, draw layouts of sparse attention.",
     no_args_is_help=True,
     add_completion=False,
 )
+app.add_typer(attention, name="attention")
 app.command()(plan)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(tune)
 

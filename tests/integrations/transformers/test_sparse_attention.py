@@ -38,7 +38,13 @@ def bert_lm() -> PreTrainedModel:
 
 def t5_encoder() -> PreTrainedModel:
     config = T5Config(
-        d_model=64, d_kv=16, d_ff=48, num_layers=2, num_heads=4, vocab_size=VOCABULARY, tie_word_embeddings=False
+        d_model=64,
+        d_kv=16,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=False,
     )
     return T5EncoderModel(config)
 
@@ -198,7 +204,11 @@ def test_what_cannot_be_sparse_is_refused() -> None:
 def test_positions_for_longer_sequences(name: str) -> None:
     if name == "roberta":
         config = RobertaConfig(
-            vocab_size=VOCABULARY, intermediate_size=48, num_hidden_layers=1, max_position_embeddings=34, **WIDE
+            vocab_size=VOCABULARY,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            max_position_embeddings=34,
+            **WIDE,
         )
         model: PreTrainedModel = RobertaModel(config).eval()
     else:

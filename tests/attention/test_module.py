@@ -1,0 +1,194 @@
+"""SparseSelfAttention against float64 attention with a dense mask, for every argument that it takes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from tests.attention.strategies import policies
+from zero_ext.attention import BlockLayout, SparseSelfAttention, build_layout
+from zero_ext.config.attention import SparseAttentionPolicy
+
+HEADS, DIM = 4, 16
+
+
+def tensors(
+    length: int, keys: int | None = None, key_heads: int = HEADS, batch: int = 2
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    keys = length if keys is None else keys
+    query = torch.randn(batch, HEADS, length, DIM, requires_grad=True)
+    key, value = (torch.randn(batch, key_heads, keys, DIM, requires_grad=True) for _ in range(2))
+    return query, key, value
+
+
+def reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    allowed: torch.Tensor,
+    bias: torch.Tensor | float = 0.0,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention in float64; queries that may attend to nothing get zeros."""
+    key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = query.double() @ key.double().transpose(2, 3) * factor + bias
+    scores = scores.masked_fill(~allowed, -math.inf)
+    empty = (scores == -math.inf).all(dim=3, keepdim=True)
+    return torch.softmax(scores.masked_fill(empty, 0), dim=3).masked_fill(empty, 0) @ value.double()
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Values and gradients, of which none may be NaN."""
+    weight = torch.randn_like(found)
+    got = torch.autograd.grad((found * weight).sum(), inputs)
+    right = torch.autograd.grad((wanted * weight).sum(), inputs)
+    for one, other in zip((found, *got), (wanted, *right), strict=True):
+        torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-4, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=40)
+@given(policies(), st.integers(1, 150), st.booleans(), st.sampled_from((1, 2, 4)))
+def test_every_policy(policy: SparseAttentionPolicy, length: int, causal: bool, key_heads: int) -> None:
+    inputs = tensors(length, key_heads=key_heads)
+    found = SparseSelfAttention(policy)(*inputs, is_causal=causal, enable_gqa=True)
+    allowed = build_layout(policy, HEADS, length).dense_mask()
+    if causal or policy.unidirectional:
+        allowed = allowed & torch.ones(length, length, dtype=torch.bool).tril()
+    same(found, reference(*inputs, allowed), inputs)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "padding", "key_padding", "bias", "heads", "all"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_masks(kind: str, causal: bool) -> None:
+    length = 70
+    attention, inputs = SparseSelfAttention({"mode": "dense", "block": 32}), tensors(length)
+    square = torch.rand(2, 1, length, length) < 0.8
+    padding = torch.rand(2, length) < 0.7
+    bias = torch.randn(1, HEADS, 1, length, requires_grad=True)
+    allowed = torch.ones(length, length, dtype=torch.bool).tril() if causal else torch.tensor(True)
+    more: dict[str, Any] = {}
+    shift: torch.Tensor | float = 0.0
+    if kind in ("bool", "all"):
+        more["attn_mask"], allowed = square, allowed & square
+    if kind == "heads":
+        more["attn_mask"] = torch.rand(HEADS, length, length) < 0.5
+        allowed = allowed & more["attn_mask"]
+    if kind == "float":
+        more["attn_mask"] = shift = torch.randn(length, length)
+    if kind == "padding":
+        more["attn_mask"], allowed = padding[:, None, None], allowed & padding[:, None, None]
+    if kind in ("key_padding", "all"):
+        more["key_padding"], allowed = padding, allowed & padding[:, None, None]
+    if kind in ("bias", "all"):
+        more["bias"] = shift = bias
+    found = attention(*inputs, is_causal=causal, scale=0.3, **more)
+    leaves = (*inputs, bias) if kind in ("bias", "all") else inputs
+    allowed = allowed.expand(2, HEADS, length, length)
+    same(found, reference(*inputs, allowed, shift, 0.3), leaves)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data(), st.integers(1, 150), st.booleans())
+def test_the_last_queries_alone(data: st.DataObject, keys: int, with_bias: bool) -> None:
+    """As when generating: the same as the last rows of the whole, gradients too."""
+    policy = data.draw(policies(data.draw(st.booleans())))
+    queries = data.draw(st.integers(1, keys))
+    attention = SparseSelfAttention(policy)
+    inputs = tensors(keys)
+    bias = torch.randn(2, HEADS, keys, keys) if with_bias else None
+    whole = attention(*inputs, is_causal=True, bias=bias)[:, :, keys - queries :]
+    part = attention(
+        inputs[0][:, :, keys - queries :],
+        *inputs[1:],
+        is_causal=True,
+        bias=None if bias is None else bias[:, :, keys - queries :],
+    )
+    assert part.shape == whole.shape
+    same(part, whole, inputs)
+
+
+def test_it_is_torchs_function_where_every_block_is_there() -> None:
+    inputs = tensors(90)
+    mask = torch.rand(2, 1, 90, 90) < 0.9
+    mask |= torch.eye(90, dtype=torch.bool)
+    for values in ({"attn_mask": mask}, {"is_causal": True}, {"scale": 0.1}):
+        found = SparseSelfAttention({"mode": "dense"})(*inputs, **values)
+        same(found, scaled_dot_product_attention(*inputs, **values), inputs)
+
+
+def test_a_query_without_keys_gets_zeros() -> None:
+    mask = torch.tensor([[True, False, False], [False, False, False], [True, True, True]])
+    attention = SparseSelfAttention(BlockLayout.from_block_mask(mask, 16, query_length=44, key_length=44))
+    inputs = tensors(44)
+    padding = torch.ones(2, 44, dtype=torch.bool)
+    padding[1] = False
+    found = attention(*inputs, key_padding=padding)
+    assert not found[0, :, 16:32].any()
+    assert not found[1].any()
+    assert bool(found[0, :, :16].any())
+    for gradient in torch.autograd.grad(found.sum(), inputs):
+        assert bool(gradient.isfinite().all())
+
+
+def test_layouts_of_your_own() -> None:
+    mask = torch.rand(HEADS, 3, 3) < 0.5
+    layout = BlockLayout.from_block_mask(mask, 32, query_length=80, key_length=80)
+    attention, inputs = SparseSelfAttention(layout), tensors(80)
+    same(attention(*inputs), reference(*inputs, layout.dense_mask()), inputs)
+    with pytest.raises(ValueError, match="for 80 queries and 80 keys, got 96 and 96"):
+        attention(*tensors(96))
+    with pytest.raises(ValueError, match="layout has 4 heads, the query 2"):
+        attention(*(each[:, :2] for each in inputs))
+    assert "80 × 80" in repr(attention)
+
+
+def test_dropout_is_drawn_by_torch() -> None:
+    attention, inputs = SparseSelfAttention({"mode": "dense"}), tensors(64)
+    outputs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outputs.append(attention(*inputs, dropout_p=0.5))
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+    plain = attention(*inputs)
+    mean = torch.stack([attention(*inputs, dropout_p=0.3) for _ in range(200)]).mean(dim=0)
+    assert float((mean - plain).abs().mean()) < 0.1 * float(plain.abs().mean()) + 0.05
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"query": torch.randn(2, HEADS, DIM)}, ValueError, r"query has shape \(2, 4, 16\), wanted \[batch"),
+        ({"value": torch.randn(2, HEADS, 33, DIM)}, ValueError, "key has shape .* value"),
+        ({"query": torch.randn(3, HEADS, 32, DIM)}, ValueError, "wanted the same batch and head dim"),
+        ({"query": torch.randn(2, 8, 32, DIM)}, ValueError, "8 heads, key 4; pass enable_gqa=True"),
+        ({"query": torch.randn(2, 6, 32, DIM), "enable_gqa": True}, ValueError, "which is no divisor"),
+        ({"query": torch.randn(2, HEADS, 31, DIM)}, ValueError, "query length 31 against key length 32"),
+        ({"query": torch.randn(2, HEADS, 33, DIM), "is_causal": True}, ValueError, "query length 33"),
+        ({"attn_mask": torch.ones(2, 32, dtype=torch.bool)}, ValueError, "does not broadcast .*key_padding"),
+        ({"attn_mask": torch.ones(1, 1, 1, 1, 32)}, ValueError, "does not broadcast"),
+        ({"attn_mask": torch.ones(32, 32, dtype=torch.long)}, TypeError, "attn_mask is torch.int64"),
+        ({"key_padding": torch.ones(2, 31, dtype=torch.bool)}, ValueError, r"shape \(2, 32\)"),
+        ({"key_padding": torch.ones(2, 32)}, ValueError, "key_padding is torch.float32"),
+        ({"bias": torch.ones(32, 32, dtype=torch.bool)}, TypeError, "bias is torch.bool"),
+        ({"rpe": torch.ones(32, 32)}, TypeError, "unknown keyword 'rpe'"),
+    ],
+)
+def test_what_does_not_fit(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    names = dict(zip(("query", "key", "value"), tensors(32), strict=True))
+    with pytest.raises(error, match=words):
+        SparseSelfAttention({"mode": "dense"})(**{**names, **change})
+
+
+@pytest.mark.parametrize("dim", [8, 12, 20, 264])
+def test_head_dims_out_of_range(dim: int) -> None:
+    inputs = (torch.randn(1, 1, 16, dim) for _ in range(3))
+    with pytest.raises(RuntimeError, match=rf"head dim.*{dim}|{dim}.*head dim"):
+        SparseSelfAttention({"mode": "dense"})(*inputs)
