@@ -10,15 +10,17 @@ import numpy.typing as npt
 
 from zero_ext.attention.block_layout import BlockLayout
 
-_MOST_CELLS = 512  # blocks a side beyond which several are drawn as one
+_MOST_CELLS = 256  # blocks a side beyond which several are drawn as one
+_GAMMA = 0.5  # so that a cell with few of its blocks is seen
 _MOST_HEADS = 16
+_TICKS = 4
 _COLOUR = "#4c72b0"
 
 
 def plot_layout(layout: BlockLayout, path: Path, title: str = "") -> Path:
     """Draws `layout` to `path` (PNG, SVG or PDF by its suffix): queries downwards, keys to the right.
 
-    Beyond 512 blocks a side, a cell stands for several and is the darker, the more of them there are. Of more
+    Beyond 256 blocks a side, a cell stands for several and is the darker, the more of them there are. Of more
     than 16 heads the first 16 are drawn.
 
     Raises:
@@ -38,18 +40,18 @@ def plot_layout(layout: BlockLayout, path: Path, title: str = "") -> Path:
     colours = LinearSegmentedColormap.from_list("blocks", ["#ffffff", _COLOUR])
     extent = (0, layout.key_length, layout.query_length, 0)
     with matplotlib.rc_context({"font.size": 9}):
-        figure = Figure(figsize=(side * across + 0.6, side * down + 1.0), layout="constrained")
+        figure = Figure(figsize=(side * across + 0.6, side * down + 0.7), layout="constrained")
         panels = figure.subplots(down, across, squeeze=False)
         for place, axes in enumerate(panels.flat):
             if place >= shown:
                 axes.set_axis_off()
                 continue
             cells = density_cells(layout, place)
-            axes.imshow(cells, cmap=colours, vmin=0, vmax=1, extent=extent, interpolation="nearest")
+            axes.imshow(cells**_GAMMA, cmap=colours, vmin=0, vmax=1, extent=extent, interpolation="nearest")
             axes.tick_params(labelsize=8)
-            for ticks in (axes.xaxis, axes.yaxis):
-                ticks.set_major_locator(matplotlib.ticker.MaxNLocator(4, integer=True))
-                ticks.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
+            for ticks, length in ((axes.xaxis, layout.key_length), (axes.yaxis, layout.query_length)):
+                places = [length * part // _TICKS for part in range(_TICKS + 1)]
+                ticks.set_ticks(places, [f"{tokens:,}" for tokens in places])
             if layout.heads > 1:
                 axes.set_title(f"head {place}", fontsize=9)
             if place % across == 0:
@@ -63,7 +65,7 @@ def plot_layout(layout: BlockLayout, path: Path, title: str = "") -> Path:
 
 
 def density_cells(layout: BlockLayout, head: int) -> npt.NDArray[np.float64]:
-    """Of one head, the part of each cell's blocks that there are, at most 512 cells a side; never the whole
+    """Of one head, the part of each cell's blocks that there are, at most 256 cells a side; never the whole
     mask."""
     step = max(1, -(-max(layout.row_blocks, layout.column_blocks) // _MOST_CELLS))
     shape = (-(-layout.row_blocks // step), -(-layout.column_blocks // step))

@@ -89,10 +89,11 @@ def _refuse_what_stays_dense(model: PreTrainedModel, attentions: list[torch.nn.M
     if not model._can_set_attn_implementation():
         raise ValueError(f"{name} does not look its attention up in transformers' registry")
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(model.config, "sliding_window", None):
+    window = getattr(model.config, "sliding_window", None)
+    if kinds != {"full_attention"} or window:
         raise ValueError(
-            f"{name} has layers of its own sparse kind ({', '.join(sorted(kinds))}, sliding_window "
-            f"{getattr(model.config, 'sliding_window', None)}); set them to full attention in its configuration"
+            f"{name} has layers of its own sparse kind ({', '.join(sorted(kinds))}, sliding_window {window}); "
+            "set them to full attention in its configuration"
         )
 
 
