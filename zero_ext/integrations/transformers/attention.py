@@ -1,4 +1,4 @@
-"""Sparse attention in models of Hugging Face: through transformers' registry, or in place where it has none."""
+"""Sparse attention in Hugging Face models: through transformers' registry, or in place where there is none."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def sparsify_attention(
 ) -> SparseSelfAttention:
     """Makes all self-attention of a model sparse, in place; parameters and state_dict keys stay.
 
-    Models that look their attention up in transformers' registry (BERT, RoBERTa, GPT-2, Llama, T5's encoder and
-    most others) find it there; BLOOM's attention modules, which add ALiBi, are changed in place. Masks of
+    Models that look their attention up in transformers' registry (BERT, RoBERTa, GPT-2, Llama, T5's encoder
+    and most others) find it there; BLOOM's attention modules, which add ALiBi, are changed in place. Masks of
     length × length are no longer made: an attention mask that came as [batch, length] stays that small. A
     token of padding attends as any other, and no other attends to it.
 
@@ -60,7 +60,7 @@ def sparsify_attention(
         )
     if not (attentions or blooms):
         raise ValueError(
-            f"{name} has no attention that transformers' registry serves; call SparseSelfAttention in the model"
+            f"{name} has no attention that transformers' registry serves; call SparseSelfAttention in it"
         )
     if attentions:
         _refuse_what_stays_dense(model, attentions)
@@ -92,7 +92,7 @@ def _refuse_what_stays_dense(model: PreTrainedModel, attentions: list[torch.nn.M
     window = getattr(model.config, "sliding_window", None)
     if kinds != {"full_attention"} or window:
         raise ValueError(
-            f"{name} has layers of its own sparse kind ({', '.join(sorted(kinds))}, sliding_window {window}); "
+            f"{name} has layers of its own sparse kind ({', '.join(sorted(kinds))}, window {window}); "
             "set them to full attention in its configuration"
         )
 

@@ -1,0 +1,107 @@
+"""Trains on windows of 16,384 bytes of real text under a memory cap that dense attention fails under.
+
+`python examples/demo_long.py [FOLDER]` takes under five minutes on two cores and exits with 1 if a promise is
+broken: under one cap attention as a matrix of weights must run out of memory, and sparse attention must train
+and bring the held-out loss below what byte frequencies reach. FOLDER (default runs/demo-long-report) receives
+a report with pictures of the layouts; an earlier demonstration's is replaced.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from demo.corpus import gather_corpus, unigram_entropy
+from demo.record import read_records
+from demo_long.processes import Ending, run
+from demo_long.report import HEADINGS, TITLES, Result, failures, rows, write_report
+from demo_long.settings import FILE, LongSettings
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from zero_ext.monitor import capped
+
+DEFAULT_FOLDER = Path("runs") / "demo-long-report"
+MEGA = 1e6
+
+
+def demonstrate(folder: Path, settings: LongSettings, console: Console) -> int:
+    """Runs all parts; returns the exit status."""
+    began = time.perf_counter()
+    _clear(folder)
+    settings.write(folder)
+    try:
+        result = _run_all(folder, settings, console)
+    except (subprocess.TimeoutExpired, RuntimeError) as error:
+        console.print(f"FAILED: {error}", markup=False)
+        return 1
+    console.print(_table(result))
+    broken = failures(result, settings)
+    page = write_report(folder, result, settings, broken, time.perf_counter() - began)
+    for failure in broken:
+        console.print(f"FAILED: {failure}", markup=False)
+    seconds = time.perf_counter() - began
+    console.print(f"{'FAILED' if broken else 'passed'} in {seconds:.0f} s; report: {page}", markup=False)
+    return 1 if broken else 0
+
+
+def _run_all(folder: Path, settings: LongSettings, console: Console) -> Result:
+    corpus = gather_corpus()
+    corpus.write(folder)
+    base = run("base", folder, settings)
+    if not base.trained:
+        raise RuntimeError(f"a tiny model did not train: {' / '.join(base.last_words)}")
+    (taken,) = read_records(folder, "base")
+    endings: dict[str, Ending] = {}
+    with capped(
+        lambda watched: taken["data_bytes" if watched == "data" else "peak_bytes"] + settings.cap_bytes
+    ) as cap:
+        of_base = taken["data_bytes" if cap.watched == "data" else "peak_bytes"]
+        console.print(
+            f"the cap is {cap.nbytes / MEGA:,.0f} MB by {cap.name}, of which interpreter and libraries take "
+            f"{of_base / MEGA:,.0f}; windows of {settings.window:,} bytes",
+            highlight=False,
+        )
+        for name, title in TITLES.items():
+            console.rule(title)
+            endings[name] = run(name, folder, settings, cap)
+            for line in endings[name].last_words:
+                console.print(f"  {line}", markup=False, highlight=False)
+            console.print(f"  → {endings[name]}", markup=False)
+        facts = (cap.nbytes, cap.name, of_base)
+    records = {name: _record(folder, name) for name in TITLES}
+    return Result(facts, endings, records, unigram_entropy(corpus.held_out))
+
+
+def _record(folder: Path, name: str) -> dict[str, Any] | None:
+    try:
+        return read_records(folder, name)[0]
+    except FileNotFoundError:
+        return None
+
+
+def _table(result: Result) -> Table:
+    table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for place, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
+    for row in rows(result):
+        table.add_row(*row)
+    return table
+
+
+def _clear(folder: Path) -> None:
+    """Removes what an earlier demonstration left; refuses a folder that holds anything else."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / FILE).exists():
+        raise SystemExit(f"{folder} holds something else than a demonstration's report; give another folder")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+if __name__ == "__main__":
+    where = Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT_FOLDER
+    sys.exit(demonstrate(where, LongSettings(), Console(highlight=False)))
