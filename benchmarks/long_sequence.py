@@ -136,8 +136,8 @@ def main(
         f"{best(sparse):,} tokens against {best(dense):,}: {ratio:.1f} times (bar ≥ {BAR:g}). BERT-base's "
         f"shape, {dtype}, batch 1, AdamW, torch's checkpointing of every layer, loss by chunks on all sides; "
         f"cap {cap:g} GiB. Layout: fixed, block {LAYOUT.block}, windows of {LAYOUT.num_local_blocks} blocks. "
-        f"Torch's flash kernel keeps no matrix of weights: its two peaks foretell {flash_limit:,} tokens, not run, at "
-        "a time that grows with their square."
+        f"Torch's flash kernel keeps no matrix of weights: its two peaks foretell {flash_limit:,} tokens, "
+        "not run, at a time that grows with their square."
     )
     table = table_of([*dense, *flash, *sparse], note)
     table.show(console)

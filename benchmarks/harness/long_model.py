@@ -52,6 +52,8 @@ class Encoder(nn.Module):
         if kind == "sparse":
             attend = SparseSelfAttention(LAYOUT)
         self.words, self.places = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(tokens, HIDDEN)
+        for embedding in (self.words, self.places):
+            nn.init.normal_(embedding.weight, std=0.02)
         self.layers = nn.ModuleList(Layer(attend) for _ in range(LAYERS))
 
     def forward(self, ids: Tensor) -> Tensor:

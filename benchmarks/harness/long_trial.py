@@ -1,7 +1,7 @@
 """One training step at one length, a process of its own.
 
-`python -m benchmarks.harness.long_trial KIND TOKENS DTYPE` prints JSON with the loss, the seconds and the peak memory of the process; ends with OUT_OF_MEMORY where
-memory was refused.
+`python -m benchmarks.harness.long_trial KIND TOKENS DTYPE` prints JSON with the loss, the seconds
+and the peak memory of the process; it ends with OUT_OF_MEMORY where memory was refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def step(kind: str, tokens: int, dtype: torch.dtype) -> dict[str, float]:
     optimizer.step()
     seconds = time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"loss": float(loss), "seconds": seconds, "peak_bytes": peak}
+    return {"loss": float(loss.detach()), "seconds": seconds, "peak_bytes": peak}
 
 
 def main(kind: str, tokens: str, dtype: str) -> int:

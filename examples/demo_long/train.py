@@ -54,7 +54,7 @@ def train(settings: LongSettings, run: str, folder: Path) -> dict[str, Any]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         seconds.append(time.perf_counter() - began)
         print(f"step {step}: loss {losses[-1]:.3f}, {seconds[-1]:.1f} s", flush=True)
     after = held_out_loss(model, held_out) if judged else None

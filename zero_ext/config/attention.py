@@ -1,4 +1,4 @@
-"""Which blocks of the attention matrix are computed, by the keys of DeepSpeed's `sparse_attention` section."""
+"""Which blocks of the attention matrix are computed, by the keys of DeepSpeed's `sparse_attention`."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "t5": t5_encoder,
 }
 CAUSAL = ("gpt2", "llama", "bloom")
-FIXED = {"mode": "fixed", "block": 16, "num_local_blocks": 1, "attention": "unidirectional"}
+FIXED = {"mode": "fixed", "block": 16, "num_local_blocks": 2, "attention": "unidirectional"}
 
 
 def made(name: str) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""DeepSpeed's `sparse_attention` section, which DeepSpeed itself gave up after 0.17."""
+"""DeepSpeed's `sparse_attention` section, which DeepSpeed 0.15.4 had and 0.19 refuses."""
 
 from __future__ import annotations
 

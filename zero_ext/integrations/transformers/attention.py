@@ -1,4 +1,4 @@
-"""Sparse attention in Hugging Face models: through transformers' registry, or in place where there is none."""
+"""Sparse attention in Hugging Face models: through transformers' registry, or in place."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ REFUSED_MODULES: dict[str, str] = {
     "deepspeed.module_inject": _INFERENCE,
     "deepspeed.moe": _EXPERTS,
     "deepspeed.nvme": "measure devices with 'zero-ext bench-nvme'",
-    "deepspeed.ops.sparse_attention": "there is no sparse attention here: use torch's flex_attention",
+    "deepspeed.ops.sparse_attention": "take zero_ext.attention.SparseSelfAttention",
     "deepspeed.ops.transformer": _INFERENCE,
     "deepspeed.profiling": "use torch.profiler with_flops=True",
     "deepspeed.runtime.bf16_optimizer": _OWN,

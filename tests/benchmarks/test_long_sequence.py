@@ -1,0 +1,70 @@
+"""The benchmark of long sequences: the search, the line through two peaks, and tiny trials."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import long_quality, long_sequence
+from benchmarks.harness import long_model, long_trial
+
+GIGA = 10**9
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Trials that take what formulas say: 2 GB and n² of dense attention, or a line."""
+    asked = []
+
+    def attempt(kind: str, tokens: int, cap_bytes: int, *_: object) -> long_sequence.Trial:
+        asked.append((kind, tokens))
+        peak = 2 * GIGA + (150 * tokens**2 if kind == "math" else 100_000 * tokens)
+        return long_sequence.Trial(kind, tokens, peak <= cap_bytes, peak)
+
+    monkeypatch.setattr(long_sequence, "attempt", attempt)
+    return asked
+
+
+def test_the_search_closes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(quiet=True)
+    pretend(monkeypatch)
+    limit = (8 * GIGA / 150) ** 0.5
+    found = long_sequence.best(long_sequence.longest_dense(10 * GIGA, "bfloat16", console))
+    assert limit / long_sequence.CLOSE < found <= limit
+    foretold, trials = long_sequence.longest_linear("sparse", 10 * GIGA, "bfloat16", console, tried=True)
+    assert foretold == pytest.approx(80_000, abs=1)
+    assert long_sequence.best(trials) == int(80_000 * 0.97) // 64 * 64
+    foretold, trials = long_sequence.longest_linear("flash", 10 * GIGA, "bfloat16", console, tried=False)
+    assert [trial.tokens for trial in trials] == list(long_sequence.PROBES["flash"])
+    assert long_sequence.best(long_sequence.longest_dense(GIGA, "bfloat16", console)) == 0
+
+
+@pytest.mark.parametrize("kind", ["math", "flash", "sparse"])
+def test_a_tiny_trial(kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in (("LAYERS", 1), ("HIDDEN", 64), ("HEADS", 4), ("FEED_FORWARD", 64)):
+        monkeypatch.setattr(long_model, name, value)
+    assert long_trial.main(kind, "128", "bfloat16") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert 9 < facts["loss"] < 12
+    assert facts["peak_bytes"] > 10**8
+
+
+def test_refused_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        torch.empty(1 << 50, device="cpu")
+
+    monkeypatch.setattr(long_trial, "step", refuse)
+    assert long_trial.main("sparse", "64", "bfloat16") == long_trial.OUT_OF_MEMORY
+
+
+def test_quality_is_judged_on_documents_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, held_out = long_quality.corpus()
+    assert training.numel() > 5 * held_out.numel() > 50_000
+    monkeypatch.setattr(long_quality, "corpus", lambda: (training, held_out))
+    for name, size in (("hidden_size", 64), ("num_hidden_layers", 1)):
+        monkeypatch.setitem(long_quality.SHAPE, name, size)
+    run = long_quality.train("fixed", 0, 4, 128, Console(quiet=True))
+    assert len(run.held_out) == 4
+    assert run.held_out[-1] < run.held_out[0] < 6

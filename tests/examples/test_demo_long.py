@@ -1,0 +1,92 @@
+"""The demonstration of long sequences: its judgement, its pictures, and one tiny run."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TINY = {"hidden_size": 64, "layers": 1, "feed_forward_size": 64, "heads": 2, "window": 256, "steps": 2}
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Any]:
+    """Imports the parts of the demonstration as `demo_long.<part>`."""
+    sys.path.insert(0, str(EXAMPLES))
+
+    class Parts:
+        def __getattr__(self, name: str) -> ModuleType:
+            return importlib.import_module(f"demo_long.{name}")
+
+    yield Parts()
+    sys.path.remove(str(EXAMPLES))
+
+
+def result_of(demo: Any, dense: int, sparse: int, held_out: tuple[float, float]) -> Any:
+    ending = demo.processes.Ending
+    record = {"losses": [3.0], "seconds": [2.0], "held_out": held_out, "peak_bytes": 2_000_000_000}
+    words = ["the weights of one layer's attention take 4,295 MB"]
+    return demo.report.Result(
+        cap=(3_500_000_000, "memory cgroup v1", 400_000_000),
+        endings={
+            "dense": ending(dense, 0 if dense != -9 else 1, words),
+            "sparse": ending(sparse, 0, []),
+            "flash": ending(0, 0, []),
+        },
+        records={
+            "dense": None,
+            "sparse": record if sparse == 0 else None,
+            "flash": record | {"held_out": [None, None]},
+        },
+        unigram=3.1,
+    )
+
+
+def test_kept_and_broken_promises(demo: Any, tmp_path: Path) -> None:
+    settings = demo.settings.LongSettings()
+    refused = demo.processes.OUT_OF_MEMORY
+    for dense in (refused, -9):
+        assert demo.report.failures(result_of(demo, dense, 0, (5.6, 2.9)), settings) == []
+    for given, words in (
+        ((0, 0, (5.6, 2.9)), "dense attention was to run out of memory"),
+        ((1, 0, (5.6, 2.9)), "failed, status 1"),
+        ((refused, refused, (5.6, 2.9)), "sparse attention was to train under the cap, but out of memory"),
+        ((refused, 0, (5.6, 3.15)), "was to end below 3.100"),
+    ):
+        (failure,) = demo.report.failures(result_of(demo, *given), settings)
+        assert words in failure
+
+
+def test_the_report_has_pictures_of_every_layout(demo: Any, tmp_path: Path) -> None:
+    settings = dataclasses.replace(demo.settings.LongSettings(), window=2048)
+    result = result_of(demo, demo.processes.OUT_OF_MEMORY, 0, (5.6, 2.9))
+    page = demo.report.write_report(tmp_path, result, settings, [], 200.0).read_text()
+    assert "4,295 MB" in page
+    assert "5.600 → 2.900" in page
+    for mode in ("fixed", "variable", "bigbird", "bslongformer", "local_sliding_window"):
+        assert f"![{mode}](layout-{mode}.png)" in page
+        assert (tmp_path / f"layout-{mode}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_tiny_run_trains_and_tells(demo: Any, tmp_path: Path) -> None:
+    corpus = importlib.import_module("demo.corpus")
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "one.py").write_text('"""' + "Some words of text. " * 60 + '"""\n')
+    corpus.gather_corpus(library).write(tmp_path)
+    settings = dataclasses.replace(demo.settings.LongSettings(), **TINY, held_out_windows=1)
+    settings.write(tmp_path)
+    assert demo.settings.LongSettings.read(tmp_path) == settings
+    assert demo.train.main(tmp_path, "sparse") == 0
+    record = json.loads((tmp_path / "sparse-rank0.json").read_text())
+    assert len(record["losses"]) == 2
+    before, after = record["held_out"]
+    assert after < before

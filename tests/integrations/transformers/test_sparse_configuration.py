@@ -1,0 +1,62 @@
+"""The configuration's sparse_attention section in models that are prepared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.integrations.transformers.models import VOCABULARY, llama
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from zero_ext import ConfigError
+from zero_ext.attention import SparseSelfAttention
+from zero_ext.config import SparseAttentionPolicy
+from zero_ext.integrations.prepare import prepare
+from zero_ext.integrations.transformers import sparsify_attention
+
+LAYOUT = {"mode": "fixed", "block": 16, "num_local_blocks": 2, "attention": "unidirectional"}
+
+
+def losses(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
+    draw = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(steps):
+        ids = torch.randint(3, VOCABULARY, (2, 50), generator=draw)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
+@on_ranks(2)
+def test_prepare_makes_it_sparse_and_trains_alike(world: World) -> None:
+    """Sharded in stage 3, the same losses as the sparse model alone, and not those of the dense one."""
+    runs = {}
+    for name in ("dense", "alone"):
+        model = llama(0, hidden_size=64)
+        if name == "alone":
+            sparsify_attention(model, LAYOUT)
+        runs[name] = losses(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    model = llama(0, hidden_size=64)
+    made = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    prepared, optimizer = prepare(
+        model, made, {"stage": 3, "sparse_attention": LAYOUT}, process_group=world.group
+    )
+    found = losses(prepared, optimizer)
+    assert found == pytest.approx(runs["alone"], rel=1e-5)
+    assert found != pytest.approx(runs["dense"], rel=1e-4)
+
+
+@on_ranks(1)
+def test_what_cannot_take_it_is_refused(world: World) -> None:
+    config = {"sparse_attention": LAYOUT}
+    with pytest.raises(ConfigError, match="Linear is no model of transformers"):
+        prepare(torch.nn.Linear(2, 2), None, config, process_group=world.group)
+    policy = SparseAttentionPolicy.from_mapping(LAYOUT)
+    own = torch.nn.Sequential(torch.nn.Linear(2, 2), SparseSelfAttention(policy.replace(block=32)))
+    with pytest.raises(ConfigError, match="make them agree"):
+        prepare(own, None, config, process_group=world.group)
+    own[1] = SparseSelfAttention(policy)
+    prepare(own, None, config, process_group=world.group)
