@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..attention import MODE_KEYS
+from ..attention import MODE_KEYS, LayoutMode
 from .attention_keys import SECTION
 from .note import Note
 from .settle import Settled
@@ -21,7 +21,7 @@ def set_sparse_attention(settled: Settled, native: dict[str, object], notes: lis
     if not given:
         return
     given = {name: value.lower() if isinstance(value, str) else value for name, value in given.items()}
-    mode = next((known for known in MODE_KEYS if known == given.get("mode")), "fixed")
+    mode: LayoutMode = next((known for known in MODE_KEYS if known == given.get("mode")), "fixed")
     section: dict[str, object] = {"mode": mode}
     for name, value in given.items():
         if name in ("mode", "block", "attention", *MODE_KEYS[mode]):
