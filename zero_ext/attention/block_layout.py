@@ -92,6 +92,7 @@ class BlockLayout:
         return self._transposed[1]
 
     @cached_property
+    @torch._dynamo.disable
     def _transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
         pointers, columns = self.row_pointers.cpu().numpy(), self.columns.cpu().numpy()
         # numpy sorts 16-bit keys by radix, which is several times faster.

@@ -15,6 +15,7 @@ from zero_ext.config.attention import SparseAttentionPolicy
 MOST_TOKENS = 1 << 31
 
 
+@torch._dynamo.disable
 def build_layout(
     policy: SparseAttentionPolicy,
     heads: int,
