@@ -6,6 +6,7 @@ from zero_ext.config import ConfigError, ZeroConfig, load_config
 from zero_ext.config.lazy import lazily
 
 if TYPE_CHECKING:
+    from zero_ext.activation import checkpoint_activations
     from zero_ext.checkpoint.model import load_checkpoint, save_checkpoint
     from zero_ext.checkpoint.safetensors_load import load_safetensors
     from zero_ext.integrations.initialize import initialize
@@ -30,6 +31,7 @@ __all__ = [
     "TiledLinear",
     "ZeroConfig",
     "ZeroModule",
+    "checkpoint_activations",
     "double_backward",
     "full_gradient",
     "full_state_dict",
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 _PACKAGES = (
+    "activation",
     "attention",
     "checkpoint",
     "cli",
@@ -67,6 +70,7 @@ __getattr__ = lazily(
         "TiledEmbedding": "zero_ext.zero.tiling",
         "TiledLinear": "zero_ext.zero.tiling",
         "ZeroModule": "zero_ext.zero.module",
+        "checkpoint_activations": "zero_ext.activation",
         "double_backward": "zero_ext.zero.gathered",
         "full_gradient": "zero_ext.zero.gathered",
         "full_state_dict": "zero_ext.zero.gathered",

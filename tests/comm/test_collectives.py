@@ -12,7 +12,7 @@ import torch
 from tests.multi.on_ranks import on_ranks
 from tests.multi.pool import RankFailure, RankPool
 from tests.multi.rank import World
-from zero_ext.zero.process_group import make_collectives
+from zero_ext.comm.process_group import make_collectives
 
 
 def values_of(seed: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -19,8 +19,8 @@ from tests.comm.fake_backend import FakeBackend
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.comm import BackendExchange, Collectives, ExchangeByDevice, WireLog
+from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.zero import engine_of, process_group
-from zero_ext.zero.process_group import join_world, make_collectives
 
 CUDA = torch.device("cuda", 0)
 

@@ -11,7 +11,7 @@ import torch
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.comm import Collectives, ExchangeByDevice, GroupExchange, StagedExchange, staged
-from zero_ext.zero.process_group import make_collectives
+from zero_ext.comm.process_group import make_collectives
 
 DEVICE = "stand_in:0"
 
@@ -115,7 +115,7 @@ def test_a_group_without_a_backend_for_the_device_is_told_of(world: World) -> No
     told: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = told.append  # type: ignore[method-assign]
-    logger = logging.getLogger("zero_ext.zero.process_group")
+    logger = logging.getLogger("zero_ext.comm.process_group")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from zero_ext.offload.extent_arena import PAGE, ExtentArena, extent_bytes
 from zero_ext.plan import slot_pool_bytes
-from zero_ext.zero.extent_arena import ExtentArena
-from zero_ext.zero.pool_plan import PAGE, Demand, extent_bytes, plan_pool
+from zero_ext.zero.pool_plan import Demand, plan_pool
 
 
 def random_demands(source: random.Random) -> list[Demand]:

@@ -13,7 +13,7 @@ from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.test_equivalence import PLANS
 from tests.zero.training import check_equal, configuration, train_prepared
 from zero_ext.comm import GroupExchange, HostExchange
-from zero_ext.zero.process_group import make_collectives
+from zero_ext.comm.process_group import make_collectives
 
 
 @on_ranks(2, 3, timeout=120)

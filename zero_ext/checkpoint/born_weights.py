@@ -14,12 +14,12 @@ from zero_ext.checkpoint.chunk_reader import Chunk, ChunkReader, Read
 from zero_ext.checkpoint.errors import CheckpointError
 from zero_ext.checkpoint.safetensors_files import WeightFiles, find_weights
 from zero_ext.comm import Collectives
+from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.offload import STORAGE_ALIGNMENT, Birthplace, ShardHome
 from zero_ext.zero.born import BornShard, refuse_copies, set_born
 from zero_ext.zero.construction import accelerator_or_cpu
 from zero_ext.zero.layout import ALIGNMENT_BYTES, FlatLayout, ParameterSpec
-from zero_ext.zero.process_group import join_world, make_collectives
 from zero_ext.zero.together import FailedTogether, together
 
 CHUNK_BYTES = 2 << 20

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zero_ext.comm import Collectives
-from zero_ext.zero.process_group import join_world, make_collectives
+from zero_ext.comm.process_group import join_world, make_collectives
 
 _PASSES = 9
 _SMALL_ELEMENTS = 4096

@@ -1,5 +1,6 @@
 """Typed configuration, its JSON reader, and the translation of DeepSpeed's JSON."""
 
+from .activation import ActivationPolicy
 from .attention import SparseAttentionPolicy
 from .batch import BatchPolicy
 from .deepspeed import Note, Translation, load_deepspeed_config
@@ -18,6 +19,7 @@ from .policies import (
 from .root import ZeroConfig
 
 __all__ = [
+    "ActivationPolicy",
     "AioPolicy",
     "BatchPolicy",
     "CheckpointPolicy",

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 Phase = Literal["forward", "backward", "step"]
 Wait = Literal["storage", "update"]
+ActivationWork = Literal["keep", "fetch", "recompute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +142,36 @@ class CollectiveEnd:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class ActivationEnd:
+    """A checkpointed call was kept, fetched or recomputed; told with ``activation_checkpointing.profile``.
+
+    Attributes:
+        what: its inputs were packed and began to move ("keep"), were waited for in backward ("fetch"), or
+            its function ran again ("recompute", which contains no "fetch" of its own inputs).
+        name: of the function; empty for "fetch".
+        began: reading of ``time.perf_counter`` at its beginning.
+        seconds: how long it took on the host; inside the forward or backward phase.
+        bytes: what this rank keeps of the call's inputs; 0 for "recompute".
+    """
+
+    what: ActivationWork
+    name: str
+    began: float
+    seconds: float
+    bytes: int
+
+
 Event = (
-    StepEnd | DeviceStepEnd | GatherEvent | ReleaseEvent | ReduceEvent | PhaseEnd | WaitEnd | CollectiveEnd
+    StepEnd
+    | DeviceStepEnd
+    | GatherEvent
+    | ReleaseEvent
+    | ReduceEvent
+    | PhaseEnd
+    | WaitEnd
+    | CollectiveEnd
+    | ActivationEnd
 )
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from .activation import ActivationPolicy
 from .attention import SparseAttentionPolicy
 from .batch import BatchPolicy
 from .errors import show
@@ -37,6 +38,8 @@ class ZeroConfig(Policy):
         stage: ZeRO stage. 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also
             parameters (Rajbhandari et al., ZeRO, section 5).
         precision, loss_scale, units, batch, offload, aio, checkpoint: groups of settings, see their classes.
+        activation_checkpointing: what is kept for backward of calls that the model checkpoints with
+            `zero_ext.checkpoint_activations`.
         optimizer, scheduler: what `initialize` builds when the caller passes none.
         sparse_attention: the layout that attention is computed by, see its class; `prepare` puts it into a
             Hugging Face model. None leaves attention as it is.
@@ -54,6 +57,7 @@ class ZeroConfig(Policy):
     batch: BatchPolicy = BatchPolicy()
     offload: OffloadPolicy = OffloadPolicy()
     aio: AioPolicy = AioPolicy()
+    activation_checkpointing: ActivationPolicy = ActivationPolicy()
     optimizer: OptimizerPolicy | None = None
     scheduler: SchedulerPolicy | None = None
     checkpoint: CheckpointPolicy = CheckpointPolicy()

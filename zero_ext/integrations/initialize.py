@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from zero_ext.comm.process_group import join_world
 from zero_ext.config import ZeroConfig
 from zero_ext.config.deepspeed import load_deepspeed_config
 from zero_ext.data import ShardedLoader
@@ -19,7 +20,6 @@ from zero_ext.integrations.prepare import prepare
 from zero_ext.integrations.training_module import TrainingModule
 from zero_ext.optim.build import check_scheduler
 from zero_ext.zero.construction import accelerator_or_cpu
-from zero_ext.zero.process_group import join_world
 
 
 def initialize(

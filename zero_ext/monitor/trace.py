@@ -11,6 +11,7 @@ from typing import Any
 
 from zero_ext.config import TracePolicy
 from zero_ext.config.events import (
+    ActivationEnd,
     CollectiveEnd,
     Event,
     GatherEvent,
@@ -24,7 +25,7 @@ from zero_ext.monitor.packages import require
 from zero_ext.monitor.step_times import wait_of
 from zero_ext.zero.engine import Engine
 
-_PHASES, _WAITS = 1, 2
+_PHASES, _WAITS, _ACTIVATIONS = 1, 2, 3
 
 
 class Trace:
@@ -32,7 +33,8 @@ class Trace:
     ``folder``, on whatever rank it is used: trace-rank{r}.json and, with ``policy.picture``,
     memory-rank{r}.png, when they are over or at ``close``.
 
-    The file has a track of phases, one of waits, one for every unit while it is gathered, and counters: bytes
+    The file has a track of phases, one of waits, one of checkpointed calls (with
+    ``activation_checkpointing.profile``), one for every unit while it is gathered, and counters: bytes
     of each tier by kind, of gathered units, and of the process. Times are those of the host's monotonic
     clock, so traces of the ranks of one host fit together. It holds the engine weakly.
 
@@ -85,6 +87,7 @@ class Trace:
             _named("process_name", self._rank, 0, f"rank {self._rank}"),
             _named("thread_name", self._rank, _PHASES, "phases"),
             _named("thread_name", self._rank, _WAITS, "waits"),
+            _named("thread_name", self._rank, _ACTIVATIONS, "activations"),
         ]
         for unit in list(self._gathered):
             self._unit("e", unit, time.perf_counter())
@@ -111,6 +114,9 @@ class Trace:
                 "bytes_sent": event.bytes_sent,
             }
             self._span(_WAITS, wait_of(event.kind), event.began, event.seconds, facts)
+        elif isinstance(event, ActivationEnd):
+            kept = {"name": event.name, "bytes": event.bytes}
+            self._span(_ACTIVATIONS, event.what, event.began, event.seconds, kept)
         elif isinstance(event, GatherEvent):
             self._gathered[event.unit] = event.elements * self._itemsize[event.unit]
             self._unit("b", event.unit, time.perf_counter())

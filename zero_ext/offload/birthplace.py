@@ -28,7 +28,7 @@ class Birthplace:
     def __init__(self, policy: OffloadPolicy, aio: AioPolicy) -> None:
         self.tier = policy.params
         self._transfers = TransferLog()
-        self._store = open_store(policy, aio) if self.tier == "nvme" else None
+        self._store = open_store(policy.nvme_paths, aio, policy.checksum) if self.tier == "nvme" else None
 
     def home(self, numel: int, dtype: torch.dtype) -> ShardHome:
         """Room for a shard [numel]. ``RuntimeError`` with path and bytes if the device is full."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -21,15 +21,15 @@ from zero_ext.offload.transfers import TransferLog
 from zero_ext.offload.transit import DeviceWay, Transit
 
 
-def open_store(policy: OffloadPolicy, aio: AioPolicy) -> NvmeStore:
-    """An empty store on the paths of ``policy``."""
+def open_store(paths: Sequence[str], aio: AioPolicy, checksum: bool = False) -> NvmeStore:
+    """An empty store on ``paths``, which verifies what it reads if it is to keep checksums."""
     return NvmeStore(
-        policy.nvme_paths,
+        paths,
         backend=aio.backend,
         queue_depth=aio.queue_depth,
         block_bytes=aio.block_bytes,
         submitters=aio.submitters,
-        checksum=policy.checksum,
+        checksum=checksum,
     )
 
 
@@ -66,7 +66,7 @@ class Tiers:
         self._stream: StateStream | None = None
         if policy.any_nvme:
             with near(device.device):  # its threads
-                self._store = open_store(policy, aio)
+                self._store = open_store(policy.nvme_paths, aio, policy.checksum)
                 self._store.bus = self.bus
             if policy.optimizer == "nvme" and kinds is not None:
                 self._stream = StateStream(self._store, policy.ring_bytes, kinds, self.transfers, self.bus)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_ext.comm.process_group import alone
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.plan.memory import check_count
 from zero_ext.zero.construction import device_of
 from zero_ext.zero.partition import owned_parameters, plan_units, split_optimizer, trained_by
-from zero_ext.zero.process_group import alone
 from zero_ext.zero.staging import Staging, plan_staging
 from zero_ext.zero.tiling.replace import apply_tiling, plan_tiling
 

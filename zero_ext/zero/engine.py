@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero_ext.activation import Checkpointing
 from zero_ext.comm import Collectives, WireLog
 from zero_ext.config import ZeroConfig
 from zero_ext.config.events import Subscriber
@@ -117,6 +119,17 @@ class Engine:
     def device(self) -> torch.device:
         """The device that the model trains on, whose memory the tier "device" is."""
         return self.tiers.device.device
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """What :func:`zero_ext.checkpoint_activations` does inside the model's forward."""
+        return self.hooks.checkpointing
+
+    @functools.cached_property
+    def flat_storages(self) -> frozenset[int]:
+        """Storage objects of gathered parameters, which stay the same for life while memory comes and
+        goes."""
+        return frozenset(unit.flat.untyped_storage()._cdata for unit in self.units)
 
     @property
     def world_size(self) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from zero_ext.activation import Checkpointing
 from zero_ext.zero.backward import BackwardPass, in_backward
 from zero_ext.zero.frames import Call, CallStack, opaque_in, tensors_in
 from zero_ext.zero.residency import Residency
@@ -34,6 +36,8 @@ class ForwardHooks:
         self.calls = CallStack()
         self._clock = clock
         self._began: Beginning | None = None
+        self.checkpointing = Checkpointing()  # what checkpointed calls do inside a forward
+        self._inside = ExitStack()
         self.gathers_saved_tensors = False  # then outputs need not be found: backward gathers what it unpacks
         self._residency = residency
         self._backward = backward
@@ -55,6 +59,7 @@ class ForwardHooks:
             self._began = self._clock.begin()
             self._backward.abandon()
             self._check()
+            self._inside.enter_context(self.checkpointing)
             self._residency.forward_order.begin(repeats=not torch.is_grad_enabled())
         if torch.is_grad_enabled():
             self._watch_inputs(call, inputs)
@@ -78,6 +83,7 @@ class ForwardHooks:
         for unit in call.touched:
             self._residency.let_go(unit, call)
         if not self.calls:
+            self._inside.close()
             self._residency.end_pass(self._order())
             began, self._began = self._began, None
             self._clock.end("forward", began, torch.is_grad_enabled())

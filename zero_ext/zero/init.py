@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from zero_ext.comm import Collectives
+from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.offload import Birthplace
 from zero_ext.zero.born import REBUILD, born_shard, full_value, refuse_copies, shard_at_birth
@@ -26,7 +27,6 @@ from zero_ext.zero.heap import trim_heap
 from zero_ext.zero.meta import materialise
 from zero_ext.zero.placeholder import METADATA, function_name
 from zero_ext.zero.postponed import Postponed
-from zero_ext.zero.process_group import join_world, make_collectives
 from zero_ext.zero.together import together
 
 WHOLE_ELEMENTS_LIMIT = 8 * 1024 * 1024

@@ -6,18 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-PAGE = 4096  # direct transfers from storage want memory to be aligned to it
+from zero_ext.offload.extent_arena import extent_bytes
 
 # What a unit takes memory for: its whole parameters, its unreduced gradient, and while that is reduced the
 # shard on its way to another tier, a copy in the precision of the wire, and the other ranks' shards.
 # Pieces of gradients on NVMe that others are added to belong to no unit.
 Purpose = Literal["parameters", "gradient", "landing", "wire", "received", "pieces"]
 Key = tuple[str, Purpose]  # the unit's name, or an empty one
-
-
-def extent_bytes(nbytes: int) -> int:
-    """Bytes that an extent for ``nbytes`` takes: whole pages, nothing more."""
-    return -(-nbytes // PAGE) * PAGE
 
 
 @dataclass(frozen=True)

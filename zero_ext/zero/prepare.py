@@ -13,10 +13,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_ext import ops
 from zero_ext.comm import Collectives
+from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.config.placement import Placement
 from zero_ext.offload import Device, Tiers
 from zero_ext.optim.compatibility import check_elementwise, fusible, was_stepped
+from zero_ext.zero.activations import check_activation_group, checkpointing_of
 from zero_ext.zero.buffers import move_buffers
 from zero_ext.zero.construction import (
     broadcast_buffers,
@@ -47,7 +49,6 @@ from zero_ext.zero.partition import (
 )
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.pool_plan import PoolPlan
-from zero_ext.zero.process_group import join_world, make_collectives
 from zero_ext.zero.tiling.replace import apply_tiling, plan_tiling
 from zero_ext.zero.together import together
 
@@ -62,6 +63,7 @@ def prepare(
     elementwise: bool = False,
     values: Literal["keep", "empty"] = "keep",
     device: torch.device | str | None = None,
+    activation_group: dist.ProcessGroup | None = None,
 ) -> tuple[Any, Any]:
     """Shards ``model`` and ``optimizer`` in place, as ``config`` says; a collective of all ranks.
 
@@ -82,17 +84,20 @@ def prepare(
             on the meta device.
         device: where the model trains. Default: where its parameters are, or, if they are nowhere yet (meta,
             Init), the accelerator if there is one. Parameters move there a unit at a time.
+        activation_group: ranks that hold identical activations (tensor parallelism), for
+            ``activation_checkpointing.partition_activations``; they may not be data-parallel.
 
     Returns:
         The model and a :class:`ZeroOptimizer`.
 
     Raises:
         ValueError: bad configuration, foreign optimizer parameters, an optimizer that needs whole tensors,
-            parameters on several devices.
+            parameters on several devices, an activation group of data-parallel ranks.
         RuntimeError: the ranks hold different models (raised on all of them).
     """
     settings = _settings(config, optimizer)
     _check_model(model)
+    check_activation_group(settings.activation_checkpointing, activation_group, process_group)
     tiling = plan_tiling(model, settings.units.tiles)
     owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
     if not owned:
@@ -118,6 +123,7 @@ def prepare(
         engine = _shard(model, owned, optimizer, forecast, place, values)
         engine.group = (process_group or dist.group.WORLD) if collectives.world_size > 1 else None
         prepared = _prepared_optimizer(engine, optimizer, elementwise) if optimizer is not None else None
+    engine.hooks.checkpointing = checkpointing_of(engine, activation_group)
     engine.tiers.transfers.clear()
     return (ZeroModule(model) if wrap else model), prepared
 

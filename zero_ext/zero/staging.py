@@ -15,11 +15,12 @@ from zero_ext.config import Tier, ZeroConfig
 from zero_ext.config.pace import HOMES_UNDER_WAY
 from zero_ext.config.placement import Placement
 from zero_ext.offload import CPU, SLOTS, StepRooms, chunk_rooms_bytes, part_elements, stream_chunk_elements
+from zero_ext.offload.extent_arena import PAGE, extent_bytes
 from zero_ext.optim import moments_dtype_named, state_kinds
 from zero_ext.optim.compatibility import fusible, streamable
 from zero_ext.zero.construction import layout_of
 from zero_ext.zero.partition import DTYPES, Owned, UnitPlan, find_blocks, trained_by
-from zero_ext.zero.pool_plan import PAGE, Demand, PoolPlan, extent_bytes, plan_pool
+from zero_ext.zero.pool_plan import Demand, PoolPlan, plan_pool
 from zero_ext.zero.pool_replay import StagedUnit, demands_of_a_step
 from zero_ext.zero.tiling import Tile
 

@@ -22,8 +22,8 @@ from torch.distributed import (
     new_group,
 )
 
+from zero_ext.comm.process_group import join_world
 from zero_ext.integrations.deepspeed.refused import names_of
-from zero_ext.zero.process_group import join_world
 
 __all__ = ["P2POp", "ProcessGroup", "ReduceOp", "get_global_rank", "get_rank", "get_world_size", "new_group"]
 __all__ += ["is_available", "is_initialized"]

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from zero_ext.comm.process_group import join_world
 from zero_ext.config import ConfigError, ZeroConfig
 from zero_ext.config.deepspeed import Note, load_deepspeed_config
 from zero_ext.config.errors import Problem
@@ -22,7 +23,6 @@ from zero_ext.integrations.parts import Scheduler, make_loader, make_optimizer, 
 from zero_ext.integrations.prepare import prepare
 from zero_ext.optim.build import check_scheduler
 from zero_ext.zero.construction import accelerator_or_cpu
-from zero_ext.zero.process_group import join_world
 
 # What DeepSpeed takes beside these and what it may be: without meaning here, or a feature that is missing.
 _OTHER_ARGUMENTS = {

@@ -5,7 +5,12 @@ from __future__ import annotations
 from bisect import bisect, insort
 from itertools import pairwise
 
-from zero_ext.zero.pool_plan import extent_bytes
+PAGE = 4096  # direct transfers from storage want memory to be aligned to it
+
+
+def extent_bytes(nbytes: int) -> int:
+    """Bytes that an extent for ``nbytes`` takes: whole pages, nothing more."""
+    return -(-nbytes // PAGE) * PAGE
 
 
 class ExtentArena:

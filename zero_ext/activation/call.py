@@ -1,0 +1,90 @@
+"""One checkpointed call: its arguments as a flat list of tensors, and what is checked of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None))
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What errors call a function."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, nn.Module):
+        return f"{type(owner).__qualname__}.{function.__name__}"
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
+    """The module that ``function`` is, or is a method of."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    return [owner] if isinstance(owner, nn.Module) else []
+
+
+class Call:
+    """``function(*args, **kwargs)``, to be run as it was given and again with other ``tensors``.
+
+    The tensors are those found in nested lists, tuples, dicts and what else torch's pytrees know; objects
+    that they do not know are kept as they are, with whatever they hold.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.name = name_of(function)
+        leaves, self._spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        self._others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        self._function = function
+        # The first run gets the caller's own containers, which it may look into or change.
+        self._given: tuple[Sequence[Any], Mapping[str, Any]] | None = (args, kwargs)
+
+    def take_tensors(self) -> list[torch.Tensor]:
+        """The tensors, which the call itself does not keep alive any more."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def run(self, *tensors: torch.Tensor) -> Any:
+        """The function's result."""
+        given, self._given = self._given, None
+        if given is not None:
+            return self._function(*given[0], **given[1])
+        tensor, other = iter(tensors), iter(self._others)
+        leaves = [next(tensor) if is_tensor else next(other) for is_tensor in self._is_tensor]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        return self._function(*args, **kwargs)
+
+
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The tensors' versions, for :func:`check_unchanged`."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def check_unchanged(name: str, tensors: Sequence[torch.Tensor], before: Sequence[int]) -> None:
+    """``RuntimeError`` if the call has changed one of the tensors that it was given."""
+    for number, (tensor, old, new) in enumerate(zip(tensors, before, versions(tensors), strict=True)):
+        if new != old:
+            raise RuntimeError(
+                f"{name} changed its input tensor {number}, of shape {tuple(tensor.shape)} and "
+                f"{tensor.dtype}, in place: run again in backward it would start from other values. Work on "
+                "a copy inside the function (tensor.clone()), and return it."
+            )
+
+
+def check_outputs(name: str, outputs: Any) -> None:
+    """``TypeError`` if the call returned nothing that backward could come from."""
+    leaves = pytree.tree_leaves(outputs)
+    if all(isinstance(leaf, _PLAIN) for leaf in leaves):
+        raise TypeError(
+            f"{name} returned {type(outputs).__name__} without a tensor, so backward would never run it "
+            "again. Return the tensors that are computed from, or call the function directly."
+        )

@@ -1,0 +1,285 @@
+"""``checkpoint``: a call whose activations are computed again in backward, and where its inputs wait."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from zero_ext.activation.call import Call, check_outputs, check_unchanged, modules_of, versions
+from zero_ext.activation.keeping import Keeper, Record
+from zero_ext.activation.layout import fits
+from zero_ext.activation.partition import Partition, check_group
+from zero_ext.activation.planner import MeasuringMode, choose
+from zero_ext.activation.random_streams import RandomStreams
+from zero_ext.activation.recomputation import Context, NamedErrors, Recomputation, together
+from zero_ext.activation.room import MemoryRoom, Room, StoreRoom
+from zero_ext.activation.saved_tensors import AsItIs, SavedTensors, Stays
+from zero_ext.activation.selective import Contexts, Step, keeping_ops, keeping_steps, named_ops
+from zero_ext.config import ActivationPolicy, AioPolicy, Tier
+from zero_ext.config.events import Bus
+from zero_ext.offload import Device
+from zero_ext.offload.tiers import open_store
+
+_current: ContextVar[Checkpointing | None] = ContextVar("zero_ext_checkpointing", default=None)
+
+
+class Checkpointing:
+    """Keeps calls for backward as ``policy`` says; call it as ``checkpointing(function, *args, **kwargs)``.
+
+    As a context manager it is what :func:`checkpoint` uses inside, in this thread; ``zero_ext.prepare`` has
+    the model's forward run in one.
+
+    Args:
+        policy: see :class:`zero_ext.config.ActivationPolicy`.
+        group: ranks that hold identical inputs, for ``policy.partition_activations``.
+        data_parallel_group: ranks that do not; ``group`` may share no two ranks with it.
+        aio: how files on NVMe are read and written.
+        stays: tells of a tensor that it must not be moved; parameters given to calls never are.
+        streams: random number streams that functions continue, restored for recomputation.
+        bus: who hears of the work, with ``policy.profile``.
+        timeout_seconds: longest wait for another rank of ``group``.
+
+    Raises:
+        ValueError: the group cannot share activations, or ``policy.keep`` names an op that there is not.
+    """
+
+    def __init__(
+        self,
+        policy: ActivationPolicy = ActivationPolicy(),  # noqa: B008 - frozen
+        group: dist.ProcessGroup | None = None,
+        *,
+        data_parallel_group: dist.ProcessGroup | None = None,
+        aio: AioPolicy = AioPolicy(),  # noqa: B008 - frozen
+        stays: Stays = lambda tensor: False,
+        streams: RandomStreams | None = None,
+        bus: Bus | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        if group is not None:
+            check_group(group, data_parallel_group)
+        self.policy = policy
+        self.bus = Bus() if bus is None else bus
+        self.streams = RandomStreams() if streams is None else streams
+        self._group = group
+        self._data_parallel_group = data_parallel_group
+        self._aio = aio
+        self._stays = stays
+        self._timeout_seconds = timeout_seconds
+        self._ops = named_ops(policy.keep)
+        self._plans: dict[object, frozenset[Step]] = {}
+        self._keepers: dict[torch.device, Keeper] = {}
+        # Storages that calls were given before and that still live: what several calls share stays.
+        self._shared: dict[int, StorageWeakRef] = {}
+        self._entered: list[Any] = []
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``function(*args, **kwargs)``; see :func:`checkpoint`."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        call = Call(function, args, kwargs)
+        if self.policy.mode == "saved_tensors":
+            with self.saved_tensors(*modules_of(function)):
+                outputs = function(*args, **kwargs)
+            check_outputs(call.name, outputs)
+            return outputs
+        self._synchronize()
+        given = call.take_tensors()
+        before = versions(given)
+        with self._keeping(call.name, given):
+            outputs = torch_checkpoint(
+                call.run, *given, use_reentrant=False, context_fn=lambda: self._contexts(call.name, given)
+            )
+        check_unchanged(call.name, given, before)
+        check_outputs(call.name, outputs)
+        self._synchronize()
+        return outputs
+
+    def saved_tensors(self, *modules: nn.Module) -> Context:
+        """Inside, what autograd saves is kept in the policy's tier, and nothing is computed again.
+
+        Parameters of ``modules`` stay where they are, and so do those of the model given to ``prepare``,
+        gathered or not.
+
+        Raises ``ValueError`` if that tier is the device. Tensors are moved to host memory or storage as they
+        are saved.
+        """
+        if self.policy.kept_in == "device":
+            raise ValueError(
+                "saved tensors are on the device already: activation_checkpointing.tier is 'device'; set it "
+                "to 'host' or 'nvme'"
+            )
+        found = torch.accelerator.current_accelerator()
+        device = Device(torch.device("cpu") if found is None else found).device
+        own = {each.untyped_storage()._cdata for module in modules for each in module.parameters()}
+
+        def stays(tensor: torch.Tensor) -> bool:
+            return tensor.untyped_storage()._cdata in own or self._stays(tensor)
+
+        return SavedTensors(self._keeper(device), device, self.policy.smallest_bytes, stays)
+
+    def kept_bytes(self) -> int:
+        """Bytes that this rank keeps now of inputs, or saved tensors, in the policy's tier."""
+        return sum(keeper.room.kept_bytes() for keeper in self._keepers.values())
+
+    def held_bytes(self) -> dict[Tier, int]:
+        """Bytes of memory and storage taken for that, in use or not, by tier."""
+        held: dict[Tier, int] = {"device": 0, "host": 0, "nvme": 0}
+        for keeper in self._keepers.values():
+            for tier, nbytes in keeper.room.held_bytes().items():
+                held[tier] += nbytes
+        return held
+
+    def __enter__(self) -> Checkpointing:
+        self._entered.append(_current.set(self))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _current.reset(self._entered.pop())
+
+    @contextlib.contextmanager
+    def _as_current(self) -> Iterator[None]:
+        # Not as the context manager above: recomputations run in autograd's own threads.
+        before = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(before)
+
+    @contextlib.contextmanager
+    def _keeping(self, name: str, given: list[torch.Tensor]) -> Iterator[None]:
+        """Inside, torch saves the tensors of a call in the policy's room, where it has one.
+
+        Inside another checkpointed call, or other hooks of saved tensors, these decide.
+        """
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        moved = [] if hooked or not self.policy.moves else self._to_move(given)
+        if not moved:
+            yield
+            return
+        keeper = self._keeper(moved[0].device)
+        record = keeper.keep(moved, name)
+        places = {_identity(tensor): index for index, tensor in enumerate(moved)}
+
+        def pack(tensor: torch.Tensor) -> tuple[Record, int] | AsItIs:
+            index = places.get(_identity(tensor))
+            return AsItIs.of(tensor) if index is None else (record, index)
+
+        def unpack(packed: tuple[Record, int] | AsItIs) -> torch.Tensor:
+            return packed.get() if isinstance(packed, AsItIs) else keeper.fetch(*packed)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+    def _to_move(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors of a call that move, each memory once, all on one device."""
+        self._shared = {key: each for key, each in self._shared.items() if not each.expired()}
+        found: dict[object, torch.Tensor] = {}
+        for tensor in given:
+            if not fits(tensor) or isinstance(tensor, nn.Parameter) or tensor.is_inference():
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata in self._shared or tensor.nbytes < self.policy.smallest_bytes:
+                continue
+            if not self._stays(tensor):
+                found.setdefault(_identity(tensor), tensor)
+        moved = [each for each in found.values() if each.device == next(iter(found.values())).device]
+        for each in moved:
+            storage = each.untyped_storage()
+            self._shared[storage._cdata] = StorageWeakRef(storage)
+        return moved
+
+    def _contexts(self, name: str, given: list[torch.Tensor]) -> Contexts:
+        modes = self._modes(name, given)
+        bus = self.bus if self.policy.profile else None
+        again = Recomputation(
+            name, self.streams, lambda: together(self._as_current(), modes[1]), bus, self._synchronize
+        )
+        return together(NamedErrors(name), modes[0]), again
+
+    def _modes(self, name: str, given: list[torch.Tensor]) -> Contexts:
+        """What keeps some of a call's results: while it runs, and while it runs again."""
+        if self._ops:
+            return keeping_ops(self._ops)
+        budget = self.policy.keep_bytes
+        if budget is None:
+            return contextlib.nullcontext(), contextlib.nullcontext()
+        key = (name, *((tensor.shape, tensor.dtype, tensor.device) for tensor in given))
+        if key in self._plans:
+            return keeping_steps(self._plans[key])
+        return self._measured(key, budget, given), contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _measured(self, key: object, budget: int, given: list[torch.Tensor]) -> Iterator[None]:
+        device = given[0].device if given else torch.device("cpu")
+        with MeasuringMode(device) as mode:
+            yield
+        self._plans[key] = choose(mode.steps, budget)
+
+    def _keeper(self, device: torch.device) -> Keeper:
+        if device not in self._keepers:
+            partition = None
+            if self.policy.partition_activations:
+                check_group(self._group, self._data_parallel_group)
+                if self._group is not None:
+                    partition = Partition(self._group, device, self._timeout_seconds)
+            bus = self.bus if self.policy.profile else None
+            room = self._room(Device(device))
+            self._keepers[device] = Keeper(room, device, partition, self.policy.prefetch, bus)
+        return self._keepers[device]
+
+    def _room(self, device: Device) -> Room:
+        tier = self.policy.kept_in
+        if tier != "nvme":
+            return MemoryRoom(tier, device, self.policy.number_checkpoints)
+        store = open_store(self.policy.nvme_paths, self._aio)
+        store.bus = self.bus
+        return StoreRoom(store, device, self.policy.buffer_bytes)
+
+    def _synchronize(self) -> None:
+        if self.policy.synchronize_checkpoint_boundary and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs ``function(*args, **kwargs)`` and keeps its inputs only; backward runs it again.
+
+    Gradients are those without it, bit for bit: the second run sees the first one's inputs, random numbers
+    (of the CPU, of the device and of :class:`RandomStreams`) and autocast state. Where the inputs wait, and
+    what is kept besides, says ``activation_checkpointing`` of the model that runs (``zero_ext.prepare``), or
+    of the innermost :class:`Checkpointing` entered; else they stay where they are. Without autograd it is a
+    plain call.
+
+    Arguments and results may be anything; tensors are found in nested lists, tuples and dicts. Inside a
+    compiled region it is torch's own ``checkpoint``, and where inputs wait is the compiler's choice.
+
+    Raises:
+        TypeError: the function returned no tensor.
+        RuntimeError: it changed an input in place; the inputs of a partitioned call differ between ranks;
+            there is no room for them. In backward, as :class:`torch.utils.checkpoint.CheckpointError`: it
+            ran differently the second time.
+    """
+    if torch.compiler.is_compiling():
+        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    return current()(function, *args, **kwargs)
+
+
+checkpoint_activations = checkpoint  # zero_ext.checkpoint is the package of checkpoints on disk
+
+
+def current() -> Checkpointing:
+    """What :func:`checkpoint` uses here: the innermost one entered in this thread, or one that only
+    recomputes."""
+    return _current.get() or Checkpointing()
+
+
+def _identity(tensor: torch.Tensor) -> object:
+    """What two tensors have in common that are the same memory, seen alike."""
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)

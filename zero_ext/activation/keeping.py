@@ -1,0 +1,176 @@
+"""The inputs of checkpointed calls on their way out of the device's memory and back, ahead of their use."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+
+from zero_ext.activation.layout import Layout
+from zero_ext.activation.partition import Partition
+from zero_ext.activation.room import Place, Room
+from zero_ext.config.events import ActivationEnd, ActivationWork, Bus
+from zero_ext.offload import HERE, Arrival
+
+
+class State(Enum):
+    """Where a record's tensors are."""
+
+    KEPT = "kept"  # in their room, nothing of them on the device
+    FETCHING = "fetching"  # on their way into a region of the device's memory
+    PRESENT = "present"  # there, until each was handed out
+
+
+class Record:
+    """Tensors of one call, kept until nobody holds the record any more."""
+
+    def __init__(self, number: int, layout: Layout, place: Place) -> None:
+        self.number = number
+        self.layout = layout
+        self.place = place
+        self.state = State.KEPT
+        self.arrival: Arrival = HERE
+        self._region: torch.Tensor | None = None
+        self._tensors: list[torch.Tensor | None] = []
+
+    def to_fetching(self, region: torch.Tensor, arrival: Arrival) -> None:
+        """``region`` [layout.nbytes] is being filled."""
+        self._check(State.KEPT)
+        self.state, self.arrival, self._region = State.FETCHING, arrival, region
+
+    def to_present(self) -> None:
+        """The region holds the tensors."""
+        self._check(State.FETCHING)
+        self._tensors = list(self.layout.tensors(self.region))
+        self.state, self.arrival, self._region = State.PRESENT, HERE, None
+
+    def hand_out(self, index: int) -> torch.Tensor:
+        """A tensor, which is its receiver's alone from now on."""
+        self._check(State.PRESENT)
+        tensor, self._tensors[index] = self._tensors[index], None
+        if all(each is None for each in self._tensors):
+            self.to_kept()
+        if tensor is None:
+            raise AssertionError(f"tensor {index} of record {self.number} was handed out before")
+        return tensor
+
+    def has(self, index: int) -> bool:
+        """Whether a tensor is present and waits to be handed out."""
+        return self.state is State.PRESENT and self._tensors[index] is not None
+
+    def to_kept(self) -> None:
+        """What was fetched goes; the next use fetches it again."""
+        if self.state is State.FETCHING:
+            self.arrival.wait()
+        self.state, self.arrival, self._region, self._tensors = State.KEPT, HERE, None, []
+
+    @property
+    def region(self) -> torch.Tensor:
+        """The memory that is filled while fetching."""
+        if self._region is None:
+            raise AssertionError(f"record {self.number} is {self.state.value} and has no region")
+        return self._region
+
+    def _check(self, wanted: State) -> None:
+        if self.state is not wanted:
+            raise AssertionError(f"record {self.number} is {self.state.value}, not {wanted.value}")
+
+
+class Keeper:
+    """Keeps records in ``room``, this rank's part of each where there is a ``partition``, and fetches
+    ``ahead`` of them before backward comes to them: backward goes through calls from the last to the first.
+
+    Whoever listens to ``bus``, if given, hears how long that takes.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        device: torch.device,
+        partition: Partition | None = None,
+        ahead: int = 1,
+        bus: Bus | None = None,
+    ) -> None:
+        self.room = room
+        self.partition = partition
+        self._device = device
+        self._ahead = ahead
+        self._bus = Bus() if bus is None else bus
+        self._count = 0
+        self._records: dict[int, weakref.ref[Record]] = {}
+
+    def keep(self, tensors: Sequence[torch.Tensor], name: str) -> Record:
+        """A record of ``tensors``, all plain memory on the device, that the call ``name`` gets.
+
+        Raises :class:`RoomIsFull`, or ``RuntimeError`` where storage fails; nothing is kept then.
+        """
+        began = self._bus.now()
+        ranks, rank = (self.partition.size, self.partition.rank) if self.partition else (1, 0)
+        if self.partition is not None:
+            self.partition.compare(tensors, name)
+        layout = Layout.of(tensors, ranks, self.room.block)
+        part = torch.empty(layout.part_bytes, dtype=torch.uint8, device=self._device)
+        layout.pack(part, tensors, rank)
+        try:
+            place = self.room.put(part)
+        except RuntimeError as error:
+            self._give_up(f"keeping the inputs of {name} failed: {error}")
+            raise
+        self._count += 1
+        record = Record(self._count, layout, place)
+        weakref.finalize(record, self.room.give, place).atexit = False
+        self._records = {number: each for number, each in self._records.items() if each() is not None}
+        self._records[record.number] = weakref.ref(record)
+        self._tell("keep", name, began, layout.part_bytes)
+        return record
+
+    def fetch(self, record: Record, index: int) -> torch.Tensor:
+        """A tensor of a record. ``RuntimeError`` where storage fails or another rank gave up."""
+        if record.has(index):
+            return record.hand_out(index)
+        if record.state is State.PRESENT:
+            record.to_kept()
+        began = self._bus.now()
+        self._start(record)
+        for each in self._before(record):
+            self._start(each)
+        try:
+            record.arrival.wait()
+        except RuntimeError as error:
+            self._give_up(f"fetching kept inputs failed: {error}")
+            raise
+        if self.partition is not None:
+            self.partition.gather(record.region, record.layout)
+        record.to_present()
+        self._tell("fetch", "", began, record.layout.part_bytes)
+        return record.hand_out(index)
+
+    def _start(self, record: Record) -> None:
+        if record.state is not State.KEPT:
+            return
+        layout = record.layout
+        region = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+        part = region.chunk(layout.parts)[self.partition.rank if self.partition else 0]
+        record.to_fetching(region, self.room.fetch(record.place, part))
+
+    def _before(self, record: Record) -> list[Record]:
+        """The records that backward comes to next."""
+        found: list[Record] = []
+        for number in reversed(list(self._records)):
+            if len(found) == self._ahead:
+                break
+            earlier = self._records[number]() if number < record.number else None
+            if earlier is not None:
+                found.append(earlier)
+        return found
+
+    def _give_up(self, reason: str) -> None:
+        if self.partition is not None:
+            self.partition.give_up(reason)
+
+    def _tell(self, what: ActivationWork, name: str, began: float | None, nbytes: int) -> None:
+        if began is not None:
+            self._bus.publish(ActivationEnd(what, name, began, time.perf_counter() - began, nbytes))

@@ -1,0 +1,49 @@
+"""The checkpointing of a prepared model: what `zero_ext.checkpoint_activations` does inside its forward."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from zero_ext.activation import Checkpointing
+from zero_ext.activation.partition import check_group
+from zero_ext.config import ActivationPolicy
+from zero_ext.zero.engine import Engine
+
+
+def checkpointing_of(engine: Engine, group: dist.ProcessGroup | None) -> Checkpointing:
+    """Keeps calls as the engine's configuration says, across ``group`` where inputs are partitioned."""
+    settings = engine.config
+    alive = weakref.ref(engine)
+
+    def stays(tensor: torch.Tensor) -> bool:
+        found = alive()
+        storage = tensor.untyped_storage()._cdata
+        return found is not None and storage in found.flat_storages
+
+    return Checkpointing(
+        settings.activation_checkpointing,
+        group,
+        data_parallel_group=engine.group,
+        aio=settings.aio,
+        stays=stays,
+        bus=engine.collectives.bus,
+        timeout_seconds=settings.timeout_seconds,
+    )
+
+
+def check_activation_group(
+    policy: ActivationPolicy, group: dist.ProcessGroup | None, data_parallel: dist.ProcessGroup | None
+) -> None:
+    """``ValueError`` for a group that nothing is partitioned over, or whose ranks see different samples."""
+    if group is None:
+        return
+    if not policy.partition_activations:
+        raise ValueError(
+            "activation_group is given, which has no effect: activation_checkpointing.partition_activations "
+            "is false; set it to true, or leave the group out"
+        )
+    if dist.is_initialized():
+        check_group(group, data_parallel or dist.group.WORLD)
