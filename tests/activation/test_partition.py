@@ -1,0 +1,192 @@
+"""Inputs that tensor-parallel ranks share are kept 1/N a rank; groups and inputs that cannot be are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zero_ext
+from tests.activation.blocks import same
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from zero_ext.activation import Checkpointing, DifferentInputs, RandomStreams
+from zero_ext.config import ActivationPolicy
+
+WIDTH = 64
+
+
+class Copied(torch.autograd.Function):
+    """The input of a tensor-parallel block: its gradients add up over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class Summed(torch.autograd.Function):
+    """The output of a tensor-parallel block: partial sums of the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = partial.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class TensorParallelBlock(nn.Module):
+    """Two products split over the ranks: columns of the first one, rows of the second."""
+
+    def __init__(self, world: World, streams: RandomStreams) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH // world.size, bias=False)
+        self.down = nn.Linear(4 * WIDTH // world.size, WIDTH, bias=False)
+        self.group, self.streams = world.group, streams
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        inner = torch.nn.functional.gelu(self.up(Copied.apply(hidden, self.group)))
+        with self.streams.fork():  # each rank drops others of its own columns
+            inner = torch.nn.functional.dropout(inner, 0.2)
+        out = Summed.apply(self.down(inner), self.group)
+        return hidden + torch.nn.functional.dropout(out, 0.2) * mask
+
+
+def stack(world: World, dtype: torch.dtype) -> tuple[nn.ModuleList, RandomStreams]:
+    torch.manual_seed(world.seed + 100 * world.rank)
+    streams = RandomStreams("cpu")
+    return nn.ModuleList(TensorParallelBlock(world, streams) for _ in range(4)).to(dtype), streams
+
+
+def slopes(
+    world: World, blocks: nn.ModuleList, streams: RandomStreams, run: Checkpointing | None
+) -> list[torch.Tensor]:
+    streams.seed_model_parallel(world.seed, world.rank)
+    features = torch.randn(
+        64, WIDTH, dtype=next(blocks.parameters()).dtype, generator=torch.Generator().manual_seed(world.seed)
+    )
+    hidden, mask = features.requires_grad_(), torch.rand(64, 1) > 0.5
+    blocks.zero_grad()
+    for block in blocks:
+        hidden = block(hidden, mask) if run is None else run(block, hidden, mask)
+    hidden.float().square().mean().backward()
+    return [features.grad, *(each.grad.clone() for each in blocks.parameters())]
+
+
+@contextlib.contextmanager
+def policies() -> Iterator[list[dict[str, Any]]]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield [
+            {},
+            {"tier": "host"},
+            {"tier": "nvme", "nvme_paths": (folder,), "buffer_bytes": 2**20},
+            {"contiguous_memory_optimization": True, "number_checkpoints": 4},
+        ]
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_a_tensor_parallel_stack(world: World, dtype: str) -> None:
+    blocks, streams = stack(world, getattr(torch, dtype))
+    wanted = slopes(world, blocks, streams, None)
+    with policies() as wanted_policies:
+        for values in wanted_policies:
+            policy = ActivationPolicy(partition_activations=True, **values)
+            checkpointing = Checkpointing(policy, world.group, streams=streams)
+            for _ in range(2):
+                assert same(slopes(world, blocks, streams, checkpointing), wanted)
+            gc.collect()
+            assert checkpointing.kept_bytes() == 0
+
+
+@on_ranks(2, 4)
+def test_each_rank_keeps_its_part(world: World) -> None:
+    for tier in ("device", "host"):
+        policy = ActivationPolicy(partition_activations=True, tier=tier)
+        checkpointing = Checkpointing(policy, world.group)
+        torch.manual_seed(world.seed)
+        hidden = torch.randn(256, WIDTH, requires_grad=True) * 1
+        nbytes, out = hidden.nbytes, hidden
+        for calls in range(1, 4):
+            out = checkpointing(torch.sin, out)
+            assert checkpointing.kept_bytes() == calls * nbytes // world.size
+        out.sum().backward()
+        del out
+        assert checkpointing.kept_bytes() == 0
+
+
+@on_ranks(2, 3)
+def test_different_inputs_are_refused_on_every_rank(world: World) -> None:
+    policy = ActivationPolicy(partition_activations=True)
+    torch.manual_seed(world.seed)
+    same_everywhere = torch.randn(64, WIDTH, requires_grad=True) * 1
+    wrong = [
+        same_everywhere + (world.rank == 1),
+        same_everywhere[: 64 - (world.rank == 1)] * 1,
+        same_everywhere.to(torch.bfloat16 if world.rank == 1 else torch.float16),
+    ]
+    for inputs in wrong:
+        checkpointing = Checkpointing(policy, world.group)
+        with pytest.raises(DifferentInputs, match=r"sin differ between the ranks: ranks \[1\] hold"):
+            checkpointing(torch.sin, inputs)
+        world.barrier()
+    checkpointing = Checkpointing(policy, world.group)
+    first = checkpointing(torch.sin, same_everywhere)
+    with pytest.raises(DifferentInputs, match="cos differ"):  # later calls are compared too
+        checkpointing(torch.cos, first + (world.rank == 1))
+
+
+@on_ranks(2)
+def test_groups_that_are_refused(world: World) -> None:
+    policy = ActivationPolicy(partition_activations=True)
+    inputs = torch.randn(64, WIDTH, requires_grad=True) * 1
+    with pytest.raises(ValueError, match="there is no group"):
+        Checkpointing(policy)(torch.sin, inputs)
+    with pytest.raises(ValueError, match=r"of which \[0, 1\] are data-parallel"):
+        Checkpointing(policy, world.group, data_parallel_group=world.group)
+    model = nn.Linear(4, 4)
+    config = {"activation_checkpointing": {"partition_activations": True}}
+    with pytest.raises(ValueError, match=r"of which \[0, 1\] are data-parallel"):
+        zero_ext.prepare(
+            model, None, config, process_group=world.group, activation_group=world.group, wrap=False
+        )
+    with pytest.raises(ValueError, match="partition_activations is false"):
+        zero_ext.prepare(model, None, {}, process_group=world.group, activation_group=world.group)
+
+
+@on_ranks(2)
+def test_a_rank_without_room_ends_the_others_wait(world: World) -> None:
+    """Storage fails on one rank in backward: the other one hears the reason instead of waiting."""
+    policy = ActivationPolicy(partition_activations=True, prefetch=0)
+    checkpointing = Checkpointing(policy, world.group)
+    torch.manual_seed(world.seed)
+    out = checkpointing(torch.sin, torch.randn(64, WIDTH, requires_grad=True) * 1)
+    (keeper,) = checkpointing._keepers.values()
+    if world.rank == 1:
+
+        class Broken:
+            def wait(self) -> None:
+                raise RuntimeError("the disk is gone")
+
+            let_go = wait
+
+        keeper.room.fetch = lambda place, into: Broken()  # type: ignore[method-assign,assignment]
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        out.sum().backward()
