@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointError, checkpoint as torch_checkpoint
+from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import zero_ext
 from tests.activation.blocks import WIDTH, Block, Stack, fresh_seed, gradients, same

@@ -1,4 +1,4 @@
-"""Inputs that tensor-parallel ranks share are kept 1/N a rank; groups and inputs that cannot be are refused."""
+"""Inputs that tensor-parallel ranks share are kept 1/N a rank; what they cannot share is refused."""
 
 from __future__ import annotations
 

@@ -69,6 +69,12 @@ class RandomStreams:
         torch.manual_seed(seed)
         self.add(MODEL_PARALLEL, seed + _MODEL_PARALLEL_OFFSET + rank)
 
+    def seed_again(self, seed: int, rank: int) -> None:
+        """``MODEL_PARALLEL`` starts again as after :meth:`seed_model_parallel`; the default stream goes
+        on."""
+        with self.fork():
+            self._seed(seed + _MODEL_PARALLEL_OFFSET + rank)
+
     def _where(self) -> torch.device:
         if self._device is None:
             found = torch.accelerator.current_accelerator()

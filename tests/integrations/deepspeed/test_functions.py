@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import zero_ext
-from zero_ext.config import ConfigError
+from zero_ext.config import ActivationPolicy, ConfigError
 from zero_ext.integrations import deepspeed
+from zero_ext.integrations.deepspeed.checkpointing import _CONFIGURED
 from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
 from zero_ext.integrations.deepspeed.runtime.config import DeepSpeedZeroConfig
 from zero_ext.integrations.deepspeed.saved_tensors import clone_tensors_for_torch_save
@@ -131,13 +132,59 @@ def test_activation_checkpointing() -> None:
         gradients.append([parameter.grad.clone() for parameter in block.parameters()])
     for plain, recomputed in zip(*gradients, strict=True):
         assert torch.equal(plain, recomputed)
-    with pytest.raises(DeepSpeedFeatureError, match="partition_activations=True"):
+    with pytest.raises(ValueError, match=r"partition_activations=True\) needs mpu_"):
         checkpointing.configure(None, {"activation_checkpointing": {"partition_activations": True}})
     checkpointing.configure(
         None, {"activation_checkpointing": {"cpu_checkpointing": True}}, checkpoint_in_cpu=False
     )
-    with pytest.raises(TypeError, match="no argument 'no_such'"):
+    assert _CONFIGURED.checkpointing.policy == ActivationPolicy()
+    with pytest.raises(TypeError, match="no_such"):
         checkpointing.configure(no_such=True)
+
+
+class ModelParallel:
+    """The only rank of a model-parallel group, third of its kind."""
+
+    def get_model_parallel_rank(self) -> int:
+        return 2
+
+
+def test_where_checkpoints_wait_and_which_random_numbers_they_see() -> None:
+    checkpointing = deepspeed.checkpointing
+    checkpointing.configure(
+        ModelParallel(),
+        checkpoint_in_cpu=True,
+        contiguous_checkpointing=True,
+        num_checkpoints=1,
+        profile=True,
+    )
+    checkpointing.set_num_layers(3)
+    checkpointing.partition_activations_in_checkpoint(False)
+    checkpointing.model_parallel_cuda_manual_seed(7)
+    tracker = checkpointing.get_cuda_rng_tracker()
+    assert isinstance(tracker, checkpointing.CudaRNGStatesTracker)
+    inputs = torch.randn(64, 64, requires_grad=True)
+
+    def dropped(x: torch.Tensor) -> torch.Tensor:
+        with tracker.fork():
+            return x * torch.rand(64, 64)
+
+    hidden = inputs
+    for _ in range(3):
+        hidden = checkpointing.checkpoint(dropped, hidden * 1)
+    made = _CONFIGURED.checkpointing
+    assert made.kept_bytes() == 3 * inputs.nbytes == made.held_bytes()["host"]
+    hidden.sum().backward()
+    generator = torch.Generator().manual_seed(7 + 2718 + 2)
+    factors = [torch.rand(64, 64, generator=generator) for _ in range(3)]
+    assert torch.allclose(inputs.grad, factors[0] * factors[1] * factors[2])
+    checkpointing.model_parallel_reconfigure_tp_seed(9)
+    with tracker.fork():
+        assert torch.equal(torch.rand(3), torch.rand(3, generator=generator.manual_seed(9 + 2718 + 2)))
+    with pytest.raises(ValueError, match="number_checkpoints"):
+        checkpointing.configure(contiguous_checkpointing=True)
+    checkpointing.configure()
+    checkpointing.reset()
 
 
 def test_monitors(tmp_path: Path) -> None:

@@ -131,27 +131,33 @@ CHECKPOINT_KEYS = (
 
 _NOT_YET = "this feature does not exist here; remove the section"
 _ACTIVATION = "activation_checkpointing"
-_ACTIVATION_WHY = "does not exist here; remove it and use torch.utils.checkpoint in the model"
+_AT_CALLS = "acts on calls of deepspeed.checkpointing.checkpoint and zero_ext.checkpoint_activations"
+
+
+def _activation(name: str, kind: Kind, why: str, switch: str = "") -> Key:
+    path = f"{_ACTIVATION}.{name}"
+    return Key(path, kind, "honoured", why, path, switch=f"{_ACTIVATION}.{switch}" if switch else "")
+
+
+ACTIVATION_KEYS = (
+    _activation(
+        "partition_activations",
+        FLAG,
+        f"{_AT_CALLS}; the group is that of deepspeed.checkpointing.configure(mpu)",
+    ),
+    _activation("cpu_checkpointing", FLAG, _AT_CALLS),
+    _activation("contiguous_memory_optimization", FLAG, f"{_AT_CALLS}, partitioned or not"),
+    _activation(
+        "number_checkpoints",
+        or_null(whole(1)),
+        "with contiguous_memory_optimization",
+        "contiguous_memory_optimization",
+    ),
+    _activation("synchronize_checkpoint_boundary", FLAG, _AT_CALLS),
+    _activation("profile", FLAG, f"{_AT_CALLS}: monitors hear of each"),
+)
 
 ABSENT_KEYS = (
-    Key(f"{_ACTIVATION}.partition_activations", FLAG, "refused", _ACTIVATION_WHY, harmless=(False,)),
-    Key(f"{_ACTIVATION}.contiguous_memory_optimization", FLAG, "refused", _ACTIVATION_WHY, harmless=(False,)),
-    Key(f"{_ACTIVATION}.cpu_checkpointing", FLAG, "refused", _ACTIVATION_WHY, harmless=(False,)),
-    Key(
-        f"{_ACTIVATION}.number_checkpoints",
-        or_null(whole(1)),
-        "no effect",
-        "it sizes the buffers of contiguous_memory_optimization",
-        harmless=(None,),
-    ),
-    Key(
-        f"{_ACTIVATION}.synchronize_checkpoint_boundary",
-        FLAG,
-        "no effect",
-        "checkpointing is torch's own",
-        harmless=(False,),
-    ),
-    Key(f"{_ACTIVATION}.profile", FLAG, "no effect", "checkpointing is torch's own", harmless=(False,)),
     Key("sequence_parallel_size", whole(1), "refused", _NOT_YET, harmless=(1,)),
     Key(
         "seq_parallel_communication_data_type",
@@ -197,4 +203,4 @@ ABSENT_KEYS = (
     ),
 )
 
-FEATURE_KEYS = REPORT_KEYS + CHECKPOINT_KEYS + ABSENT_KEYS
+FEATURE_KEYS = REPORT_KEYS + CHECKPOINT_KEYS + ACTIVATION_KEYS + ABSENT_KEYS

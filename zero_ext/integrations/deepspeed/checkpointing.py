@@ -1,4 +1,4 @@
-"""``deepspeed.checkpointing``: activation checkpointing, by ``torch.utils.checkpoint``."""
+"""``deepspeed.checkpointing``: activation checkpointing, by ``zero_ext.checkpoint_activations``."""
 
 from __future__ import annotations
 
@@ -7,62 +7,141 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
-
-from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, names_of
+from zero_ext.activation import Checkpointing, RandomStreams, current
+from zero_ext.config import ActivationPolicy
+from zero_ext.config.events import ActivationEnd, Event
+from zero_ext.integrations.deepspeed.refused import names_of
+from zero_ext.integrations.deepspeed.utils.logging import logger
 
 _SECTION = "activation_checkpointing"
-# The JSON's keys under this function's names, and what cannot be served if it is true.
+# The arguments of configure by the JSON's keys.
 _NAMES = {
     "partition_activations": "partition_activations",
-    "contiguous_memory_optimization": "contiguous_checkpointing",
-    "cpu_checkpointing": "checkpoint_in_cpu",
+    "contiguous_checkpointing": "contiguous_memory_optimization",
+    "checkpoint_in_cpu": "cpu_checkpointing",
+    "num_checkpoints": "number_checkpoints",
+    "synchronize": "synchronize_checkpoint_boundary",
+    "profile": "profile",
 }
-_WITHOUT_EFFECT = ("num_checkpoints", "synchronize", "profile")
+CudaRNGStatesTracker = RandomStreams
 
 
-def configure(mpu_: object = None, deepspeed_config: Any = None, **given: Any) -> None:
-    """Checks what is asked for; there is nothing to set.
+class _Configured:
+    """What the module's functions, which DeepSpeed has no object for, know of one another."""
 
-    ``deepspeed_config`` is DeepSpeed's JSON, its path or a ``DeepSpeedConfig``; ``given`` overrides it:
-    partition_activations, contiguous_checkpointing, checkpoint_in_cpu, num_checkpoints, synchronize, profile.
-    Raises :class:`DeepSpeedFeatureError` for the first three if they are true.
-    """
-    asked = dict.fromkeys(_NAMES.values(), False)
-    section = _values(deepspeed_config).get(_SECTION) or {}
-    for key, name in _NAMES.items():
-        asked[name] = bool(section.get(key, False))
-    for name, value in given.items():
-        if name in asked:
-            asked[name] = asked[name] if value is None else bool(value)
-        elif name not in _WITHOUT_EFFECT:
-            raise TypeError(f"checkpointing.configure has no argument {name!r}")
-    for name, wanted in asked.items():
-        if wanted:
-            raise DeepSpeedFeatureError(
-                f"checkpointing.configure({name}=True) is not served: activations are recomputed by "
-                "torch.utils.checkpoint, and what it saves stays where it is; set it to False"
+    def __init__(self) -> None:
+        self.streams = RandomStreams()
+        self.mpu: Any = None
+        self.values: dict[str, Any] = {}
+        self.checkpointing: Checkpointing | None = None
+
+    def take(self, mpu: Any, values: Mapping[str, Any]) -> None:
+        """Checkpoints as the JSON's ``values`` say from now on."""
+        said = {name: value for name, value in values.items() if value not in (None, False)}
+        if not said.get("contiguous_memory_optimization"):
+            said.pop("number_checkpoints", None)
+        policy = ActivationPolicy(**said)
+        if policy.partition_activations and mpu is None:
+            raise ValueError(
+                "checkpointing.configure(partition_activations=True) needs mpu_, whose model-parallel group "
+                "holds the same activations on all ranks; give it, or set partition_activations to False"
             )
+        group = _of(mpu, "group") if policy.partition_activations else None
+        data_parallel = mpu.get_data_parallel_group() if group is not None else None
+        made = Checkpointing(policy, group, data_parallel_group=data_parallel, streams=self.streams)
+        if policy.profile:
+            made.bus.subscribe(_log)
+        self.mpu, self.values, self.checkpointing = mpu, dict(values), made
+
+
+_CONFIGURED = _Configured()
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Sets what :func:`checkpoint` does.
+
+    ``deepspeed_config`` is DeepSpeed's JSON, its path or a ``DeepSpeedConfig``, whose section
+    ``activation_checkpointing`` counts; the arguments after it override that. ``mpu_`` has
+    get_tensor_model_parallel_group (or get_model_parallel_group) and get_data_parallel_group. Raises
+    ``ConfigError`` for values that contradict each other, ``ValueError`` for ``partition_activations``
+    without ``mpu_`` or with a group whose ranks are data-parallel.
+    """
+    given = dict(locals())
+    section = _values(deepspeed_config).get(_SECTION) or {}
+    values = {key: section.get(key) for key in _NAMES.values()}
+    values |= {key: given[name] for name, key in _NAMES.items() if given[name] is not None}
+    _CONFIGURED.take(mpu_, values)
 
 
 def is_configured() -> bool:
-    """True: :func:`checkpoint` needs no configuration."""
-    return True
+    """Whether :func:`configure` was called."""
+    return _CONFIGURED.checkpointing is not None
 
 
 def reset() -> None:
-    """Nothing to forget."""
+    """Nothing to do: what is kept of a call goes with its graph, and buffers are used again."""
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Changes ``partition_activations`` of :func:`configure`."""
+    _CONFIGURED.take(_CONFIGURED.mpu, _CONFIGURED.values | {"partition_activations": partition_activation})
+
+
+def set_num_layers(nlayers: int) -> None:
+    """Changes ``num_checkpoints`` of :func:`configure`."""
+    _CONFIGURED.take(_CONFIGURED.mpu, _CONFIGURED.values | {"number_checkpoints": nlayers})
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs ``function(*args, **kwargs)`` and keeps its inputs only; backward runs it again.
 
-    It sees the random numbers of the first run. Works inside sharded models at every stage.
+    Where the inputs wait says :func:`configure`; before it, the configuration of the model that runs. See
+    :func:`zero_ext.checkpoint_activations`.
     """
-    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    return (_CONFIGURED.checkpointing or current())(function, *args, **kwargs)
 
 
 non_reentrant_checkpoint = checkpoint
+
+
+def get_cuda_rng_tracker() -> RandomStreams:
+    """The streams of random numbers that :func:`checkpoint` restores."""
+    return _CONFIGURED.streams
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seeds the default stream alike on all ranks, and "model-parallel-rng" differently on each
+    model-parallel rank of :func:`configure`'s ``mpu_``."""
+    _CONFIGURED.streams.seed_model_parallel(seed, _model_parallel_rank())
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Seeds "model-parallel-rng" again."""
+    _CONFIGURED.streams.seed_again(seed, _model_parallel_rank())
+
+
+def _model_parallel_rank() -> int:
+    return 0 if _CONFIGURED.mpu is None else int(_of(_CONFIGURED.mpu, "rank"))
+
+
+def _of(mpu: Any, what: str) -> Any:
+    """The model-parallel group or rank, under the name that ``mpu`` has for it."""
+    newer = getattr(mpu, f"get_tensor_model_parallel_{what}", None)
+    return newer() if newer is not None else getattr(mpu, f"get_model_parallel_{what}")()
+
+
+def _log(event: Event) -> None:
+    if isinstance(event, ActivationEnd):
+        logger.info(f"checkpointing: {event.what} {event.name} {1e3 * event.seconds:.2f} ms")
 
 
 def _values(config: Any) -> Mapping[str, Any]:

@@ -11,7 +11,6 @@ _SEQUENCE = "there is no sequence parallelism here"
 _ONE_BIT = "compressed communication does not exist here; use AdamW"
 _LAMB = "its trust ratio needs the norms of whole parameters, which shards do not have; use AdamW"
 _EXPERTS = "there is no expert parallelism here"
-_MODEL_PARALLEL_SEEDS = "there is no model parallelism here; torch.manual_seed is enough"
 _COUNTED = "the engine always counts the bytes it sends: zero_ext.zero.engine_of(engine).wire"
 _ZENFLOW = (
     "split optimizer steps do not exist here; offload.step 'delayed' overlaps the update with the next step"
@@ -78,16 +77,6 @@ REFUSED: tuple[Entry, ...] = (
         "a JSON is written with json.dump, checked by initialize",
     ),
     *refused("deepspeed.runtime.config", "HybridEngineConfig", _INFERENCE),
-    *refused(
-        "deepspeed.checkpointing",
-        "model_parallel_cuda_manual_seed get_cuda_rng_tracker CudaRNGStatesTracker",
-        _MODEL_PARALLEL_SEEDS,
-    ),
-    *refused(
-        "deepspeed.checkpointing",
-        "partition_activations_in_checkpoint set_num_layers",
-        "recomputation keeps a block's inputs where they are",
-    ),
     *refused("deepspeed.monitor", "CometMonitor", "use csv_monitor, tensorboard or wandb"),
     *refused(
         "deepspeed.utils",

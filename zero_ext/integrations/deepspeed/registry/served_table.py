@@ -134,9 +134,23 @@ SERVED: tuple[Entry, ...] = (
         "get_model_parallel_world_size get_tensor_model_parallel_world_size",
         "all ranks are data-parallel",
     ),
-    *served("deepspeed.checkpointing", "configure", "partitioned, contiguous and CPU checkpoints raise"),
-    *served("deepspeed.checkpointing", "checkpoint non_reentrant_checkpoint", "torch.utils.checkpoint"),
-    *served("deepspeed.checkpointing", "is_configured reset"),
+    *served(
+        "deepspeed.checkpointing",
+        "configure partition_activations_in_checkpoint set_num_layers",
+        "inputs need not be partitioned to lie on the CPU or in one buffer; partitioning needs mpu",
+    ),
+    *served(
+        "deepspeed.checkpointing",
+        "checkpoint non_reentrant_checkpoint",
+        "zero_ext.checkpoint_activations; never reentrant",
+    ),
+    *served("deepspeed.checkpointing", "is_configured reset", "buffers empty themselves"),
+    *served(
+        "deepspeed.checkpointing",
+        "get_cuda_rng_tracker CudaRNGStatesTracker model_parallel_cuda_manual_seed "
+        "model_parallel_reconfigure_tp_seed",
+        "random numbers of the accelerator, or of the CPU where there is none",
+    ),
     *served("deepspeed.checkpoint.utils", "clone_tensors_for_torch_save"),
     *served(
         "deepspeed.utils.zero_to_fp32",

@@ -1,0 +1,68 @@
+"""Tensors of any shape, strides and dtype come back from their regions as they were, whole or in parts."""
+
+from __future__ import annotations
+
+import secrets
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero_ext.activation.layout import Layout, fits
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.int8, torch.complex64]
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """A strided tensor: permuted, sliced, expanded or not."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    shape = draw(st.lists(st.integers(1, 5), max_size=4))
+    dtype = draw(st.sampled_from(DTYPES))
+    tensor = (torch.rand(shape, generator=generator) * 200 - 100).to(dtype)
+    if shape and draw(st.booleans()):
+        tensor = tensor.permute(draw(st.permutations(range(len(shape)))))
+    if shape and draw(st.booleans()):
+        tensor = tensor[..., draw(st.integers(0, tensor.shape[-1] - 1)) :]
+    if shape and draw(st.booleans()):
+        tensor = tensor[:: draw(st.integers(1, 3))]
+    if draw(st.booleans()):
+        tensor = tensor.unsqueeze(0).expand(3, *tensor.shape)
+    return tensor
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(tensors(), min_size=1, max_size=4), st.integers(1, 5), st.sampled_from([64, 4096]))
+def test_round_trip(given_tensors: list[torch.Tensor], parts: int, block: int) -> None:
+    layout = Layout.of(given_tensors, parts, block)
+    assert layout.part_bytes % block == 0 and layout.part_bytes * parts == layout.nbytes
+    region = torch.full((layout.nbytes,), 0xAB, dtype=torch.uint8)
+    for rank, part in enumerate(region.chunk(parts)):
+        layout.pack(part, given_tensors, rank)
+    for found, wanted in zip(layout.tensors(region), given_tensors, strict=True):
+        assert torch.equal(found, wanted) and found.dtype == wanted.dtype
+        packed = 1 + sum((n - 1) * s for n, s in zip(wanted.shape, wanted.stride(), strict=True))
+        if packed <= 2 * wanted.numel():
+            assert found.stride() == wanted.stride()
+
+
+def test_what_is_kept_of_expanded_and_sparse_views() -> None:
+    print(seed := secrets.randbits(31))
+    torch.manual_seed(seed)
+    row = torch.randn(256)
+    assert Layout.of([row.expand(1000, 256)]).nbytes == row.nbytes
+    column = torch.randn(256, 256)[:, 3]
+    assert Layout.of([column]).nbytes == 256 * 4
+
+
+def test_what_is_not_plain_memory() -> None:
+    plain = torch.randn(3, 3)
+    assert fits(plain)
+    for other in (
+        torch.nn.Parameter(plain),
+        plain.to_sparse(),
+        torch.empty(0),
+        torch.randn(2, dtype=torch.complex64).conj(),
+        torch.quantize_per_tensor(plain, 0.1, 0, torch.qint8),
+    ):
+        assert not fits(other)

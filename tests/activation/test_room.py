@@ -1,0 +1,107 @@
+"""Places of kept bytes are used again: a run of any length and any mixture of sizes takes what its busiest
+moment needs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.activation.blocks import WIDTH, Stack, fresh_seed, gradients, same
+from zero_ext.activation import Checkpointing
+from zero_ext.activation.room import MemoryRoom, RoomIsFull, StoreRoom
+from zero_ext.config import ActivationPolicy
+from zero_ext.offload import CPU, NvmeStore
+
+MIB = 2**20
+
+
+def part(nbytes: int, fill: int) -> torch.Tensor:
+    return torch.full((nbytes,), fill, dtype=torch.uint8)
+
+
+def test_random_places_keep_what_they_were_given(tmp_path: Path) -> None:
+    seed = fresh_seed()
+    with NvmeStore([tmp_path]) as store:
+        for room in (MemoryRoom("host", CPU), StoreRoom(store, CPU, MIB)):
+            draw, live = random.Random(seed), []
+            for step in range(200):
+                if live and draw.random() < 0.5:
+                    place, fill, nbytes = live.pop(draw.randrange(len(live)))
+                    found = part(nbytes, 0xEE)
+                    room.fetch(place, found).wait()
+                    assert bool((found == fill).all())
+                    room.give(place)
+                else:
+                    nbytes = draw.randrange(1, 200) * 4096
+                    live.append((room.put(part(nbytes, step % 251)), step % 251, nbytes))
+                assert room.kept_bytes() == sum(nbytes for _, _, nbytes in live)
+            for place, _, _ in live:
+                room.give(place)
+            assert room.kept_bytes() == 0
+
+
+def test_a_thousand_steps_of_changing_lengths_leave_no_growth() -> None:
+    seed = fresh_seed()
+    draw, checkpointing = random.Random(seed), Checkpointing(ActivationPolicy(tier="host"))
+    held = []
+    for _ in range(1000):
+        hidden = torch.rand(draw.randrange(2, 120) * 8, WIDTH, requires_grad=True)
+        for _ in range(5):
+            hidden = checkpointing(torch.sin, hidden * 1)
+        hidden.sum().backward()
+        held.append(checkpointing.held_bytes()["host"])
+    gc.collect()
+    assert checkpointing.kept_bytes() == 0
+    assert held[-1] == held[0] == 16 * MIB  # one block, from the first step on
+
+
+def test_lengths_beyond_a_block_take_no_more_than_twice_the_busiest_moment() -> None:
+    room, draw, most = MemoryRoom("host", CPU), random.Random(fresh_seed()), 0
+    for step in range(300):
+        nbytes = (20 + step // 10 + draw.randrange(8)) * 64 * 1024
+        places = [room.put(part(nbytes, 1)) for _ in range(12)]
+        most = max(most, room.kept_bytes())
+        for place in reversed(places):
+            room.give(place)
+        assert room.held_bytes()["host"] <= 2 * most + 16 * MIB
+
+
+def test_one_buffer_of_so_many_calls() -> None:
+    room = MemoryRoom("device", CPU, calls=2)
+    first = room.put(part(100 * 4096, 1))
+    assert room.held_bytes() == {"device": 2 * 100 * 4096}
+    small = [room.put(part(50 * 4096, 2)) for _ in range(2)]
+    with pytest.raises(RoomIsFull, match="number_checkpoints is 2: the buffer of 819200 bytes keeps 819200"):
+        room.put(part(1, 3))
+    room.give(first)
+    room.put(part(100 * 4096, 4))
+    assert len(small) == 2 and room.held_bytes() == {"device": 2 * 100 * 4096}
+
+
+def test_storage_that_fails(tmp_path: Path) -> None:
+    """A path that is missing is refused at the first call; what cannot be read is said in backward."""
+    inputs = torch.randn(64, WIDTH, requires_grad=True)
+    missing = ActivationPolicy(tier="nvme", nvme_paths=(str(tmp_path / "missing"),))
+    with pytest.raises(RuntimeError, match="missing"):
+        Checkpointing(missing)(torch.sin, inputs * 1)
+    checkpointing = Checkpointing(ActivationPolicy(tier="nvme", nvme_paths=(str(tmp_path),)))
+    out = checkpointing(torch.sin, inputs * 1)
+    (file,) = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size >= MIB]
+    os.truncate(file, 0)
+    with pytest.raises(RuntimeError, match=str(file)):
+        out.sum().backward()
+
+
+def test_storage_is_removed_with_its_owner(tmp_path: Path) -> None:
+    model, seed = Stack(2), fresh_seed()
+    checkpointing = Checkpointing(ActivationPolicy(tier="nvme", nvme_paths=(str(tmp_path),)))
+    assert same(gradients(model, checkpointing, seed), gradients(model, None, seed))
+    assert [path for path in tmp_path.rglob("*") if path.is_file()]
+    del checkpointing
+    gc.collect()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

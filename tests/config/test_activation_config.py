@@ -1,0 +1,69 @@
+"""The section activation_checkpointing: what contradicts itself or has no effect is refused by key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zero_ext.config import ActivationPolicy, ConfigError, ZeroConfig, load_config, load_deepspeed_config
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"tier": "nvme"}, "nvme_paths", "got none, but tier is 'nvme'; name at least one folder"),
+    ({"tier": "host", "nvme_paths": ["/a"]}, "nvme_paths", "has no effect: tier is 'host'"),
+    ({"tier": "nvme", "nvme_paths": ["/a", "/a/"]}, "nvme_paths", "name each folder once"),
+    (
+        {"tier": "nvme", "nvme_paths": ["/a"], "cpu_checkpointing": True},
+        "cpu_checkpointing",
+        "tier is 'nvme'",
+    ),
+    ({"contiguous_memory_optimization": True}, "number_checkpoints", "got none, but contiguous"),
+    ({"number_checkpoints": 4}, "number_checkpoints", "got 4, which has no effect"),
+    ({"number_checkpoints": 0}, "number_checkpoints", "wanted an integer of at least 1"),
+    ({"keep": ["aten.mm"], "keep_bytes": 9}, "keep_bytes", "beside keep; give one of the two"),
+    ({"mode": "saved_tensors"}, "tier", "set tier to 'host' or 'nvme'"),
+    ({"mode": "saved_tensors", "tier": "host", "keep_bytes": 1}, "keep_bytes", "has no effect"),
+    (
+        {"mode": "saved_tensors", "tier": "host", "partition_activations": True},
+        "partition_activations",
+        "has no effect",
+    ),
+    ({"tier": "cpu"}, "tier", "'device', 'host' or 'nvme'"),
+    ({"buffer_bytes": 1}, "buffer_bytes", "at least 1048576"),
+]
+
+
+@pytest.mark.parametrize(("values", "key", "text"), BAD)
+def test_refused(values: dict[str, Any], key: str, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config({"activation_checkpointing": values})
+    assert error.value.paths == (f"activation_checkpointing.{key}",) and text in str(error.value)
+
+
+def test_the_default_moves_nothing_and_every_policy_survives_json() -> None:
+    assert ZeroConfig().activation_checkpointing == ActivationPolicy() and not ActivationPolicy().moves
+    for values in (
+        {"cpu_checkpointing": True},
+        {"tier": "nvme", "nvme_paths": ["/a"], "partition_activations": True},
+        {"contiguous_memory_optimization": True, "number_checkpoints": 4, "keep": ["aten.mm"]},
+    ):
+        policy = ActivationPolicy.from_mapping(values)
+        assert policy.moves and ActivationPolicy.from_mapping(policy.to_mapping()) == policy
+    assert ActivationPolicy(cpu_checkpointing=True).kept_in == "host"
+
+
+def test_deepspeeds_section() -> None:
+    section = {
+        "partition_activations": True,
+        "cpu_checkpointing": True,
+        "contiguous_memory_optimization": True,
+        "number_checkpoints": 4,
+        "synchronize_checkpoint_boundary": True,
+        "profile": True,
+    }
+    found = load_deepspeed_config({"activation_checkpointing": section})
+    assert found.config.activation_checkpointing == ActivationPolicy(**section)
+    alone = load_deepspeed_config({"activation_checkpointing": {"number_checkpoints": 4}})
+    assert alone.config.activation_checkpointing == ActivationPolicy()
+    with pytest.raises(ConfigError, match=r"activation_checkpointing\.number_checkpoints: got none"):
+        load_deepspeed_config({"activation_checkpointing": {"contiguous_memory_optimization": True}})
