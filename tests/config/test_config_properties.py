@@ -186,7 +186,13 @@ def misspelt(draw: st.DrawFn, known: list[str]) -> str:
 
 
 NATIVE_PATHS = sorted(key_paths(ZeroConfig))
-LISTS = ("units.block_classes", "units.leaf_modules", "offload.nvme_paths")
+LISTS = (
+    "units.block_classes",
+    "units.leaf_modules",
+    "offload.nvme_paths",
+    "activation_checkpointing.keep",
+    "activation_checkpointing.nvme_paths",
+)
 NATIVE_NAMES = sorted({path.rpartition(".")[2] for path in NATIVE_PATHS})
 DEEPSPEED_NAMES = sorted({path.rpartition(".")[2] for path in [*KEYS, *SECTIONS]})
 WRONG = st.sampled_from(["nonsense", "4", [], {"x": 1}, float("nan"), float("inf"), -3, 2**70])

@@ -1,0 +1,49 @@
+"""Named streams of random numbers: apart from one another and from the default one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.activation.blocks import fresh_seed
+from zero_ext.activation import MODEL_PARALLEL, RandomStreams
+
+
+def test_streams_go_on_by_themselves() -> None:
+    seed = fresh_seed()
+    streams = RandomStreams("cpu")
+    torch.manual_seed(seed)
+    streams.add("a", seed + 1)
+    streams.add("b", seed + 2)
+    found: dict[str, list[torch.Tensor]] = {"a": [], "b": [], "default": []}
+    for name in ("a", "b", "default", "a", "default", "b"):
+        if name == "default":
+            found[name].append(torch.rand(3))
+        else:
+            with streams.fork(name):
+                found[name].append(torch.rand(3))
+    for name, own in (("a", seed + 1), ("b", seed + 2), ("default", seed)):
+        generator = torch.Generator().manual_seed(own)
+        assert all(torch.equal(value, torch.rand(3, generator=generator)) for value in found[name])
+
+
+def test_states_and_refusals() -> None:
+    streams = RandomStreams("cpu")
+    streams.seed_model_parallel(5, 1)
+    states = streams.get_states()
+    with streams.fork():
+        first = torch.rand(2)
+    streams.set_states(states)
+    with pytest.raises(ZeroDivisionError), streams.fork():
+        assert torch.equal(torch.rand(2), first)
+        raise ZeroDivisionError
+    with streams.fork():
+        assert not torch.equal(torch.rand(2), first)  # what was drawn before an error stays drawn
+    with pytest.raises(ValueError, match="exists already"):
+        streams.add(MODEL_PARALLEL, 1)
+    with pytest.raises(ValueError, match="seed 2724 belongs to another"):
+        streams.add("other", 5 + 2718 + 1)
+    with pytest.raises(KeyError, match="no random stream 'none'"), streams.fork("none"):
+        pass
+    streams.reset()
+    assert streams.get_states() == {}

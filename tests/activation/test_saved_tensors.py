@@ -1,0 +1,82 @@
+"""Saved tensors are moved once a storage, views come back as views, parameters stay."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.activation.blocks import Stack, fresh_seed, gradients, same
+from zero_ext.activation import Checkpointing
+from zero_ext.config import ActivationPolicy
+
+HOST = {"mode": "saved_tensors", "tier": "host", "smallest_bytes": 0}
+
+
+def test_views_of_one_storage_are_moved_once() -> None:
+    torch.manual_seed(fresh_seed())
+    checkpointing = Checkpointing(ActivationPolicy(**HOST))
+    mixed = torch.randn(64, 192, requires_grad=True) * 1
+    wanted = torch.autograd.grad((mixed.sin() * mixed.t().cos().t()).sum(), mixed, retain_graph=True)[0]
+    with checkpointing.saved_tensors():
+        out = mixed.sin() * mixed.t().cos().t()  # saves mixed, its transpose, and two results
+    del gc.garbage[:]
+    assert checkpointing.kept_bytes() == 3 * mixed.nbytes
+    found = torch.autograd.grad(out.sum(), mixed)[0]
+    assert torch.equal(found, wanted)
+    del out
+    assert checkpointing.kept_bytes() == 0
+
+
+def test_small_views_of_large_storages_are_moved_alone() -> None:
+    checkpointing = Checkpointing(ActivationPolicy(**HOST))
+    large = torch.randn(4096, 64)
+    scale = torch.randn(64, 64, requires_grad=True)
+    with checkpointing.saved_tensors():
+        out = large[:64] * scale
+    assert checkpointing.kept_bytes() == 64 * 64 * 4
+    out.sum().backward()
+    assert torch.equal(scale.grad, large[:64])
+
+
+def test_a_tensor_that_changes_between_two_uses_is_moved_twice() -> None:
+    checkpointing = Checkpointing(ActivationPolicy(**HOST))
+    weight = torch.ones(64, 64, requires_grad=True)
+    factor = torch.full((64, 64), 2.0)
+    with checkpointing.saved_tensors(nn.Module()):
+        first = weight * factor
+        factor.fill_(3.0)
+        second = weight * factor
+    (first + second).sum().backward()
+    assert torch.equal(weight.grad, torch.full((64, 64), 5.0))
+
+
+def test_parameters_stay() -> None:
+    checkpointing = Checkpointing(ActivationPolicy(**HOST))
+    block = nn.Linear(64, 64)
+    inputs = torch.randn(64, 64, requires_grad=True) * 1
+    out = checkpointing(block, inputs)
+    assert checkpointing.kept_bytes() == inputs.nbytes
+    with torch.no_grad():
+        block.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_the_context_alone_and_its_refusal(tmp_path: Path) -> None:
+    seed, model = fresh_seed(), Stack(2)
+    wanted = gradients(model, None, seed)
+    values = {**HOST, "tier": "nvme", "nvme_paths": (str(tmp_path),)}
+    checkpointing = Checkpointing(ActivationPolicy(**values))
+
+    def whole(block: nn.Module, hidden: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        with checkpointing.saved_tensors(block):
+            return block(hidden, **kwargs)
+
+    for _ in range(2):
+        assert same(gradients(model, whole, seed), wanted)
+    with pytest.raises(ValueError, match="tier is 'device'; set it to 'host' or 'nvme'"):
+        Checkpointing().saved_tensors()

@@ -1,0 +1,115 @@
+"""What of a call is kept: named ops, or what saves most under a budget; random numbers are never skipped."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.activation.blocks import WIDTH, Stack, fresh_seed, gradients, same
+from zero_ext.activation import Checkpointing
+from zero_ext.activation.planner import Measured, choose
+from zero_ext.config import ActivationPolicy
+
+
+class Counting(TorchDispatchMode):
+    """Counts the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def recomputed(policy: ActivationPolicy, function: Callable[..., Any], passes: int = 1) -> Counter[str]:
+    """The ops of the last backward."""
+    checkpointing = Checkpointing(policy)
+    for _ in range(passes):
+        inputs = torch.randn(32, WIDTH, requires_grad=True)
+        out = checkpointing(function, inputs * 1).sum()
+        with Counting() as mode:
+            out.backward()
+    return mode.count
+
+
+def two_products(x: torch.Tensor) -> torch.Tensor:
+    return ((x @ x.t()).tanh() @ x).sin().cos()
+
+
+def test_named_ops_do_not_run_again() -> None:
+    plain = recomputed(ActivationPolicy(), two_products)
+    kept = recomputed(ActivationPolicy(keep=("aten.mm", "aten.sin.default")), two_products)
+    assert plain["aten.mm.default"] - kept["aten.mm.default"] == 2
+    assert plain["aten.sin.default"] - kept["aten.sin.default"] == 1
+    assert plain["aten.tanh.default"] == kept["aten.tanh.default"] == 1
+
+
+@pytest.mark.parametrize("name", ["aten.nothing", "mm", "aten", "no.such.op", "aten.mm.nothing"])
+def test_names_that_torch_does_not_know(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"keep has '{name}', which torch does not know"):
+        Checkpointing(ActivationPolicy(keep=(name,)))
+
+
+def test_an_op_that_draws_random_numbers_is_refused() -> None:
+    checkpointing = Checkpointing(ActivationPolicy(keep=("aten.native_dropout", "aten.bernoulli")))
+    with pytest.raises(ValueError, match="draws random numbers"):
+        checkpointing(lambda x: x * torch.bernoulli(x.sigmoid()), torch.randn(4, 4, requires_grad=True))
+    attention = ActivationPolicy(keep=("aten._scaled_dot_product_flash_attention_for_cpu",))
+    query = torch.randn(1, 2, 8, 16, requires_grad=True)
+    out = Checkpointing(attention)(torch.nn.functional.scaled_dot_product_attention, query, query, query)
+    with Counting() as mode:
+        out.sum().backward()
+    assert not any("scaled_dot_product_flash_attention_for_cpu.default" in name for name in mode.count)
+
+
+def test_a_budget_keeps_the_products() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        wide = x.repeat(8, 16)  # [256, 1024]
+        return (wide @ wide.t()).tanh().sin()  # [256, 256]
+
+    budget = 256 * 256 * 4
+    plain = recomputed(ActivationPolicy(), function)
+    kept = recomputed(ActivationPolicy(keep_bytes=budget), function, passes=2)
+    assert plain["aten.mm.default"] - kept["aten.mm.default"] == 1
+    assert plain["aten.tanh.default"] == kept["aten.tanh.default"]
+    nothing = recomputed(ActivationPolicy(keep_bytes=64), function, passes=2)
+    assert nothing["aten.mm.default"] == plain["aten.mm.default"]
+
+
+def test_gradients_under_random_budgets() -> None:
+    seed = fresh_seed()
+    draw, model = random.Random(seed), Stack(3)
+    wanted = gradients(model, None, seed)
+    for _ in range(6):
+        policy = ActivationPolicy(keep_bytes=draw.randrange(1, 24 * WIDTH * 4 * 8))
+        checkpointing = Checkpointing(policy)
+        assert all(same(gradients(model, checkpointing, seed), wanted) for _ in range(3))
+
+
+def test_the_choice_fits_and_saves_at_least_half_of_the_best_one() -> None:
+    draw = random.Random(fresh_seed())
+    for _ in range(60):
+        steps = [
+            Measured((f"op {n}", 0), draw.randrange(0, 50), draw.random() * draw.choice([0, 1, 10]))
+            for n in range(8)
+        ]
+        budget = draw.randrange(1, 120)
+        by_step = {each.step: each for each in steps}
+        chosen = [by_step[step] for step in choose(steps, budget)]
+        assert sum(each.nbytes for each in chosen) <= budget
+        best = max(
+            sum(each.seconds for each in group)
+            for size in range(9)
+            for group in combinations([each for each in steps if each.nbytes], size)
+            if sum(each.nbytes for each in group) <= budget
+        )
+        assert sum(each.seconds for each in chosen) >= best / 2
