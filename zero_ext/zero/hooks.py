@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zero_ext.activation import Checkpointing
 from zero_ext.zero.backward import BackwardPass, in_backward
@@ -187,7 +188,8 @@ def install(
             return
         unit = entry[0]()
         if unit is not None:
-            alive.touch(unit, entry[1]())
+            with _unseen():
+                alive.touch(unit, entry[1]())
 
     for name, module in model.named_modules():
         own = [parameter for parameter in module._parameters.values() if parameter in units]
@@ -262,7 +264,8 @@ def _install_block_hooks(
     def before(home: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         alive = engine_part(home)
         if alive is not None:
-            alive.enter(home, name, (args, kwargs))
+            with _unseen():
+                alive.enter(home, name, (args, kwargs))
             for parameter in whole:
                 touch(parameter)
 
@@ -270,10 +273,17 @@ def _install_block_hooks(
     def after(home: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: object) -> None:
         alive = engine_part(home)
         if alive is not None:
-            alive.leave(home, outputs)
+            with _unseen():
+                alive.leave(home, outputs)
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+
+def _unseen() -> AbstractContextManager[object]:
+    """Inside, dispatch modes see nothing: those of selective checkpointing would take the engine's copies,
+    which are others when a block is run again, for ops of the block."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def _is_compiled(module: nn.Module) -> bool:
