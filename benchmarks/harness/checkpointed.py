@@ -1,0 +1,116 @@
+"""A rank whose layers are checkpointed, a step each way in turn: one model, one optimizer, one way at a time.
+
+Driven by a team like :mod:`benchmarks.harness.worker`.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from benchmarks.harness.shapes import batch_for, shape_named
+from benchmarks.harness.worker import main
+from benchmarks.peers.base import nvme_folder
+from benchmarks.peers.zero_ext_engine import ZeroExtTrainer
+from zero_ext.activation import Checkpointing
+from zero_ext.config import ActivationPolicy
+
+COMMANDS = ("start", "compare", "steps", "ways")
+TORCH = "torch.utils.checkpoint"
+
+
+class Checkpointed:
+    """State of this process: its trainer, and how its layers are checkpointed."""
+
+    def start(self, shape: str, threads: int, tokens: int, ways: Mapping[str, dict[str, Any] | None]) -> None:
+        """Builds the trainer (one rank, stage 3). ``ways`` are policies by name; the one of None is torch's
+        own checkpoint."""
+        torch.set_num_threads(threads)
+        self._shape, self._tokens, self._count = shape_named(shape), tokens, 0
+        self._trainer = ZeroExtTrainer(self._shape, stage=3)
+        model = self._trainer.model.module
+        model.config.use_cache = False
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._layers = [each for each in model.modules() if hasattr(each, "_gradient_checkpointing_func")]
+        self._ways = {name: self._way(values) for name, values in ways.items()}
+        self._most_kept = dict.fromkeys(ways, 0)
+
+    def _way(self, values: dict[str, Any] | None) -> Checkpointing | None:
+        if values is None:
+            return None
+        paths = (nvme_folder(),) if values.get("tier") == "nvme" else ()
+        return Checkpointing(ActivationPolicy(**values, nvme_paths=paths))
+
+    def compare(self) -> dict[str, bool]:
+        """Whether the gradients' norm of the same batch, without an update between, is torch's to the bit."""
+        rates = [group["lr"] for group in self._trainer.optimizer.param_groups]
+        for group in self._trainer.optimizer.param_groups:
+            group["lr"] = 0.0
+        norms = {}
+        for name in self._ways:
+            self._count = 0
+            self._step(name)
+            norms[name] = self._trainer.gradient_norm()
+        for group, rate in zip(self._trainer.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        return {name: norm == norms[TORCH] for name, norm in norms.items()}
+
+    def steps(self, repeats: int, seed: int) -> dict[str, list[float]]:
+        """Seconds of ``repeats`` steps of every way, in random order."""
+        chance = random.Random(seed)
+        seconds: dict[str, list[float]] = {name: [] for name in self._ways}
+        gc.collect()
+        gc.disable()
+        for _ in range(repeats):
+            for name in chance.sample(list(self._ways), len(self._ways)):
+                seconds[name].append(self._step(name))
+        gc.enable()
+        return seconds
+
+    def ways(self) -> dict[str, dict[str, Any]]:
+        """What each way has kept at most after a forward, and what memory it holds for that, in bytes."""
+        return {
+            name: {
+                "layers": len(self._layers) - 1,
+                "input": self._tokens * self._shape.configuration().hidden_size * 2,
+                "kept": self._most_kept[name],
+                "held": way.held_bytes() if way is not None else {},
+            }
+            for name, way in self._ways.items()
+        }
+
+    def _step(self, name: str) -> float:
+        way = self._ways[name]
+        for layer in self._layers:
+            layer._gradient_checkpointing_func = way if way is not None else _by_torch
+        tokens = batch_for(self._shape, 0, self._count, self._tokens)
+        self._count += 1
+        began = time.perf_counter()
+        loss = self._trainer.model(input_ids=tokens, labels=tokens).loss
+        middle = time.perf_counter()
+        kept = way.kept_bytes() if way is not None else 0
+        resumed = time.perf_counter()
+        loss.backward()
+        self._trainer.optimizer.step()
+        self._trainer.optimizer.zero_grad()
+        self._most_kept[name] = max(self._most_kept[name], kept)
+        return time.perf_counter() - began - (resumed - middle)
+
+    def close(self) -> None:
+        """The model goes."""
+        self._ways.clear()
+        self._trainer.close()
+
+
+def _by_torch(function: Any, *args: Any) -> Any:
+    return torch_checkpoint(function, *args, use_reentrant=False)
+
+
+if __name__ == "__main__":
+    main(Checkpointed(), COMMANDS)
