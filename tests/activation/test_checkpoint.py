@@ -221,6 +221,23 @@ def test_a_value_that_changes_after_the_call(tmp_path: Path) -> None:
         kept[1].sum().backward()
 
 
+def test_an_input_that_goes_on_in_the_same_memory(tmp_path: Path) -> None:
+    """Each call's input is the one before it, changed in place: a copy is kept of each."""
+    torch.manual_seed(fresh_seed())
+    weights = [torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(3)]
+    features = torch.randn(64, WIDTH)
+    found = []
+    for run in (None, made("host", tmp_path), made("contiguous", tmp_path)):
+        hidden = features.clone().requires_grad_() * 1
+        for weight in weights:
+            if run is None:
+                hidden = hidden + (hidden @ weight).sin()
+            else:
+                hidden.add_(run(lambda x, weight=weight: (x @ weight).sin(), hidden))
+        found.append(torch.autograd.grad(hidden.square().sum(), weights))
+    assert same(found[1], found[0]) and same(found[2], found[0])
+
+
 def test_refused_functions(tmp_path: Path) -> None:
     inputs = torch.randn(8, WIDTH, requires_grad=True) * 1
 

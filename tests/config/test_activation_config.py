@@ -18,6 +18,16 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "tier is 'nvme'",
     ),
     ({"contiguous_memory_optimization": True}, "number_checkpoints", "got none, but contiguous"),
+    (
+        {
+            "contiguous_memory_optimization": True,
+            "number_checkpoints": 4,
+            "tier": "nvme",
+            "nvme_paths": ["/a"],
+        },
+        "contiguous_memory_optimization",
+        "tier is 'nvme', where extents take no memory",
+    ),
     ({"number_checkpoints": 4}, "number_checkpoints", "got 4, which has no effect"),
     ({"number_checkpoints": 0}, "number_checkpoints", "wanted an integer of at least 1"),
     ({"keep": ["aten.mm"], "keep_bytes": 9}, "keep_bytes", "beside keep; give one of the two"),

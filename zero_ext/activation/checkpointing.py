@@ -76,12 +76,15 @@ class Checkpointing:
         self._ops = named_ops(policy.keep)
         self._plans: dict[object, frozenset[Step]] = {}
         self._keepers: dict[torch.device, Keeper] = {}
-        # Storages that calls were given before and that still live: what several calls share stays.
-        self._shared: dict[int, StorageWeakRef] = {}
+        # Storages that calls were given before and that still live, with the tensor's version: what several
+        # calls share stays.
+        self._shared: dict[int, tuple[StorageWeakRef, int]] = {}
         self._entered: list[Any] = []
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)``; see :func:`checkpoint`."""
+        if torch.compiler.is_compiling():
+            return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         call = Call(function, args, kwargs)
@@ -180,20 +183,22 @@ class Checkpointing:
 
     def _to_move(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors of a call that move, each memory once, all on one device."""
-        self._shared = {key: each for key, each in self._shared.items() if not each.expired()}
+        self._shared = {key: each for key, each in self._shared.items() if not each[0].expired()}
         found: dict[object, torch.Tensor] = {}
         for tensor in given:
             if not fits(tensor) or isinstance(tensor, nn.Parameter) or tensor.is_inference():
                 continue
-            storage = tensor.untyped_storage()
-            if storage._cdata in self._shared or tensor.nbytes < self.policy.smallest_bytes:
-                continue
-            if not self._stays(tensor):
+            _, known = self._shared.get(tensor.untyped_storage()._cdata, (None, None))
+            if (
+                tensor.nbytes >= self.policy.smallest_bytes
+                and known != tensor._version
+                and not self._stays(tensor)
+            ):
                 found.setdefault(_identity(tensor), tensor)
         moved = [each for each in found.values() if each.device == next(iter(found.values())).device]
         for each in moved:
             storage = each.untyped_storage()
-            self._shared[storage._cdata] = StorageWeakRef(storage)
+            self._shared[storage._cdata] = StorageWeakRef(storage), each._version
         return moved
 
     def _contexts(self, name: str, given: list[torch.Tensor]) -> Contexts:

@@ -100,6 +100,12 @@ class ActivationPolicy(Policy):
                 f"got {self.number_checkpoints}, which has no effect: it sizes the buffer of "
                 "contiguous_memory_optimization; remove it or set that to true",
             )
+        if self.contiguous_memory_optimization and self.tier == "nvme":
+            raise KeyProblem(
+                "contiguous_memory_optimization",
+                "got True, but tier is 'nvme', where extents take no memory; set it to false, or tier to "
+                "'device' or 'host'",
+            )
         return self
 
     @model_validator(mode="after")

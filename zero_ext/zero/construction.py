@@ -31,7 +31,7 @@ def check_agreement(owned: Sequence[Owned], config: ZeroConfig, collectives: Col
     The message names the ranks that differ from rank 0 and, on those, the first parameter that does.
     """
     # Each rank may have devices of its own, and write down what it likes.
-    paths = dict.fromkeys(("offload", "activation_checkpointing"), {"nvme_paths"})
+    paths = {section: {"nvme_paths"} for section in ("offload", "activation_checkpointing")}
     lines = [config.model_dump_json(exclude={"aio": True, "monitor": True, **paths})]
     lines += [
         json.dumps(

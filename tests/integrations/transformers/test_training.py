@@ -88,6 +88,8 @@ def test_accumulation_checkpointing_smoothing_clipping_and_schedule_together(wor
         plain.train()
         cases = {**CASES, "in backward": {"stage": 3, "offload": {**HOST, "step": "in_backward"}}}
         del cases["host"], cases["nvme"]
+        moved = {"tier": "host", "smallest_bytes": 0}
+        cases["checkpoints on the host"] = {"stage": 3, "activation_checkpointing": moved}
         for name, config in cases.items():
             trainer = ZeroTrainer(
                 model=llama(world.seed),
@@ -102,6 +104,8 @@ def test_accumulation_checkpointing_smoothing_clipping_and_schedule_together(wor
             assert max(column(plain, "grad_norm")) > 0.7  # and so was clipped
             assert column(trainer, "learning_rate") == column(plain, "learning_rate")
             assert trainer.zero_config.gradient_clipping == 0.7
+            held = engine_of(trainer.model).checkpointing.held_bytes()["host"]
+            assert (held > 0) == ("activation_checkpointing" in config)
 
 
 @on_ranks(1, 2)

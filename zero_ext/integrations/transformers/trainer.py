@@ -11,6 +11,7 @@ from transformers import Trainer
 
 from zero_ext.config import ZeroConfig
 from zero_ext.integrations.prepare import prepare
+from zero_ext.integrations.transformers.checkpointing import checkpoint_by_configuration
 from zero_ext.integrations.transformers.checkpoints import (
     check_resume,
     last_whole_checkpoint,
@@ -103,6 +104,7 @@ class ZeroTrainerMixin(_Base):
         _, self.optimizer = prepare(
             self.model, made, self._zero_settings, wrap=False, device=self.args.device
         )
+        checkpoint_by_configuration(self.model)
         mark_prepared(self.model, self.optimizer)
         self._use_loss_scale()
 
