@@ -63,6 +63,5 @@ def test_what_is_not_plain_memory() -> None:
         plain.to_sparse(),
         torch.empty(0),
         torch.randn(2, dtype=torch.complex64).conj(),
-        torch.quantize_per_tensor(plain, 0.1, 0, torch.qint8),
     ):
         assert not fits(other)

@@ -18,9 +18,9 @@ import zero_ext
 from tests.comm.fake_backend import FakeBackend
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.comm import BackendExchange, Collectives, ExchangeByDevice, WireLog
+from zero_ext.comm import BackendExchange, Collectives, ExchangeByDevice, WireLog, process_group
 from zero_ext.comm.process_group import join_world, make_collectives
-from zero_ext.zero import engine_of, process_group
+from zero_ext.zero import engine_of
 
 CUDA = torch.device("cuda", 0)
 
