@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from zero_ext.activation import checkpoint_activations
@@ -15,6 +17,7 @@ def checkpoint_by_configuration(model: nn.Module) -> None:
     that section they stay as they are."""
     if engine_of(model).config.activation_checkpointing == ActivationPolicy():
         return
-    for module in model.modules():
-        if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = checkpoint_activations
+    layer: Any  # torch's stubs let modules have tensors and modules alone
+    for layer in model.modules():
+        if hasattr(layer, "_gradient_checkpointing_func"):
+            layer._gradient_checkpointing_func = checkpoint_activations
