@@ -13,6 +13,7 @@ import torch
 
 from zero_ext import ops
 from zero_ext.config import AioPolicy, OffloadPolicy
+from zero_ext.config.rooms import CHUNK_BUFFERS
 from zero_ext.offload import (
     MASTER,
     NvmeState,
@@ -22,7 +23,6 @@ from zero_ext.offload import (
     nvme_store,
     visit_chunks,
 )
-from zero_ext.offload.state_chunks import CHUNK_BUFFERS
 from zero_ext.offload.state_stream import StateStream
 
 SIZES = (70_001, 3, 30_000)  # of the first range four chunks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from zero_ext.zero.ledger import ledger_by_tier
 
 WITHIN = 0.03
 STATE = ("params", "grads", "optimizer")
+HERE = MACHINES["dgx-a100"].replace(name="here", device_is_host=True)  # the engine's device is the processor
 PLACEMENTS: tuple[tuple[int, dict[str, str]], ...] = (
     (1, {}),
     (1, {"optimizer": "host"}),
@@ -31,6 +33,7 @@ PLACEMENTS: tuple[tuple[int, dict[str, str]], ...] = (
     (3, {"grads": "host", "optimizer": "host"}),
     (3, {"params": "host", "grads": "host", "optimizer": "host"}),
     (3, {"params": "host", "grads": "host", "optimizer": "nvme"}),
+    (3, {"params": "nvme", "grads": "nvme", "optimizer": "nvme"}),
 )
 
 
@@ -56,7 +59,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """GPT-2's parameters, with an output matrix of its own."""
+    """GPT-2's parameters; the output matrix is one of its own, or the table."""
 
     def __init__(self, shape: Transformer) -> None:
         super().__init__()
@@ -65,19 +68,36 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(shape.hidden) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.hidden)
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+        if shape.tied:
+            self.head.weight = self.table.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.table(tokens) + self.places.weight[: tokens.shape[1]]
+        x = self.table(tokens) + self.places(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
 
-def planned(hidden: int, layers: int, vocabulary: int, sequence: int) -> PlannedModel:
-    shape = Transformer(
-        "small", hidden, layers, 4, vocabulary, sequence, before=sequence * hidden, tied=False
-    )
+def planned(hidden: int, layers: int, vocabulary: int, sequence: int, tied: bool) -> PlannedModel:
+    shape = Transformer("small", hidden, layers, 4, vocabulary, sequence, before=sequence * hidden, tied=tied)
     return PlannedModel.of_shape(shape, "")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("tiers", [tiers for stage, tiers in PLACEMENTS if stage == 3])
+def test_buffers_of_a_model_in_tiles(tiers: dict[str, str], ranks: int, folder: str) -> None:
+    """Layers of 113 million parameters, each matrix in twelve tiles."""
+    found = planned(3072, 4, 50_000, 512, tied=False)
+    found = PlannedModel.of_shape(replace(found.shape, tiles=40), "")
+    config = configuration(3, tiers, 1, folder)
+    config["units"] = {"tiles": {"Linear": found.shape.matrix_tiles}}
+    assert found.shape.matrix_tiles == 14
+    with torch.device("meta"):
+        model = Decoder(found.shape)
+    staging = model_staging(model, torch.optim.AdamW(model.parameters()), config, ranks)
+    needs = memory_needs(found.whole, Training.of_config(config, ranks), HERE)
+    assert of_rank(needs, "device")["staging"] == pytest.approx(staging.device, rel=WITHIN)
+    assert of_rank(needs, "host")["staging"] == pytest.approx(staging.host, rel=WITHIN)
 
 
 def configuration(stage: int, tiers: dict[str, str], micro_batches: int, folder: str) -> dict[str, Any]:
@@ -85,7 +105,7 @@ def configuration(stage: int, tiers: dict[str, str], micro_batches: int, folder:
         "stage": stage,
         "precision": {"dtype": "bf16"},
         "batch": {"gradient_accumulation_steps": micro_batches},
-        "units": {"prefetch_elements": 40_000, "bucket_elements": 60_000},
+        "units": {"prefetch_elements": 360_000, "bucket_elements": 540_000},
         "offload": {**tiers, **({"nvme_paths": [folder]} if "nvme" in tiers.values() else {})},
     }
 
@@ -98,13 +118,13 @@ def of_rank(needs: MemoryNeeds, tier: str) -> dict[str, int]:
     return held
 
 
-@on_ranks(2)
+@on_ranks(1, 2, 4)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize(("stage", "tiers"), PLACEMENTS)
 def test_a_real_run_holds_what_was_planned(
     world: World, stage: int, tiers: dict[str, str], micro_batches: int, folder: str
 ) -> None:
-    found = planned(64, 6, 700, 32)
+    found = planned(192, 6, 700, 32, tied=micro_batches == 2)
     config = configuration(stage, tiers, micro_batches, folder)
     torch.manual_seed(0)
     model = Decoder(found.shape)
@@ -119,31 +139,30 @@ def test_a_real_run_holds_what_was_planned(
         optimizer.zero_grad()
     held = ledger_by_tier(engine_of(model))
     training = Training.of_config(config, world.size)
-    needs = memory_needs(found.whole, training, MACHINES["dgx-a100"])
-    measured = expected = 0
+    needs = memory_needs(found.whole, training, HERE)
     for tier, kinds in held.items():
         wanted = of_rank(needs, tier)
-        for kind in STATE:
-            assert wanted[kind] == pytest.approx(kinds[kind], rel=WITHIN), (tier, kind)
-        measured += sum(kinds[kind] for kind in STATE)
-        expected += sum(wanted[kind] for kind in STATE)
-    assert expected == pytest.approx(measured, rel=WITHIN)
+        for kind in (*STATE, "staging"):
+            assert wanted[kind] == pytest.approx(kinds[kind], rel=WITHIN, abs=1), (
+                tier,
+                kind,
+                wanted,
+                dict(kinds),
+            )
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 64])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 64])
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("stage", "tiers"), PLACEMENTS)
 def test_state_and_buffers_of_a_larger_model(
-    stage: int, tiers: dict[str, str], ranks: int, folder: str
+    stage: int, tiers: dict[str, str], tied: bool, ranks: int, folder: str
 ) -> None:
     """400 million parameters: the engine's own staging plan beside the planner's buffers."""
-    found = planned(1024, 24, 50_000, 1024)
+    found = planned(1024, 24, 50_000, 1024, tied)
     config = {**configuration(stage, tiers, 1, folder), "units": {}}
     with torch.device("meta"):
         model = Decoder(found.shape)
     staging = model_staging(model, torch.optim.AdamW(model.parameters()), config, ranks)
-    needs = memory_needs(found.whole, Training.of_config(config, ranks), MACHINES["dgx-a100"])
-    state = sum(of_rank(needs, tier)[kind] for tier in ("device", "host", "nvme") for kind in STATE)
-    buffers = {tier: of_rank(needs, tier)["staging"] for tier in ("device", "host")}
-    assert buffers["device"] == pytest.approx(staging.device, rel=0.12)
-    assert buffers["host"] == pytest.approx(staging.host, rel=0.12)
-    assert state + sum(buffers.values()) == pytest.approx(state + staging.total, rel=WITHIN)
+    needs = memory_needs(found.whole, Training.of_config(config, ranks), HERE)
+    assert of_rank(needs, "device")["staging"] == pytest.approx(staging.device, rel=WITHIN)
+    assert of_rank(needs, "host")["staging"] == pytest.approx(staging.host, rel=WITHIN)

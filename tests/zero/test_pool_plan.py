@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from zero_ext.offload.extent_arena import PAGE, ExtentArena, extent_bytes
+from zero_ext.config.rooms import STORAGE_ALIGNMENT, extent_bytes
+from zero_ext.offload.extent_arena import ExtentArena
 from zero_ext.plan import slot_pool_bytes
 from zero_ext.zero.pool_plan import Demand, plan_pool
 
@@ -41,7 +42,7 @@ def test_demands_that_meet_do_not_overlap() -> None:
             places = plan.places[demand.key]
             assert len(places) == demand.count and places.step == extent_bytes(demand.nbytes)
             begin, end = places.start, places.start + demand.extent
-            assert begin % PAGE == 0 and end <= plan.nbytes
+            assert begin % STORAGE_ALIGNMENT == 0 and end <= plan.nbytes
             for other in demands[:number]:
                 start = plan.places[other.key].start
                 assert not demand.meets(other) or end <= start or start + other.extent <= begin
@@ -71,40 +72,40 @@ def test_the_arena_against_a_list_of_pages() -> None:
     print(f"seed {seed}")
     source = random.Random(seed)
     pages: list[int | None] = [None] * 64
-    arena, live = ExtentArena(len(pages) * PAGE), dict[int, int]()
+    arena, live = ExtentArena(len(pages) * STORAGE_ALIGNMENT), dict[int, int]()
     highest = 0
     for number in range(3000):
         if live and source.random() < 0.45:
             offset = source.choice(list(live))
             size = live.pop(offset)
-            assert all(page is not None for page in pages[offset // PAGE :][:size])
-            pages[offset // PAGE : offset // PAGE + size] = [None] * size
+            assert all(page is not None for page in pages[offset // STORAGE_ALIGNMENT :][:size])
+            pages[offset // STORAGE_ALIGNMENT : offset // STORAGE_ALIGNMENT + size] = [None] * size
             arena.give(offset)
             continue
-        nbytes = source.randrange(1, 12 * PAGE)
-        size = extent_bytes(nbytes) // PAGE
+        nbytes = source.randrange(1, 12 * STORAGE_ALIGNMENT)
+        size = extent_bytes(nbytes) // STORAGE_ALIGNMENT
         wanted = source.randrange(len(pages))
         free = pages[wanted : wanted + size] == [None] * size
-        got = arena.take(nbytes, range(wanted * PAGE, wanted * PAGE + 1))
+        got = arena.take(nbytes, range(wanted * STORAGE_ALIGNMENT, wanted * STORAGE_ALIGNMENT + 1))
         gaps = [
             len(run) for run in "".join("x" if page is not None else "." for page in pages).split("x") if run
         ]
         if got is None:
             assert max(gaps, default=0) < size
             continue
-        assert got == wanted * PAGE or not free
-        assert pages[got // PAGE : got // PAGE + size] == [None] * size
-        pages[got // PAGE : got // PAGE + size] = [number] * size
+        assert got == wanted * STORAGE_ALIGNMENT or not free
+        assert pages[got // STORAGE_ALIGNMENT : got // STORAGE_ALIGNMENT + size] == [None] * size
+        pages[got // STORAGE_ALIGNMENT : got // STORAGE_ALIGNMENT + size] = [number] * size
         live[got] = size
-        highest = max(highest, got + size * PAGE)
+        highest = max(highest, got + size * STORAGE_ALIGNMENT)
     assert arena.high_water == highest
 
 
 def test_an_extent_is_given_back_once() -> None:
-    arena = ExtentArena(4 * PAGE)
+    arena = ExtentArena(4 * STORAGE_ALIGNMENT)
     offset = arena.take(1)
-    assert offset == 0 and arena.take(1) == PAGE
+    assert offset == 0 and arena.take(1) == STORAGE_ALIGNMENT
     arena.give(0)
-    for wrong in (0, 1, 2 * PAGE):
+    for wrong in (0, 1, 2 * STORAGE_ALIGNMENT):
         with pytest.raises(KeyError, match=f"no extent starts at {wrong}"):
             arena.give(wrong)

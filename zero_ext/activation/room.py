@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 
 from zero_ext.config import Tier
+from zero_ext.config.rooms import STORAGE_ALIGNMENT, extent_bytes
 from zero_ext.offload import HERE, SLOTS, Arrival, Device, NvmeStore
-from zero_ext.offload.extent_arena import PAGE, ExtentArena, extent_bytes
+from zero_ext.offload.extent_arena import ExtentArena
 from zero_ext.offload.transit import Transit
 
 _BLOCK_BYTES = 16 << 20
@@ -167,10 +168,10 @@ class StoreRoom:
     all."""
 
     tier: Tier = "nvme"
-    block = PAGE
+    block = STORAGE_ALIGNMENT
 
     def __init__(self, store: NvmeStore, device: Device, buffer_bytes: int) -> None:
-        grain = 2 * SLOTS * PAGE
+        grain = 2 * SLOTS * STORAGE_ALIGNMENT
         self._way = Transit(device, max(buffer_bytes // grain, 1) * grain)
         self._store = store
         self._device = device

@@ -2,3 +2,5 @@
 
 REDUCTIONS_IN_FLIGHT = 2
 HOMES_UNDER_WAY = 2  # of units whose reduction has ended, what their homes still move
+READS_AHEAD = 2  # pieces of gradients on NVMe that others are added to
+WRITES_BEHIND = 2

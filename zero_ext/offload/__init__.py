@@ -1,24 +1,23 @@
 """Tiers: where shards and optimizer state live when not on the device, and how they get there and back."""
 
+from zero_ext.config.rooms import STORAGE_ALIGNMENT, StepRooms, part_elements
 from zero_ext.offload.birthplace import Birthplace
 from zero_ext.offload.device import CPU, HERE, Arrival, Device
 from zero_ext.offload.nvme_store import NvmeStore, Transfer
-from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, MemoryHome, ShardHome, allocate, put
+from zero_ext.offload.shard_home import MemoryHome, ShardHome, allocate, put
 from zero_ext.offload.state_chunks import StateChunk, visit_chunks
 from zero_ext.offload.state_home import MASTER, StateField, StateHome
-from zero_ext.offload.state_stream import AdamWork, NvmeState, stream_adam, stream_chunk_elements
-from zero_ext.offload.step_parts import StepPart, StepRooms, StepStaging, chunk_rooms_bytes, part_elements
+from zero_ext.offload.state_stream import AdamWork, NvmeState, stream_adam
+from zero_ext.offload.step_parts import StepPart, StepStaging
 from zero_ext.offload.stored_home import StoredHome
 from zero_ext.offload.stored_run import StoredRun, Values, copy_of, count, part_of, replace
 from zero_ext.offload.tiers import Tiers
 from zero_ext.offload.transfers import TransferLog
-from zero_ext.offload.transit import SLOTS
 
 __all__ = [
     "CPU",
     "HERE",
     "MASTER",
-    "SLOTS",
     "STORAGE_ALIGNMENT",
     "AdamWork",
     "Arrival",
@@ -41,7 +40,6 @@ __all__ = [
     "TransferLog",
     "Values",
     "allocate",
-    "chunk_rooms_bytes",
     "copy_of",
     "count",
     "part_elements",
@@ -49,6 +47,5 @@ __all__ = [
     "put",
     "replace",
     "stream_adam",
-    "stream_chunk_elements",
     "visit_chunks",
 ]

@@ -5,12 +5,7 @@ from __future__ import annotations
 from bisect import bisect, insort
 from itertools import pairwise
 
-PAGE = 4096  # direct transfers from storage want memory to be aligned to it
-
-
-def extent_bytes(nbytes: int) -> int:
-    """Bytes that an extent for ``nbytes`` takes: whole pages, nothing more."""
-    return -(-nbytes // PAGE) * PAGE
+from zero_ext.config.rooms import extent_bytes
 
 
 class ExtentArena:

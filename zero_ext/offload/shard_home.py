@@ -11,9 +11,6 @@ from zero_ext.offload.device import CPU, HERE, Arrival, Device
 from zero_ext.offload.stored_run import Values
 from zero_ext.offload.transfers import TransferLog
 
-# Direct transfers to any device want memory, offset and length in multiples of this.
-STORAGE_ALIGNMENT = 4096
-
 
 class ShardHome(Protocol):
     """A shard [numel] of one dtype in one tier; it moves in multiples of ``grain`` elements."""

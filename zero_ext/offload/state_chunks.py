@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from zero_ext.config.rooms import CHUNK_BUFFERS
 from zero_ext.offload.nvme_store import Transfer
 from zero_ext.offload.state_stream import NvmeState, StateStream
-
-CHUNK_BUFFERS = 3  # one is read, one worked on, one written
 
 
 class StateChunk:

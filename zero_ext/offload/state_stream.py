@@ -15,7 +15,7 @@ from zero_ext import ops
 from zero_ext.config import Tier
 from zero_ext.config.events import Bus
 from zero_ext.offload.nvme_store import NvmeStore
-from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, ShardHome
+from zero_ext.offload.shard_home import ShardHome
 from zero_ext.offload.state_home import MASTER, StateField
 from zero_ext.offload.stored_home import StoredHome
 from zero_ext.offload.stored_run import StoredRun, Values
@@ -66,13 +66,6 @@ class StateStream:
         self.transfers.record("nvme", "host", int(counters[_READ]))
         self.transfers.record("host", "nvme", int(counters[_WRITTEN]))
         self._bus.waited("storage", began, int(counters[_WAITING].sum()) * 1e-9)
-
-
-def stream_chunk_elements(ring_bytes: int, sizes: Sequence[int]) -> int:
-    """Elements of a chunk of :class:`StateStream` where each has ``sizes`` bytes of values: eight chunks,
-    with gradients and parameters in fp32, fit into the ring, in whole blocks of any dtype."""
-    grain = STORAGE_ALIGNMENT // 2
-    return ring_bytes // 8 // ((sum(sizes) + 8) * grain) * grain
 
 
 class NvmeState:

@@ -9,9 +9,9 @@ import torch
 
 from zero_ext import ops
 from zero_ext.config import Tier
+from zero_ext.config.rooms import CHUNK_BUFFERS, STORAGE_ALIGNMENT, StepRooms
 from zero_ext.offload.device import CPU, HERE, Arrival, Device
-from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, ShardHome
-from zero_ext.offload.state_chunks import CHUNK_BUFFERS
+from zero_ext.offload.shard_home import ShardHome
 
 
 class StepPart(NamedTuple):
@@ -30,15 +30,6 @@ class StepPart(NamedTuple):
     sent: list[tuple[int, int]]
 
 
-class StepRooms(NamedTuple):
-    """Bytes of staging memory in one tier: for gradients on their way to a step there, parameters on their
-    way from it, and for what torch's own optimizers work on."""
-
-    gradients: int = 0
-    outputs: int = 0
-    elementwise: int = 0
-
-
 class ChunkRooms(NamedTuple):
     """``CHUNK_BUFFERS`` buffers for chunks of state, the fp32 gradient of one chunk, bytes for its
     parameters; all begin at whole pages."""
@@ -46,17 +37,6 @@ class ChunkRooms(NamedTuple):
     buffers: Sequence[torch.Tensor]
     gradient: torch.Tensor
     output: torch.Tensor
-
-
-def chunk_rooms_bytes(chunk_elements: int, state: int, output: int) -> int:
-    """Bytes of :class:`ChunkRooms` for elements with ``state`` bytes of values and ``output`` of parameters
-    in storage."""
-    return chunk_elements * (CHUNK_BUFFERS * state + 4 + output)
-
-
-def part_elements(ring_bytes: int) -> int:
-    """Most elements of a room: ``ring_bytes`` hold their gradients and parameters in fp32."""
-    return ring_bytes // (8 * STORAGE_ALIGNMENT) * STORAGE_ALIGNMENT
 
 
 class StepStaging:

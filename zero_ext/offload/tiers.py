@@ -8,11 +8,12 @@ import torch
 
 from zero_ext.config import AioPolicy, OffloadPolicy, Tier
 from zero_ext.config.events import Bus
+from zero_ext.config.rooms import STORAGE_ALIGNMENT
 from zero_ext.offload.device import CPU, Device
 from zero_ext.offload.direct_storage import direct_storage
 from zero_ext.offload.numa import near
 from zero_ext.offload.nvme_store import NvmeStore
-from zero_ext.offload.shard_home import STORAGE_ALIGNMENT, MemoryHome, ShardHome
+from zero_ext.offload.shard_home import MemoryHome, ShardHome
 from zero_ext.offload.state_home import MemoryState, StateField, StateHome
 from zero_ext.offload.state_stream import NvmeState, StateStream
 from zero_ext.offload.step_parts import StepRooms, StepStaging

@@ -9,11 +9,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from zero_ext.config.rooms import SLOTS
 from zero_ext.offload.device import HERE, Arrival, Device
 
-# Chunks in flight together, in each direction: so many in their first stage, the others in their second.
-SLOTS = 6
-_FIRST = 4
+_FIRST = 4  # of ``SLOTS`` chunks are in their first stage, the others in their second
 
 # Starts to move the bytes from an offset of a home on, from or into memory that storage reaches.
 Move = Callable[[int, torch.Tensor], Arrival]

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zero_ext.plan.models import PlannedModel
+from zero_ext.plan.simulation.costs import Costs
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.resources import READ, TO_DEVICE, TO_HOST, WRITE
-from zero_ext.plan.simulation.simulate import simulate
+from zero_ext.plan.simulation.schedule import StepSchedule
+from zero_ext.plan.simulation.shapes import ModelCost
+from zero_ext.plan.simulation.timeline import Timeline
 from zero_ext.plan.simulation.training import PARAMETER_BYTES, Training
 from zero_ext.plan.wire import bytes_sent, wire_elements
 
@@ -57,17 +60,21 @@ def estimate_step(model: PlannedModel, training: Training, hardware: Hardware) -
 def _simulated(model: PlannedModel, training: Training, hardware: Hardware) -> tuple[float, dict[str, float]]:
     """Seconds of a step, and seconds by resource."""
     shape = model.shape
+
+    def run(cost: ModelCost) -> Timeline:
+        return StepSchedule(cost.units, Costs(hardware, training, cost.sequence)).run()
+
     if shape.layers * shape.tiles <= MOST_UNITS:
-        step = simulate(model.whole, training, hardware)
-        return step.seconds, step.busy
+        whole = run(model.whole)
+        return whole.end, dict(whole.busy)
     few = max(1, MOST_UNITS // (3 * shape.tiles))
-    shallow, deep = (simulate(model.cost(layers), training, hardware) for layers in (few, 2 * few))
+    shallow, deep = (run(model.cost(layers)) for layers in (few, 2 * few))
 
     def continued(at_few: float, at_twice: float) -> float:
         return at_few + (at_twice - at_few) * (shape.layers - few) / few
 
     busy = {name: continued(shallow.busy.get(name, 0.0), time) for name, time in deep.busy.items()}
-    return continued(shallow.seconds, deep.seconds), busy
+    return continued(shallow.end, deep.end), busy
 
 
 def _bytes_sent(model: PlannedModel, training: Training) -> int:

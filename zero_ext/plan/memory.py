@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from zero_ext.config.blocks import block_count
 from zero_ext.config.placement import Placement
-
-BYTES_OF_DTYPE = {"fp32": 4, "bf16": 2, "fp16": 2}
+from zero_ext.config.rooms import BYTES_OF_DTYPE
 
 
 @dataclass(frozen=True)

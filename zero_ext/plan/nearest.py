@@ -9,7 +9,7 @@ from zero_ext.config.quantities import COUNTS, short_number
 from zero_ext.plan.candidates import CANDIDATES
 from zero_ext.plan.models import PlannedModel, model_named
 from zero_ext.plan.planner import Plan
-from zero_ext.plan.simulation.memory import memory_needs
+from zero_ext.plan.simulation.memory import fits
 from zero_ext.plan.simulation.training import ACTIVATIONS, Training
 
 MOST_GPUS = 1 << 16
@@ -70,10 +70,7 @@ def _fits(plan: Plan, model: PlannedModel, gpus: int) -> bool:
         replace(base, **candidate.options, activations=activations)
         for candidate, activations in product(CANDIDATES, ACTIVATIONS)
     )
-    return any(
-        not memory_needs(model.whole, training, plan.hardware).shortfalls(plan.hardware)
-        for training in trainings
-    )
+    return any(fits(model.whole, training, plan.hardware) for training in trainings)
 
 
 def _two_digits(count: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from zero_ext.config import ZeroConfig
@@ -38,6 +37,5 @@ def config_of(plan: Plan, row: PlanRow, nvme_paths: tuple[str, ...] = (DEFAULT_N
     }
     shape = plan.model.shape
     if training.stage == 3 and shape.tiles > 1:
-        unit = math.ceil(sum(shape.layer_matrices) / shape.tiles)
-        values["units"] = {"tiles": {"Linear": math.ceil(shape.largest_matrix / unit)}}
+        values["units"] = {"tiles": {"Linear": shape.matrix_tiles}}
     return ZeroConfig.from_mapping(values)

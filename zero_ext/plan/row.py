@@ -10,7 +10,7 @@ from zero_ext.plan.candidates import Candidate
 from zero_ext.plan.estimate import StepEstimate, estimate_step
 from zero_ext.plan.models import PlannedModel
 from zero_ext.plan.simulation.hardware import Hardware
-from zero_ext.plan.simulation.memory import MemoryNeeds, Shortfall, memory_needs
+from zero_ext.plan.simulation.memory import MemoryNeeds, Shortfall, fits, memory_needs
 from zero_ext.plan.simulation.training import ACTIVATIONS, Activations, Training
 
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
@@ -119,18 +119,17 @@ def largest_micro_batch(model: PlannedModel, training: Training, hardware: Hardw
     """Samples of a rank's forward that fit in every tier; 0 if one does not. Activations grow with it, all
     else stays."""
 
-    def fits(samples: int) -> bool:
-        needs = memory_needs(model.whole, replace(training, micro_batch=samples), hardware)
-        return not needs.shortfalls(hardware)
+    def possible(samples: int) -> bool:
+        return fits(model.whole, replace(training, micro_batch=samples), hardware)
 
-    if not fits(1):
+    if not possible(1):
         return 0
     low, high = 1, 2
-    while fits(high):
+    while possible(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if possible(middle) else (low, middle)
     return low
 
 

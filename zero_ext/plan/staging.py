@@ -15,7 +15,8 @@ from zero_ext.config import ZeroConfig, load_config
 from zero_ext.plan.memory import check_count
 from zero_ext.zero.construction import device_of
 from zero_ext.zero.partition import owned_parameters, plan_units, split_optimizer, trained_by
-from zero_ext.zero.staging import Staging, plan_staging
+from zero_ext.zero.staged_model import plan_staging
+from zero_ext.zero.staging import Staging
 from zero_ext.zero.tiling.replace import apply_tiling, plan_tiling
 
 

@@ -28,7 +28,7 @@ from zero_ext.zero.partition import (
     trained_by,
     uses_up_gradients,
 )
-from zero_ext.zero.staging import plan_staging
+from zero_ext.zero.staged_model import plan_staging
 from zero_ext.zero.together import FailedTogether, together
 
 # What to move off the device, the cheapest first: the optimizer's state is used once a step.

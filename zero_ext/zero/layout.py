@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-ALIGNMENT_BYTES = 64
+from zero_ext.config.rooms import ALIGNMENT_BYTES, flat_offsets
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,8 @@ class FlatLayout:
                 f"a unit holds parameters of exactly one dtype, not of {sorted(map(str, dtypes))}"
             )
         dtype = dtypes.pop()
-        grain = max(1, ALIGNMENT_BYTES // dtype.itemsize)
-        offsets, end = [], 0
-        for spec in specs:
-            offsets.append(end)
-            end += _round_up(spec.numel, grain)
-        numel = _round_up(max(end, 1), max(grain, shard_alignment // dtype.itemsize) * world_size)
+        sizes = [spec.numel for spec in specs]
+        offsets, numel = flat_offsets(sizes, dtype.itemsize, world_size, shard_alignment)
         return FlatLayout(tuple(specs), tuple(offsets), numel, world_size, dtype)
 
     @property
@@ -122,7 +118,3 @@ def in_memory_order(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
         ordered = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
         tensor = ordered.copy_(tensor)
     return tensor.as_strided((spec.numel,), (1,), tensor.storage_offset())
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

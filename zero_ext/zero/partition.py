@@ -14,6 +14,7 @@ from zero_ext.config import ZeroConfig
 from zero_ext.config.placement import Placement, within
 from zero_ext.zero.layout import ParameterSpec, memory_order
 from zero_ext.zero.packed import is_packed
+from zero_ext.zero.staging import bucket_groups
 from zero_ext.zero.tiling import Tile
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -185,19 +186,14 @@ def _kind(item: Owned) -> tuple[torch.dtype, bool]:
 def _buckets(
     label: str, owned: Iterable[Owned], placement: Placement, limit: int, persistent: bool
 ) -> Iterator[UnitPlan]:
-    by_kind: dict[tuple[torch.dtype, bool], list[list[Owned]]] = defaultdict(list)
-    sizes: dict[tuple[torch.dtype, bool], int] = {}
+    by_kind: dict[tuple[torch.dtype, bool], list[Owned]] = defaultdict(list)
     for item in owned:
-        kind, numel = _kind(item), item.spec.numel
-        if not by_kind[kind] or sizes[kind] + numel > limit:
-            by_kind[kind].append([])
-            sizes[kind] = 0
-        by_kind[kind][-1].append(item)
-        sizes[kind] += numel
+        by_kind[_kind(item)].append(item)
     number = 0
-    for buckets in by_kind.values():
-        for members in buckets:
-            yield UnitPlan(f"{label}.{number}", tuple(members), None, placement, persistent)
+    for items in by_kind.values():
+        for group in bucket_groups([item.spec.numel for item in items], limit):
+            members = tuple(items[place] for place in group)
+            yield UnitPlan(f"{label}.{number}", members, None, placement, persistent)
             number += 1
 
 

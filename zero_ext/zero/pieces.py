@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 import torch
 
+from zero_ext.config.pace import READS_AHEAD, WRITES_BEHIND
+from zero_ext.config.rooms import PIECE_ELEMENTS
 from zero_ext.offload import STORAGE_ALIGNMENT, Arrival, StoredHome
 from zero_ext.zero.pool import BufferPool
 
-PIECE_ELEMENTS = 1 << 20
 GRAIN = STORAGE_ALIGNMENT // 2  # elements of whole blocks in every dtype that gradients have
-READS_AHEAD = 2
-WRITES_BEHIND = 2
 
 
 class Piece(NamedTuple):

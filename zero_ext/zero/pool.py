@@ -12,8 +12,9 @@ import torch.utils.dlpack
 
 from zero_ext import ops
 from zero_ext.config import Tier
+from zero_ext.config.rooms import extent_bytes
 from zero_ext.offload import CPU, HERE, Arrival, Device
-from zero_ext.offload.extent_arena import ExtentArena, extent_bytes
+from zero_ext.offload.extent_arena import ExtentArena
 from zero_ext.zero.pool_plan import PoolPlan, Purpose
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
-from zero_ext.offload.extent_arena import extent_bytes
+from zero_ext.config.rooms import extent_bytes
 
 # What a unit takes memory for: its whole parameters, its unreduced gradient, and while that is reduced the
 # shard on its way to another tier, a copy in the precision of the wire, and the other ranks' shards.
@@ -32,7 +33,12 @@ class Demand:
 
     def meets(self, other: Demand) -> bool:
         """Whether both are needed at some moment."""
-        return any(begin < stop and start < end for begin, end in self.when for start, stop in other.when)
+        return bool(self._moments & other._moments)
+
+    @cached_property
+    def _moments(self) -> int:
+        """A bit for each moment."""
+        return sum((1 << end) - (1 << begin) for begin, end in self.when)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zero_ext.config import ZeroConfig
-from zero_ext.config.pace import HOMES_UNDER_WAY, REDUCTIONS_IN_FLIGHT
+from zero_ext.config.pace import HOMES_UNDER_WAY, READS_AHEAD, REDUCTIONS_IN_FLIGHT, WRITES_BEHIND
 from zero_ext.config.placement import Placement
-from zero_ext.zero.layout import FlatLayout
-from zero_ext.zero.partition import DTYPES, uses_up_gradients
-from zero_ext.zero.pieces import PIECE_ELEMENTS, READS_AHEAD, WRITES_BEHIND
+from zero_ext.config.rooms import BYTES_OF_DTYPE, PIECE_ELEMENTS
 from zero_ext.zero.pool_plan import Demand, Key, Purpose
 
 # Of gradients on NVMe at once: read ahead for reductions under way, written behind for those that have ended,
@@ -26,7 +24,8 @@ _ANY_PIECES: Key = ("", "pieces")
 
 @dataclass(frozen=True, eq=False)
 class StagedUnit:
-    """What a unit means to staging. Parameters are numbered in the order of registration.
+    """What a unit means to staging: ``numel`` elements with padding, of ``itemsize`` bytes, in as many shards
+    as there are ranks. Parameters are numbered in the order of registration.
 
     ``gathered`` are the first and the last of the parameters that the module holds which needs the unit: it
     is gathered from the one to the other. Its own gradients come in backward from the parameter ``comes`` on,
@@ -34,15 +33,28 @@ class StagedUnit:
     """
 
     name: str
-    layout: FlatLayout
+    numel: int
+    itemsize: int
+    world_size: int
     placement: Placement
     gathered: tuple[int, int]
     comes: int
     completes: tuple[int, int] | None
 
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard."""
+        return self.numel // self.world_size
 
-def demands_of_a_step(units: Sequence[StagedUnit], config: ZeroConfig) -> list[Demand]:
-    """What one forward and backward pass takes from the pool.
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole flat buffer."""
+        return self.numel * self.itemsize
+
+
+def demands_of_a_step(units: Sequence[StagedUnit], config: ZeroConfig, used_up: bool = False) -> list[Demand]:
+    """What one forward and backward pass takes from the pool; ``used_up``: each unit's gradient ends with its
+    update in backward.
 
     - Forward, and backward in reverse: a unit is gathered while the module that needs it runs, and ahead of
       it the next one (two where shards come from storage) and as many more as ``units.prefetch_elements`` and
@@ -54,7 +66,7 @@ def demands_of_a_step(units: Sequence[StagedUnit], config: ZeroConfig) -> list[D
       there, pieces of them come back.
     - Forward without autograd: after the last unit the first ones are gathered ahead, for the next call.
     """
-    replay = _Replay(units, config)
+    replay = _Replay(units, config, used_up)
     replay.forward(repeats=False)
     replay.backward()
     replay.forward(repeats=True)
@@ -62,16 +74,16 @@ def demands_of_a_step(units: Sequence[StagedUnit], config: ZeroConfig) -> list[D
 
 
 class _Replay:
-    def __init__(self, units: Sequence[StagedUnit], config: ZeroConfig) -> None:
+    def __init__(self, units: Sequence[StagedUnit], config: ZeroConfig, used_up: bool) -> None:
         self._units = units
         self._sharded = [unit for unit in units if unit.placement.params]
         self._prefetch = config.units.prefetch_elements
         self._live_limit = config.units.live_elements
         self._accumulates = config.batch.gradient_accumulation_steps > 1
-        self._sum_bytes = DTYPES[config.precision.grad_accum_dtype].itemsize
+        self._sum_bytes = BYTES_OF_DTYPE[config.precision.grad_accum_dtype]
         wire = config.precision.communication_dtype
-        self._used_up = uses_up_gradients(config, (unit.layout.dtype for unit in units))
-        self._wire_bytes = DTYPES[wire].itemsize if wire is not None else None
+        self._used_up = used_up
+        self._wire_bytes = BYTES_OF_DTYPE[wire] if wire is not None else None
         self._gathered: list[StagedUnit] = []
         self._flying: deque[StagedUnit] = deque()
         self._moving: deque[StagedUnit] = deque()
@@ -115,7 +127,7 @@ class _Replay:
                 self._need(unit, order[place:])
             for unit in comes[number]:
                 if unit.placement.grads:
-                    self._take(unit, "gradient", unit.layout.nbytes)
+                    self._take(unit, "gradient", unit.nbytes)
             for unit in early[number]:
                 self._take_scratch(unit)
             for unit in reversed(complete[number]):
@@ -134,24 +146,24 @@ class _Replay:
                 other for other in self._gathered if other.gathered[0] > first or other.gathered[1] < last
             ]
             for other in inner:
-                if self._live() + unit.layout.numel <= self._live_limit:
+                if self._live() + unit.numel <= self._live_limit:
                     break
                 self._release([other])
             self._gather(unit)
         ahead = 0
         for started, later in enumerate(upcoming if self._prefetch else (), 1):
-            ahead += later.layout.numel
+            ahead += later.numel
             least = 2 if later.placement.params_tier == "nvme" else 1
             if started > least and ahead > self._prefetch:
                 return
             if later not in self._gathered:
-                if self._live() + later.layout.numel > self._live_limit:
+                if self._live() + later.numel > self._live_limit:
                     return
                 self._gather(later)
 
     def _gather(self, unit: StagedUnit) -> None:
         self._gathered.append(unit)
-        self._take(unit, "parameters", unit.layout.nbytes)
+        self._take(unit, "parameters", unit.nbytes)
 
     def _release(self, units: Iterable[StagedUnit]) -> None:
         for unit in list(units):
@@ -159,32 +171,32 @@ class _Replay:
             self._give(unit, "parameters")
 
     def _live(self) -> int:
-        return sum(unit.layout.numel for unit in self._gathered)
+        return sum(unit.numel for unit in self._gathered)
 
     def _reduce(self, unit: StagedUnit) -> None:
         while len(self._flying) >= REDUCTIONS_IN_FLIGHT:
             self._finish_oldest()
         self._flying.append(unit)
         self._take_scratch(unit)
-        if unit.layout.world_size == 1:
+        if unit.world_size == 1:
             self._finish_oldest()
 
     def _take_scratch(self, unit: StagedUnit) -> None:
         """What a reduction takes, unless the unit has it already."""
-        layout, placement = unit.layout, unit.placement
+        placement = unit.placement
         if self._accumulates and placement.grads and placement.grads_tier == "nvme":
-            size = max(self._sum_bytes, layout.dtype.itemsize)
-            self._open_up(_ANY_PIECES, min(PIECE_ELEMENTS, layout.shard_numel) * size)
-        if layout.world_size == 1 or (unit.name, "received") in self._open:
+            size = max(self._sum_bytes, unit.itemsize)
+            self._open_up(_ANY_PIECES, min(PIECE_ELEMENTS, unit.shard_numel) * size)
+        if unit.world_size == 1 or (unit.name, "received") in self._open:
             return
-        own = self._sum_bytes if self._accumulates else layout.dtype.itemsize
-        local = layout.dtype.itemsize if placement.grads else own
+        own = self._sum_bytes if self._accumulates else unit.itemsize
+        local = unit.itemsize if placement.grads else own
         wire = local if self._wire_bytes is None else self._wire_bytes
         if placement.grads and (placement.grads_tier != "device" or self._used_up):
-            self._take(unit, "landing", layout.shard_numel * own)
+            self._take(unit, "landing", unit.shard_numel * own)
         if wire != local:
-            self._take(unit, "wire", layout.numel * wire)
-        self._take(unit, "received", layout.shard_numel * (layout.world_size - 1) * wire)
+            self._take(unit, "wire", unit.numel * wire)
+        self._take(unit, "received", unit.shard_numel * (unit.world_size - 1) * wire)
 
     def _finish_oldest(self) -> None:
         unit = self._flying.popleft()
@@ -192,7 +204,7 @@ class _Replay:
         self._give(unit, "wire")
         self._moving.append(unit)
         stored = unit.placement.grads_tier == "nvme"
-        if unit.layout.world_size > 1 or not stored:
+        if unit.world_size > 1 or not stored:
             self._give(unit, "gradient")
         if not stored:
             self._give(unit, "landing")

@@ -8,24 +8,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-
 from zero_ext.config import Tier, ZeroConfig
 from zero_ext.config.pace import HOMES_UNDER_WAY
 from zero_ext.config.placement import Placement
-from zero_ext.offload import CPU, SLOTS, StepRooms, chunk_rooms_bytes, part_elements, stream_chunk_elements
-from zero_ext.offload.extent_arena import PAGE, extent_bytes
-from zero_ext.optim import moments_dtype_named, state_kinds
-from zero_ext.optim.compatibility import fusible, streamable
-from zero_ext.zero.construction import layout_of
-from zero_ext.zero.partition import DTYPES, Owned, UnitPlan, find_blocks, trained_by
+from zero_ext.config.rooms import (
+    BYTES_OF_DTYPE,
+    SLOTS,
+    STORAGE_ALIGNMENT,
+    StepRooms,
+    chunk_rooms_bytes,
+    extent_bytes,
+    part_elements,
+    stream_chunk_elements,
+)
 from zero_ext.zero.pool_plan import Demand, PoolPlan, plan_pool
 from zero_ext.zero.pool_replay import StagedUnit, demands_of_a_step
-from zero_ext.zero.tiling import Tile
 
 _NEIGHBOURS = 8
-_GRAIN = 2 * SLOTS * PAGE
+_GRAIN = 2 * SLOTS * STORAGE_ALIGNMENT
 MEMORY: tuple[Tier, Tier] = ("device", "host")
 
 
@@ -67,18 +67,33 @@ class Staging:
         return self.device + self.host
 
 
-def plan_staging(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    plans: Sequence[UnitPlan],
-    owned: Sequence[Owned],
-    config: ZeroConfig,
-    world_size: int,
-    device: torch.device = CPU.device,
-) -> Staging:
-    """The staging of one rank of ``model``, whose parameters ``owned`` form the units ``plans``.
+@dataclass(frozen=True)
+class StateStep:
+    """What a step of the optimizer means to staging.
 
-    ``optimizer`` is None for inference; ``config.batch`` is resolved.
+    Attributes:
+        fused: one op runs it where state is in memory, else torch's own code does.
+        streams: the op also runs it where state is on NVMe.
+        sizes: bytes of an element of master weights, and of each kind of state beside them.
+    """
+
+    fused: bool
+    streams: bool
+    sizes: tuple[int, ...]
+
+
+def staging_of(
+    units: Sequence[StagedUnit],
+    config: ZeroConfig,
+    step: StateStep | None,
+    *,
+    used_up: bool = False,
+    accelerated: bool = False,
+) -> Staging:
+    """The staging of one rank whose parameters form ``units``; ``config.batch`` is resolved.
+
+    ``step`` is None for inference. ``used_up``: each unit's gradient ends with its update in backward;
+    ``accelerated``: the device is not the processor.
 
     - pool: the busiest moment of a forward and backward pass, laid out in exact extents; see
       :func:`demands_of_a_step` and :func:`plan_pool`;
@@ -92,24 +107,18 @@ def plan_staging(
       from an accelerator add up there;
     - transit: twelve of the largest shard that passes, at most ``ring_bytes``.
     """
-    units = _staged_units(model, optimizer, plans, owned, config, world_size)
-    accelerated = device.type != "cpu"
-    demands = tuple(demands_of_a_step(units, config))
+    demands = tuple(demands_of_a_step(units, config, used_up))
     pool = plan_pool(demands)
     transit = _transit_bytes(units, config) if accelerated else 0
-    if optimizer is None:
+    if step is None:
         return Staging(pool, demands, {"device": StepRooms(), "host": StepRooms()}, 0, transit=transit)
     trained = [unit for unit in units if unit.completes is not None]
 
     def one_pass(unit: StagedUnit) -> bool:
-        return streamable(optimizer) or (fusible(optimizer) and unit.placement.optimizer_tier != "nvme")
+        return step.streams or (step.fused and unit.placement.optimizer_tier != "nvme")
 
-    state, chunk = 0, 0
-    if not streamable(optimizer):
-        kinds = state_kinds(optimizer, moments_dtype_named(config.precision.moments_dtype))
-        sizes = [4, *(field.dtype.itemsize for field in kinds.values())]
-        state = sum(sizes)
-        chunk = stream_chunk_elements(config.offload.ring_bytes, sizes)
+    state = sum(step.sizes)
+    chunk = 0 if step.streams else stream_chunk_elements(config.offload.ring_bytes, step.sizes)
     rooms: dict[Tier, StepRooms] = {}
     for tier in MEMORY:
         near = [unit for unit in trained if (unit.placement.optimizer_tier == "device") == (tier == "device")]
@@ -126,60 +135,39 @@ def plan_staging(
     return Staging(pool, demands, rooms, ring, _landing_bytes(trained, config) if accelerated else 0, transit)
 
 
-def _staged_units(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    plans: Sequence[UnitPlan],
-    owned: Sequence[Owned],
-    config: ZeroConfig,
-    world_size: int,
-) -> list[StagedUnit]:
-    inside: dict[nn.Module, list[int]] = {}
-    for number, item in enumerate(owned):
-        for owner in item.owners:
-            inside.setdefault(owner, []).append(number)
-
-    def span(module: nn.Module) -> tuple[int, int]:
-        held = [number for part in module.modules() for number in inside.get(part, ())]
-        return min(held), max(held)
-
-    blocks = [block for block in find_blocks(model, config).values() if any(True for _ in block.parameters())]
-    together = _arrive_together(
-        owned, {part: span(block) for block in reversed(blocks) for part in block.modules()}
-    )
-    trains, found = trained_by(optimizer), []
-    for plan in plans:
-        own = [together[item.parameter] for item in plan.members]
-        layout = layout_of(plan, world_size)
-        comes = max(last for _, last in own)
-        gathered = span(plan.home) if plan.home is not None else (min(own)[0], comes)
-        completes = min(own) if trains(plan) and layout.dtype.is_floating_point else None
-        found.append(StagedUnit(plan.name, layout, plan.placement, gathered, comes, completes))
-    return found
-
-
-def _arrive_together(
-    owned: Sequence[Owned], block_of: Mapping[nn.Module, tuple[int, int]]
-) -> dict[nn.Parameter, tuple[int, int]]:
-    """The first and last parameter among which a parameter's gradient may come anywhere: those of its block,
-    or up to ``_NEIGHBOURS`` in a row outside blocks: embeddings, a head. Tiles come one after another."""
-    found: dict[nn.Parameter, tuple[int, int]] = {}
-    run: list[nn.Parameter] = []
-    for number, item in enumerate(owned):
-        block = block_of.get(item.owners[0]) if len(item.owners) == 1 else None
-        if all(isinstance(owner, Tile) for owner in item.owners):
-            block = number, number
+def arrive_together(blocks: Sequence[tuple[int, int] | None]) -> list[tuple[int, int]]:
+    """The first and last parameter among which each one's gradient may come anywhere: those of its block, or
+    up to ``_NEIGHBOURS`` in a row outside blocks: embeddings, a head. ``blocks`` are the first and last
+    parameter of each one's block, None outside blocks."""
+    found: list[tuple[int, int]] = []
+    run = 0
+    for number, block in enumerate(blocks):
         if block is not None:
-            found[item.parameter] = block
-            run = []
+            found.append(block)
+            run = 0
             continue
-        run = [*run, item.parameter] if len(run) < _NEIGHBOURS else [item.parameter]
-        found.update(dict.fromkeys(run, (number - len(run) + 1, number)))
+        run = run + 1 if run < _NEIGHBOURS else 1
+        found += [(number, number)]
+        found[number - run + 1 :] = [(number - run + 1, number)] * run
     return found
+
+
+def bucket_groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Which tensors of ``sizes`` elements, by number, share a bucket: neighbours of at most ``limit``
+    together, or a larger one alone."""
+    groups: list[list[int]] = []
+    filled = 0
+    for number, size in enumerate(sizes):
+        if not groups or filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(number)
+        filled += size
+    return groups
 
 
 def _owned_numel(unit: StagedUnit) -> int:
-    return unit.layout.shard_numel if unit.placement.optimizer else unit.layout.numel
+    return unit.shard_numel if unit.placement.optimizer else unit.numel
 
 
 def _part_bytes(unit: StagedUnit, config: ZeroConfig, itemsize: int) -> int:
@@ -189,9 +177,9 @@ def _part_bytes(unit: StagedUnit, config: ZeroConfig, itemsize: int) -> int:
 def _landing_bytes(trained: Sequence[StagedUnit], config: ZeroConfig) -> int:
     if config.batch.gradient_accumulation_steps == 1:
         return 0
-    sums = DTYPES[config.precision.grad_accum_dtype].itemsize
+    sums = BYTES_OF_DTYPE[config.precision.grad_accum_dtype]
     shards = [
-        unit.layout.shard_numel * (unit.layout.dtype.itemsize if unit.layout.world_size == 1 else sums)
+        unit.shard_numel * (unit.itemsize if unit.world_size == 1 else sums)
         for unit in trained
         if unit.placement.grads and unit.placement.grads_tier == "host"
     ]
@@ -199,14 +187,14 @@ def _landing_bytes(trained: Sequence[StagedUnit], config: ZeroConfig) -> int:
 
 
 def _transit_bytes(units: Sequence[StagedUnit], config: ZeroConfig) -> int:
-    widest = DTYPES[config.precision.grad_accum_dtype].itemsize
+    widest = BYTES_OF_DTYPE[config.precision.grad_accum_dtype]
     shards = [0]
     for unit in units:
-        placement, layout = unit.placement, unit.layout
+        placement = unit.placement
         if placement.params and placement.params_tier == "nvme":
-            shards.append(layout.shard_numel * layout.dtype.itemsize)
+            shards.append(unit.shard_numel * unit.itemsize)
         if placement.grads and placement.grads_tier == "nvme":
-            shards.append(layout.shard_numel * max(layout.dtype.itemsize, widest))
+            shards.append(unit.shard_numel * max(unit.itemsize, widest))
     return min(2 * SLOTS * extent_bytes(max(shards)), config.offload.ring_bytes // _GRAIN * _GRAIN)
 
 
@@ -218,14 +206,14 @@ def _gradient_room(unit: StagedUnit, config: ZeroConfig, chunk: int, far: bool) 
     placement = unit.placement
     tier = placement.grads_tier if placement.grads else "device"
     accumulates = config.batch.gradient_accumulation_steps > 1
-    dtype = DTYPES[config.precision.grad_accum_dtype] if accumulates else unit.layout.dtype
+    summed = BYTES_OF_DTYPE[config.precision.grad_accum_dtype]
+    width = summed if accumulates else unit.itemsize
     if far and _is_far(placement):
         # Parts are whole chunks of the state, also of sums that nobody announced.
-        widest = max(dtype.itemsize, DTYPES[config.precision.grad_accum_dtype].itemsize)
-        return _two_parts_bytes(unit, config, widest) if tier == "device" else 0
+        return _two_parts_bytes(unit, config, max(width, summed)) if tier == "device" else 0
     if placement.optimizer_tier == "nvme":
-        return extent_bytes(min(_owned_numel(unit), chunk) * dtype.itemsize) if tier == "nvme" else 0
-    return 0 if tier == placement.optimizer_tier else _part_bytes(unit, config, dtype.itemsize)
+        return extent_bytes(min(_owned_numel(unit), chunk) * width) if tier == "nvme" else 0
+    return 0 if tier == placement.optimizer_tier else _part_bytes(unit, config, width)
 
 
 def _is_far(placement: Placement) -> bool:
@@ -246,10 +234,10 @@ def _output_room(unit: StagedUnit, config: ZeroConfig, fused: bool, accelerated:
     tier = placement.params_tier if placement.params else "device"
     delayed = config.offload.step == "delayed"  # then parameters follow the masters after the step
     if accelerated and fused and not delayed and _is_far(placement):
-        return _two_parts_bytes(unit, config, unit.layout.dtype.itemsize) if tier == "device" else 0
+        return _two_parts_bytes(unit, config, unit.itemsize) if tier == "device" else 0
     if placement.optimizer_tier in ("nvme", tier) or ((delayed or not fused) and tier != "nvme"):
         return 0
-    return _part_bytes(unit, config, unit.layout.dtype.itemsize)
+    return _part_bytes(unit, config, unit.itemsize)
 
 
 def _elementwise_room(unit: StagedUnit, chunk: int, state: int, config: ZeroConfig) -> int:
@@ -258,4 +246,4 @@ def _elementwise_room(unit: StagedUnit, chunk: int, state: int, config: ZeroConf
     if placement.optimizer_tier != "nvme":
         return _owned_numel(unit) * 4
     stored = placement.params and placement.params_tier == "nvme" and config.offload.step != "delayed"
-    return chunk_rooms_bytes(chunk, state, unit.layout.dtype.itemsize if stored else 0)
+    return chunk_rooms_bytes(chunk, state, unit.itemsize if stored else 0)

@@ -161,13 +161,13 @@ def test_memory_is_that_of_the_formula_and_of_what_passes_through() -> None:
     assert needs.device == {
         "params": 30,
         "grads": 30,
-        # Gathered and ahead; gradients under way; two received, a half each.
-        "passing through": (10 + 20) * 2 + 30 * 2 + 20 * 2 // 2,
+        # Three gathered, gradients of two and the third one's parameters' place; what two reductions receive.
+        "passing through": 6 * 4096,
         "activations": 14,
         "outputs of blocks": 30,
     }
-    assert needs.host == {"optimizer": 180, "staging": 5 * (2 + 2)}  # gradient, parameters
-    assert needs.total("host") == 400  # both ranks of the node
+    assert needs.host == {"optimizer": 180, "staging": 2 * 4096}  # a page for gradients, one for parameters
+    assert needs.total("host") == 2 * (180 + 2 * 4096)  # both ranks of the node
     stored = simulate(sizes, two_ranks(stage=3, params="nvme", activations="recomputed_host"), PLAIN).memory
     assert stored.nvme == {"params": 30}
     assert stored.host["outputs of blocks"] == 30

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zero_ext.plan.simulation.shapes import ModelCost, Transformer, UnitCost
+from zero_ext.plan.simulation.shapes import ModelCost, TensorGroup, Transformer, UnitCost
 
 LARGEST_TILE = 1_000_000_000  # elements; 2 GB in 16 bits
 
@@ -61,7 +61,13 @@ class PlannedModel:
         if layers is None:
             rest = self.parameters - sum(unit.parameters for unit in units[:-1])
             units[-1] = replace(units[-1], parameters=max(rest, 0))
-        return replace(cost, units=tuple(units))
+        groups = {group: _group_scaled(group, scale) for group in set(cost.groups)}
+        return replace(cost, units=tuple(units), groups=tuple(groups[group] for group in cost.groups))
+
+
+def _group_scaled(group: TensorGroup, scale: float) -> TensorGroup:
+    matrices = tuple(int(matrix * scale) for matrix in group.matrices)
+    return replace(group, matrices=matrices, vectors=int(group.vectors * scale))
 
 
 def _scaled(unit: UnitCost, scale: float) -> UnitCost:

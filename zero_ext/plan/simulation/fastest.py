@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from zero_ext.plan.simulation.hardware import Hardware
-from zero_ext.plan.simulation.memory import memory_needs
+from zero_ext.plan.simulation.memory import fits, memory_needs
 from zero_ext.plan.simulation.shapes import ModelCost
 from zero_ext.plan.simulation.simulate import Simulation, simulate
 from zero_ext.plan.simulation.training import ACTIVATIONS, FIRST_STAGE, TIERS, Training
@@ -22,7 +22,7 @@ def fastest_placements(model: ModelCost, training: Training, hardware: Hardware)
     Before it may come what takes at most a hundredth longer and moves less: nearer tiers, activations nearer,
     a lower stage.
     """
-    found = [simulate(model, one, hardware) for one in _candidates(training) if _fits(model, one, hardware)]
+    found = [simulate(model, one, hardware) for one in _candidates(training) if fits(model, one, hardware)]
     quickest = min((one.seconds for one in found), default=0.0)
     return sorted(
         found,
@@ -38,10 +38,6 @@ def nearest_to_fit(model: ModelCost, training: Training, hardware: Hardware) -> 
         return sum(tier.needed - tier.available for tier in short)
 
     return simulate(model, min(_candidates(training), key=missing), hardware)
-
-
-def _fits(model: ModelCost, training: Training, hardware: Hardware) -> bool:
-    return not memory_needs(model, training, hardware).shortfalls(hardware)
 
 
 def _candidates(training: Training) -> Iterator[Training]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from zero_ext.plan.memory import check_count
 
@@ -33,28 +34,53 @@ class UnitCost:
 
 
 @dataclass(frozen=True)
+class TensorGroup:
+    """A module's parameters in elements, in the order of registration: each of ``matrices`` with its part of
+    ``vectors``.
+
+    Attributes:
+        block: it is an entry of a stack, gathered as one in stage 3.
+        tiles: units of their own that each matrix is cut into in stage 3; 1 for none.
+        tied: modules at both ends of the model use it.
+    """
+
+    matrices: tuple[int, ...]
+    vectors: int = 0
+    block: bool = False
+    tiles: int = 1
+    tied: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Of all of them."""
+        return sum(self.matrices) + self.vectors
+
+
+@dataclass(frozen=True)
 class ModelCost:
-    """Units in the order of a forward; ``sequence`` tokens make a sample."""
+    """Units in the order of a forward; ``sequence`` tokens make a sample.
+
+    ``groups`` are the modules that hold the parameters; by default each unit is one, of one tensor.
+    ``staged`` remembers what was found to pass through memory, by what that depends on.
+    """
 
     name: str
     units: tuple[UnitCost, ...]
     sequence: int
+    groups: tuple[TensorGroup, ...] = ()
+    staged: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @cached_property
+    def tensor_groups(self) -> tuple[TensorGroup, ...]:
+        """``groups``, or what the units say."""
+        return self.groups or tuple(
+            TensorGroup((unit.parameters,), block=unit.recomputes) for unit in self.units
+        )
 
     @cached_property
     def parameters(self) -> int:
         """Elements of all units."""
         return sum(unit.parameters for unit in self.units)
-
-    @cached_property
-    def largest_unit(self) -> int:
-        """Elements of the largest unit."""
-        return max(unit.parameters for unit in self.units)
-
-    @cached_property
-    def commonest_unit(self) -> int:
-        """Elements of the size that most units have; of several such the largest."""
-        counts = Counter(unit.parameters for unit in self.units)
-        return max(counts, key=lambda size: (counts[size], size))
 
     @cached_property
     def activations(self) -> float:
@@ -157,7 +183,35 @@ class Transformer:
         logits = 6 * self.vocabulary
         flops = 2.0 * (table + self.after)
         units.append(UnitCost("output", head, flops, activations=logits, recomputes=False))
-        return ModelCost(self.name, tuple(units), length)
+        return ModelCost(self.name, tuple(units), length, self._groups(vectors))
+
+    @property
+    def matrix_tiles(self) -> int:
+        """Tiles of each matrix of a layer, so that none is larger than a ``tiles``-th of the layer."""
+        return math.ceil(self.largest_matrix / math.ceil(sum(self.layer_matrices) / self.tiles))
+
+    def _groups(self, vectors: int) -> tuple[TensorGroup, ...]:
+        hidden, table = self.hidden, self.vocabulary * self.hidden
+        width = self.heads * self.head_size or hidden
+        attention, feed_forward = self.layer_matrices
+        out = hidden * width
+        shared = (attention - 2 * out) // 2
+        # Gated models have queries, keys and values apart, the others in one matrix.
+        inputs = (out, shared, shared, out) if self.gated else (attention - out, out)
+        parts = 3 if self.gated else 2
+        layer = TensorGroup(
+            (*inputs, *[feed_forward // parts] * parts),
+            vectors,
+            block=True,
+            tiles=self.matrix_tiles if self.tiles > 1 else 1,
+        )
+        ends = [TensorGroup((), (1 if self.gated else 2) * hidden)]
+        if not self.tied:
+            ends.append(TensorGroup((table,), tiles=layer.tiles))
+        first = [TensorGroup((table,), tied=self.tied)]
+        first += [TensorGroup((self.before,))] if self.before else []
+        ends += [TensorGroup((self.after,))] if self.after else []
+        return (*first, *[layer] * self.layers, *ends)
 
 
 def _gpt(

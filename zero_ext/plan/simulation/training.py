@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from zero_ext.config import Tier, ZeroConfig, load_config
 from zero_ext.config.placement import Placement
-from zero_ext.plan.memory import BYTES_OF_DTYPE, TrainingState, check_count
+from zero_ext.config.rooms import BYTES_OF_DTYPE
+from zero_ext.plan.memory import TrainingState, check_count
 
 Activations = Literal["kept", "recomputed", "recomputed_host"]
 ACTIVATIONS: tuple[Activations, ...] = ("kept", "recomputed", "recomputed_host")
@@ -33,7 +34,8 @@ class Training:
             meanwhile (ZeRO-Infinity, section 5.1.2).
         clipping: the step waits for the global norm.
         moments_dtype: as in ``precision``.
-        prefetch_elements, bucket_elements: as in ``units``.
+        prefetch_elements, bucket_elements, live_elements: as in ``units``.
+        ring_bytes: as in ``offload``.
     """
 
     world_size: int
@@ -49,9 +51,18 @@ class Training:
     moments_dtype: str = "fp32"
     prefetch_elements: int = 8_388_608
     bucket_elements: int = 16_777_216
+    live_elements: int = 1_000_000_000
+    ring_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "micro_batch", "accumulation_steps", "bucket_elements"):
+        for name in (
+            "world_size",
+            "micro_batch",
+            "accumulation_steps",
+            "bucket_elements",
+            "live_elements",
+            "ring_bytes",
+        ):
             check_count(name, getattr(self, name), 1)
         check_count("prefetch_elements", self.prefetch_elements, 0)
         Placement.of_stage(self.stage)
@@ -95,6 +106,8 @@ class Training:
             moments_dtype=config.precision.moments_dtype,
             prefetch_elements=config.units.prefetch_elements,
             bucket_elements=config.units.bucket_elements,
+            live_elements=config.units.live_elements,
+            ring_bytes=config.offload.ring_bytes,
         )
 
     @property
@@ -104,6 +117,11 @@ class Training:
         return Placement(
             stage.params, stage.grads, stage.optimizer, self.params, self.grads, self.optimizer
         ).over(self.world_size)
+
+    @property
+    def uses_up_gradients(self) -> bool:
+        """Whether each unit's gradient ends with its update in backward."""
+        return self.step == "in_backward" and not self.clipping and self.accumulation_steps == 1
 
     @property
     def gradient_bytes(self) -> int:
