@@ -10,13 +10,15 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import TrainingArguments
 
 import zero_ext
-from tests.integrations.peft.models import base, batch, loss, shared_folder, with_adapters
+from tests.integrations.peft.models import base, batch, lora, loss, shared_folder, with_adapters
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.training import adamw, configuration
-from zero_ext.integrations.peft import adapter_state_dict, load_adapter_weights, prepare
+from zero_ext.integrations.peft import ZeroPeftTrainer, adapter_state_dict, load_adapter_weights, prepare
+from zero_ext.integrations.transformers import ZeroTrainer
 from zero_ext.zero import engine_of
 from zero_ext.zero.ledger import ledger_by_tier
 
@@ -160,3 +162,16 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(world: World) 
             model.save_pretrained(str(folder / "file"))
         with pytest.raises(TypeError, match=r"peft\.PeftModel wanted"):
             prepare(base(0), None, configuration(3), process_group=world.group)  # type: ignore[arg-type]
+
+
+def test_a_trainer_that_does_not_know_adapters_says_which_does(tmp_path: Path) -> None:
+    settings = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], "save_strategy": "no"}
+    model = with_adapters(base(0), 0, modules_to_save=["lm_head"])
+    with pytest.raises(ValueError, match="PeftModelForCausalLM; for adapters take ZeroPeftTrainer"):
+        ZeroTrainer(model=model, args=TrainingArguments(**settings))
+    ZeroPeftTrainer(model=model, args=TrainingArguments(**settings))
+    native = base(0)
+    native.add_adapter(lora())
+    for kind in (ZeroTrainer, ZeroPeftTrainer):
+        with pytest.raises(ValueError, match=r"peft\.get_peft_model"):
+            kind(model=native, args=TrainingArguments(**settings))

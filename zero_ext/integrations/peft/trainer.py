@@ -31,6 +31,11 @@ class ZeroPeftTrainerMixin(ZeroTrainerMixin):
     def _adapters(self) -> PeftModel | None:
         return self.model if isinstance(self.model, PeftModel) else None
 
+    def _check_adapters(self) -> None:
+        """Served here; those that transformers' own ``add_adapter`` makes are not."""
+        if self._adapters is None:
+            super()._check_adapters()
+
     # -- sharding -----------------------------------------------------------------------------------------
 
     def _shard_for_training(self) -> None:

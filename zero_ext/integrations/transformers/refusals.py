@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -54,6 +55,24 @@ def refuse_arguments(trainer: Trainer) -> None:
         )
     if found:
         raise ValueError("arguments that ZeroTrainer cannot serve: " + "; ".join(found))
+
+
+def refuse_adapters(trainer: Trainer) -> None:
+    """Raises ``ValueError`` for a model with PEFT's adapters: checkpoints of a trainer that knows none
+    would hold the whole base model and miss ``modules_to_save``."""
+    from_peft = getattr(sys.modules.get("peft"), "PeftModel", None)
+    if from_peft is not None and isinstance(trainer.model, from_peft):
+        raise ValueError(
+            f"{type(trainer).__name__} was given a {type(trainer.model).__name__}; for adapters take "
+            "ZeroPeftTrainer, or put ZeroPeftTrainerMixin before your trainer's class, both from "
+            "zero_ext.integrations.peft; nothing else changes"
+        )
+    if getattr(trainer.model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            f"{type(trainer.model).__name__} has adapters that add_adapter or load_adapter put into it; make "
+            "them with peft.get_peft_model(model, config), and take ZeroPeftTrainer from "
+            "zero_ext.integrations.peft"
+        )
 
 
 def refuse_tokenizer(model: Any, processing_class: Any) -> None:

@@ -20,7 +20,11 @@ from zero_ext.integrations.transformers.checkpoints import (
     save_training,
 )
 from zero_ext.integrations.transformers.prepared import is_prepared, mark_prepared
-from zero_ext.integrations.transformers.refusals import refuse_arguments, refuse_tokenizer
+from zero_ext.integrations.transformers.refusals import (
+    refuse_adapters,
+    refuse_arguments,
+    refuse_tokenizer,
+)
 from zero_ext.integrations.transformers.settings import ConfigSource, resolve_settings
 from zero_ext.optim.build import build_optimizer, build_scheduler, check_scheduler
 from zero_ext.zero.engine import Engine
@@ -47,7 +51,7 @@ class ZeroTrainerMixin(_Base):
 
     Raises :class:`zero_ext.ConfigError` for arguments that contradict ``zero_config`` (both sides shown),
     ``ValueError`` for arguments that cannot be served and for a tokenizer that has more tokens than the
-    model; nothing has changed then.
+    model, and a model with PEFT's adapters, which ``ZeroPeftTrainer`` is for; nothing has changed then.
     """
 
     model: Any
@@ -58,12 +62,16 @@ class ZeroTrainerMixin(_Base):
         self._zero_source = zero_config
         super().__init__(*args, **kwargs)
         refuse_arguments(self)
+        self._check_adapters()
         refuse_tokenizer(self.model, self.processing_class)
         steps = self.args.max_steps if self.args.max_steps > 0 else None
         self._zero_settings, notes = resolve_settings(zero_config, self.args, steps)
         if self.is_world_process_zero():
             for note in notes:
                 logger.warning("%s", note)
+
+    def _check_adapters(self) -> None:
+        refuse_adapters(self)
 
     @property
     def zero_config(self) -> ZeroConfig:
