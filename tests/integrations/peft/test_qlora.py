@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 import zero_ext
 from tests.integrations.peft.models import base, batch, quantised, shared_folder, with_adapters
@@ -14,6 +15,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.training import configuration
 from zero_ext.integrations.peft import prepare
+from zero_ext.integrations.transformers import from_pretrained
 from zero_ext.zero import engine_of
 from zero_ext.zero.ledger import ledger_by_tier
 
@@ -75,3 +77,25 @@ def test_weights_that_were_evaluated_before_are_put_back_in_order(world: World) 
     with torch.no_grad():
         # bitsandbytes itself rounded the scales to bfloat16 on the way.
         assert torch.allclose(model(input_ids=ids).logits, wanted, rtol=5e-2, atol=2e-2)
+
+
+@on_ranks(2, timeout=120)
+def test_quantised_files_are_refused_by_name_and_load_as_the_message_says(world: World) -> None:
+    ids = batch(world.seed, 0, 0, 0)
+    with shared_folder(world) as folder:
+        if world.rank == 0:
+            base(world.seed, hidden_size=64).save_pretrained(folder / "plain")
+            four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+            packed = LlamaForCausalLM.from_pretrained(folder / "plain", quantization_config=four_bits)
+            packed.save_pretrained(folder / "packed")
+        world.barrier()
+        with pytest.raises(ValueError, match=r"quantised \(bitsandbytes\).*from_pretrained\(folder\)"):
+            from_pretrained(LlamaForCausalLM, folder / "packed", {"stage": 3}, process_group=world.group)
+        twin, model = (
+            with_adapters(LlamaForCausalLM.from_pretrained(folder / "packed"), world.seed).train()
+            for _ in range(2)
+        )  # in training mode: evaluation lets bitsandbytes round on some processors
+        config = configuration(3, units=SHARDED)
+        same, _ = prepare(model, trainable(model), config, process_group=world.group)
+        assert any(unit.layout.dtype is torch.uint8 for unit in engine_of(same).units)
+        assert torch.allclose(same(input_ids=ids).logits, twin(input_ids=ids).logits, rtol=1e-4, atol=1e-5)

@@ -57,7 +57,8 @@ def from_pretrained(
 
     Raises:
         CheckpointError: weights are missing, damaged or hostile.
-        ValueError: shapes do not fit; or the class puts its weights together from others of the files.
+        ValueError: shapes do not fit, the weights are quantised, or the class puts its weights together from
+            others of the files.
         ConfigError: ``zero_config`` cannot be used.
     """
     chosen = load_settings(zero_config)
@@ -68,6 +69,7 @@ def from_pretrained(
         config = AutoConfig.from_pretrained(folder, **settings)
     elif settings:
         raise TypeError(f"settings {sorted(settings)} beside config=: put them into that configuration")
+    _refuse_quantised(model_class, config, folder)
     model = _skeleton(model_class, config, dtype, implementation)
     naming = _Naming(model)
     missing, unexpected = load_born(model, folder, chosen, naming, process_group)
@@ -92,6 +94,21 @@ def _skeleton(
         model = make(config, dtype=wanted or torch.float32, **implementation)
         model.tie_weights()
     return model
+
+
+def _refuse_quantised(model_class: Any, config: Any, folder: str | os.PathLike[str]) -> None:
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return
+    method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
+    name = getattr(method, "value", method)
+    raise ValueError(
+        f"{os.fspath(folder)}: its config.json says that the weights are quantised ({name}); only the "
+        "quantiser's own code reads them, not shard by shard. Load it with model = "
+        f"{getattr(model_class, '__name__', model_class)}.from_pretrained(folder) on every rank, then "
+        "zero_ext.integrations.peft shards the bytes (docs/peft.md, QLoRA); or load the weights that it "
+        "was quantised from"
+    )
 
 
 class _Naming:
