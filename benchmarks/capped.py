@@ -3,7 +3,6 @@
 Run from the repository root: python -m benchmarks.capped [--cap 2] [--only model]
 """
 
-import sys
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from benchmarks.harness.environment import describe
 from benchmarks.harness.ranks import Team, TeamFailure
-from benchmarks.harness.report import Table, megabytes, terminal, write_results
+from benchmarks.harness.report import Table, conclude, megabytes, terminal
 from benchmarks.harness.shapes import SEQUENCE_LENGTH, llama_of, shape_named
 from benchmarks.peers import contender_named
 from benchmarks.peers.base import nvme_folder
@@ -204,13 +203,8 @@ def main(
     if only != "model":
         table, data["length"] = _lengths(int(length_cap * 2**30), console)
         tables.append(table)
-    for table in tables:
-        table.show(console)
-    for path in write_results(output, "Under a memory cap", tables, data):
-        console.print(f"wrote {path}")
-    if not all(part["met"] for part in (data.get("model"), data.get("length")) if part):
-        print("FAILED: a bar is missed", file=sys.stderr)
-        raise typer.Exit(1)
+    met = all(part["met"] for part in (data.get("model"), data.get("length")) if part)
+    conclude(console, output, "Under a memory cap", tables, data, [] if met else ["a bar is missed"])
 
 
 if __name__ == "__main__":

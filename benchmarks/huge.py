@@ -5,7 +5,6 @@ Run from the repository root: python -m benchmarks.huge [--model 7b] [--steps 1]
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import typer
 from benchmarks.harness.environment import describe, total_bytes
 from benchmarks.harness.prediction import Prediction, predict
 from benchmarks.harness.ranks import Team
-from benchmarks.harness.report import Table, megabytes, terminal, write_results
+from benchmarks.harness.report import Table, conclude, megabytes, terminal
 from benchmarks.harness.shapes import SEQUENCE_LENGTH, LlamaShape, shape_named
 from benchmarks.peers import contender_named
 from benchmarks.peers.base import nvme_folder
@@ -131,19 +130,17 @@ def main(
             folder.rmdir()
     rows = compare(predicted, measured)
     table = table_of(shape, rows, measured)
-    table.show(console)
     data = {
         "environment": describe(),
         "predicted": asdict(predicted),
         "measured": measured,
         "comparison": rows,
     }
-    for path in write_results(output, "A model far larger than memory", [table], data):
-        console.print(f"wrote {path}")
+    failures: list[str] = []
     seconds = measured["build_seconds"] + steps * measured["step_seconds"]
     if left or seconds > LIMIT_SECONDS or any(abs(row["off_by"]) > TOLERANCE for row in rows):
-        print(f"FAILED: {seconds:.0f} s, left behind {left}; see the table", file=sys.stderr)
-        raise typer.Exit(1)
+        failures.append(f"{seconds:.0f} s, left behind {left}; see the table")
+    conclude(console, output, "A model far larger than memory", [table], data, failures)
 
 
 if __name__ == "__main__":

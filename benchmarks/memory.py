@@ -3,7 +3,6 @@
 Run from the repository root: python -m benchmarks.memory [--models 34m,239m] [--only stage3,fsdp2]
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -14,7 +13,7 @@ from benchmarks.harness.environment import describe
 from benchmarks.harness.matches import MEMORY_MATCHES, Match, select
 from benchmarks.harness.plots import plot_state_bytes
 from benchmarks.harness.ranks import Team, TeamFailure
-from benchmarks.harness.report import RESULTS, Table, megabytes, terminal, write_results
+from benchmarks.harness.report import RESULTS, Table, conclude, megabytes, terminal
 from benchmarks.harness.shapes import Shape, shape_named
 from benchmarks.peers import contender_named
 from benchmarks.peers.deepspeed_operators import compile_operators
@@ -153,9 +152,6 @@ def main(
             failures += refused
     rows = peak_rows(matches, readings)
     tables = [peak_table(rows), resident_table(readings), account_table(accounts)]
-    tables = [table for table in tables if table.rows]
-    for table in tables:
-        table.show(console)
     data = {
         "environment": describe(),
         "peaks": rows,
@@ -164,14 +160,9 @@ def main(
         "account_bars": account_bars(accounts),
         "failures": failures,
     }
-    for path in write_results(output, "Memory of a rank", tables, data):
-        console.print(f"wrote {path}")
     if accounts:
         console.print(f"wrote {plot_state_bytes(accounts, RESULTS / f'{output}.png')}")
-    for what in failures:
-        print(f"FAILED {what}", file=sys.stderr)
-    if failures:
-        raise typer.Exit(1)
+    conclude(console, output, "Memory of a rank", tables, data, failures)
 
 
 if __name__ == "__main__":

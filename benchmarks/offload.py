@@ -3,7 +3,6 @@
 Run from the repository root: python -m benchmarks.offload [--models 34m,239m] [--rounds 5] [--steps 3]
 """
 
-import sys
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 from benchmarks.harness.environment import describe
 from benchmarks.harness.matches import OFFLOAD_MATCHES, select
 from benchmarks.harness.prediction import predict
-from benchmarks.harness.report import Table, megabytes, terminal, write_results
+from benchmarks.harness.report import Table, conclude, megabytes, terminal
 from benchmarks.harness.shapes import LlamaShape, shape_named
 from benchmarks.memory import contenders_of, resident_readings, resident_table
 from benchmarks.peers import contender_named
@@ -141,8 +140,6 @@ def main(
     tables = [peak_table(peaks), formula_table(formula), resident_table(readings)]
     if rows:
         tables = [ratios_table(rows, rounds, steps), *tables, times_table(runs)]
-    for table in tables:
-        table.show(console)
     data = {
         "environment": {**describe(), "NVMe folder": nvme_folder()},
         "comparisons": rows,
@@ -152,12 +149,7 @@ def main(
         "runs": runs,
         "failures": failures,
     }
-    for path in write_results(output, "Host and NVMe offload", tables, data):
-        console.print(f"wrote {path}")
-    for what in failures:
-        print(f"FAILED {what}", file=sys.stderr)
-    if failures:
-        raise typer.Exit(1)
+    conclude(console, output, "Host and NVMe offload", tables, data, failures)
 
 
 if __name__ == "__main__":

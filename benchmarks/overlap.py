@@ -3,7 +3,6 @@
 Run from the repository root: python -m benchmarks.overlap [--elements 64000000] [--rounds 7]
 """
 
-import sys
 import tempfile
 import time
 from collections import deque
@@ -17,7 +16,7 @@ import torch
 import typer
 
 from benchmarks.harness.environment import describe
-from benchmarks.harness.report import Table, terminal, write_results
+from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.statistics import ratio_of_rounds
 from benchmarks.peers.base import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY, nvme_folder
 from zero_ext import ops
@@ -157,14 +156,10 @@ def main(
             "yes" if ratio.median >= BAR else "NO",
         ]
     )
-    table.show(console)
     environment = {**describe(), "NVMe folder": nvme_folder()}
     data = {"environment": environment, "seconds": times, "ratio": asdict(ratio), "bar": BAR}
-    for path in write_results(output, "Overlap of transfers and computing", [table], data):
-        console.print(f"wrote {path}")
-    if ratio.median < BAR or not left:
-        print("FAILED: the bar is missed", file=sys.stderr)
-        raise typer.Exit(1)
+    failures = ["the bar is missed"] if ratio.median < BAR or not left else []
+    conclude(console, output, "Overlap of transfers and computing", [table], data, failures)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import typer
 from benchmarks.harness.environment import describe
 from benchmarks.harness.formula import STATE_KINDS, relative_excess, state_bytes
 from benchmarks.harness.ranks import REPOSITORY
-from benchmarks.harness.report import Table, megabytes, terminal, write_results
+from benchmarks.harness.report import Table, conclude, megabytes, terminal
 from benchmarks.harness.shapes import shape_named
 
 SETUP_BAR_SECONDS = 60.0
@@ -109,16 +109,8 @@ def main(
                 results.append(judge(simulate_rank(shape.name, stage, ranks)))
             except RuntimeError as error:
                 failures.append(str(error))
-    if results:
-        table = scale_table(results, ranks)
-        table.show(console)
-        data = {"environment": describe(), "results": results, "failures": failures}
-        for path in write_results(output, "Scale", [table], data):
-            console.print(f"wrote {path}")
-    for failure in failures:
-        print(f"FAILED {failure}", file=sys.stderr)
-    if failures:
-        raise typer.Exit(1)
+    data = {"environment": describe(), "results": results, "failures": failures}
+    conclude(console, output, "Scale", [scale_table(results, ranks)], data, failures)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 import typer
 
 from benchmarks.harness.environment import describe
-from benchmarks.harness.report import Table, terminal, write_results
+from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.shapes import build_model, shape_named
 from zero_ext.plan import model_staging, slot_pool_bytes
 
@@ -73,10 +73,8 @@ def main(
     """Plan the staging of models; write results/staging.*."""
     console = terminal()
     rows = staging_rows(models.split(","), [int(number) for number in ranks.split(",")])
-    table = staging_table(rows)
-    table.show(console)
-    for path in write_results(output, "Staging", [table], {"environment": describe(), "rows": rows}):
-        console.print(f"wrote {path}")
+    data = {"environment": describe(), "rows": rows}
+    conclude(console, output, "Staging", [staging_table(rows)], data)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 Run from the repository root: python -m benchmarks.step [--models 34m,239m] [--rounds 9] [--steps 4]
 """
 
-import sys
 from dataclasses import asdict
 from statistics import median
 from typing import Annotated, Any
@@ -15,7 +14,7 @@ from benchmarks.harness.duel import Record, run_in_turn
 from benchmarks.harness.environment import describe, total_bytes
 from benchmarks.harness.matches import STEP_MATCHES, Match, select, split_to_fit
 from benchmarks.harness.ranks import TeamFailure
-from benchmarks.harness.report import Table, terminal, write_results
+from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.shapes import BATCH_SIZE, SEQUENCE_LENGTH, Shape, shape_named
 from benchmarks.harness.statistics import agree, largest_difference, ratio_of_rounds, within
 from benchmarks.peers import contender_named
@@ -157,17 +156,9 @@ def main(
         with console.status("compiling DeepSpeed's operators (minutes the first time)"):
             compile_operators()
     runs, rows, failures = measure(shapes, matches, rounds, steps, warm_up, console)
-    tables = [table for table in (ratios_table(rows, rounds, steps), times_table(runs)) if table.rows]
-    for table in tables:
-        table.show(console)
+    tables = [ratios_table(rows, rounds, steps), times_table(runs)]
     data = {"environment": describe(), "comparisons": rows, "runs": runs, "failures": failures}
-    if runs:
-        for path in write_results(output, "Time of a training step", tables, data):
-            console.print(f"wrote {path}")
-    for what in failures:
-        print(f"FAILED {what}", file=sys.stderr)
-    if failures:
-        raise typer.Exit(1)
+    conclude(console, output, "Time of a training step", tables, data, failures)
 
 
 if __name__ == "__main__":

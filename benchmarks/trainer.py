@@ -3,14 +3,13 @@
 Run from the repository root: python -m benchmarks.trainer [--models 34m] [--rounds 9] [--steps 8]
 """
 
-import sys
 from typing import Annotated
 
 import typer
 
 from benchmarks.harness.environment import describe
 from benchmarks.harness.matches import TRAINER_MATCHES
-from benchmarks.harness.report import terminal, write_results
+from benchmarks.harness.report import conclude, terminal
 from benchmarks.harness.shapes import shape_named
 from benchmarks.step import measure, ratios_table, times_table
 
@@ -29,17 +28,9 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     runs, rows, failures = measure(shapes, list(TRAINER_MATCHES), rounds, steps, warm_up, console)
-    tables = [table for table in (ratios_table(rows, rounds, steps), times_table(runs)) if table.rows]
-    for table in tables:
-        table.show(console)
+    tables = [ratios_table(rows, rounds, steps), times_table(runs)]
     data = {"environment": describe(), "comparisons": rows, "runs": runs, "failures": failures}
-    if runs:
-        for path in write_results(output, "Trainer against the engine's own loop", tables, data):
-            console.print(f"wrote {path}")
-    for what in failures:
-        print(f"FAILED {what}", file=sys.stderr)
-    if failures:
-        raise typer.Exit(1)
+    conclude(console, output, "Trainer against the engine's own loop", tables, data, failures)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Tables and files of a benchmark: the same rows on the terminal, in Markdown and in JSON."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table as RichTable
 
@@ -56,6 +58,28 @@ def write_results(
     body = "\n".join(table.markdown() for table in tables)
     as_markdown.write_text(f"# {heading}\n\n{body}\n## Where and how\n\n{origin}\n")
     return as_json, as_markdown
+
+
+def conclude(
+    console: Console,
+    name: str,
+    heading: str,
+    tables: Sequence[Table],
+    data: dict[str, Any],
+    failures: Sequence[str] = (),
+) -> None:
+    """The end of a benchmark: shows the tables that have rows and writes them with `data`, if there are any;
+    names the failures, and ends the program with status 1 if there are any."""
+    tables = [table for table in tables if table.rows]
+    for table in tables:
+        table.show(console)
+    if tables:
+        for path in write_results(name, heading, tables, data):
+            console.print(f"wrote {path}")
+    for failure in failures:
+        print(f"FAILED {failure}", file=sys.stderr)
+    if failures:
+        raise typer.Exit(1)
 
 
 def megabytes(count: float) -> str:
