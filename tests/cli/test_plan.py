@@ -83,16 +83,16 @@ def test_a_machine_of_a_file_is_planned_for(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("no-such-model",), "MODEL is 'no-such-model'"),
-        (("7B", "--gpu-memory", "much"), "--gpu-memory is 'much'"),
+        (("7B", "--gpu-memory", "much"), "--gpu-memory is 'much'; give bytes, or a number with KB"),
         (("7B", "--nvme", "4 parsecs"), "--nvme is"),
         (("7B", "--link-bandwidth", "0"), "--link-bandwidth is '0'"),
         (("7B", "--objective", "fame"), "--objective is 'fame', one of memory, speed"),
         (("7B", "--tokens", "many"), "--tokens is 'many'"),
         (("7B", "--batch", "7"), "--batch is 7 samples of a step; a multiple of 8 GPUs"),
-        (("7B", "--moments", "fp64"), "moments_dtype: 'fp64'"),
+        (("7B", "--moments", "fp16"), "moments_dtype: 'fp16' given, one of fp32, bf16, 8bit"),
         (("7B", "--machine", "cray"), "machine: 'cray'"),
         (("7B", "--machine", "missing.json"), "missing.json"),
-        (("7B", "--gpu-memory", "0"), "device_bytes"),
+        (("7B", "--gpu-memory", "0"), "--gpu-memory is '0'"),
     ],
 )
 def test_bad_options_are_refused_by_name(arguments: tuple[str, ...], words: str) -> None:

@@ -107,10 +107,13 @@ def _cluster(options: PlanOptions) -> ClusterOptions:
         return None if text is None else bytes_of(text, option)
 
     bandwidth = options.link_bandwidth
+    gpu_memory = size(options.gpu_memory, "--gpu-memory")
+    if gpu_memory == 0:
+        raise ValueError(f"--gpu-memory is {options.gpu_memory!r}; a GPU has some, like 80GB")
     return ClusterOptions(
         options.machine,
         options.gpus_per_host,
-        size(options.gpu_memory, "--gpu-memory"),
+        gpu_memory,
         size(options.host_memory, "--host-memory"),
         size(options.nvme, "--nvme"),
         None if bandwidth is None else rate_of(bandwidth, "--link-bandwidth"),

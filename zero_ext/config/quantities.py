@@ -20,7 +20,7 @@ def bytes_of(text: str, option: str) -> int:
     """Bytes of ``5GB``, ``500MiB`` or a bare number. ValueError naming ``option`` for anything else."""
     value = _scaled(text, SIZES)
     if value is None:
-        raise ValueError(f"{option} is {text!r}; give bytes, or a number with {', '.join(SIZES)[4:]}")
+        raise ValueError(f"{option} is {text!r}; give bytes, or a number with {', '.join([*SIZES][2:])}")
     return int(value)
 
 

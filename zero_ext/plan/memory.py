@@ -13,6 +13,8 @@ from zero_ext.config.blocks import block_count
 from zero_ext.config.placement import Placement
 from zero_ext.config.rooms import BYTES_OF_DTYPE
 
+MOMENTS = ("fp32", "bf16", "8bit")
+
 
 @dataclass(frozen=True)
 class TrainingState:
@@ -43,8 +45,10 @@ class TrainingState:
             for dtype, elements in counts.items():
                 _bytes_of(name, dtype)
                 check_count(f"{name}[{dtype!r}]", elements, 0)
-        if self.moments_dtype != "8bit":
-            _bytes_of("moments_dtype", self.moments_dtype)
+        if self.moments_dtype not in MOMENTS:
+            raise ValueError(
+                f"moments_dtype: {self.moments_dtype!r} given, one of {', '.join(MOMENTS)} wanted"
+            )
         _bytes_of("grad_accum_dtype", self.grad_accum_dtype)
         check_count("moments", self.moments, 0)
         check_count("accumulation_steps", self.accumulation_steps, 1)
