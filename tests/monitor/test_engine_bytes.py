@@ -88,3 +88,26 @@ def test_bytes_held_are_those_of_the_ledger(world: World) -> None:
             assert bool(found) == bool(offload)
     assert torch.accelerator.current_accelerator() is None  # else memory/allocated would be there
     assert "memory/allocated" not in row
+
+
+@on_ranks(2)
+def test_units_below_the_persistence_threshold_count_with_the_others(world: World) -> None:
+    # Biases and norms stay whole: they are reduced, and gathered once after the step.
+    model, optimizer = prepared(world, 3, units={"persistence_threshold": 20})
+    engine = engine_of(model)
+    small = sum(unit.layout.numel for unit in engine.units if not unit.placement.params)
+    large = sum(unit.layout.numel for unit in engine.units if unit.placement.params)
+    assert small and large
+    source = EngineBytes(engine)
+    rows = []
+
+    def keep(event: Event) -> None:
+        if isinstance(event, StepEnd):
+            rows.append(source.values(event))
+
+    engine.subscribe(keep)
+    train(world, model, optimizer, 2)
+    wanted = Counter(bytes_sent(wire_elements(3, world.size, large), world.size, 4))
+    wanted += Counter(bytes_sent(wire_elements(2, world.size, small), world.size, 4))
+    found = {name.removeprefix("wire/"): sent for name, sent in rows[-1].items() if name.startswith("wire/")}
+    assert {kind: sent for kind, sent in found.items() if sent and kind != "scalars"} == dict(wanted)
