@@ -106,7 +106,8 @@ def _shallow(groups: Sequence[TensorGroup], training: Training) -> Iterator[Tens
         count = len(list(like))
         if group.block:
             sharded = training.stage == 3
-            units = 1 + len(group.matrices) * min(group.tiles, _MOST_TILES) if sharded else 1
+            tiled = sharded and group.tiles > 1
+            units = 1 + len(group.matrices) * min(group.tiles, _MOST_TILES) if tiled else 1
             ahead = training.prefetch_elements if sharded else _UNITS_AT_ONCE * training.bucket_elements
             most = 1 + -(-_UNITS_AT_ONCE // units) + -(-ahead // max(1, group.elements))
             count = min(count, most, _MOST_BLOCKS)
