@@ -100,9 +100,10 @@ def _state_needs(model: ModelCost, training: Training, hardware: Hardware) -> Me
         for kind in ("params", "grads", "optimizer")
     }
     for kind, tier in tier_of.items():
-        getattr(found, tier)[kind] = (
-            0 if kind == "grads" and training.uses_up_gradients else getattr(kept, kind)
-        )
+        nbytes = 0 if kind == "grads" and training.uses_up_gradients else getattr(kept, kind)
+        if kind == "grads" and tier == "nvme":  # has room for sums in fp32, also if none are made
+            nbytes = nbytes * 4 // training.gradient_bytes
+        getattr(found, tier)[kind] = nbytes
     return found
 
 
