@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from zero_ext.config import Tier
-from zero_ext.config.rooms import STORAGE_ALIGNMENT, extent_bytes
-from zero_ext.offload import HERE, SLOTS, Arrival, Device, NvmeStore
+from zero_ext.config.rooms import SLOTS, STORAGE_ALIGNMENT, extent_bytes
+from zero_ext.offload import HERE, Arrival, Device, NvmeStore
 from zero_ext.offload.extent_arena import ExtentArena
 from zero_ext.offload.transit import Transit
 
