@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 import random
 from pathlib import Path
 
@@ -92,6 +93,10 @@ def test_storage_that_fails(tmp_path: Path) -> None:
     checkpointing = Checkpointing(ActivationPolicy(tier="nvme", nvme_paths=(str(tmp_path),)))
     out = checkpointing(torch.sin, inputs * 1)
     (file,) = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size >= MIB]
+    written = inputs.detach().numpy().tobytes()
+    deadline = time.monotonic() + 60
+    while written not in file.read_bytes():  # a write still under way would make the file longer again
+        assert time.monotonic() < deadline
     os.truncate(file, 0)
     with pytest.raises(RuntimeError, match=str(file)):
         out.sum().backward()
