@@ -67,7 +67,7 @@ class Loader:
         began = self._begin()
         model = _model_class().from_pretrained(folder, dtype="auto")
         for each in model.parameters():
-            each.data.view(torch.uint8).sum()  # what is only mapped so far counts when it is used
+            each.data.max()  # what is only mapped so far counts when it is used
         return {"seconds": time.perf_counter() - began, "peak": process_memory.peak_bytes() - self._base}
 
     def _begin(self) -> float:

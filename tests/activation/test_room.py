@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 import random
+import time
 from pathlib import Path
 
 import pytest
