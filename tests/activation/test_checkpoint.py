@@ -131,6 +131,15 @@ def test_backward_twice_and_gradients_of_gradients(tmp_path: Path) -> None:
         assert same(slopes(made(name, tmp_path)), wanted), name
 
 
+def test_the_package_of_checkpoints_is_called_like_a_function() -> None:
+    assert issubclass(zero_ext.checkpoint.CheckpointError, Exception)
+    model, seed = Stack(), fresh_seed()
+    calls: Any = zero_ext.checkpoint
+    assert same(gradients(model, calls, seed), gradients(model, None, seed))
+    with pytest.raises(TypeError, match="NoneType without a tensor"):
+        calls(lambda value: None, torch.ones(1, requires_grad=True))
+
+
 def test_without_autograd_it_is_a_plain_call() -> None:
     checkpointing = Checkpointing(ActivationPolicy(tier="host"))
     block, inputs = Block(dropout=0.0), torch.randn(4, WIDTH)

@@ -1,4 +1,12 @@
-"""Checkpoints: saved whole or not at all, loaded at any world size and stage, exported to Hugging Face."""
+"""Checkpoints: saved whole or not at all, loaded at any world size and stage, exported to Hugging Face.
+
+Called as a function, ``zero_ext.checkpoint(function, *args)`` is :func:`zero_ext.checkpoint_activations`.
+"""
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 from zero_ext.checkpoint.errors import CheckpointError
 from zero_ext.checkpoint.export import export_huggingface
@@ -21,3 +29,15 @@ __all__ = [
     "load_checkpoint",
     "save_checkpoint",
 ]
+
+
+class _CallablePackage(ModuleType):
+    """Users of torch and DeepSpeed look for activation checkpointing by the name this package has."""
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from zero_ext.activation import checkpoint_activations
+
+        return checkpoint_activations(function, *args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallablePackage
