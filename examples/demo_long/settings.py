@@ -31,7 +31,7 @@ class LongSettings(ModelShape):
     feed_forward_size: int = 704
     heads: int = 4
     window: int = 16_384
-    steps: int = 12
+    steps: int = 30
     dense_steps: int = 1
     held_out_windows: int = 2
     learning_rate: float = 3e-3
