@@ -3,11 +3,14 @@ moment needs."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -82,6 +85,54 @@ def test_one_buffer_of_so_many_calls() -> None:
     room.give(first)
     room.put(part(100 * 4096, 4))
     assert len(small) == 2 and room.held_bytes() == {"device": 2 * 100 * 4096}
+
+
+class LateStore:
+    """Storage whose writes end when they are waited for, in the order that ``done`` tells."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self._free = [0, MIB]
+
+    def facts(self) -> SimpleNamespace:
+        return SimpleNamespace(largest_free=MIB, capacity=2 * MIB)
+
+    def allocate(self, nbytes: int) -> int:
+        return self._free.pop(0)
+
+    def release(self, offset: int) -> None:
+        self.done.append(f"released {offset}")
+        self._free.insert(0, offset)
+
+    def write(self, offset: int, chunk: torch.Tensor) -> LateWrite:
+        self.done.append(f"began {offset}")
+        return LateWrite(self.done, offset)
+
+
+class LateWrite:
+    """A write of :class:`LateStore`; it fails, which is nobody's concern once the place is given back."""
+
+    def __init__(self, done: list[str], offset: int) -> None:
+        self._done = done
+        self._offset = offset
+
+    def wait(self) -> None:
+        self._done.append(f"ended {self._offset}")
+        raise RuntimeError("the disk is gone")
+
+    def let_go(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self.wait()
+
+
+def test_an_extent_is_released_after_its_last_write() -> None:
+    """A graph dropped before backward: the next call's write must not meet the old one in the extent."""
+    store = LateStore()
+    room = StoreRoom(cast(NvmeStore, store), CPU, MIB)
+    room.give(room.put(part(4096, 1)))
+    assert store.done == ["began 0"]
+    room.put(part(4096, 2))
+    assert store.done == ["began 0", "ended 0", "released 0", "began 0"]
 
 
 def test_storage_that_fails(tmp_path: Path) -> None:

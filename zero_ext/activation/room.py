@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -35,7 +36,9 @@ class Place:
 
     def settle(self) -> None:
         """Returns when nothing uses the extent any more, well or not."""
-        self.written.let_go()
+        # Not let_go: that tells of what was written from, while storage may still be writing.
+        with contextlib.suppress(RuntimeError):
+            self.written.wait()
         self.fetched.let_go()
 
 
