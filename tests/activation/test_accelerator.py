@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.activation.blocks import same
 from tests.multi.on_ranks import on_ranks
@@ -88,10 +89,25 @@ def test_nothing_of_moved_inputs_stays_on_the_device(world: World) -> None:
         for values in policies(folder)[:1] + policies(folder)[-1:]:
             checkpointing = Checkpointing(ActivationPolicy(**values))
             hidden = torch.randn(ROWS, WIDTH, device=DEVICE, requires_grad=True)
-            storages = []
-            for _ in range(DEPTH):
-                hidden = checkpointing(torch.sin, hidden * 1)
-                storages.append(hidden.untyped_storage())
+            gone: list[StorageWeakRef] = []
+            hidden = checkpointing(torch.sin, hidden * 1)
+            (keeper,) = checkpointing._keepers.values()
+            put = keeper.room.put
+
+            def noted(
+                part: torch.Tensor, gone: list[StorageWeakRef] = gone, put: Callable[..., Any] = put
+            ) -> Any:
+                gone.append(StorageWeakRef(part.untyped_storage()))
+                return put(part)
+
+            keeper.room.put = noted  # type: ignore[method-assign]
+            for _ in range(DEPTH - 1):
+                inputs = hidden * 1
+                gone.append(StorageWeakRef(inputs.untyped_storage()))
+                hidden = checkpointing(torch.sin, inputs)
+                del inputs
+            # What the last two calls kept may still be on its way.
+            assert [each.expired() for each in gone[:-4]] == [True] * (2 * DEPTH - 6)
             held = checkpointing.held_bytes()
             assert held["device"] == 0 and held[values["tier"]] > 0
             assert checkpointing.kept_bytes() == DEPTH * NBYTES

@@ -14,6 +14,7 @@ from typing import cast
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.activation.blocks import WIDTH, Stack, fresh_seed, gradients, same
 from zero_ext.activation import Checkpointing
@@ -133,6 +134,21 @@ def test_an_extent_is_released_after_its_last_write() -> None:
     assert store.done == ["began 0"]
     room.put(part(4096, 2))
     assert store.done == ["began 0", "ended 0", "released 0", "began 0"]
+
+
+def test_storage_keeps_no_memory_beside(tmp_path: Path) -> None:
+    """Neither what was written nor what was read into lives as long as its place."""
+    with NvmeStore([tmp_path]) as store:
+        room = StoreRoom(store, CPU, MIB)
+        values, found = part(4 * MIB, 7), part(4 * MIB, 0xEE)
+        weak = [StorageWeakRef(each.untyped_storage()) for each in (values, found)]
+        place = room.put(values)
+        del values
+        assert weak[0].expired()
+        room.fetch(place, found).wait()
+        assert bool((found == 7).all())
+        del found
+        assert weak[1].expired()
 
 
 def test_storage_that_fails(tmp_path: Path) -> None:

@@ -111,19 +111,25 @@ class _Way:
 
     def __init__(self, line: _Line, nbytes: int, start: Callable[[int, torch.Tensor], _Chunk]) -> None:
         self._line = line
-        self._start = start
+        self._start: Callable[[int, torch.Tensor], _Chunk] | None = start
         self._first: Arrival = HERE  # the last one of each stage, which end in order
         self._second: list[Arrival] = []
         self._failure: RuntimeError | None = None
         size = line.slots[0].nbytes
-        self._open = -(-nbytes // size)
+        self._open = self._unstarted = -(-nbytes // size)
         for begin in range(0, nbytes, size):
             line.add(self, begin, min(begin + size, nbytes))
 
     def start(self, begin: int, chunk: torch.Tensor) -> _Chunk:
         """The first stage of the bytes from ``begin`` on, in ``chunk``."""
+        if self._start is None:
+            raise AssertionError(f"the chunk from byte {begin} on was started before")
         started = self._start(begin, chunk)
         self._first = started.first
+        self._unstarted -= 1
+        if self._unstarted == 0:
+            # It holds the memory that is read or written; whoever keeps this way need not keep that.
+            self._start = None
         return started
 
     def carry_on(self, chunk: _Chunk) -> Arrival:
