@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import gc
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_ext
 from tests.activation.blocks import same
@@ -52,27 +55,45 @@ class Summed(torch.autograd.Function):
         return gradient, None
 
 
-class TensorParallelBlock(nn.Module):
-    """Two products split over the ranks: columns of the first one, rows of the second."""
+class SummedInPlace(torch.autograd.Function):
+    """As :class:`Summed`, in the memory of the partial sums."""
 
-    def __init__(self, world: World, streams: RandomStreams) -> None:
+    @staticmethod
+    def forward(ctx: Any, partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = partial.detach()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class TensorParallelBlock(nn.Module):
+    """Two products split over the ranks: columns of the first one, rows of the second; ``summed`` adds up."""
+
+    def __init__(
+        self, world: World, streams: RandomStreams, summed: type[torch.autograd.Function] = Summed
+    ) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, 4 * WIDTH // world.size, bias=False)
         self.down = nn.Linear(4 * WIDTH // world.size, WIDTH, bias=False)
-        self.group, self.streams = world.group, streams
+        self.group, self.streams, self.summed = world.group, streams, summed
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         inner = torch.nn.functional.gelu(self.up(Copied.apply(hidden, self.group)))
         with self.streams.fork():  # each rank drops others of its own columns
             inner = torch.nn.functional.dropout(inner, 0.2)
-        out = Summed.apply(self.down(inner), self.group)
+        out = self.summed.apply(self.down(inner), self.group)
         return hidden + torch.nn.functional.dropout(out, 0.2) * mask
 
 
-def stack(world: World, dtype: torch.dtype) -> tuple[nn.ModuleList, RandomStreams]:
+def stack(
+    world: World, dtype: torch.dtype, summed: type[torch.autograd.Function] = Summed
+) -> tuple[nn.ModuleList, RandomStreams]:
     torch.manual_seed(world.seed + 100 * world.rank)
     streams = RandomStreams("cpu")
-    return nn.ModuleList(TensorParallelBlock(world, streams) for _ in range(4)).to(dtype), streams
+    return nn.ModuleList(TensorParallelBlock(world, streams, summed) for _ in range(4)).to(dtype), streams
 
 
 def slopes(
@@ -190,3 +211,49 @@ def test_a_rank_without_room_ends_the_others_wait(world: World) -> None:
         keeper.room.fetch = lambda place, into: Broken()  # type: ignore[method-assign,assignment]
     with pytest.raises(RuntimeError, match="the disk is gone"):
         out.sum().backward()
+
+
+@on_ranks(2)
+def test_results_that_are_summed_in_place_are_not_kept(world: World) -> None:
+    """Kept, the sums would be summed again: torch does not see that a collective changes its argument."""
+    blocks, streams = stack(world, torch.float32, SummedInPlace)
+    wanted = slopes(world, blocks, streams, None)
+    budget = Checkpointing(ActivationPolicy(keep_bytes=2**30), streams=streams)
+    for _ in range(3):
+        assert same(slopes(world, blocks, streams, budget), wanted)
+    named = Checkpointing(ActivationPolicy(keep=("aten.mm",)), streams=streams)
+    with pytest.raises(ValueError, match=r"keeps the result of 'aten.mm.default', which 'c10d.allreduce_"):
+        slopes(world, blocks, streams, named)
+    copied, streams = stack(world, torch.float32)
+    wanted = slopes(world, copied, streams, None)
+    named = Checkpointing(ActivationPolicy(keep=("aten.mm",)), streams=streams)
+    assert same(slopes(world, copied, streams, named), wanted)
+    with pytest.raises(ValueError, match=r"'c10d.allreduce_', which changes"):
+        Checkpointing(ActivationPolicy(keep=("c10d.allreduce_",)))
+
+
+class Counting(TorchDispatchMode):
+    """Counts the ops that run, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
+def test_every_rank_runs_collectives_again(world: World) -> None:
+    """A plan comes from a rank's own timings: what one rank kept, another would wait for."""
+    checkpointing = Checkpointing(ActivationPolicy(keep_bytes=2**30))
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        total = functional.all_reduce(x.detach(), "sum", world.group)
+        return (x * total).sin() * total
+
+    for _ in range(2):
+        with Counting() as mode:
+            checkpointing(summed, torch.randn(64, WIDTH, requires_grad=True) * 1).sum().backward()
+    assert mode.count["_c10d_functional.all_reduce.default"] == 2

@@ -48,7 +48,8 @@ class Checkpointing:
         timeout_seconds: longest wait for another rank of ``group``.
 
     Raises:
-        ValueError: the group cannot share activations, or ``policy.keep`` names an op that there is not.
+        ValueError: the group cannot share activations, or ``policy.keep`` names an op that there is not or
+            a collective.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,8 @@ import torch
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
-from zero_ext.activation.selective import Step, draws
+from zero_ext.activation.selective import COLLECTIVES, Step, draws, tensors_of
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class MeasuringMode(TorchDispatchMode):
         self._count[func] += 1
         self._forget_changed(func, args, kwargs)
         if _can_stay(func, args, kwargs, out):
-            storages = [each.untyped_storage() for each in _tensors(out)]
+            storages = [each.untyped_storage() for each in tensors_of(out)]
             nbytes = sum(storage.nbytes() for storage in storages)
             # Weak references keep the objects' addresses from being used again.
             weak = [StorageWeakRef(storage) for storage in storages]
@@ -77,9 +76,9 @@ class MeasuringMode(TorchDispatchMode):
         return out
 
     def _forget_changed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if not (isinstance(func, OpOverload) and func._schema.is_mutable):
+        if not (isinstance(func, OpOverload) and _changes(func)):
             return
-        given = {each.untyped_storage()._cdata for each in _tensors((args, dict(kwargs)))}
+        given = {each.untyped_storage()._cdata for each in tensors_of((args, dict(kwargs)))}
         self._steps = {
             step: found
             for step, found in self._steps.items()
@@ -91,16 +90,17 @@ class MeasuringMode(TorchDispatchMode):
             torch.accelerator.synchronize()
 
 
+def _changes(op: OpOverload) -> bool:
+    """Whether tensors that ``op`` is given are others afterwards, or may be."""
+    return op._schema.is_mutable or op.namespace in COLLECTIVES
+
+
 def _can_stay(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:
-    """Views cost nothing to compute again, and what draws random numbers or changes its arguments has to
-    run."""
-    if not isinstance(func, OpOverload) or func.is_view or func._schema.is_mutable:
+    """Views cost nothing to compute again, and what draws random numbers, changes its arguments or waits for
+    other ranks, whose plans are their own, has to run."""
+    if not isinstance(func, OpOverload) or func.is_view or _changes(func):
         return False
     if draws(func, args, kwargs):
         return False
-    given = {each.untyped_storage()._cdata for each in _tensors((args, dict(kwargs)))}
-    return all(each.untyped_storage()._cdata not in given for each in _tensors(out))
-
-
-def _tensors(tree: Any) -> Iterable[torch.Tensor]:
-    return (each for each in tree_iter(tree) if isinstance(each, torch.Tensor))
+    given = {each.untyped_storage()._cdata for each in tensors_of((args, dict(kwargs)))}
+    return all(each.untyped_storage()._cdata not in given for each in tensors_of(out))

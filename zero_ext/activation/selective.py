@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
@@ -16,12 +18,15 @@ Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractCont
 Step = tuple[Any, int]
 # Names that schemas have for the probability with which an op draws random numbers.
 _PROBABILITIES = ("dropout_p", "p", "dropout")
+# Namespaces of ops between ranks: c10d's change tensors that their schemas do not mark as changed, and all
+# of them wait for other ranks, which have to run them too.
+COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 
 
 def named_ops(names: Sequence[str]) -> frozenset[OpOverload]:
     """The ops that ``names`` mean, such as "aten.mm" or "aten.mm.default".
 
-    Raises ``ValueError`` for a name that torch does not know.
+    Raises ``ValueError`` for a name that torch does not know, and for collectives of c10d.
     """
     found: set[OpOverload] = set()
     for name in names:
@@ -40,6 +45,11 @@ def named_ops(names: Sequence[str]) -> frozenset[OpOverload]:
                 f"activation_checkpointing.keep has {name!r}, which torch does not know as an op; write "
                 "namespace and name, such as 'aten.mm' or 'aten._scaled_dot_product_flash_attention'"
             )
+        if name.startswith("c10d."):
+            raise ValueError(
+                f"activation_checkpointing.keep has {name!r}, which changes tensors that it is given: "
+                "backward has to run it again. Remove it, or keep an op after it."
+            )
     return frozenset(found)
 
 
@@ -54,10 +64,48 @@ def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return True
 
 
+def tensors_of(tree: Any) -> Iterable[torch.Tensor]:
+    """The tensors among the arguments or results of an op."""
+    return (each for each in tree_iter(tree) if isinstance(each, torch.Tensor))
+
+
+def _storages(tree: Any) -> Iterable[torch.UntypedStorage]:
+    return (each.untyped_storage() for each in tensors_of(tree) if each.layout is torch.strided)
+
+
+class _Kept:
+    """The memory of a call's kept results, which no collective may change: torch would not notice."""
+
+    def __init__(self, setting: str) -> None:
+        self._setting = setting
+        # Weak references keep the objects' addresses from being used again.
+        self._makers: dict[int, tuple[StorageWeakRef, Any]] = {}
+
+    def add(self, op: Any, out: Any) -> None:
+        """Notes what ``op`` returned."""
+        for storage in _storages(out):
+            self._makers[storage._cdata] = StorageWeakRef(storage), op
+
+    def check(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """``ValueError`` if ``op``, which runs now, is a collective of c10d and gets one of them."""
+        if not (self._makers and isinstance(op, OpOverload) and op.namespace == "c10d"):
+            return
+        for storage in _storages((args, dict(kwargs))):
+            _, maker = self._makers.get(storage._cdata, (None, None))
+            if maker is not None:
+                raise ValueError(
+                    f"{self._setting} keeps the result of '{maker}', which '{op}' gets: run again in "
+                    "backward, the collective would start from what it left there. Give it a copy "
+                    f"(tensor.clone()), or do not keep '{maker}'."
+                )
+
+
 def keeping_ops(ops: frozenset[OpOverload]) -> Contexts:
     """Contexts of a call and of its recomputation that keep the results of ``ops``."""
+    kept = _Kept("activation_checkpointing.keep")
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept.check(op, args, kwargs)
         if op not in ops:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if draws(op, args, kwargs):
@@ -65,20 +113,23 @@ def keeping_ops(ops: frozenset[OpOverload]) -> Contexts:
                 f"activation_checkpointing.keep has '{op}', which draws random numbers here: if it were not "
                 "run again, the ops after it would get other numbers than in forward. Remove it from keep."
             )
+        kept.add(op, context.op_output)
         return CheckpointPolicy.MUST_SAVE
 
     return create_selective_checkpoint_contexts(policy)
 
 
-def keeping_steps(kept: frozenset[Step]) -> Contexts:
+def keeping_steps(steps: frozenset[Step]) -> Contexts:
     """Contexts that keep the results of the steps of a plan."""
-    seen: dict[bool, Counter[Any]] = {False: Counter(), True: Counter()}
+    count: Counter[Any] = Counter()
+    kept = _Kept("activation_checkpointing.keep_bytes")
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        count = seen[bool(context.is_recompute)]
+        kept.check(op, args, kwargs)
         step = (op, count[op])
         count[op] += 1
-        if step in kept and not draws(op, args, kwargs):
+        if step in steps and not draws(op, args, kwargs):
+            kept.add(op, context.op_output)
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
