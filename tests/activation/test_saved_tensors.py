@@ -80,3 +80,29 @@ def test_the_context_alone_and_its_refusal(tmp_path: Path) -> None:
         assert same(gradients(model, whole, seed), wanted)
     with pytest.raises(ValueError, match="tier is 'device'; set it to 'host' or 'nvme'"):
         Checkpointing().saved_tensors()
+
+
+def test_a_graph_without_backward_leaves_nothing() -> None:
+    """Small results, which stay, are saved by the very ops that made them."""
+    checkpointing = Checkpointing(ActivationPolicy(mode="saved_tensors", tier="host"))
+    inputs = torch.randn(64, 64, requires_grad=True)
+    with checkpointing.saved_tensors():
+        out = (inputs * 1).norm().exp()
+    assert checkpointing.kept_bytes() == inputs.nbytes
+    del out
+    assert checkpointing.kept_bytes() == 0
+
+
+def test_gradients_of_gradients_through_small_results() -> None:
+    torch.manual_seed(fresh_seed())
+    checkpointing = Checkpointing(ActivationPolicy(mode="saved_tensors", tier="host"))
+    inputs = torch.randn(64, 64, requires_grad=True)
+    with checkpointing.saved_tensors():
+        out = (inputs * 0.01).norm().exp()
+    (slope,) = torch.autograd.grad(out, inputs, create_graph=True)
+    wanted = torch.autograd.grad((inputs * 0.01).norm().exp(), inputs, create_graph=True)[0]
+    assert torch.equal(slope, wanted)
+    again = torch.autograd.grad(slope.sum(), inputs)[0]
+    assert torch.equal(again, torch.autograd.grad(wanted.sum(), inputs)[0])
+    del slope, out
+    assert checkpointing.kept_bytes() == 0

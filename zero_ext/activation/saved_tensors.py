@@ -61,7 +61,10 @@ class AsItIs:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> AsItIs:
         """``tensor`` as it is now."""
-        return cls(tensor, 0 if tensor.is_inference() else tensor._version)
+        version = 0 if tensor.is_inference() else tensor._version
+        # An op's own result, saved as it is, would hold the op's node, which holds it: a cycle that the
+        # garbage collector does not see. autograd gives what it unpacks its history back.
+        return cls(tensor if tensor.is_leaf else tensor.detach(), version)
 
     def get(self) -> torch.Tensor:
         """The tensor. ``RuntimeError`` if it was changed in place."""
