@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -192,6 +193,25 @@ def test_groups_that_are_refused(world: World) -> None:
         zero_ext.prepare(model, None, {}, process_group=world.group, activation_group=world.group)
 
 
+class Broken:
+    """A transfer that failed."""
+
+    def wait(self) -> None:
+        raise RuntimeError("the disk is gone")
+
+    def let_go(self) -> None:
+        return None
+
+    def followed(self) -> contextlib.AbstractContextManager[object]:
+        self.wait()
+        return contextlib.nullcontext()
+
+
+# What a rank raises where another one gave up: with its reason where the ranks share a host's memory, else
+# with what it waited for.
+HEARD = "the disk is gone|kept inputs of"
+
+
 @on_ranks(2)
 def test_a_rank_without_room_ends_the_others_wait(world: World) -> None:
     """Storage fails on one rank in backward: the other one hears the reason instead of waiting."""
@@ -201,16 +221,44 @@ def test_a_rank_without_room_ends_the_others_wait(world: World) -> None:
     out = checkpointing(torch.sin, torch.randn(64, WIDTH, requires_grad=True) * 1)
     (keeper,) = checkpointing._keepers.values()
     if world.rank == 1:
-
-        class Broken:
-            def wait(self) -> None:
-                raise RuntimeError("the disk is gone")
-
-            let_go = wait
-
-        keeper.room.fetch = lambda place, into: Broken()  # type: ignore[method-assign,assignment]
-    with pytest.raises(RuntimeError, match="the disk is gone"):
+        keeper.room.fetch = lambda place, into: Broken()  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="the disk is gone" if world.rank == 1 else HEARD):
         out.sum().backward()
+
+
+@on_ranks(2)
+def test_a_write_that_failed_on_one_rank_ends_the_others_wait(world: World) -> None:
+    policy = ActivationPolicy(partition_activations=True, tier="host", prefetch=0)
+    checkpointing = Checkpointing(policy, world.group, timeout_seconds=20.0)
+    torch.manual_seed(world.seed)
+    out = checkpointing(torch.sin, torch.randn(64, WIDTH, requires_grad=True) * 1)
+    (keeper,) = checkpointing._keepers.values()
+    if world.rank == 1:
+        for each in keeper._records.values():
+            record = each()
+            assert record is not None
+            record.place.written = Broken()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="the disk is gone" if world.rank == 1 else HEARD):
+        out.sum().backward()
+    assert time.monotonic() - began < 10
+
+
+@on_ranks(2)
+def test_a_rank_without_storage_ends_the_others_wait(world: World) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = folder if world.rank == 0 else f"{folder}/missing"
+        policy = ActivationPolicy(partition_activations=True, tier="nvme", nvme_paths=(path,))
+        checkpointing = Checkpointing(policy, world.group, timeout_seconds=20.0)
+        torch.manual_seed(world.seed)
+        inputs = torch.randn(64, WIDTH, requires_grad=True) * 1
+        began = time.monotonic()
+        wanted = "missing" if world.rank == 1 else "comparison of the inputs"
+        with pytest.raises(RuntimeError, match=wanted) as raised:
+            checkpointing(torch.sin, inputs)
+        waited = time.monotonic() - began
+        world.barrier()  # the error holds rank 1's connections, which would close with it
+        assert waited < 10 and raised.value is not None
 
 
 @on_ranks(2)

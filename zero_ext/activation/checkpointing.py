@@ -237,7 +237,12 @@ class Checkpointing:
                 if self._group is not None:
                     partition = Partition(self._group, device, self._timeout_seconds)
             bus = self.bus if self.policy.profile else None
-            room = self._room(Device(device))
+            try:
+                room = self._room(Device(device))
+            except Exception as error:
+                if partition is not None:
+                    partition.give_up(f"there is no room for kept inputs: {error}")
+                raise
             self._keepers[device] = Keeper(room, device, partition, self.policy.prefetch, bus)
         return self._keepers[device]
 

@@ -112,9 +112,9 @@ class Keeper:
         if self.partition is not None:
             self.partition.compare(tensors, name)
         layout = Layout.of(tensors, ranks, self.room.block)
-        part = torch.empty(layout.part_bytes, dtype=torch.uint8, device=self._device)
-        layout.pack(part, tensors, rank)
         try:
+            part = torch.empty(layout.part_bytes, dtype=torch.uint8, device=self._device)
+            layout.pack(part, tensors, rank)
             place = self.room.put(part)
         except RuntimeError as error:
             self._give_up(f"keeping the inputs of {name} failed: {error}")
@@ -134,10 +134,10 @@ class Keeper:
         if record.state is State.PRESENT:
             record.to_kept()
         began = self._bus.now()
-        self._start(record)
-        for each in self._before(record):
-            self._start(each)
         try:
+            self._start(record)
+            for each in self._before(record):
+                self._start(each)
             record.arrival.wait()
         except RuntimeError as error:
             self._give_up(f"fetching kept inputs failed: {error}")
