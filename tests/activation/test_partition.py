@@ -163,6 +163,7 @@ def test_different_inputs_are_refused_on_every_rank(world: World) -> None:
         same_everywhere + (world.rank == 1),
         same_everywhere[: 64 - (world.rank == 1)] * 1,
         same_everywhere.to(torch.bfloat16 if world.rank == 1 else torch.float16),
+        same_everywhere.t().contiguous().t() if world.rank == 1 else same_everywhere,
     ]
     for inputs in wrong:
         checkpointing = Checkpointing(policy, world.group)

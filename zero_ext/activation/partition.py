@@ -60,8 +60,8 @@ class Partition:
         if differ:
             raise DifferentInputs(
                 f"rank {self.rank} of the activation group: the inputs of {name} differ between the ranks: "
-                f"ranks {differ} hold other values, shapes or dtypes than rank 0, so no rank can keep a part "
-                f"for the others. {_FIX}."
+                f"ranks {differ} hold other values, shapes, strides or dtypes than rank 0, so no rank can "
+                f"keep a part for the others. {_FIX}."
             )
 
     def gather(self, region: torch.Tensor, layout: Layout) -> None:
@@ -95,8 +95,9 @@ def check_group(group: dist.ProcessGroup | None, data_parallel_group: dist.Proce
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> int:
-    """62 bits that depend on all values, shapes and dtypes."""
-    facts = repr([(str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors])
+    """62 bits that depend on all values, shapes, dtypes and where each value lies among the kept bytes."""
+    spans = Layout.of(tensors).spans
+    facts = repr((len(spans), [(str(span.dtype), tuple(span.size), span.stride) for span in spans]))
     named = zlib.crc32(facts.encode())
     total = named
     for tensor in tensors:
