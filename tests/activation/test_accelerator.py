@@ -114,6 +114,21 @@ def test_nothing_of_moved_inputs_stays_on_the_device(world: World) -> None:
             hidden.sum().backward()
 
 
+@on_ranks(1, stand_in=True)
+def test_saved_tensors_of_either_memory(world: World) -> None:
+    """A model that trains in the host's memory beside an accelerator has its saved tensors moved too."""
+    checkpointing = Checkpointing(ActivationPolicy(mode="saved_tensors", tier="host", smallest_bytes=0))
+    for device in ("cpu", DEVICE):
+        inputs = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
+        with checkpointing.saved_tensors():
+            out = (inputs * 1).sin()
+        assert checkpointing.kept_bytes() == NBYTES
+        out.sum().backward()
+        assert torch.equal(inputs.grad.cpu(), inputs.detach().cos().cpu())
+        del out
+        assert checkpointing.kept_bytes() == 0
+
+
 @on_ranks(2, stand_in=True)
 def test_partitioned(world: World) -> None:
     torch.manual_seed(world.seed)

@@ -62,6 +62,7 @@ def test_what_is_not_plain_memory() -> None:
         torch.nn.Parameter(plain),
         plain.to_sparse(),
         torch.empty(0),
+        torch.empty(3, 3, device="meta"),
         torch.randn(2, dtype=torch.complex64).conj(),
     ):
         assert not fits(other)

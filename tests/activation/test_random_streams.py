@@ -27,6 +27,17 @@ def test_streams_go_on_by_themselves() -> None:
         assert all(torch.equal(value, torch.rand(3, generator=generator)) for value in found[name])
 
 
+def test_a_build_for_an_accelerator_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def current(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
+    streams = RandomStreams()
+    streams.add("a", 7)
+    with streams.fork("a"):
+        assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(7)))
+
+
 def test_states_and_refusals() -> None:
     streams = RandomStreams("cpu")
     streams.seed_model_parallel(5, 1)

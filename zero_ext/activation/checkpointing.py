@@ -120,14 +120,12 @@ class Checkpointing:
                 "saved tensors are on the device already: activation_checkpointing.tier is 'device'; set it "
                 "to 'host' or 'nvme'"
             )
-        found = torch.accelerator.current_accelerator()
-        device = Device(torch.device("cpu") if found is None else found).device
         own = {each.untyped_storage()._cdata for module in modules for each in module.parameters()}
 
         def stays(tensor: torch.Tensor) -> bool:
             return tensor.untyped_storage()._cdata in own or self._stays(tensor)
 
-        return SavedTensors(self._keeper(device), device, self.policy.smallest_bytes, stays)
+        return SavedTensors(self._keeper, self.policy.smallest_bytes, stays)
 
     def kept_bytes(self) -> int:
         """Bytes that this rank keeps now of inputs, or saved tensors, in the policy's tier."""

@@ -75,6 +75,7 @@ def fits(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
+        and not tensor.is_meta
         and not tensor.is_quantized
         and not tensor.is_conj()
         and not tensor.is_neg()

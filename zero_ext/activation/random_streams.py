@@ -77,7 +77,7 @@ class RandomStreams:
 
     def _where(self) -> torch.device:
         if self._device is None:
-            found = torch.accelerator.current_accelerator()
+            found = torch.accelerator.current_accelerator(check_available=True)
             self._device = torch.device("cpu") if found is None else found
         return self._device
 

@@ -78,16 +78,15 @@ class AsItIs:
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Inside, what autograd saves goes to ``keeper``'s room and comes back in backward.
+    """Inside, what autograd saves goes to a keeper's room and comes back in backward.
 
-    A storage is moved once, however many tensors and views of it are saved. Tensors of fewer than
-    ``smallest`` bytes, what ``stays``, subclasses and tensors on other devices than ``device`` stay.
+    ``keeper_of`` a device keeps what is saved there. A storage is moved once, however many tensors and views
+    of it are saved. Tensors of fewer than ``smallest`` bytes, what ``stays`` and subclasses stay.
     """
 
-    def __init__(self, keeper: Keeper, device: torch.device, smallest: int, stays: Stays) -> None:
+    def __init__(self, keeper_of: Callable[[torch.device], Keeper], smallest: int, stays: Stays) -> None:
         super().__init__(self._pack, _unpack)
-        self._keeper = keeper
-        self._device = device
+        self._keeper_of = keeper_of
         self._smallest = smallest
         self._stays = stays
         # Moved memory by storage object, version and range; the weak reference keeps the object's address
@@ -95,13 +94,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         self._known: dict[tuple[int, ...], tuple[StorageWeakRef, weakref.ref[Moved]]] = {}
 
     def _pack(self, tensor: torch.Tensor) -> View | AsItIs:
-        if (
-            not fits(tensor)
-            or tensor.is_inference()
-            or tensor.device != self._device
-            or tensor.nbytes < self._smallest
-            or self._stays(tensor)
-        ):
+        if not fits(tensor) or tensor.is_inference() or tensor.nbytes < self._smallest or self._stays(tensor):
             return AsItIs.of(tensor)
         whole, begin = _memory_to_move(tensor)
         storage = tensor.untyped_storage()
@@ -109,7 +102,8 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         found = self._known.get(key)
         moved = found[1]() if found is not None and not found[0].expired() else None
         if moved is None:
-            moved = Moved(self._keeper, self._keeper.keep([whole], "saved tensors"))
+            keeper = self._keeper_of(tensor.device)
+            moved = Moved(keeper, keeper.keep([whole], "saved tensors"))
             self._forget()
             self._known[key] = (StorageWeakRef(storage), weakref.ref(moved))
         offset = tensor.storage_offset() - begin // tensor.element_size()
