@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.activation.blocks import WIDTH, Stack, fresh_seed, gradients, same
@@ -83,6 +84,39 @@ def test_a_budget_keeps_the_products() -> None:
     assert plain["aten.tanh.default"] == kept["aten.tanh.default"]
     nothing = recomputed(ActivationPolicy(keep_bytes=64), function, passes=2)
     assert nothing["aten.mm.default"] == plain["aten.mm.default"]
+
+
+def test_a_plan_is_of_one_module_in_one_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another module of the same class does, or the same one in evaluation or autocast, is measured by
+    itself; only so many plans are remembered."""
+
+    class Either(nn.Module):
+        def __init__(self, squares: bool) -> None:
+            super().__init__()
+            self.squares = squares
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ x.t()).sin() if self.squares == self.training else x.sin().exp()
+
+    checkpointing = Checkpointing(ActivationPolicy(keep_bytes=2**20))
+    inputs = torch.randn(32, WIDTH, requires_grad=True)
+    modules = [Either(True), Either(False)]
+
+    def plans() -> int:
+        for module in modules:
+            checkpointing(module, inputs * 1).sum().backward()
+        return len(checkpointing._plans)
+
+    assert plans() == plans() == 2
+    for module in modules:
+        module.eval()
+    assert plans() == plans() == 4
+    with torch.autocast("cpu", torch.bfloat16):
+        assert plans() == plans() == 6
+    assert len({frozenset(plan) for plan in checkpointing._plans.values()}) >= 2
+    monkeypatch.setattr("zero_ext.activation.checkpointing._MOST_PLANS", 6)
+    modules.append(Either(True))
+    assert plans() == 6
 
 
 def test_gradients_under_random_budgets() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -28,6 +29,8 @@ from zero_ext.config.events import Bus
 from zero_ext.offload import Device
 from zero_ext.offload.tiers import open_store
 
+# Calls of different modules, modes and sizes whose plans are known at once; the oldest one is made again.
+_MOST_PLANS = 1024
 _current: ContextVar[Checkpointing | None] = ContextVar("zero_ext_checkpointing", default=None)
 
 
@@ -99,7 +102,10 @@ class Checkpointing:
         before = versions(given)
         with self._keeping(call.name, given):
             outputs = torch_checkpoint(
-                call.run, *given, use_reentrant=False, context_fn=lambda: self._contexts(call.name, given)
+                call.run,
+                *given,
+                use_reentrant=False,
+                context_fn=lambda: self._contexts(call.name, given, modules_of(function)),
             )
         check_unchanged(call.name, given, before)
         check_outputs(call.name, outputs)
@@ -200,22 +206,27 @@ class Checkpointing:
             self._shared[storage._cdata] = StorageWeakRef(storage), each._version
         return moved
 
-    def _contexts(self, name: str, given: list[torch.Tensor]) -> Contexts:
-        modes = self._modes(name, given)
+    def _contexts(self, name: str, given: list[torch.Tensor], modules: list[nn.Module]) -> Contexts:
+        modes = self._modes(name, given, modules)
         bus = self.bus if self.policy.profile else None
         again = Recomputation(
             name, self.streams, lambda: together(self._as_current(), modes[1]), bus, self._synchronize
         )
         return together(NamedErrors(name), modes[0]), again
 
-    def _modes(self, name: str, given: list[torch.Tensor]) -> Contexts:
+    def _modes(self, name: str, given: list[torch.Tensor], modules: list[nn.Module]) -> Contexts:
         """What keeps some of a call's results: while it runs, and while it runs again."""
         if self._ops:
             return keeping_ops(self._ops)
         budget = self.policy.keep_bytes
         if budget is None:
             return contextlib.nullcontext(), contextlib.nullcontext()
-        key = (name, *((tensor.shape, tensor.dtype, tensor.device) for tensor in given))
+        key = (
+            name,
+            *((weakref.ref(module), module.training) for module in modules),
+            *((tensor.shape, tensor.dtype, tensor.device) for tensor in given),
+            *map(_autocast, sorted({"cpu", *(tensor.device.type for tensor in given)})),
+        )
         if key in self._plans:
             return keeping_steps(self._plans[key])
         return self._measured(key, budget, given), contextlib.nullcontext()
@@ -226,6 +237,8 @@ class Checkpointing:
         with MeasuringMode(device) as mode:
             yield
         self._plans[key] = choose(mode.steps, budget)
+        if len(self._plans) > _MOST_PLANS:
+            del self._plans[next(iter(self._plans))]
 
     def _keeper(self, device: torch.device) -> Keeper:
         if device not in self._keepers:
@@ -287,6 +300,11 @@ def current() -> Checkpointing:
     """What :func:`checkpoint` uses here: the innermost one entered in this thread, or one that only
     recomputes."""
     return _current.get() or Checkpointing()
+
+
+def _autocast(kind: str) -> torch.dtype | None:
+    """What autocast computes in on devices of ``kind``; None where it is off."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _identity(tensor: torch.Tensor) -> object:
