@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from tests.activation.blocks import fresh_seed
 from zero_ext.activation import MODEL_PARALLEL, RandomStreams
+from zero_ext.activation.recomputation import Recomputation
 
 
 def test_streams_go_on_by_themselves() -> None:
@@ -58,3 +62,21 @@ def test_states_and_refusals() -> None:
         pass
     streams.reset()
     assert streams.get_states() == {}
+
+
+def test_a_recomputation_that_cannot_begin_leaves_streams_where_they_are() -> None:
+    streams = RandomStreams("cpu")
+    streams.add("a", 7)
+
+    @contextlib.contextmanager
+    def broken() -> Iterator[None]:
+        raise ZeroDivisionError
+        yield
+
+    again = Recomputation("call", streams, broken, None, lambda: None)
+    with streams.fork("a"):
+        torch.rand(3)
+    before = streams.get_states()
+    with pytest.raises(ZeroDivisionError), again:
+        pass
+    assert torch.equal(streams.get_states()["a"], before["a"])

@@ -71,14 +71,14 @@ class Recomputation:
 
     def __enter__(self) -> None:
         self._synchronize()
-        stack = contextlib.ExitStack()
-        if self._bus:
-            stack.callback(self._tell, self._bus, time.perf_counter())
-        stack.callback(self._synchronize)
-        stack.callback(self._streams.set_states, self._streams.get_states())
-        self._streams.set_states(self._states)
-        stack.enter_context(self._current())
-        self._entered.append(stack)
+        with contextlib.ExitStack() as stack:
+            if self._bus:
+                stack.callback(self._tell, self._bus, time.perf_counter())
+            stack.callback(self._synchronize)
+            stack.callback(self._streams.set_states, self._streams.get_states())
+            self._streams.set_states(self._states)
+            stack.enter_context(self._current())
+            self._entered.append(stack.pop_all())
 
     def __exit__(
         self,
