@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -325,6 +326,28 @@ def test_the_innermost_one_entered_is_current(tmp_path: Path) -> None:
         del kept
     assert current() is not outer
     assert zero_ext.checkpoint.CheckpointError is not None  # the package keeps its name
+
+
+def test_threads_enter_one_by_themselves(tmp_path: Path) -> None:
+    """Not in the order in which they leave it."""
+    checkpointing, entered, left = made("host", tmp_path), threading.Event(), threading.Event()
+    found: list[bool] = []
+
+    def other() -> None:
+        with checkpointing:
+            entered.set()
+            left.wait(30)
+            found.append(current() is checkpointing)
+        found.append(current() is checkpointing)
+
+    thread = threading.Thread(target=other)
+    with checkpointing:
+        thread.start()
+        assert entered.wait(30)
+    assert current() is not checkpointing
+    left.set()
+    thread.join()
+    assert found == [True, False]
 
 
 def test_profile_tells_of_the_work(tmp_path: Path) -> None:

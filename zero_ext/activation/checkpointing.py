@@ -31,7 +31,8 @@ from zero_ext.offload.tiers import open_store
 
 # Calls of different modules, modes and sizes whose plans are known at once; the oldest one is made again.
 _MOST_PLANS = 1024
-_current: ContextVar[Checkpointing | None] = ContextVar("zero_ext_checkpointing", default=None)
+# Those entered in a thread, the innermost one last.
+_current: ContextVar[tuple[Checkpointing, ...]] = ContextVar("zero_ext_checkpointing", default=())
 
 
 class Checkpointing:
@@ -83,7 +84,6 @@ class Checkpointing:
         # Storages that calls were given before and that still live, with the tensor's version: what several
         # calls share stays.
         self._shared: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._entered: list[Any] = []
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)``; see :func:`checkpoint`."""
@@ -146,20 +146,11 @@ class Checkpointing:
         return held
 
     def __enter__(self) -> Checkpointing:
-        self._entered.append(_current.set(self))
+        _current.set((*_current.get(), self))
         return self
 
     def __exit__(self, *error: object) -> None:
-        _current.reset(self._entered.pop())
-
-    @contextlib.contextmanager
-    def _as_current(self) -> Iterator[None]:
-        # Not as the context manager above: recomputations run in autograd's own threads.
-        before = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(before)
+        _current.set(_current.get()[:-1])
 
     @contextlib.contextmanager
     def _keeping(self, name: str, given: list[torch.Tensor]) -> Iterator[None]:
@@ -209,9 +200,7 @@ class Checkpointing:
     def _contexts(self, name: str, given: list[torch.Tensor], modules: list[nn.Module]) -> Contexts:
         modes = self._modes(name, given, modules)
         bus = self.bus if self.policy.profile else None
-        again = Recomputation(
-            name, self.streams, lambda: together(self._as_current(), modes[1]), bus, self._synchronize
-        )
+        again = Recomputation(name, self.streams, lambda: together(self, modes[1]), bus, self._synchronize)
         return together(NamedErrors(name), modes[0]), again
 
     def _modes(self, name: str, given: list[torch.Tensor], modules: list[nn.Module]) -> Contexts:
@@ -299,7 +288,8 @@ checkpoint_activations = checkpoint  # zero_ext.checkpoint is the package of che
 def current() -> Checkpointing:
     """What :func:`checkpoint` uses here: the innermost one entered in this thread, or one that only
     recomputes."""
-    return _current.get() or Checkpointing()
+    entered = _current.get()
+    return entered[-1] if entered else Checkpointing()
 
 
 def _autocast(kind: str) -> torch.dtype | None:
