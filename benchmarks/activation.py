@@ -16,7 +16,7 @@ import typer
 from benchmarks.harness.checkpointed import TORCH
 from benchmarks.harness.environment import describe
 from benchmarks.harness.ranks import Team, TeamFailure
-from benchmarks.harness.report import Table, megabytes, terminal, write_results
+from benchmarks.harness.report import Table, conclude, megabytes, terminal
 from benchmarks.harness.statistics import Ratio, ratio_of_rounds
 
 WORKER = "benchmarks.harness.checkpointed"
@@ -117,13 +117,10 @@ def main(
             print(f"FAILED: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
     table = table_of(runs, model, tokens, rounds, repeats)
-    table.show(console)
     environment = describe() | {"load average at the end": f"{os.getloadavg()[0]:.2f}"}
     data = {"environment": environment, "results": [run.figures(runs[0]) for run in runs]}
-    for path in write_results(output, "Activation checkpointing", [table], data):
-        console.print(f"wrote {path}")
-    if not all(run.met(runs[0]) for run in runs):
-        print("a bar was missed", file=sys.stderr)
+    missed = [f"{run.name}: a bar is missed" for run in runs if not run.met(runs[0])]
+    conclude(console, output, "Activation checkpointing", [table], data, missed)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ Driven by a team like :mod:`benchmarks.harness.worker`.
 from __future__ import annotations
 
 import gc
+import hashlib
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from benchmarks.harness.shapes import batch_for, shape_named
 from benchmarks.harness.worker import main
 from benchmarks.peers.base import nvme_folder
 from benchmarks.peers.zero_ext_engine import ZeroExtTrainer
+from zero_ext import full_gradient
 from zero_ext.activation import Checkpointing
 from zero_ext.config import ActivationPolicy
 
@@ -48,18 +50,26 @@ class Checkpointed:
         return Checkpointing(ActivationPolicy(**values, nvme_paths=paths))
 
     def compare(self) -> dict[str, bool]:
-        """Whether the gradients' norm of the same batch, without an update between, is torch's to the bit."""
+        """Whether all gradients of the same batch, without an update between, are torch's to the bit."""
         rates = [group["lr"] for group in self._trainer.optimizer.param_groups]
         for group in self._trainer.optimizer.param_groups:
             group["lr"] = 0.0
-        norms = {}
+        found: dict[str, bytes] = {}
         for name in self._ways:
             self._count = 0
-            self._step(name)
-            norms[name] = self._trainer.gradient_norm()
+            _, found[name] = self._step(name, self._gradients)
         for group, rate in zip(self._trainer.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        return {name: norm == norms[TORCH] for name, norm in norms.items()}
+        return {name: digest == found[TORCH] for name, digest in found.items()}
+
+    def _gradients(self) -> bytes:
+        digest = hashlib.sha256()
+        for parameter in self._trainer.model.parameters():
+            gradient = full_gradient(parameter)
+            if gradient is None:
+                raise AssertionError(f"a parameter of {parameter.numel()} elements has no gradient")
+            digest.update(gradient.contiguous().view(-1).view(torch.uint8).numpy().data)
+        return digest.digest()
 
     def steps(self, repeats: int, seed: int) -> dict[str, list[float]]:
         """Seconds of ``repeats`` steps of every way, in random order."""
@@ -69,7 +79,7 @@ class Checkpointed:
         gc.disable()
         for _ in range(repeats):
             for name in chance.sample(list(self._ways), len(self._ways)):
-                seconds[name].append(self._step(name))
+                seconds[name].append(self._step(name)[0])
         gc.enable()
         return seconds
 
@@ -85,7 +95,8 @@ class Checkpointed:
             for name, way in self._ways.items()
         }
 
-    def _step(self, name: str) -> float:
+    def _step(self, name: str, look: Callable[[], bytes] = bytes) -> tuple[float, bytes]:
+        """Seconds of one step, and what ``look`` makes of its gradients."""
         way = self._ways[name]
         for layer in self._layers:
             layer._gradient_checkpointing_func = way if way is not None else _by_torch
@@ -97,10 +108,11 @@ class Checkpointed:
         kept = way.kept_bytes() if way is not None else 0
         resumed = time.perf_counter()
         loss.backward()
+        seen = look()
         self._trainer.optimizer.step()
         self._trainer.optimizer.zero_grad()
         self._most_kept[name] = max(self._most_kept[name], kept)
-        return time.perf_counter() - began - (resumed - middle)
+        return time.perf_counter() - began - (resumed - middle), seen
 
     def close(self) -> None:
         """The model goes."""

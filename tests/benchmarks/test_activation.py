@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import typer
 
+from benchmarks import activation
 from benchmarks.activation import BARS, WAYS, Run, measure, table_of
 from benchmarks.harness.checkpointed import COMMANDS, TORCH, Checkpointed
 
@@ -43,3 +47,65 @@ def test_a_run_of_a_tiny_model() -> None:
     layers, nbytes = runs[0].facts["layers"], -(-runs[0].facts["input"] // 4096) * 4096
     assert {kept[name] for name in ("one buffer", "host", "NVMe")} == {layers * nbytes}
     team._rank.close()
+
+
+class Flipped(torch.autograd.Function):
+    """Turns the sign of all gradients before it: their norm is the same."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return -gradient
+
+
+class Wrong:
+    """A way to checkpoint whose gradients are others."""
+
+    def __call__(self, function: Any, hidden: torch.Tensor, *args: Any) -> Any:
+        return function(Flipped.apply(hidden), *args)
+
+    def kept_bytes(self) -> int:
+        return 0
+
+
+def test_gradients_of_the_same_norm_are_not_the_same() -> None:
+    rank, threads = Checkpointed(), torch.get_num_threads()
+    rank.start(shape="tiny", threads=1, tokens=32, ways={TORCH: None, "device": {}})
+    assert rank.compare() == {TORCH: True, "device": True}
+    rank._ways["device"] = Wrong()  # type: ignore[assignment]
+    assert rank.compare() == {TORCH: True, "device": False}
+    torch.set_num_threads(threads)
+    rank.close()
+
+
+def test_a_missed_bar_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+
+    class NoTeam:
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def __enter__(self) -> NoTeam:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        def ask(self, command: str, **arguments: Any) -> None: ...
+
+    def measured(team: Any, runs: list[Run], rounds: int, repeats: int) -> None:
+        for run in runs:
+            run.seconds, run.same_bits = [2.0], run.name != "host"
+            run.facts = {"kept": 0, "layers": 2}
+
+    def write(name: str, *rest: Any) -> list[Path]:
+        written.append(name)
+        return []
+
+    monkeypatch.setattr(activation, "Team", NoTeam)
+    monkeypatch.setattr(activation, "measure", measured)
+    monkeypatch.setattr("benchmarks.harness.report.write_results", write)
+    with pytest.raises(typer.Exit) as ended:
+        activation.main("tiny", 64, 1, 1, "some")
+    assert ended.value.exit_code == 1 and written == ["some"]
