@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.activation.blocks import WIDTH, Stack, fresh_seed, gradients, same
 from zero_ext.activation import Checkpointing
-from zero_ext.activation.planner import Measured, choose
+from zero_ext.activation.planner import Measured, MeasuringMode, choose
 from zero_ext.config import ActivationPolicy
 
 
@@ -72,18 +72,45 @@ def test_an_op_that_draws_random_numbers_is_refused() -> None:
     assert not any("scaled_dot_product_flash_attention_for_cpu.default" in name for name in mode.count)
 
 
-def test_a_budget_keeps_the_products() -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        wide = x.repeat(8, 16)  # [256, 1024]
-        return (wide @ wide.t()).tanh().sin()  # [256, 256]
+class Clock:
+    """Stands still but for the products, which take a second each; other ops take a millisecond."""
 
-    budget = 256 * 256 * 4
-    plain = recomputed(ActivationPolicy(), function)
-    kept = recomputed(ActivationPolicy(keep_bytes=budget), function, passes=2)
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Slow(TorchDispatchMode):
+    """Moves the clock with every op that runs below it."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._clock.now += 1.0 if func is torch.ops.aten.mm.default else 0.001
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_budget_keeps_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(
+        "zero_ext.activation.checkpointing.MeasuringMode", lambda device: MeasuringMode(device, clock)
+    )
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.t()).tanh().sin()  # [32, 32]
+
+    def slowly(policy: ActivationPolicy) -> Counter[str]:
+        with Slow(clock):
+            return recomputed(policy, function, passes=2)
+
+    plain, kept = slowly(ActivationPolicy()), slowly(ActivationPolicy(keep_bytes=32 * 32 * 4))
     assert plain["aten.mm.default"] - kept["aten.mm.default"] == 1
     assert plain["aten.tanh.default"] == kept["aten.tanh.default"]
-    nothing = recomputed(ActivationPolicy(keep_bytes=64), function, passes=2)
-    assert nothing["aten.mm.default"] == plain["aten.mm.default"]
+    assert slowly(ActivationPolicy(keep_bytes=64)) == plain
 
 
 def test_a_plan_is_of_one_module_in_one_mode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +41,11 @@ def choose(steps: Sequence[Measured], budget: int) -> frozenset[Step]:
 
 
 class MeasuringMode(TorchDispatchMode):
-    """Inside, the ops that run are measured; on an accelerator each is waited for."""
+    """Inside, the ops that run are measured by ``clock``; on an accelerator each is waited for."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
+        self._clock = clock
         self._steps: dict[Step, tuple[Measured, list[StorageWeakRef]]] = {}
         self._count: Counter[Any] = Counter()
         self._synchronizes = device.type != "cpu"
@@ -60,10 +61,10 @@ class MeasuringMode(TorchDispatchMode):
         """Runs an op and notes it."""
         kwargs = kwargs or {}
         self._synchronize()
-        began = time.perf_counter()
+        began = self._clock()
         out = func(*args, **kwargs)
         self._synchronize()
-        seconds = time.perf_counter() - began
+        seconds = self._clock() - began
         step = (func, self._count[func])
         self._count[func] += 1
         self._forget_changed(func, args, kwargs)
