@@ -151,6 +151,12 @@ def test_storage_keeps_no_memory_beside(tmp_path: Path) -> None:
         assert weak[1].expired()
 
 
+def holds(file: Path, values: bytes) -> bool:
+    """Whether the first stripe of ``file`` has ``values``."""
+    with file.open("rb") as opened:
+        return values in opened.read(MIB)
+
+
 def test_storage_that_fails(tmp_path: Path) -> None:
     """A path that is missing is refused at the first call; what cannot be read is said in backward."""
     inputs = torch.randn(64, WIDTH, requires_grad=True)
@@ -162,8 +168,9 @@ def test_storage_that_fails(tmp_path: Path) -> None:
     (file,) = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size >= MIB]
     written = inputs.detach().numpy().tobytes()
     deadline = time.monotonic() + 60
-    while written not in file.read_bytes():  # a write still under way would make the file longer again
+    while not holds(file, written):  # a write still under way would make the file longer again
         assert time.monotonic() < deadline
+        time.sleep(0.01)
     os.truncate(file, 0)
     with pytest.raises(RuntimeError, match=str(file)):
         out.sum().backward()
