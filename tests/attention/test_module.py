@@ -192,3 +192,25 @@ def test_head_dims_out_of_range(dim: int) -> None:
     inputs = (torch.randn(1, 1, 16, dim) for _ in range(3))
     with pytest.raises(RuntimeError, match=rf"head dim.*{dim}|{dim}.*head dim"):
         SparseSelfAttention({"mode": "dense"})(*inputs)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_length_that_was_evaluated_first_trains(own: bool) -> None:
+    inputs = tensors(80)
+    with torch.inference_mode():
+        config: Any = {"mode": "fixed", "block": 32}
+        if own:
+            config = BlockLayout.from_block_mask(torch.rand(3, 3) < 0.6, 32, query_length=80, key_length=80)
+        attention = SparseSelfAttention(config)
+        evaluated = attention(*inputs)
+    trained = attention(*inputs)
+    assert torch.equal(trained, evaluated)
+    trained.sum().backward()
+    assert all(each.grad is not None for each in inputs)
+
+
+def test_parts_of_a_layout_that_are_made_later_may_be_kept_for_backward() -> None:
+    layout = BlockLayout.from_block_mask(torch.eye(3, dtype=torch.bool), 32)
+    with torch.inference_mode():
+        parts = (layout.column_pointers, layout.rows, layout.to("meta").columns)
+    assert not any(part.is_inference() for part in parts)

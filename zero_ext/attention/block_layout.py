@@ -17,6 +17,9 @@ MOST_MASKED = 1 << 14  # longest side of a dense mask, which is for looking and 
 class BlockLayout:
     """The blocks that queries attend to, one layout for all heads or one for each.
 
+    What is made here outlives the call that makes it, so under `torch.inference_mode` too it consists of
+    tensors that a later backward may keep.
+
     Attributes:
         block: tokens of a block's side; the last row and column of blocks may be shorter.
         heads: layouts held: 1, shared by all heads, or as many as there are query heads.
@@ -93,6 +96,7 @@ class BlockLayout:
 
     @cached_property
     @torch._dynamo.disable
+    @torch.inference_mode(False)
     def _transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
         pointers, columns = self.row_pointers.cpu().numpy(), self.columns.cpu().numpy()
         # numpy sorts 16-bit keys by radix, which is several times faster.
@@ -109,6 +113,8 @@ class BlockLayout:
             column_pointers[head, 1:] = start + np.cumsum(counts)
         return tuple(torch.from_numpy(part).to(self.device) for part in (column_pointers, rows))  # type: ignore[return-value]
 
+    @torch._dynamo.disable
+    @torch.inference_mode(False)
     def to(self, device: torch.device | str) -> BlockLayout:
         """The same layout with its tensors on `device`; itself if they are there."""
         if torch.device(device) == self.device:
@@ -144,6 +150,7 @@ class BlockLayout:
         return wide[:, : self.query_length, : self.key_length]
 
     @classmethod
+    @torch.inference_mode(False)
     def from_block_mask(
         cls,
         mask: torch.Tensor,

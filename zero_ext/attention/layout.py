@@ -16,6 +16,7 @@ MOST_TOKENS = 1 << 31
 
 
 @torch._dynamo.disable
+@torch.inference_mode(False)
 def build_layout(
     policy: SparseAttentionPolicy,
     heads: int,
