@@ -214,3 +214,19 @@ def test_parts_of_a_layout_that_are_made_later_may_be_kept_for_backward() -> Non
     with torch.inference_mode():
         parts = (layout.column_pointers, layout.rows, layout.to("meta").columns)
     assert not any(part.is_inference() for part in parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_takes_inputs_of_several_dtypes(dtype: torch.dtype) -> None:
+    attention, (query, key, value) = SparseSelfAttention({"mode": "dense"}), tensors(40)
+    half = value.detach().to(dtype).requires_grad_()
+    with torch.autocast("cpu", dtype):
+        found = attention(query, key, half)
+        wanted = scaled_dot_product_attention(query, key, half)
+        with torch.autocast("cpu", enabled=False):
+            assert attention(query, key, value).dtype == torch.float32
+    assert found.dtype == wanted.dtype == dtype
+    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
+    leaves = (query, key, half)
+    for gradient, leaf in zip(torch.autograd.grad(found.sum(), leaves), leaves, strict=True):
+        assert gradient.dtype == leaf.dtype

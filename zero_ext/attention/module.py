@@ -76,13 +76,15 @@ class SparseSelfAttention(torch.nn.Module):
                 to the scaled scores as a float attn_mask is (both may be given), differentiable.
 
         Returns:
-            [batch, query heads, query length, head dim], of query's dtype.
+            [batch, query heads, query length, head dim], of query's dtype; under `torch.autocast`, of its
+            dtype, which query, key and value are cast to first, as for torch's function.
 
         Raises:
             ValueError: shapes do not fit together, or the layout is one for other lengths or heads.
             TypeError: an unknown keyword, or a mask that is neither boolean nor floating.
             RuntimeError: what the kernel does not take: dtype, head dim, device.
         """
+        query, key, value = _autocast(query, key, value)
         scores = _scores_shape(query, key, value, enable_gqa)
         key_padding, bias = _masks(attn_mask, more, scores)
         causal = is_causal or (self.policy is not None and self.policy.unidirectional)
@@ -150,6 +152,15 @@ class SparseSelfAttention(torch.nn.Module):
             return str(self.policy)
         size = f"{self.layout.query_length} × {self.layout.key_length}"
         return f"layout of {size} tokens, {self.layout.blocks} blocks of {self.layout.block}"
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors in autocast's dtype where it is enabled for their device; float64 stays, as in torch."""
+    kind = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(each if each.dtype == torch.float64 else each.to(dtype) for each in tensors)
 
 
 def _scores_shape(

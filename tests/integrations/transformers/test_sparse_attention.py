@@ -224,3 +224,19 @@ def test_positions_for_longer_sequences(name: str) -> None:
         extend_position_embedding(model, 3)
     with pytest.raises(ValueError, match="no learnt position"):
         extend_position_embedding(made("llama"), 500)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_weights_of_float32_under_autocast(name: str) -> None:
+    original, swapped = pair(name, {"mode": "dense", "block": 16})
+    ids = batch()["input_ids"]
+    outputs, gradients = [], []
+    for model in (original, swapped):
+        model.config.use_cache = False  # a cache would bring keys and values to one dtype
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(input_ids=ids)[0].float()
+        out.square().mean().backward()
+        outputs.append(out.detach())
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    for found, wanted in ((outputs[1], outputs[0]), (gradients[1], gradients[0])):
+        assert float((found - wanted).norm() / wanted.norm()) < 0.03
