@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from zero_ext.config import ConfigError, ZeroConfig, load_config, load_deepspeed_config
 from zero_ext.config.deepspeed.table import TABLE
 from zero_ext.config.policy import key_paths, policy_type
-from zero_ext.config.reference import attribute_texts, rewrite
+from zero_ext.config.reference import attribute_texts, native_table, rewrite
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -27,6 +28,19 @@ def test_page_holds_every_key() -> None:
             assert f"| `{path}` |" in text
     for key in TABLE:
         assert f"| `{key.path}`" in text
+
+
+def test_defaults_that_are_lists_are_printed_in_full() -> None:
+    rows = {row.split("|")[1].strip(): row for row in native_table().splitlines()}
+    lists = []
+    for path, field in key_paths(ZeroConfig).items():
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        if isinstance(default, tuple):
+            shown = rows[f"`{path}`"].split("|")[3].strip(" `")
+            assert tuple(json.loads(shown)) == default
+            lists.append(default)
+    assert () in lists
+    assert (4,) in lists
 
 
 def test_every_native_key_is_explained() -> None:

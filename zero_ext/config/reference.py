@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
 from pathlib import Path
@@ -87,7 +88,7 @@ def _default(field: FieldInfo) -> str:
         return "required"
     value = field.get_default(call_default_factory=True)
     if isinstance(value, tuple):
-        return "`[]`"
+        return f"`{json.dumps(value)}`"
     words = {None: "`null`", True: "`true`", False: "`false`"}
     if value is None or isinstance(value, bool):
         return words[value]
