@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from zero_ext.config import ConfigError, SparseAttentionPolicy
 from zero_ext.config.errors import Problem
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def apply_sparse_attention(model: nn.Module, policy: SparseAttentionPolicy) -> None:
-    """Makes the attention of Hugging Face models in `model` sparse; attention that is sparse already stays.
+    """Makes attention sparse in all Hugging Face models in `model`; where it is sparse already, it stays.
 
     Raises:
-        ConfigError: nothing in the model can take the policy, or what is there follows another one.
+        ConfigError: one of them cannot take the policy, there is none, or what is there follows another one.
+            Nothing has been changed then.
     """
     from zero_ext.attention import SparseSelfAttention
 
@@ -30,11 +35,7 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionPolicy) -> N
             )
     if there:
         return
-    found = []
-    if "transformers" in sys.modules:  # a model of it cannot be there otherwise
-        from transformers import PreTrainedModel
-
-        found = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    found = _outermost_models(model)
     if not found:
         raise ConfigError(
             Problem(
@@ -44,6 +45,28 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionPolicy) -> N
                 "the section out",
             )
         )
-    from zero_ext.integrations.transformers.attention import sparsify_attention
+    from zero_ext.integrations.transformers.attention import exchangeable_attention, sparsify_attention
 
-    sparsify_attention(found[0], policy)
+    for path, each in found.items():
+        try:
+            exchangeable_attention(each)
+        except ValueError as error:
+            where = f"module '{path}': " if path else ""
+            raise ConfigError(Problem("sparse_attention", f"{where}{error}")) from error
+    for each in found.values():
+        sparsify_attention(each, policy)
+
+
+def _outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:
+    """By path, the models of transformers that lie in no other one."""
+    if "transformers" not in sys.modules:  # a model of it cannot be there otherwise
+        return {}
+    from transformers import PreTrainedModel
+
+    found: dict[str, PreTrainedModel] = {}
+    inside: set[nn.Module] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and module not in inside:
+            found[path] = module
+            inside.update(module.modules())
+    return found

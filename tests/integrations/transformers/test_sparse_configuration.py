@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.integrations.transformers.models import VOCABULARY, llama
+from tests.integrations.transformers.models import VOCABULARY, gpt2, llama
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext import ConfigError
 from zero_ext.attention import SparseSelfAttention
 from zero_ext.config import SparseAttentionPolicy
 from zero_ext.integrations.prepare import prepare
+from zero_ext.integrations.sparse_attention import apply_sparse_attention
 from zero_ext.integrations.transformers import sparsify_attention
 
 LAYOUT = {"mode": "fixed", "block": 16, "num_local_blocks": 2, "attention": "unidirectional"}
@@ -60,3 +61,27 @@ def test_what_cannot_take_it_is_refused(world: World) -> None:
         prepare(own, None, config, process_group=world.group)
     own[1] = SparseSelfAttention(policy)
     prepare(own, None, config, process_group=world.group)
+
+
+def attention_names(model: torch.nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, SparseSelfAttention)]
+
+
+def test_models_side_by_side_all_become_sparse() -> None:
+    policy = SparseAttentionPolicy.from_mapping(LAYOUT)
+    pair = torch.nn.ModuleDict({"one": llama(0, hidden_size=64), "two": llama(1, hidden_size=64)})
+    ids = torch.randint(3, VOCABULARY, (1, 50), generator=torch.Generator().manual_seed(3))
+    dense = [pair[name](input_ids=ids).logits for name in ("one", "two")]
+    apply_sparse_attention(pair, policy)
+    for name, logits in zip(("one", "two"), dense, strict=True):
+        assert not torch.equal(pair[name](input_ids=ids).logits, logits), name
+
+
+def test_one_model_that_cannot_leaves_the_others_as_they_are() -> None:
+    policy = SparseAttentionPolicy.from_mapping(LAYOUT)
+    crossed = gpt2(0, add_cross_attention=True, n_embd=64)
+    pair = torch.nn.ModuleDict({"good": llama(0, hidden_size=64), "bad": crossed})
+    with pytest.raises(ConfigError, match="module 'bad': GPT2LMHeadModel has cross-attention"):
+        apply_sparse_attention(pair, policy)
+    assert attention_names(pair) == []
+    assert pair["good"].config._attn_implementation != "zero_ext_sparse"

@@ -50,8 +50,26 @@ def sparsify_attention(
         ValueError: the model has cross-attention, no attention that may be exchanged, or fewer than all.
     """
     sparse = SparseSelfAttention(config)
+    attentions, blooms = exchangeable_attention(model)
+    if attentions:
+        model.set_attn_implementation(NAME)
+    for module in blooms:
+        module.__class__ = SparseBloomAttention
+        model.config._attn_implementation_internal = NAME  # so that masks come as [batch, length]
+    for module in (*attentions, *blooms):
+        module.sparse_attention = sparse
+    return sparse
+
+
+def exchangeable_attention(
+    model: PreTrainedModel,
+) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
+    """The attention modules that ask transformers' registry, and those of BLOOM; changes nothing.
+
+    Raises ValueError where `sparsify_attention` does.
+    """
     attentions = [module for module in model.modules() if _is_attention(module)]
-    blooms = [module for module in model.modules() if isinstance(module, BloomAttention)]
+    blooms: list[torch.nn.Module] = [m for m in model.modules() if isinstance(m, BloomAttention)]
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False) or any(map(_is_cross, attentions)):
         raise ValueError(
@@ -63,14 +81,8 @@ def sparsify_attention(
             f"{name} has no attention that transformers' registry serves; call SparseSelfAttention in it"
         )
     if attentions:
-        _refuse_what_stays_dense(model, attentions)
-        model.set_attn_implementation(NAME)
-    for module in blooms:
-        module.__class__ = SparseBloomAttention
-        model.config._attn_implementation_internal = NAME  # so that masks come as [batch, length]
-    for module in (*attentions, *blooms):
-        module.sparse_attention = sparse
-    return sparse
+        _refuse_what_stays_dense(model)
+    return attentions, blooms
 
 
 def _is_attention(module: torch.nn.Module) -> bool:
@@ -84,7 +96,7 @@ def _is_cross(module: torch.nn.Module) -> bool:
     return getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
 
 
-def _refuse_what_stays_dense(model: PreTrainedModel, attentions: list[torch.nn.Module]) -> None:
+def _refuse_what_stays_dense(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if not model._can_set_attn_implementation():
         raise ValueError(f"{name} does not look its attention up in transformers' registry")
