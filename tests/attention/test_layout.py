@@ -186,6 +186,42 @@ def test_bad_lengths_are_refused() -> None:
             build_layout(policy, **values)
 
 
+HUGE = 1 << 62
+
+
+def peak_of(policy: SparseAttentionPolicy, length: int) -> tuple[BlockLayout | None, int]:
+    """The layout, if it is not refused for its blocks, and the most memory that Python held."""
+    layout = None
+    tracemalloc.start()
+    try:
+        layout = build_layout(policy, 1, length)
+    except ValueError as error:
+        assert "random blocks in each of" in str(error)
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return layout, peak
+
+
+@pytest.mark.parametrize("width", [HUGE, HUGE // 2, 1 << 35])
+def test_global_blocks_beyond_the_sequence_take_no_memory(width: int) -> None:
+    policy = policy_of(mode="fixed", num_local_blocks=HUGE, num_global_blocks=width)
+    layout, peak = peak_of(policy, 320)
+    assert layout is not None
+    assert bool(layout.block_mask().all())
+    assert peak < 1e6
+
+
+def test_too_many_random_blocks_are_refused_before_they_are_drawn() -> None:
+    policy = policy_of(mode="bigbird", num_random_blocks=HUGE)
+    layout, peak = peak_of(policy, 1 << 20)
+    assert layout is None
+    assert peak < 20e6
+    few, _ = peak_of(policy, 160)
+    assert few is not None
+    assert bool(few.block_mask().all())
+
+
 def test_layouts_are_kept_by_length() -> None:
     cache = LayoutCache(policy_of(mode="fixed"), kept=2)
     first = cache.get(4, 100)

@@ -48,10 +48,10 @@ def build_layout(
     rows = np.arange(first, columns, dtype=np.int64)
     causal = causal or policy.unidirectional
     layouts = policy.layout_heads(heads)
-    patterns = [
-        _bounded(_pattern(policy, head, rows, columns), rows, columns, causal) for head in range(layouts)
+    parts = [
+        compressed_rows(_bounded(_pattern(policy, head, rows, columns), rows, columns, causal))
+        for head in range(layouts)
     ]
-    parts = [compressed_rows(pattern) for pattern in patterns]
     starts = np.cumsum([0, *(found.shape[0] for _, found in parts)])
     if starts[-1] > MOST_BLOCKS:
         raise ValueError(
@@ -127,7 +127,7 @@ def _fixed_globals(policy: SparseAttentionPolicy, head: int, columns: int) -> In
     starts = np.arange(first, whole, size, dtype=np.int64)
     if whole < columns:
         starts = np.append(starts, max(0, min(whole + first, columns - width)))
-    return np.unique(starts[:, None] + np.arange(width, dtype=np.int64))
+    return np.unique(starts[:, None] + np.arange(min(width, columns), dtype=np.int64))
 
 
 def _windows(sizes: tuple[int, ...], rows: Integers, columns: int) -> tuple[Integers, Integers]:
@@ -157,7 +157,13 @@ def _randomly(
     if policy.random_blocks == 0:
         return pattern
     available = rows + 1 if policy.unidirectional else np.full_like(rows, columns)
-    found = random_columns(rows, available, min(policy.random_blocks, columns), policy.seed, head)
+    count = min(policy.random_blocks, columns)
+    if rows.shape[0] * count > MOST_BLOCKS:
+        raise ValueError(
+            f"the layout has {count:,} random blocks in each of {rows.shape[0]:,} rows, wanted at most "
+            f"{MOST_BLOCKS:,} a head; lower num_random_blocks or take larger blocks"
+        )
+    found = random_columns(rows, available, count, policy.seed, head)
     return RowPattern(pattern.low, pattern.high, pattern.limit, pattern.global_columns, found)
 
 
