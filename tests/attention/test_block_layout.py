@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_ext.attention import BlockLayout
+from zero_ext.attention import BlockLayout, block_layout
 
 
 @settings(deadline=None, max_examples=60)
@@ -73,3 +73,36 @@ def test_a_dense_mask_of_a_long_sequence_is_refused() -> None:
     assert layout.block_mask().shape == (1, 2048, 1)
     with pytest.raises(ValueError, match=r"262,144 × 128 tokens"):
         layout.dense_mask()
+
+
+@pytest.mark.parametrize(
+    ("pointers", "columns", "words"),
+    [
+        ([[0, 2, 4], [4, 5, 5]], [0, 2, 1, 2, 0], None),
+        ([[0, 2, 4], [4, 5, 6]], [0, 2, 1, 2, 0], "from 0 to 6, wanted ascending offsets from 0 to the 5"),
+        ([[1, 2, 4], [4, 5, 5]], [0, 2, 1, 2, 0], "from 1 to 5"),
+        ([[0, 4, 2], [4, 5, 5]], [0, 2, 1, 2, 0], "wanted ascending offsets"),
+        ([[0, 2, 3], [4, 5, 5]], [0, 2, 1, 2, 0], "do not begin where"),
+        ([[0, 2, 4], [4, 5, 5]], [0, 3, 1, 2, 0], "columns go from 0 to 3, wanted 0 to 2"),
+        ([[0, 2, 4], [4, 5, 5]], [0, -2, 1, 2, 0], "columns go from -2 to 2"),
+        ([[0, 2, 4], [4, 5, 5]], [2, 0, 1, 2, 0], "do not ascend within every row"),
+        ([[0, 2, 4], [4, 5, 5]], [0, 2, 1, 1, 0], "do not ascend within every row"),
+        ([[0, 0, 0], [0, 0, 0]], [], None),
+    ],
+)
+def test_offsets_and_columns_are_checked(
+    pointers: list[list[int]], columns: list[int], words: str | None
+) -> None:
+    parts = (torch.tensor(pointers, dtype=torch.int32), torch.tensor(columns, dtype=torch.int32))
+    if words is None:
+        assert BlockLayout(16, 2, 32, 48, *parts).blocks == len(columns)
+        return
+    with pytest.raises(ValueError, match=words):
+        BlockLayout(16, 2, 32, 48, *parts)
+
+
+def test_more_blocks_than_offsets_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_layout, "MOST_BLOCKS", 5)
+    assert BlockLayout.from_block_mask(torch.ones(1, 5, dtype=torch.bool), 16).blocks == 5
+    with pytest.raises(ValueError, match="has 6 blocks, wanted at most 5"):
+        BlockLayout.from_block_mask(torch.ones(2, 3, dtype=torch.bool), 16)

@@ -180,6 +180,7 @@ def test_bad_lengths_are_refused() -> None:
         ({"heads": 0, "length": 5}, "heads is 0"),
         ({"heads": 1, "length": 0}, "length is 0"),
         ({"heads": 1, "length": 5, "queries": 6}, "queries is 6, wanted 1 to 5"),
+        ({"heads": 1, "length": (1 << 30) + 1}, "length is 1073741825, wanted 1 to 1,073,741,824"),
         ({"heads": 1, "length": 1 << 20}, "4,294,967,296 blocks a head"),
     ):
         with pytest.raises(ValueError, match=word):

@@ -10,6 +10,7 @@ import torch
 
 from zero_ext.config.attention import BLOCK_SIZES
 
+MOST_BLOCKS = (1 << 31) - 1  # offsets are int32
 MOST_MASKED = 1 << 14  # longest side of a dense mask, which is for looking and for tests
 
 
@@ -28,8 +29,8 @@ class BlockLayout:
         columns: int32 [blocks]; block columns, ascending within a row.
 
     Raises:
-        ValueError: shapes, dtypes or offsets do not fit together. Columns are checked by `from_block_mask`
-            and the layouts of a policy, not here.
+        ValueError: shapes, dtypes, offsets or columns are not as above. The numbers of tensors on other
+            devices than the CPU are not looked at.
     """
 
     block: int
@@ -52,6 +53,8 @@ class BlockLayout:
                     f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, wanted contiguous int32 of "
                     f"shape {shape}"
                 )
+        if all(type(part) is torch.Tensor and part.is_cpu for part in (self.row_pointers, self.columns)):
+            _check_rows(self.row_pointers, self.columns, self.column_blocks)
 
     @property
     def row_blocks(self) -> int:
@@ -164,7 +167,8 @@ class BlockLayout:
         Rows may be empty: their queries get zeros. Lengths default to whole blocks.
 
         Raises:
-            ValueError: the mask has another dtype or shape, or a length does not end in its last block.
+            ValueError: the mask has another dtype or shape or more than 2**31 - 1 blocks, or a length
+                does not end in its last block.
         """
         if mask.dtype != torch.bool or mask.ndim not in (2, 3) or mask.numel() == 0:
             raise ValueError(
@@ -180,6 +184,11 @@ class BlockLayout:
         )
         pointers = torch.zeros(heads, rows + 1, dtype=torch.int64, device=mask.device)
         counts = mask.sum(dim=2)
+        if int(counts.sum()) > MOST_BLOCKS:
+            raise ValueError(
+                f"the block mask has {int(counts.sum()):,} blocks, wanted at most {MOST_BLOCKS:,}; take "
+                "larger blocks or fewer of them"
+            )
         starts = counts.sum(dim=1).cumsum(0) - counts.sum(dim=1)
         torch.cumsum(counts, dim=1, out=pointers[:, 1:])
         pointers += starts[:, None]
@@ -191,6 +200,29 @@ def check_block(block: int) -> None:
     """Raises ValueError unless `block` is a size that the kernels have."""
     if block not in BLOCK_SIZES:
         raise ValueError(f"block is {block}, wanted one of {', '.join(map(str, BLOCK_SIZES))}")
+
+
+def _check_rows(pointers: torch.Tensor, columns: torch.Tensor, column_blocks: int) -> None:
+    """Raises ValueError unless the pointers cut all columns into rows that ascend below `column_blocks`."""
+    ends = pointers.flatten()
+    blocks = columns.numel()
+    if int(ends[0]) != 0 or int(ends[-1]) != blocks or bool((ends[1:] < ends[:-1]).any()):
+        raise ValueError(
+            f"row_pointers go from {int(ends[0])} to {int(ends[-1])}, wanted ascending offsets from 0 to "
+            f"the {blocks} columns there are"
+        )
+    if bool((pointers[1:, 0] != pointers[:-1, -1]).any()):
+        raise ValueError("row_pointers of a head do not begin where those of the head before end")
+    if blocks == 0:
+        return
+    least, most = (int(end) for end in columns.aminmax())
+    if least < 0 or most >= column_blocks:
+        raise ValueError(f"columns go from {least} to {most}, wanted 0 to {column_blocks - 1}")
+    fits = columns[1:] > columns[:-1]
+    starts = ends[(ends > 0) & (ends < blocks)].long()
+    fits[starts - 1] = True
+    if not bool(fits.all()):
+        raise ValueError("columns do not ascend within every row; sort each row and drop what repeats")
 
 
 def _length(name: str, given: int | None, blocks: int, block: int) -> int:

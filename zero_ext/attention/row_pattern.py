@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from zero_ext.attention.block_layout import MOST_BLOCKS
 from zero_ext.attention.random_blocks import Integers
 
 _BLOCKS_AT_ONCE = 1 << 20
-MOST_BLOCKS = (1 << 31) - 1  # offsets are int32
 
 Compressed = npt.NDArray[np.int32]
 
