@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.attention.strategies import policies
@@ -230,3 +231,13 @@ def test_autocast_takes_inputs_of_several_dtypes(dtype: torch.dtype) -> None:
     leaves = (query, key, half)
     for gradient, leaf in zip(torch.autograd.grad(found.sum(), leaves), leaves, strict=True):
         assert gradient.dtype == leaf.dtype
+
+
+def test_fewer_queries_are_the_last_tokens() -> None:
+    inputs = tensors(13, 45)
+    wanted = scaled_dot_product_attention(*inputs, attn_mask=causal_lower_right(13, 45))
+    same(SparseSelfAttention({"mode": "dense"})(*inputs, is_causal=True), wanted, inputs)
+    own = SparseSelfAttention(
+        BlockLayout.from_block_mask(torch.ones(1, 3, dtype=torch.bool), 16, query_length=13, key_length=45)
+    )
+    torch.testing.assert_close(own(*inputs, is_causal=True), wanted, rtol=1e-4, atol=1e-5)

@@ -69,7 +69,9 @@ class SparseSelfAttention(torch.nn.Module):
                 takes memory of their product: give padding as key_padding or [batch, 1, 1, key length].
             dropout_p: probability that a weight is dropped, whatever the mode of the module; drawn by torch's
                 default generator.
-            is_causal: attend to no later token; always so where the policy is unidirectional.
+            is_causal: attend to no later token; always so where the policy is unidirectional. With fewer
+                queries than keys, query i is token i + key length - query length, as under
+                `torch.nn.attention.bias.causal_lower_right`; torch's own is_causal takes it for token i.
             scale: of the scores, 1 / sqrt(head dim) by default.
             enable_gqa: allow fewer key heads than query heads, a divisor of them.
             **more: key_padding, bool [batch, key length], True where a key may be attended; and bias, added
