@@ -188,7 +188,19 @@ def test_what_does_not_fit(change: dict[str, Any], error: type[Exception], words
         SparseSelfAttention({"mode": "dense"})(**{**names, **change})
 
 
-@pytest.mark.parametrize("dim", [8, 12, 20, 264])
+@pytest.mark.parametrize("dim", [1, 8, 20, 36, 250])
+@pytest.mark.parametrize("queries", [40, 7])
+def test_head_dims_that_the_kernels_do_not_have(dim: int, queries: int) -> None:
+    inputs = (torch.randn(2, HEADS, queries, dim), *(torch.randn(2, HEADS, 40, dim) for _ in range(2)))
+    for each in inputs:
+        each.requires_grad_()
+    allowed = torch.ones(queries, 40, dtype=torch.bool).tril(40 - queries)
+    for scale in (None, 0.02):
+        found = SparseSelfAttention({"mode": "dense"})(*inputs, is_causal=True, scale=scale)
+        same(found, reference(*inputs, allowed, scale=scale), inputs)
+
+
+@pytest.mark.parametrize("dim", [257, 264])
 def test_head_dims_out_of_range(dim: int) -> None:
     inputs = (torch.randn(1, 1, 16, dim) for _ in range(3))
     with pytest.raises(RuntimeError, match=rf"head dim.*{dim}|{dim}.*head dim"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from zero_ext.ops import block_sparse_attention
 
 Given = SparseAttentionPolicy | Mapping[str, Any] | BlockLayout
 _SEEDS = 1 << 62
+_LEAST_DIM, _MOST_DIM = 16, 256  # of a head, in the kernels, in steps of 8
 
 
 class SparseSelfAttention(torch.nn.Module):
@@ -61,8 +63,8 @@ class SparseSelfAttention(torch.nn.Module):
         each gets what it would get in a forward of the whole sequence.
 
         Args:
-            query: [batch, query heads, query length, head dim], float32, bfloat16 or float16; head dim a
-                multiple of 8 from 16 to 256.
+            query: [batch, query heads, query length, head dim], float32, bfloat16 or float16; head dim
+                at most 256; one below 16, or no multiple of 8, is padded with zeros to the next that is both.
             key, value: [batch, key heads, key length, head dim].
             attn_mask: bool (True may be attended) or a float to add, broadcasting to
                 [batch, query heads, query length, key length]. Only a mask that varies with query and key
@@ -96,6 +98,11 @@ class SparseSelfAttention(torch.nn.Module):
             query = F.pad(query, (0, 0, extra, 0))
             if bias is not None and bias.shape[2] > 1:
                 bias = F.pad(bias, (0, 0, extra, 0))
+        dim = query.shape[3]
+        wide = max(_LEAST_DIM, dim + -dim % 8)
+        if dim < wide <= _MOST_DIM:
+            scale = 1 / math.sqrt(dim) if scale is None else scale
+            query, key, value = (F.pad(each, (0, wide - dim)) for each in (query, key, value))
         tensors = [layout.row_pointers, layout.columns]
         if query.device.type != "cpu":
             tensors += [layout.column_pointers, layout.rows]
@@ -112,7 +119,7 @@ class SparseSelfAttention(torch.nn.Module):
             dropout=dropout_p,
             seed=int(torch.randint(_SEEDS, (), device="cpu")) if dropout_p > 0 else 0,
         )
-        return found[:, :, extra:] if extra else found
+        return found[:, :, extra:, :dim]
 
     def _layout_for(
         self, scores: tuple[int, int, int, int], causal: bool, device: torch.device
