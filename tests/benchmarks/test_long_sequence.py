@@ -59,6 +59,15 @@ def test_refused_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert long_trial.main("sparse", "64", "bfloat16") == long_trial.OUT_OF_MEMORY
 
 
+def test_an_error_about_a_memory_format_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("unsupported memory_format option Preserve")
+
+    monkeypatch.setattr(long_trial, "step", fail)
+    with pytest.raises(RuntimeError, match="memory_format"):
+        long_trial.main("sparse", "64", "bfloat16")
+
+
 def test_quality_is_judged_on_documents_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
     training, held_out = long_quality.corpus()
     assert training.numel() > 5 * held_out.numel() > 50_000

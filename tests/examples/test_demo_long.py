@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = {"hidden_size": 64, "layers": 1, "feed_forward_size": 64, "heads": 2, "window": 256, "steps": 2}
@@ -90,3 +91,21 @@ def test_a_tiny_run_trains_and_tells(demo: Any, tmp_path: Path) -> None:
     assert len(record["losses"]) == 2
     before, after = record["held_out"]
     assert after < before
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_what_counts_as_out_of_memory(
+    demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    def fail(*_: object) -> None:
+        if refused:
+            torch.empty(1 << 50)
+        raise RuntimeError("unsupported memory_format option Preserve")
+
+    demo.settings.LongSettings().write(tmp_path)
+    monkeypatch.setattr(demo.train, "train", fail)
+    if refused:
+        assert demo.train.main(tmp_path, "dense") == demo.processes.OUT_OF_MEMORY
+    else:
+        with pytest.raises(RuntimeError, match="memory_format"):
+            demo.train.main(tmp_path, "dense")
