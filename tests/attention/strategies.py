@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from tests.attention.record_deepspeed_layouts import CLASSES, settings
 from zero_ext.config.attention import SparseAttentionPolicy
 
+SEEDS = st.integers(0, (1 << 32) - 1)  # of torch's generator, which hypothesis does not repeat
+
 
 @st.composite
 def policies(draw: st.DrawFn, random_blocks: bool = False, **fixed: Any) -> SparseAttentionPolicy:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import tracemalloc
 from typing import Any
 
@@ -161,16 +160,13 @@ def test_the_last_rows_alone(data: st.DataObject, random_blocks: bool, length: i
     ids=lambda values: values["mode"],
 )
 def test_a_million_tokens(values: dict[str, Any]) -> None:
-    """Time and memory go with the blocks; the dense mask of 2^14 to 2^16 rows would be 256 MB to 4 GB."""
+    """Memory goes with the blocks; the dense mask of 2^14 to 2^16 rows would be 256 MB to 4 GB."""
     tracemalloc.start()
-    start = time.process_time()
     layout = build_layout(policy_of(**values), 12, MILLION)
-    seconds = time.process_time() - start
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert layout.blocks > MILLION // layout.block
     assert layout.density < 0.02
-    assert seconds < 3.0
     assert peak < 100e6 + 4 * 4 * layout.blocks
 
 

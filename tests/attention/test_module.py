@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.attention.strategies import policies
+from tests.attention.strategies import SEEDS, policies
 from zero_ext.attention import BlockLayout, SparseSelfAttention, build_layout
 from zero_ext.config.attention import SparseAttentionPolicy
 
@@ -55,8 +55,11 @@ def same(found: torch.Tensor, wanted: torch.Tensor, inputs: tuple[torch.Tensor, 
 
 
 @settings(deadline=None, max_examples=40)
-@given(policies(), st.integers(1, 150), st.booleans(), st.sampled_from((1, 2, 4)))
-def test_every_policy(policy: SparseAttentionPolicy, length: int, causal: bool, key_heads: int) -> None:
+@given(policies(), st.integers(1, 150), st.booleans(), st.sampled_from((1, 2, 4)), SEEDS)
+def test_every_policy(
+    policy: SparseAttentionPolicy, length: int, causal: bool, key_heads: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
     inputs = tensors(length, key_heads=key_heads)
     found = SparseSelfAttention(policy)(*inputs, is_causal=causal, enable_gqa=True)
     allowed = build_layout(policy, HEADS, length).dense_mask()
@@ -96,9 +99,10 @@ def test_masks(kind: str, causal: bool) -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.data(), st.integers(1, 150), st.booleans())
-def test_the_last_queries_alone(data: st.DataObject, keys: int, with_bias: bool) -> None:
+@given(st.data(), st.integers(1, 150), st.booleans(), SEEDS)
+def test_the_last_queries_alone(data: st.DataObject, keys: int, with_bias: bool, seed: int) -> None:
     """As when generating: the same as the last rows of the whole, gradients too."""
+    torch.manual_seed(seed)
     policy = data.draw(policies(data.draw(st.booleans())))
     queries = data.draw(st.integers(1, keys))
     attention = SparseSelfAttention(policy)
