@@ -8,7 +8,7 @@ _NAMES = ("batch", "query heads", "query length", "key length")
 
 
 def split_mask(
-    attn_mask: torch.Tensor | None, scores: tuple[int, int, int, int]
+    attn_mask: torch.Tensor | None, scores_shape: tuple[int, int, int, int]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """What `attn_mask` says as (key padding, bias); None for what it does not say.
 
@@ -17,35 +17,35 @@ def split_mask(
     False. A mask of floats is the bias.
 
     Args:
-        attn_mask: bool or float, of up to 4 dims that broadcast to `scores`.
-        scores: batch, query heads, query length, key length.
+        attn_mask: bool or float, of up to 4 dims that broadcast to `scores_shape`.
+        scores_shape: batch, query heads, query length, key length.
 
     Raises:
         TypeError: it is neither boolean nor floating.
-        ValueError: its shape does not broadcast to `scores`.
+        ValueError: its shape does not broadcast to `scores_shape`.
     """
     if attn_mask is None:
         return None, None
-    mask = as_scores(attn_mask, scores, "attn_mask")
+    mask = as_scores(attn_mask, scores_shape, "attn_mask")
     if mask.dtype != torch.bool:
         return None, mask
     if mask.shape[1] == mask.shape[2] == 1:
-        return mask[:, 0, 0].expand(scores[0], scores[3]), None
+        return mask[:, 0, 0].expand(scores_shape[0], scores_shape[3]), None
     bias = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
     return None, bias.masked_fill_(~mask, float("-inf"))
 
 
-def as_scores(tensor: torch.Tensor, scores: tuple[int, int, int, int], name: str) -> torch.Tensor:
-    """`tensor` with 4 dims, each 1 or that of `scores`; a view. Raises as `split_mask` does."""
+def as_scores(tensor: torch.Tensor, scores_shape: tuple[int, int, int, int], name: str) -> torch.Tensor:
+    """`tensor` with 4 dims, each 1 or that of `scores_shape`; a view. Raises as `split_mask` does."""
     if tensor.dtype != torch.bool and not tensor.is_floating_point():
         raise TypeError(
             f"{name} is {tensor.dtype}, wanted torch.bool (True may be attended) or a float to add"
         )
     shape = tuple(tensor.shape)
     wide = (1,) * (4 - len(shape)) + shape
-    if len(wide) != 4 or any(size not in (1, full) for size, full in zip(wide, scores, strict=True)):
+    if len(wide) != 4 or any(size not in (1, full) for size, full in zip(wide, scores_shape, strict=True)):
         raise ValueError(
-            f"{name} has shape {shape}, which does not broadcast to the scores {scores} "
+            f"{name} has shape {shape}, which does not broadcast to the scores {scores_shape} "
             f"({', '.join(_NAMES)}); pass key padding of [batch, key length] as key_padding"
         )
     return tensor.reshape(wide)

@@ -89,11 +89,11 @@ class SparseSelfAttention(torch.nn.Module):
             RuntimeError: what the kernel does not take: dtype, head dim, device.
         """
         query, key, value = _autocast(query, key, value)
-        scores = _scores_shape(query, key, value, enable_gqa)
-        key_padding, bias = _masks(attn_mask, more, scores)
+        scores_shape = _scores_shape(query, key, value, enable_gqa)
+        key_padding, bias = _masks(attn_mask, more, scores_shape)
         causal = is_causal or (self.policy is not None and self.policy.unidirectional)
-        layout = self._layout_for(scores, causal, query.device)
-        extra = layout.query_length - scores[2]
+        layout = self._layout_for(scores_shape, causal, query.device)
+        extra = layout.query_length - scores_shape[2]
         if extra:  # the rows of blocks begin before the first query
             query = F.pad(query, (0, 0, extra, 0))
             if bias is not None and bias.shape[2] > 1:
@@ -122,11 +122,11 @@ class SparseSelfAttention(torch.nn.Module):
         return found[:, :, extra:, :dim]
 
     def _layout_for(
-        self, scores: tuple[int, int, int, int], causal: bool, device: torch.device
+        self, scores_shape: tuple[int, int, int, int], causal: bool, device: torch.device
     ) -> BlockLayout:
-        _, heads, queries, keys = scores
+        _, heads, queries, keys = scores_shape
         if self._cache is None:
-            return self._own_layout(scores, device)
+            return self._own_layout(scores_shape, device)
         if queries == keys:
             return self._cache.get(heads, keys, causal=causal, device=device)
         if queries > keys or not causal:
@@ -137,8 +137,8 @@ class SparseSelfAttention(torch.nn.Module):
             )
         return self._cache.get(heads, keys, queries=queries, causal=True, device=device)
 
-    def _own_layout(self, scores: tuple[int, int, int, int], device: torch.device) -> BlockLayout:
-        layout, (_, heads, queries, keys) = self.layout, scores
+    def _own_layout(self, scores_shape: tuple[int, int, int, int], device: torch.device) -> BlockLayout:
+        layout, (_, heads, queries, keys) = self.layout, scores_shape
         if layout is None:
             raise AssertionError("neither policy nor layout")
         if (layout.query_length, layout.key_length) != (queries, keys):
@@ -199,18 +199,18 @@ def _scores_shape(
 def _masks(
     attn_mask: torch.Tensor | None,
     more: dict[str, torch.Tensor | None],
-    scores: tuple[int, int, int, int],
+    scores_shape: tuple[int, int, int, int],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """All masks as key padding and bias."""
     unknown = more.keys() - {"key_padding", "bias"}
     if unknown:
         raise TypeError(f"SparseSelfAttention got an unknown keyword {min(unknown)!r}")
-    key_padding, bias = split_mask(attn_mask, scores)
+    key_padding, bias = split_mask(attn_mask, scores_shape)
     given_padding, given_bias = more.get("key_padding"), more.get("bias")
     if given_padding is not None:
-        check_key_padding(given_padding, scores[0], scores[3])
+        check_key_padding(given_padding, scores_shape[0], scores_shape[3])
     if given_bias is not None:
-        given_bias = as_scores(given_bias, scores, "bias")
+        given_bias = as_scores(given_bias, scores_shape, "bias")
         if given_bias.dtype == torch.bool:
             raise TypeError("bias is torch.bool, wanted a float; pass a boolean mask as attn_mask")
     return both(key_padding, given_padding), both(bias, given_bias)

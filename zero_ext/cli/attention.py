@@ -12,6 +12,7 @@ import typer
 from zero_ext.cli.console import errors_on_stderr
 from zero_ext.cli.options import taking
 from zero_ext.config import SparseAttentionPolicy, load_config
+from zero_ext.config.attention import MOST_HEADS
 from zero_ext.config.quantities import short_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class PlotOptions:
     ] = None
     length: Annotated[int, typer.Option(min=1, help="Tokens.")] = 4096
     block: Annotated[int | None, typer.Option(help="Tokens of a block's side: 16, 32, 64 or 128.")] = None
-    heads: Annotated[int, typer.Option(min=1, max=1 << 16, help="Query heads.")] = 1
+    heads: Annotated[int, typer.Option(min=1, max=MOST_HEADS, help="Query heads.")] = 1
     causal: Annotated[bool, typer.Option(help="Attend to no later token.")] = False
     set_: Annotated[
         list[str] | None,

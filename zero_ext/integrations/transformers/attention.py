@@ -20,7 +20,7 @@ from zero_ext.config import SparseAttentionPolicy
 from zero_ext.integrations.transformers.bloom_attention import SparseBloomAttention
 
 NAME = "zero_ext_sparse"
-_UNTOUCHED = ("softcap", "sliding_window", "s_aux", "head_mask")
+_UNSUPPORTED = ("softcap", "sliding_window", "s_aux", "head_mask")
 _LEARNT_POSITIONS = ("position_embeddings", "wpe")
 
 
@@ -127,7 +127,7 @@ def _attend(
             f"{type(module).__name__} was set to {NAME!r} without a layout; "
             "call sparsify_attention(model, config)"
         )
-    for name in _UNTOUCHED:
+    for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} passes {name}, which sparse attention does not know")
     if kwargs.get("output_attentions"):
