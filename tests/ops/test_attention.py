@@ -247,6 +247,21 @@ def test_the_same_bits_for_any_number_of_threads(isa: str, generator: torch.Gene
             assert all(torch.equal(found[name], wanted[name]) for name in wanted), threads
 
 
+@pytest.mark.parametrize("block", [16, 32])
+def test_the_same_bits_without_a_bias(isa: str, block: int, generator: torch.Generator) -> None:
+    # A key block that shares a panel with the diagonal in one split of the keys, and not in another.
+    blocks = -(-300 // block)
+    every = torch.ones(1, blocks, blocks, dtype=torch.bool)
+    for dtype in FLOAT_DTYPES:
+        for key_heads, threads in ((1, 2), (4, 3)):
+            query, grad_output = [randn(1, 4, 300, 32, dtype=dtype, generator=generator) for _ in range(2)]
+            rows = [randn(1, key_heads, 300, 32, dtype=dtype, generator=generator) for _ in range(2)]
+            case = Case(query, *rows, every, block, causal=True)
+            wanted, found = [threaded(case, grad_output, each) for each in (1, threads)]
+            different = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+            assert different == [], f"{dtype}, {key_heads} key heads, {threads} threads"
+
+
 def test_dropout_depends_on_seed_and_offset_not_on_blocks(isa: str, generator: torch.Generator) -> None:
     rows = [randn(2, 2, 130, 16, generator=generator) for _ in range(2)]
     # With equal scores and the identity as values the output is the mask itself.

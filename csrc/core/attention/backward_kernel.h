@@ -202,9 +202,10 @@ struct AttentionBackward {
     Product<U, false>::run({reinterpret_cast<const Unit*>(scratch.value), row, 1},
                            {scratch.grad, kTile}, {scratch.products, kTile}, panel.count, lanes,
                            depth);
-    const bool plain = Scores<V>::are_plain(problem, tile, panel);
-    if (!plain) Scores<V>::finish(problem, tile, panel, lanes, scratch.scores, scratch.bias);
-    const float scale = plain ? problem.scale * kLog2E : 1.0F;
+    if (!Scores<V>::are_plain(problem, tile, panel)) {
+      Scores<V>::finish(problem, tile, panel, lanes, scratch.scores, scratch.bias);
+    }
+    const float scale = Scores<V>::factor(problem);
     if (problem.dropout > 0) {
       Scores<V>::fill_kept(problem, tile, panel, lanes, scratch.kept);
       differentiate<true>(scratch, lanes, panel.count, scale);

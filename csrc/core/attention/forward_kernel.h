@@ -156,11 +156,12 @@ struct AttentionForward {
     Product<U, false>::run({reinterpret_cast<const Unit*>(scratch.key), scratch.dim / U::kPair, 1},
                            {scratch.query, kTile}, {scratch.scores, kTile}, panel.count, lanes,
                            problem.head_dim / U::kPair);
-    const bool plain = Scores<V>::are_plain(problem, tile, panel);
-    if (!plain) Scores<V>::finish(problem, tile, panel, lanes, scratch.scores, scratch.bias);
+    if (!Scores<V>::are_plain(problem, tile, panel)) {
+      Scores<V>::finish(problem, tile, panel, lanes, scratch.scores, scratch.bias);
+    }
     const bool dropped = problem.dropout > 0;
     if (dropped) Scores<V>::fill_kept(problem, tile, panel, lanes, scratch.kept);
-    soften(scratch, lanes, panel.count, plain ? problem.scale * kLog2E : 1.0F, dropped);
+    soften(scratch, lanes, panel.count, Scores<V>::factor(problem), dropped);
     const std::int64_t depth = round_to(panel.count, U::kPair);
     const Unit* down = Pack<U, T>::down(scratch.value, depth, scratch.dim, scratch.value_down);
     Product<U, true>::run({down, 1, scratch.dim}, {scratch.weights, kTile}, {scratch.output, kTile},

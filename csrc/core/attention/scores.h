@@ -16,12 +16,24 @@ template <class V>
 struct Scores {
   static constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
-  // Whether the scores need no more than a multiplication by a positive scale.
+  // Whether scores are scaled where they become weights, in one rounding with the subtraction, and
+  // not by finish(). A property of the problem: were it one of a panel, the bits of a key would
+  // depend on which keys share its panel, and so on how the work is shared out. A positive scale
+  // keeps the order of scores and leaves minus infinity what it is.
+  static bool scaled_later(const AttentionProblem& problem) {
+    return problem.bias.data == nullptr && problem.scale >= std::numeric_limits<float>::min();
+  }
+
+  // By what the results of finish(), or plain products, are still to be multiplied.
+  static float factor(const AttentionProblem& problem) {
+    return scaled_later(problem) ? problem.scale * kLog2E : 1.0F;
+  }
+
+  // Whether finish() has nothing to do.
   static bool are_plain(const AttentionProblem& problem, const RowTile& tile, const Panel& panel) {
     const std::int64_t shift = problem.key_length - problem.query_length;
     const bool diagonal = problem.causal && panel.last_key() > tile.first + shift;
-    return !diagonal && problem.bias.data == nullptr && problem.key_padding == nullptr &&
-           problem.scale > 0;
+    return !diagonal && problem.key_padding == nullptr && scaled_later(problem);
   }
 
   template <class B>
@@ -58,11 +70,13 @@ struct Scores {
     }
   }
 
-  // Turns products of queries and keys into scores in base 2, minus infinity where hidden.
+  // Turns products of queries and keys into scores in base 2, minus infinity where hidden; with
+  // scaled_later() they lack their scale.
   // `bias` is scratch for a tile of floats.
   static void finish(const AttentionProblem& problem, const RowTile& tile, const Panel& panel,
                      std::int64_t lanes, float* scores, float* bias) {
     if (problem.bias.data != nullptr) fill_bias(problem, tile, panel, bias);
+    const bool later = scaled_later(problem);
     const auto scale = V::set(problem.scale * kLog2E);
     const auto hidden = V::set(kHidden);
     const std::int64_t shift = problem.key_length - problem.query_length;
@@ -75,7 +89,8 @@ struct Scores {
       std::int64_t first = problem.causal ? key - shift - tile.first : 0;
       if (seen != nullptr && !seen[key]) first = lanes;
       for (std::int64_t r = 0; r < lanes; r += V::width) {
-        auto score = V::mul(V::load(row + r), scale);
+        auto score = V::load(row + r);
+        if (!later) score = V::mul(score, scale);
         if (problem.bias.data != nullptr) {
           score = V::fma(V::load(bias + place * kTile + r), V::set(kLog2E), score);
         }
