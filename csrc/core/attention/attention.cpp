@@ -9,12 +9,10 @@
 
 #include "../isa.h"
 #include "attention_kernels.h"
+#include "tile.h"
 
 namespace zero_ext::core {
 namespace {
-
-constexpr std::int64_t kLongestTile = 64;  // queries; see RowTile::length
-constexpr std::int64_t kPaddedDim = 16;    // head dim is padded to a multiple of this
 
 // Floats at the start of a cache line.
 class Floats {
@@ -42,10 +40,6 @@ const AttentionKernels::OfType& kernels_for(const AttentionProblem& problem) {
 
 std::int64_t ceil_divide(std::int64_t value, std::int64_t step) {
   return (value + step - 1) / step;
-}
-
-std::int64_t tile_length(const AttentionProblem& problem) {
-  return std::min(problem.layout.block, kLongestTile);
 }
 
 std::int64_t row_tiles(const AttentionProblem& problem) {
@@ -126,8 +120,8 @@ class Backward {
         gradients_(gradients),
         workers_(workers),
         kernels_(kernels_for(problem)),
-        dim_(ceil_divide(problem.head_dim, kPaddedDim) * kPaddedDim),
-        scratch_(ceil_divide(kernels_.backward_floats(problem.head_dim), 16) * 16) {}
+        dim_(padded_dim(problem.head_dim)),
+        scratch_(round_to(kernels_.backward_floats(problem.head_dim), 16)) {}
 
   // One pass makes five products of a tile but has only as many items as there are key heads; two
   // passes make seven, in any number of items. The bits are the same.

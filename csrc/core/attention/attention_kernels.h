@@ -8,7 +8,7 @@
 namespace zero_ext::core {
 
 // What one call of the backward kernel works through: row tiles of consecutive query heads of one
-// key head, and the keys of a range. Row tiles are runs of min(block, 64) queries.
+// key head, and the keys of a range. Row tiles are runs of tile_length() queries.
 struct BackwardPart {
   std::int64_t batch;
   std::int64_t first_head;  // query heads

@@ -53,7 +53,7 @@ struct AttentionBackward {
     static constexpr std::int64_t kMatrices = 11;
     static constexpr std::int64_t kTiles = 7;
 
-    Scratch(std::int64_t head_dim, float* memory) : dim(round_to(head_dim, 16)) {
+    Scratch(std::int64_t head_dim, float* memory) : dim(padded_dim(head_dim)) {
       const auto next = [&memory](std::int64_t floats) {
         float* const part = memory;
         memory += floats;
@@ -90,7 +90,7 @@ struct AttentionBackward {
   };
 
   static std::int64_t scratch_floats(std::int64_t head_dim) {
-    return Scratch::kMatrices * kTile * round_to(head_dim, 16) + Scratch::kTiles * kTile * kTile +
+    return Scratch::kMatrices * kTile * padded_dim(head_dim) + Scratch::kTiles * kTile * kTile +
            2 * kTile;
   }
 
@@ -271,7 +271,7 @@ struct AttentionBackward {
 
   static void write_rows(const float* sums, std::int64_t rows, std::int64_t head_dim, float factor,
                          void* target) {
-    const std::int64_t dim = round_to(head_dim, 16);
+    const std::int64_t dim = padded_dim(head_dim);
     float row[kMostHeadDim];
     for (std::int64_t r = 0; r < rows; ++r) {
       for (std::int64_t d = 0; d < head_dim; ++d) row[d] = sums[r * dim + d] * factor;

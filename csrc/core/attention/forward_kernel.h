@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "attention_kernels.h"
+#include "pack.h"
 #include "product.h"
 #include "scores.h"
 
@@ -24,7 +25,7 @@ struct AttentionForward {
 
   // Floats of scratch memory, in the order of the members of Scratch.
   static std::int64_t scratch_floats(std::int64_t head_dim) {
-    const std::int64_t dim = round_to(head_dim, 16);
+    const std::int64_t dim = padded_dim(head_dim);
     return 8 * kTile * dim + 4 * kTile * kTile + 2 * kTile;
   }
 
@@ -44,7 +45,7 @@ struct AttentionForward {
     float* highest;      // [kTile], of scores in base 2
     float* sums;         // [kTile]
 
-    Scratch(std::int64_t head_dim, float* memory) : dim(round_to(head_dim, 16)) {
+    Scratch(std::int64_t head_dim, float* memory) : dim(padded_dim(head_dim)) {
       const auto next = [&memory](std::int64_t floats) {
         float* const part = memory;
         memory += floats;

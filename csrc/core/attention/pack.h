@@ -5,17 +5,11 @@
 #include <cstring>
 #include <type_traits>
 
+#include "tile.h"
 #include "units.h"
 
 namespace zero_ext::core {
 namespace {
-
-// Rows and lanes of a tile; every row of scratch memory is this long or head dim.
-inline constexpr std::int64_t kTile = 64;
-
-constexpr std::int64_t round_to(std::int64_t value, std::int64_t step) {
-  return (value + step - 1) / step * step;
-}
 
 // T is the type of the inputs, U the units of the products.
 template <class U, class T>

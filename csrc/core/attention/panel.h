@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "pack.h"
 #include "problem.h"
+#include "tile.h"
 
 namespace zero_ext::core {
 namespace {
@@ -20,21 +20,17 @@ struct RowTile {
   const std::int32_t* blocks;
   const std::int32_t* blocks_end;
 
-  static std::int64_t length(const AttentionProblem& problem) {
-    return std::min(problem.layout.block, kTile);
-  }
-
   static RowTile at(const AttentionProblem& problem, std::int64_t batch, std::int64_t head,
                     std::int64_t index) {
     const BlockRows& layout = problem.layout;
-    const std::int64_t first = index * length(problem);
+    const std::int64_t first = index * tile_length(problem);
     const std::int64_t layout_head = layout.heads == 1 ? 0 : head;
     const std::int32_t* pointer =
         layout.pointers + layout_head * (layout.row_blocks + 1) + first / layout.block;
     return {batch,
             head,
             first,
-            std::min(length(problem), problem.query_length - first),
+            std::min(tile_length(problem), problem.query_length - first),
             layout.columns + pointer[0],
             layout.columns + pointer[1]};
   }
