@@ -180,7 +180,7 @@ struct AttentionColumnGradient {
       weight = Machine::exp2(weight - reference[column]);
       if constexpr (kOfKeys) {
         float& value = gradient.at[here][i];
-        value = core::score_gradient(weight, value, factor, delta[column]);
+        value = score_gradient(weight, value, factor, delta[column]);
       }
       weight *= factor;
     });

@@ -70,6 +70,14 @@ struct GradientOutput {
   }
 };
 
+// Gradient of one score, in natural units: of weight p, its value's product with the output's
+// gradient, and delta, the sum of output times its gradient over the row. `kept` is
+// 1 / (1 - probability) for a weight that was kept, 0 for a dropped one, 1 without dropout.
+ZERO_EXT_HOST_DEVICE float score_gradient(float weight, float value_product, float kept,
+                                          float delta) {
+  return weight * (value_product * kept - delta);
+}
+
 // For every row of queries: what its scores are compared with, in units of log2 e (the logarithm
 // of the sum of exponentials; infinite where nothing was attended, so that every weight is 0), and
 // the sum of its outputs times their gradients. One warp a row.

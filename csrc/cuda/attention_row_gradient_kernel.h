@@ -144,7 +144,7 @@ struct AttentionRowGradient {
       const int row = i % 4 / 2;
       const float weight = Machine::exp2(scores.at[here][i] - state.reference.at[here][row]);
       float& value = gradient.at[here][i];
-      value = core::score_gradient(weight, value, factor, state.delta.at[here][row]);
+      value = score_gradient(weight, value, factor, state.delta.at[here][row]);
     });
   }
 

@@ -246,7 +246,7 @@ class Solver {
   }
   bool sees(std::int64_t key) const {
     return data_.in_layout(head_, query_ >> p_.shift, key >> p_.shift) &&
-           (!p_.causal || core::causal_sees(query_, key, s_.query_length, s_.key_length)) &&
+           (!p_.causal || key <= query_ + s_.key_length - s_.query_length) &&
            (!p_.padding || data_.padding[static_cast<std::size_t>(batch_ * s_.key_length + key)]);
   }
   double kept(std::int64_t key) const {

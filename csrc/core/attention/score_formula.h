@@ -18,12 +18,6 @@ namespace zero_ext::core {
 inline constexpr float kLog2E = 1.4426950408889634F;
 inline constexpr float kLn2 = 0.6931471805599453F;
 
-// Causal: query i sees key j iff j <= i + key length - query length.
-ZERO_EXT_HOST_DEVICE bool causal_sees(std::int64_t query, std::int64_t key,
-                                      std::int64_t query_length, std::int64_t key_length) {
-  return key <= query + key_length - query_length;
-}
-
 // A weight is dropped when its random word is below this.
 ZERO_EXT_HOST_DEVICE std::uint32_t drop_threshold(double probability) {
   const double scaled = probability * 4294967296.0;
@@ -41,14 +35,6 @@ struct DropoutDraw {
 ZERO_EXT_HOST_DEVICE Philox4 dropout_words(const DropoutDraw& draw, std::uint32_t query,
                                            std::uint32_t first_key) {
   return philox4x32({{first_key / 4, query, draw.head, draw.offset}}, draw.seed);
-}
-
-// Gradient of one score, in natural units: of weight p, its value's product with the output's
-// gradient, and delta, the sum of output times its gradient over the row. `kept` is
-// 1 / (1 - probability) for a weight that was kept, 0 for a dropped one, 1 without dropout.
-ZERO_EXT_HOST_DEVICE float score_gradient(float weight, float value_product, float kept,
-                                          float delta) {
-  return weight * (value_product * kept - delta);
 }
 
 }  // namespace zero_ext::core
