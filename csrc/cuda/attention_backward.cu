@@ -54,7 +54,7 @@ struct BiasSums {
 
   // In the bias's shape and dtype.
   Tensor gradient(const Tensor& bias) const {
-    Tensor result = contiguous_like(bias);
+    Tensor result = ops::contiguous_like(bias);
     Tensor total = sums;
     if (sums.size(2) != bias.size(2)) {
       const std::int64_t queries[] = {2};
@@ -147,7 +147,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
       ops::read_transposed(kOp, column_pointers, rows, problem, columns.numel());
   const core::RowsView outputs = ops::read_rows_like_query(kOp, "output", output, query);
   const float* sums = ops::read_logsumexp(kOp, logsumexp, problem);
-  const Tensor grads[] = {contiguous_like(query), contiguous_like(key), contiguous_like(value)};
+  const Tensor grads[] = {ops::contiguous_like(query), ops::contiguous_like(key),
+                          ops::contiguous_like(value)};
   const BiasSums bias_sums = need_grad_bias ? BiasSums::of(problem, query) : BiasSums::none(query);
   // Without a batch or a head all of them are empty.
   if (problem.batch > 0 && problem.heads > 0) {

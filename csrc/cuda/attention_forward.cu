@@ -26,7 +26,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const
   const Tensor values = with_aligned_rows(value);
   const core::AttentionProblem problem = ops::read_attention(
       kOp, {queries, keys, values, row_pointers, columns, key_padding, bias}, options);
-  const Tensor output = contiguous_like(query);
+  const Tensor output = ops::contiguous_like(query);
   const Tensor logsumexp =
       torch::stable::empty({problem.batch, problem.heads, problem.query_length},
                            ops::ScalarType::Float, std::nullopt, query.device());

@@ -61,14 +61,9 @@ inline ops::Tensor with_aligned_rows(const ops::Tensor& tensor) {
     aligned = aligned && (tensor.size(i) <= 1 || tensor.stride(i) % multiple == 0);
   }
   if (aligned) return tensor;
-  ops::Tensor copy =
-      torch::stable::empty(tensor.sizes(), tensor.scalar_type(), std::nullopt, tensor.device());
+  ops::Tensor copy = ops::contiguous_like(tensor);
   torch::stable::copy_(copy, tensor);
   return copy;
-}
-
-inline ops::Tensor contiguous_like(const ops::Tensor& tensor) {
-  return torch::stable::empty(tensor.sizes(), tensor.scalar_type(), std::nullopt, tensor.device());
 }
 
 template <class T>

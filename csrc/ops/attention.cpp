@@ -30,10 +30,6 @@ core::AttentionProblem read_with_values(const char* op, const AttentionTensors& 
   return problem;
 }
 
-Tensor contiguous_like(const Tensor& tensor) {
-  return torch::stable::empty(tensor.sizes(), tensor.scalar_type(), std::nullopt, tensor.device());
-}
-
 std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const Tensor& value,
                                    const Tensor& row_pointers, const Tensor& columns,
                                    const OptionalTensor&, const OptionalTensor&,

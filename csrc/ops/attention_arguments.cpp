@@ -124,6 +124,10 @@ void read_bias(const char* op, const Tensor& bias, core::AttentionProblem& probl
 
 }  // namespace
 
+Tensor contiguous_like(const Tensor& tensor) {
+  return torch::stable::empty(tensor.sizes(), tensor.scalar_type(), std::nullopt, tensor.device());
+}
+
 std::int64_t blocks_of(std::int64_t length, std::int64_t block) {
   return (length + block - 1) / block;
 }

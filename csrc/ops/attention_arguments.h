@@ -49,6 +49,9 @@ TransposedBlocks read_transposed(const char* op, const std::optional<Tensor>& co
                                  const std::optional<Tensor>& rows,
                                  const core::AttentionProblem& problem, std::int64_t total_blocks);
 
+// A new contiguous tensor of the same shape, dtype and device.
+Tensor contiguous_like(const Tensor& tensor);
+
 // Number of blocks of `block` tokens that cover `length` tokens.
 std::int64_t blocks_of(std::int64_t length, std::int64_t block);
 
