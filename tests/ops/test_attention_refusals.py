@@ -39,6 +39,7 @@ def test_inputs(case: Case) -> None:
     refused(
         replace(case, key=case.key[:1], value=case.value[:1]), "'key' has shape .* batch and head dim must"
     )
+    refused(replace(case, query=torch.tensor(1.0)), r"'query' has shape \[\]; it must be \[batch, heads")
     three = torch.randn(2, 3, 40, 16)
     refused(
         replace(case, key=three, value=three), "has 3 heads and query has 4; the number of key heads must"
@@ -46,7 +47,7 @@ def test_inputs(case: Case) -> None:
     refused(replace(case, query=case.query.to("meta")), "tensors on cpu, meta; all must be on one device")
 
 
-@pytest.mark.parametrize("dim", [8, 20, 264])
+@pytest.mark.parametrize("dim", [0, 8, 20, 264])
 def test_head_dims(case: Case, dim: int) -> None:
     rows = [torch.randn(1, 1, 40, dim) for _ in range(3)]
     refused(Case(*rows, case.mask[:1], 16), f"head dim is {dim}; it must be a multiple of 8 from 16 to 256")
@@ -68,6 +69,9 @@ def test_masks(case: Case) -> None:
     refused(replace(case, key_padding=torch.ones(2, 40)), "'key_padding' has dtype Float; it must be Bool")
     padding = torch.ones(2, 39, dtype=torch.bool)
     refused(replace(case, key_padding=padding), r"'key_padding' has shape \[2, 39\]; it must be \[2, 40\]")
+    refused(
+        replace(case, key_padding=torch.tensor(True)), r"'key_padding' has shape \[\]; it must be \[2, 40\]"
+    )
     refused(
         replace(case, bias=torch.zeros(1, 4, 40, 39)),
         r"'bias' has shape \[1, 4, 40, 39\]; it must be \[2 or 1",

@@ -98,7 +98,7 @@ def block_sparse_attention(
     options: list[Any] = [
         block,
         causal,
-        1 / math.sqrt(query.size(-1)) if scale is None else scale,
+        _default_scale(query) if scale is None else scale,
         float(dropout.get("dropout", 0.0)),
         dropout.get("seed", 0),
         dropout.get("offset", 0),
@@ -116,8 +116,13 @@ def _call(name: str, *arguments: Any) -> Any:
     return op(name)(*arguments)
 
 
+def _default_scale(query: Tensor) -> float:
+    # Without a head dim any will do: the op refuses such a query by name.
+    return 1 / math.sqrt(query.size(-1)) if query.dim() > 0 and query.size(-1) > 0 else 1.0
+
+
 def _with_unit_stride(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return tensor if tensor.dim() == 0 or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @fake_kernel(FORWARD)
