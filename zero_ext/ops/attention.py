@@ -23,8 +23,9 @@ class LayoutTensors(NamedTuple):
     ``row_pointers`` [layout heads, row blocks + 1] holds offsets into ``columns`` [blocks]: head h sees, from
     row block r, the column blocks ``columns[row_pointers[h, r] : row_pointers[h, r + 1]]``, which ascend.
     ``column_pointers`` [layout heads, column blocks + 1] and ``rows`` [blocks] are the same blocks by column;
-    the backward on CUDA devices needs them, the CPU does not. Layout heads is 1 (all alike) or the number of
-    query heads.
+    the backward on CUDA devices needs them, the CPU does not read them. Lists are checked for indices out of
+    bounds or order, but those by column are trusted to be the same blocks: others give wrong gradients of
+    keys and values. Layout heads is 1 (all alike) or the number of query heads.
     """
 
     row_pointers: Tensor
@@ -58,6 +59,10 @@ def block_sparse_attention(
     Differentiable, once, in query, key, value and bias; the bias's gradient is computed only if it is asked
     for. A query that sees no key gives zeros, and zeros as gradients. Softmax and sums run in float32. On one
     device the result is the same bits for any number of threads.
+
+    Within the blocks of the layout, values of hidden keys may be multiplied by zero and not left out: one
+    that is NaN or infinite then gives NaN, as it does in the math backend of torch's
+    scaled_dot_product_attention.
 
     Memory in bytes beside the inputs: the output and 4 for each query and query head; in backward the
     gradients, and for each thread at most 8 * key length * head dim (rounded up to 16) and a few tiles of 64
