@@ -4,7 +4,6 @@ Run from the repository root: python -m benchmarks.attention [--lengths 8192,163
 """
 
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.harness import process_memory
 from benchmarks.harness.environment import describe
-from benchmarks.harness.report import Table, megabytes, terminal, write_results
+from benchmarks.harness.report import Table, conclude, megabytes, terminal
 from benchmarks.harness.statistics import Ratio, ratio_of_rounds, within
 from zero_ext import ops
 
@@ -414,13 +413,11 @@ def main(
         parts["flex"] = lambda: against_flex(setting, compared)
     tables, data = [], {"environment": describe(), "instruction_set": ops.get_isa()}
     for name, part in parts.items():
+        console.print(f"measuring {name}")
         table, data[name] = part()
-        table.show(console)
         tables.append(table)
-    for path in write_results(output, "Block-sparse attention on the CPU", tables, data):
-        console.print(f"wrote {path}")
-    if any("no" in row for table in tables for row in table.rows):
-        print("a bar was missed", file=sys.stderr)
+    failures = [f"{table.title}: {row[0]}" for table in tables for row in table.rows if "no" in row]
+    conclude(console, output, "Block-sparse attention on the CPU", tables, data, failures)
 
 
 if __name__ == "__main__":
