@@ -26,6 +26,7 @@ SPARSE_BAR = 6.0  # times faster than full attention
 FULL_BAR = 1.15  # times as long as torch's, with every block
 GROWTH_BAR = 1.25  # time of a block at the greatest length over that at the least
 MEMORY_BAR = 0.03
+GROWN_BLOCKS = 12.8  # a row, at any length; a tenth of 128 row blocks
 ERROR_BAR = 2.0  # times torch's error
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -261,7 +262,6 @@ def against_flex(setting: Setting, lengths: Sequence[int]) -> tuple[Table, list[
 
 def growth(setting: Setting, lengths: Sequence[int]) -> tuple[Table, list[dict[str, Any]]]:
     """Time of one block at growing lengths with equally many blocks a row."""
-    per_row = 12.8  # a tenth of 128 row blocks
     least, most = min(lengths), max(lengths)
     table = Table(
         "Growth: forward and backward, as many blocks a row at every length",
@@ -272,7 +272,7 @@ def growth(setting: Setting, lengths: Sequence[int]) -> tuple[Table, list[dict[s
         runs: dict[str, Callable[[], Any]] = {}
         blocks = {}
         for length in (least, most):
-            mask = sparse_mask(length, setting.block, False, per_row)
+            mask = sparse_mask(length, setting.block, False, GROWN_BLOCKS)
             layout = layout_of(mask, setting.block, False)
             inputs = Inputs.random(setting.heads, length, setting.dim, dtype)
             runs[str(length)] = lambda each=inputs, layout=layout: each.backward(each.sparse(layout))  # type: ignore[misc]
@@ -302,45 +302,52 @@ def formula_bytes(setting: Setting, length: int, dtype: torch.dtype) -> int:
     return rows * (4 * setting.dim * dtype.itemsize + 4) + threads * (8 * length * padded + 4 * tiles)
 
 
+def memory_of_one(setting: Setting, length: int, dtype: torch.dtype, causal: bool) -> tuple[int, int]:
+    """Bytes by which a layout, a forward and a backward raise the high-water mark, and the layout's own."""
+    mask = sparse_mask(length, setting.block, causal, GROWN_BLOCKS)
+    inputs = Inputs.random(setting.heads, length, setting.dim, dtype)
+    small = Inputs.random(setting.heads, 1024, setting.dim, dtype)
+    small.backward(small.sparse(sparse_layout(1024, setting.block, causal)))
+    process_memory.return_free_pages()
+    process_memory.reset_peak()
+    before = process_memory.resident_bytes()
+    layout = layout_of(mask, setting.block, causal)
+    process_memory.return_free_pages()  # of the mask as integers, which is no part of a layout
+    kept = inputs.backward(inputs.sparse(layout))
+    measured = process_memory.peak_bytes() - before
+    del kept
+    return measured, sum(each.nbytes for each in layout.tensors if each is not None)
+
+
 def memory(setting: Setting, lengths: Sequence[int]) -> tuple[Table, list[dict[str, Any]]]:
     """Growth of the process's high-water mark over a forward and backward, against the formula."""
     table = Table(
-        "Memory of a forward and backward beside inputs and layout",
-        ("tokens, dtype", "formula, MB", "measured, MB", "off by", "bar", "met", "layout, MB"),
-        note="Formula: output and three gradients, 4 bytes of logsumexp a query; for each thread 8 bytes for"
-        " every key and (padded) head dim, and its tiles. Measured: VmHWM over VmRSS before.",
+        "Memory of a layout, a forward and a backward beside inputs",
+        ("tokens, dtype", "formula, MB", "of which layout, MB", "measured, MB", "off by", "bar", "met"),
+        note="Formula: the layout's lists by rows and columns, output and three gradients, 4 bytes of"
+        " logsumexp a query; for each thread 8 bytes for every key and (padded) head dim, and its tiles."
+        " Measured: VmHWM over VmRSS before.",
     )
     figures = []
     for length in lengths:
         for name, dtype in DTYPES.items():
-            mask = sparse_mask(length, setting.block, False, 12.8)
-            layout = layout_of(mask, setting.block, False)
-            inputs = Inputs.random(setting.heads, length, setting.dim, dtype)
-            small = Inputs.random(setting.heads, 1024, setting.dim, dtype)
-            small.backward(small.sparse(sparse_layout(1024, setting.block, False)))
-            process_memory.return_free_pages()
-            process_memory.reset_peak()
-            before = process_memory.resident_bytes()
-            kept = inputs.backward(inputs.sparse(layout))
-            measured = process_memory.peak_bytes() - before
-            del kept
-            wanted = formula_bytes(setting, length, dtype)
-            off = measured / wanted - 1
-            csr = sum(each.nbytes for each in layout.tensors if each is not None)
-            table.rows.append(
-                [
-                    f"{length:,} {name}",
-                    megabytes(wanted),
-                    megabytes(measured),
-                    f"{100 * off:+.1f}%",
-                    f"{100 * MEMORY_BAR:.0f}%",
-                    within(abs(off), MEMORY_BAR),
-                    f"{csr / 1e6:.2f}",
-                ]
-            )
-            figures.append(
-                {"tokens": length, "dtype": name, "formula": wanted, "measured": measured, "layout": csr}
-            )
+            for causal in (False, True):
+                measured, lists = memory_of_one(setting, length, dtype, causal)
+                wanted = formula_bytes(setting, length, dtype) + lists
+                off = measured / wanted - 1
+                kind = f"{length:,} {name}" + (", causal" if causal else "")
+                table.rows.append(
+                    [
+                        kind,
+                        megabytes(wanted),
+                        f"{lists / 1e6:.2f}",
+                        megabytes(measured),
+                        f"{100 * off:+.1f}%",
+                        f"{100 * MEMORY_BAR:.0f}%",
+                        within(abs(off), MEMORY_BAR),
+                    ]
+                )
+                figures.append({"case": kind, "formula": wanted, "measured": measured, "layout": lists})
     return table, figures
 
 
