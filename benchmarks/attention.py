@@ -93,10 +93,11 @@ class Inputs:
     grad_output: Tensor
 
     @classmethod
-    def random(cls, heads: int, length: int, dim: int, dtype: torch.dtype) -> "Inputs":
+    def random(cls, heads: int, length: int, dim: int, dtype: torch.dtype, factor: float = 1.0) -> "Inputs":
+        """Normal numbers; leaves are multiplied by `factor`."""
         generator = torch.Generator().manual_seed(length)
         rows = [torch.randn(1, heads, length, dim, generator=generator).to(dtype) for _ in range(4)]
-        return cls([each.requires_grad_() for each in rows[:3]], rows[3])
+        return cls([(factor * each).requires_grad_() for each in rows[:3]], rows[3])
 
     def sparse(self, layout: Layout) -> Tensor:
         return ops.block_sparse_attention(
@@ -351,45 +352,82 @@ def memory(setting: Setting, lengths: Sequence[int]) -> tuple[Table, list[dict[s
     return table, figures
 
 
-def exact_results(inputs: Inputs, causal: bool) -> list[Tensor]:
+@dataclass(frozen=True)
+class ExactnessCase:
+    """One comparison of errors; torch is given what a sparse layout lets through as a mask."""
+
+    name: str
+    causal: bool
+    sparse: bool = False
+    factor: float = 1.0  # of queries, keys and values
+
+    def layout(self, length: int, block: int) -> Layout:
+        if self.sparse:
+            return sparse_layout(length, block, self.causal)
+        every = torch.ones(length // block, length // block, dtype=torch.bool)
+        return layout_of(every, block, self.causal)
+
+
+EXACTNESS = (
+    ExactnessCase("", causal=False),
+    ExactnessCase(", causal", causal=True),
+    ExactnessCase(", sparse", causal=False, sparse=True),
+    ExactnessCase(", sparse, causal", causal=True, sparse=True),
+    ExactnessCase(", inputs x 8", causal=False, factor=8.0),
+    ExactnessCase(", inputs x 8, causal", causal=True, factor=8.0),
+    ExactnessCase(", inputs x 8, sparse", causal=False, sparse=True, factor=8.0),
+)
+
+
+def seen_by(layout: Layout) -> Tensor:
+    """Bool [tokens, tokens]."""
+    seen = layout.mask.repeat_interleave(layout.block, 0).repeat_interleave(layout.block, 1)
+    return seen.tril() if layout.causal else seen
+
+
+def exact_results(inputs: Inputs, seen: Tensor) -> list[Tensor]:
     """Output and gradients in float64."""
     rows = [each.detach().double().requires_grad_() for each in inputs.rows]
     scores = rows[0] @ rows[1].transpose(-1, -2) / math.sqrt(rows[0].size(-1))
-    if causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf)
-    output = scores.softmax(-1) @ rows[2]
+    output = scores.masked_fill(~seen, -math.inf).softmax(-1) @ rows[2]
     return [output.detach(), *torch.autograd.grad(output, rows, inputs.grad_output.double())]
 
 
+def errors_of(inputs: Inputs, layout: Layout, sparse: bool) -> tuple[list[float], list[float]]:
+    """Root mean square errors of output and gradients against float64: ours, torch's."""
+    seen = seen_by(layout)
+    exact = exact_results(inputs, seen)
+    torchs = (
+        scaled_dot_product_attention(*inputs.rows, attn_mask=seen) if sparse else inputs.torchs(layout.causal)
+    )
+
+    def errors(output: Tensor) -> list[float]:
+        found = [output.detach(), *inputs.backward(output)]
+        pairs = zip(found, exact, strict=True)
+        return [float((each.double() - right).square().mean().sqrt()) for each, right in pairs]
+
+    return errors(inputs.sparse(layout)), errors(torchs)
+
+
 def exactness(setting: Setting, length: int = 1024) -> tuple[Table, list[dict[str, Any]]]:
-    """Root mean square errors against float64, with every block, beside torch's."""
+    """Root mean square errors against float64, beside torch's."""
     names = ("output", "grad query", "grad key", "grad value")
     table = Table(
         f"Errors against float64 over those of scaled_dot_product_attention, {length:,} tokens",
         ("dtype", *names, "bar", "met"),
-        note="Ratios of root mean square errors; below 1 is more exact than torch.",
+        note="Ratios of root mean square errors; below 1 is more exact than torch. Every block unless sparse;"
+        " then torch has the layout as a mask.",
     )
     figures = []
     for name, dtype in {**DTYPES, "float16": torch.float16}.items():
-        for causal in (False, True):
-            inputs = Inputs.random(2, length, setting.dim, dtype)
-            blocks = length // setting.block
-            every = layout_of(torch.ones(blocks, blocks, dtype=torch.bool), setting.block, causal)
-            exact = exact_results(inputs, causal)
-            errors = []
-            for output in (inputs.sparse(every), inputs.torchs(causal)):
-                found = [output.detach(), *inputs.backward(output)]
-                errors.append(
-                    [
-                        float((a.double() - b).square().mean().sqrt())
-                        for a, b in zip(found, exact, strict=True)
-                    ]
-                )
-            ratios = [ours / theirs for ours, theirs in zip(*errors, strict=True)]
-            kind = name + (", causal" if causal else "")
+        for case in EXACTNESS:
+            inputs = Inputs.random(2, length, setting.dim, dtype, case.factor)
+            ours, theirs = errors_of(inputs, case.layout(length, setting.block), case.sparse)
+            ratios = [own / other for own, other in zip(ours, theirs, strict=True)]
+            kind = name + case.name
             met = within(max(ratios), ERROR_BAR)
             table.rows.append([kind, *(f"{ratio:.2f}" for ratio in ratios), f"{ERROR_BAR}", met])
-            figures.append({"case": kind, "errors": errors[0], "torch": errors[1]})
+            figures.append({"case": kind, "errors": ours, "torch": theirs})
     return table, figures
 
 
