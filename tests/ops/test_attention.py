@@ -324,16 +324,6 @@ def test_compiled_without_a_break(generator: torch.Generator) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-def test_a_graph_has_its_kernels_loaded(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.device] = []
-    monkeypatch.setattr("zero_ext.ops.attention.load_kernels", asked.append)
-    case = plain_case(generator)
-    compiled = torch.compile(case.run, backend="eager")
-    assert torch.equal(compiled(), case.run()) and asked == [torch.device("cpu")]
-    compiled()
-    assert len(asked) == 1
-
-
 def test_a_second_derivative_is_refused(generator: torch.Generator) -> None:
     case = plain_case(generator)
     query = case.query.requires_grad_()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from zero_ext.ops.library import autograd_formula, check_one_device, fake_kernel, load_kernels, op
+from zero_ext.ops.library import autograd_formula, check_one_device, fake_kernel, op
 
 FORWARD = "block_sparse_attention_forward"
 BACKWARD = "block_sparse_attention_backward"
@@ -115,18 +115,10 @@ def block_sparse_attention(
 
 
 def _call(name: str, *arguments: Any) -> Any:
-    # A graph that is being traced takes the op itself, which loads no kernels when it runs.
+    # A graph that is being traced takes the op itself; looking it up loads the module.
     if torch.compiler.is_compiling():
-        _load_while_tracing(arguments[0].device)
         return getattr(torch.ops.zero_ext, name).default(*arguments)
     return op(name)(*arguments)
-
-
-@torch.compiler.assume_constant_result
-def _load_while_tracing(device: torch.device) -> bool:
-    # Without a GPU a CUDA tensor is a fake one, whose kernel is there.
-    load_kernels(torch.device("cpu") if not torch.cuda.is_available() else device)
-    return True
 
 
 def _default_scale(query: Tensor) -> float:
