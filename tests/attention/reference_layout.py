@@ -51,7 +51,7 @@ def _global_blocks(policy: SparseAttentionPolicy, head: int, blocks: int) -> set
     found: set[int] = set()
     for window in range(0, blocks, size):
         start = window + first
-        if window + size > blocks:  # the last window is shorter
+        if window + size > blocks and not policy.unidirectional:  # the last window is shorter
             start = max(0, min(start, blocks - width))
-        found |= set(range(start, start + width))
+        found |= set(range(start, min(start + width, blocks)))
     return found

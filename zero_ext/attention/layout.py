@@ -120,14 +120,19 @@ def _across(
 
 
 def _fixed_globals(policy: SparseAttentionPolicy, head: int, columns: int) -> Integers:
-    """The global blocks of every window; those of a last, shorter one end with it at the latest."""
+    """The global blocks of every window; those of a last, shorter one end with it at the latest.
+
+    Unidirectional ones stay where a whole window has them, so that no token's blocks depend on what follows.
+    """
     size, width = policy.num_local_blocks, policy.num_global_blocks
     first = size - (1 + head % policy.num_different_global_patterns) * width
     whole = columns - columns % size
     starts = np.arange(first, whole, size, dtype=np.int64)
     if whole < columns:
-        starts = np.append(starts, max(0, min(whole + first, columns - width)))
-    return np.unique(starts[:, None] + np.arange(min(width, columns), dtype=np.int64))
+        last = whole + first if policy.unidirectional else min(whole + first, columns - width)
+        starts = np.append(starts, max(0, min(last, columns)))
+    found = np.unique(starts[:, None] + np.arange(min(width, columns), dtype=np.int64))
+    return found[found < columns]
 
 
 def _windows(sizes: tuple[int, ...], rows: Integers, columns: int) -> tuple[Integers, Integers]:

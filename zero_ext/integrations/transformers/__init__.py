@@ -1,20 +1,17 @@
-"""Hugging Face's Trainer on sharded models: ``ZeroTrainer``, its mixin, and weights streamed into shards."""
+"""Hugging Face's Trainer on sharded models: ``ZeroTrainer``, its mixin, and weights streamed into shards.
+
+Attention and loading need transformers alone, the trainers accelerate as well.
+"""
 
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-_missing = [name for name in ("transformers", "accelerate") if find_spec(name) is None]
-if _missing:
-    raise ImportError(
-        f"zero_ext.integrations.transformers needs {' and '.join(_missing)}, not installed here: "
-        "pip install 'zero_ext[integrations]', or pip install 'transformers>=5' accelerate"
-    )
+from zero_ext.config.lazy import lazily
 
-from zero_ext.integrations.transformers.attention import (  # noqa: E402
-    extend_position_embedding,
-    sparsify_attention,
-)
-from zero_ext.integrations.transformers.pretrained import from_pretrained  # noqa: E402
-from zero_ext.integrations.transformers.trainer import ZeroTrainer, ZeroTrainerMixin  # noqa: E402
+if TYPE_CHECKING:
+    from zero_ext.integrations.transformers.attention import extend_position_embedding, sparsify_attention
+    from zero_ext.integrations.transformers.pretrained import from_pretrained
+    from zero_ext.integrations.transformers.trainer import ZeroTrainer, ZeroTrainerMixin
 
 __all__ = [
     "ZeroTrainer",
@@ -23,3 +20,24 @@ __all__ = [
     "from_pretrained",
     "sparsify_attention",
 ]
+
+_HERE = "zero_ext.integrations.transformers"
+_HOMES = {
+    "ZeroTrainer": f"{_HERE}.trainer",
+    "ZeroTrainerMixin": f"{_HERE}.trainer",
+    "extend_position_embedding": f"{_HERE}.attention",
+    "from_pretrained": f"{_HERE}.pretrained",
+    "sparsify_attention": f"{_HERE}.attention",
+}
+_find = lazily(__name__, _HOMES)
+
+
+def __getattr__(name: str) -> object:
+    wanted = ("transformers", "accelerate") if name.startswith("ZeroTrainer") else ("transformers",)
+    missing = [package for package in wanted if find_spec(package) is None]
+    if missing and name in _HOMES:
+        raise ImportError(
+            f"{_HERE}.{name} needs {' and '.join(missing)}, not installed here: "
+            "pip install 'zero_ext[integrations]', or pip install 'transformers>=5' accelerate"
+        )
+    return _find(name)
