@@ -319,8 +319,12 @@ def test_unfreezing_after_prepare(world: World) -> None:
                 (language_loss(twin, language_batch(world.seed, step, 0, rank)) / world.size).backward()
             plain.step()
             plain.zero_grad()
-        for name, value in zero_ext.full_state_dict(model).items():
-            torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-5, atol=1e-6)
+        # Adam turns the rounding of a tiny gradient into a part of lr, so single values say little.
+        found, wanted = zero_ext.full_state_dict(model), twin.state_dict()
+        for name, value in found.items():
+            torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-4)
+        apart = sum((value - wanted[name]).double().square().sum() for name, value in found.items())
+        assert apart <= 1e-12 * sum(value.double().square().sum() for value in wanted.values())
 
 
 @on_ranks(2)
