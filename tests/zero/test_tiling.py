@@ -323,7 +323,7 @@ def test_the_optimizer_follows(world: World) -> None:
 
         def two_groups(parameters: Any) -> torch.optim.Optimizer:
             *most, head = parameters
-            return torch.optim.AdamW([{"params": [head], "lr": 0.02}, {"params": most}], lr=1e-3, eps=1e-6)
+            return torch.optim.AdamW([{"params": [head], "lr": 0.02}, {"params": most}], lr=1e-3, eps=1e-3)
 
         config = configuration(3, plan, units=units)
         model = model_of(world)
@@ -343,7 +343,7 @@ def test_the_optimizer_follows(world: World) -> None:
 def test_state_goes_between_tiled_and_plain_models(world: World) -> None:
     plan = Plan(2)
     rows = {"tiles": BOTH}
-    for make in (adamw, lambda parameters: torch.optim.NAdam(parameters, lr=1e-3)):
+    for make in (adamw, lambda parameters: torch.optim.NAdam(parameters, lr=1e-3, eps=1e-3)):
         trained = model_of(world)
         run = train_prepared(
             world, trained, language_loss, language_batch, configuration(3, plan, units=rows), plan, make
