@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,12 @@ import pytest
 from tests.multi.pool import RankPool
 
 STAND_IN_RANKS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_garbage_of_other_modules() -> None:
+    """What earlier tests left in cycles must not be freed while a test measures memory."""
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

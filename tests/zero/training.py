@@ -45,8 +45,8 @@ class Run(NamedTuple):
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     """The optimizer of most tests. Its ``eps`` bounds what a gradient's rounding can do to a step.
 
-    A gradient that is zero but for rounding differs between two orders of summation; with a small ``eps`` Adam
-    would make steps of the size of the learning rate of it.
+    A gradient that is zero but for rounding differs between two orders of summation; with a small ``eps``
+    Adam would make steps of the size of the learning rate of it.
     """
     return torch.optim.AdamW(parameters, lr=3e-3, eps=1e-3, weight_decay=0.1)
 
