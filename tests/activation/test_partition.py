@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.activation.blocks import same
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.activation import Checkpointing, DifferentInputs, RandomStreams
+from zero_ext.activation.keeping import Keeper, Record
 from zero_ext.config import ActivationPolicy
 
 WIDTH = 64
@@ -208,6 +210,19 @@ class Broken:
         return contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def noted_records(kept: list[Record]) -> Iterator[None]:
+    """Inside, records that are made go to ``kept`` as well."""
+    keep = Keeper.keep
+
+    def noted(keeper: Keeper, *given: Any) -> Record:
+        kept.append(keep(keeper, *given))
+        return kept[-1]
+
+    with mock.patch.object(Keeper, "keep", noted):
+        yield
+
+
 # What a rank raises where another one gave up: with its reason where the ranks share a host's memory, else
 # with what it waited for.
 HEARD = "the disk is gone|kept inputs of"
@@ -230,14 +245,12 @@ def test_a_rank_without_room_ends_the_others_wait(world: World) -> None:
 @on_ranks(2)
 def test_a_write_that_failed_on_one_rank_ends_the_others_wait(world: World) -> None:
     policy = ActivationPolicy(partition_activations=True, tier="host", prefetch=0)
-    checkpointing = Checkpointing(policy, world.group, timeout_seconds=20.0)
+    checkpointing, kept = Checkpointing(policy, world.group, timeout_seconds=20.0), []
     torch.manual_seed(world.seed)
-    out = checkpointing(torch.sin, torch.randn(64, WIDTH, requires_grad=True) * 1)
-    (keeper,) = checkpointing._keepers.values()
+    with noted_records(kept):
+        out = checkpointing(torch.sin, torch.randn(64, WIDTH, requires_grad=True) * 1)
     if world.rank == 1:
-        for each in keeper._records.values():
-            record = each()
-            assert record is not None
+        for record in kept:
             record.place.written = Broken()
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="the disk is gone" if world.rank == 1 else HEARD):

@@ -31,6 +31,8 @@ from zero_ext.offload.tiers import open_store
 
 # Calls of different modules, modes and sizes whose plans are known at once; the oldest one is made again.
 _MOST_PLANS = 1024
+# Shared storages that are looked through for what is gone when they have doubled, from here on.
+_FEW = 64
 # Those entered in a thread, the innermost one last.
 _current: ContextVar[tuple[Checkpointing, ...]] = ContextVar("zero_ext_checkpointing", default=())
 
@@ -81,9 +83,10 @@ class Checkpointing:
         self._ops = named_ops(policy.keep)
         self._plans: dict[object, frozenset[Step]] = {}
         self._keepers: dict[torch.device, Keeper] = {}
-        # Storages that calls were given before and that still live, with the tensor's version: what several
-        # calls share stays.
+        # Storages that calls were given before, with the tensor's version: what several calls share stays. The
+        # weak reference keeps the object's address from being used again.
         self._shared: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._most_shared = _FEW
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)``; see :func:`checkpoint`."""
@@ -179,7 +182,6 @@ class Checkpointing:
 
     def _to_move(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors of a call that move, each memory once, all on one device."""
-        self._shared = {key: each for key, each in self._shared.items() if not each[0].expired()}
         found: dict[object, torch.Tensor] = {}
         for tensor in given:
             if not fits(tensor) or isinstance(tensor, nn.Parameter) or tensor.is_inference():
@@ -195,6 +197,9 @@ class Checkpointing:
         for each in moved:
             storage = each.untyped_storage()
             self._shared[storage._cdata] = StorageWeakRef(storage), each._version
+        if len(self._shared) > self._most_shared:
+            self._shared = {key: each for key, each in self._shared.items() if not each[0].expired()}
+            self._most_shared = max(_FEW, 2 * len(self._shared))
         return moved
 
     def _contexts(self, name: str, given: list[torch.Tensor], modules: list[nn.Module]) -> Contexts:

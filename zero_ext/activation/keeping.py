@@ -6,10 +6,12 @@ import time
 import weakref
 from collections.abc import Sequence
 from enum import Enum
+from itertools import islice
 
 import torch
 
 from zero_ext.activation.layout import Layout
+from zero_ext.activation.line import Line
 from zero_ext.activation.partition import Partition
 from zero_ext.activation.room import Place, Room
 from zero_ext.config.events import ActivationEnd, ActivationWork, Bus
@@ -100,7 +102,7 @@ class Keeper:
         self._ahead = ahead
         self._bus = Bus() if bus is None else bus
         self._count = 0
-        self._records: dict[int, weakref.ref[Record]] = {}
+        self._line: Line[Record] = Line()
 
     def keep(self, tensors: Sequence[torch.Tensor], name: str) -> Record:
         """A record of ``tensors``, all plain memory on the device, that the call ``name`` gets.
@@ -122,8 +124,7 @@ class Keeper:
         self._count += 1
         record = Record(self._count, layout, place)
         weakref.finalize(record, self.room.give, place).atexit = False
-        self._records = {number: each for number, each in self._records.items() if each() is not None}
-        self._records[record.number] = weakref.ref(record)
+        self._line.add(record)
         self._tell("keep", name, began, layout.part_bytes)
         return record
 
@@ -136,7 +137,7 @@ class Keeper:
         began = self._bus.now()
         try:
             self._start(record)
-            for each in self._before(record):
+            for each in islice(self._line.before(record), self._ahead):
                 self._start(each)
             record.arrival.wait()
         except RuntimeError as error:
@@ -155,17 +156,6 @@ class Keeper:
         region = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
         part = region.chunk(layout.parts)[self.partition.rank if self.partition else 0]
         record.to_fetching(region, self.room.fetch(record.place, part))
-
-    def _before(self, record: Record) -> list[Record]:
-        """The records that backward comes to next."""
-        found: list[Record] = []
-        for number in reversed(list(self._records)):
-            if len(found) == self._ahead:
-                break
-            earlier = self._records[number]() if number < record.number else None
-            if earlier is not None:
-                found.append(earlier)
-        return found
 
     def _give_up(self, reason: str) -> None:
         if self.partition is not None:

@@ -12,6 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zero_ext.activation.keeping import Keeper, Record
 from zero_ext.activation.layout import fits
 
+# Moved memory that is looked through for what is gone when it has doubled, from here on.
+_FEW = 64
 # What stays where it is: parameters, and the buffers that gathered ones lie in.
 Stays = Callable[[torch.Tensor], bool]
 
@@ -92,6 +94,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         # Moved memory by storage object, version and range; the weak reference keeps the object's address
         # from being used again.
         self._known: dict[tuple[int, ...], tuple[StorageWeakRef, weakref.ref[Moved]]] = {}
+        self._most_known = _FEW
 
     def _pack(self, tensor: torch.Tensor) -> View | AsItIs:
         if not fits(tensor) or tensor.is_inference() or tensor.nbytes < self._smallest or self._stays(tensor):
@@ -110,9 +113,12 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         return View(moved, tensor.dtype, tensor.shape, tensor.stride(), int(offset))
 
     def _forget(self) -> None:
+        if len(self._known) < self._most_known:
+            return
         gone = [key for key, (storage, moved) in self._known.items() if storage.expired() or moved() is None]
         for key in gone:
             del self._known[key]
+        self._most_known = max(_FEW, 2 * len(self._known))
 
 
 def _memory_to_move(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect, insort
-from itertools import pairwise
+from bisect import bisect
 
 from zero_ext.config.rooms import extent_bytes
 
@@ -11,41 +10,56 @@ from zero_ext.config.rooms import extent_bytes
 class ExtentArena:
     """Hands out extents of [0, capacity), whole pages of bytes each.
 
-    ``high_water`` is the end of the highest extent ever taken.
+    Both ways cost as much as there are free ranges, however many extents are taken. ``high_water`` is the end
+    of the highest extent ever taken.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._taken: list[tuple[int, int]] = []  # begin and end, in order
+        self._free = [(0, capacity)]  # begin and end, in order, none next to another
+        self._sizes: dict[int, int] = {}  # of what is taken, by offset
         self.high_water = 0
 
     def take(self, nbytes: int, places: range = range(0)) -> int | None:
         """The offset of a new extent of ``nbytes``, at least 1: the first free one of ``places``, else in the
         smallest free range that is large enough; None if there is none."""
         size = extent_bytes(nbytes)
-        free = (place for place in places if self._is_free(place, place + size))
-        offset = next(free, None)
+        offset = next((place for place in places if self._is_free(place, place + size)), None)
         if offset is None:
             offset = self._best(size)
         if offset is not None:
-            insort(self._taken, (offset, offset + size))
+            self._cut(offset, offset + size)
+            self._sizes[offset] = size
             self.high_water = max(self.high_water, offset + size)
         return offset
 
     def give(self, offset: int) -> None:
         """Frees the extent at ``offset``; ``KeyError`` if none starts there."""
-        place = bisect(self._taken, (offset, 0))
-        if place == len(self._taken) or self._taken[place][0] != offset:
+        if offset not in self._sizes:
             raise KeyError(f"no extent starts at {offset}")
-        del self._taken[place]
+        begin, end = offset, offset + self._sizes.pop(offset)
+        place = bisect(self._free, (begin, 0))
+        if place < len(self._free) and self._free[place][0] == end:
+            _, end = self._free.pop(place)
+        if place and self._free[place - 1][1] == begin:
+            place -= 1
+            begin, _ = self._free.pop(place)
+        self._free.insert(place, (begin, end))
+
+    def _range_at(self, offset: int) -> int:
+        """The number of the last free range that begins at ``offset`` or before it; -1 if there is none."""
+        return bisect(self._free, (offset, self._capacity)) - 1
 
     def _is_free(self, begin: int, end: int) -> bool:
-        place = bisect(self._taken, (begin, 0))
-        before = self._taken[place - 1][1] if place else 0
-        after = self._taken[place][0] if place < len(self._taken) else self._capacity
-        return before <= begin and end <= after
+        place = self._range_at(begin)
+        return place >= 0 and end <= self._free[place][1]
+
+    def _cut(self, begin: int, end: int) -> None:
+        place = self._range_at(begin)
+        first, last = self._free.pop(place)
+        rest = [(first, begin), (end, last)]
+        self._free[place:place] = [each for each in rest if each[0] < each[1]]
 
     def _best(self, size: int) -> int | None:
-        bounds = [(0, 0), *self._taken, (self._capacity, self._capacity)]
-        gaps = [(after - before, before) for (_, before), (after, _) in pairwise(bounds)]
-        return min((gap for gap in gaps if gap[0] >= size), default=(0, None))[1]
+        fitting = ((end - begin, begin) for begin, end in self._free if end - begin >= size)
+        return min(fitting, default=(0, None))[1]

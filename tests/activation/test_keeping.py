@@ -1,0 +1,65 @@
+"""Records in the order of their calls: what is fetched ahead, what is present, and what all of that costs."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import torch
+
+from tests.activation.blocks import fresh_seed
+from zero_ext.activation import Checkpointing
+from zero_ext.activation.keeping import Keeper
+from zero_ext.activation.line import Line
+from zero_ext.activation.room import MemoryRoom
+from zero_ext.config import ActivationPolicy
+from zero_ext.offload import CPU
+
+
+class Item:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def test_a_line_is_a_list_without_those_that_are_gone() -> None:
+    draw, line, plain = random.Random(fresh_seed()), Line[Item](), list[Item]()
+    for number in range(1, 2000):
+        if plain and draw.random() < 0.45:
+            del plain[draw.randrange(len(plain))]
+        else:
+            plain.append(Item(number))
+            line.add(plain[-1])
+        assert len(line) == len(plain)
+        if plain:
+            place = draw.randrange(len(plain))
+            assert list(line.before(plain[place])) == plain[:place][::-1]
+
+
+def test_a_record_costs_the_same_however_many_are_kept() -> None:
+    """What autograd saves in one forward may be thousands of tensors."""
+    keeper, values = Keeper(MemoryRoom("host", CPU), torch.device("cpu")), torch.zeros(16)
+    kept, keeping, fetching = [], [], []
+    for _ in range(6000):
+        began = time.perf_counter()
+        kept.append(keeper.keep([values], "many"))
+        keeping.append(time.perf_counter() - began)
+    for record in reversed(kept):
+        began = time.perf_counter()
+        keeper.fetch(record, 0)
+        fetching.append(time.perf_counter() - began)
+    # Nobody drops one here: the last ones are fetched among 6000 others, as the first ones are.
+    assert min(keeping[-200:]) < 3 * min(keeping[:200])
+    assert min(fetching[-200:]) < 3 * min(fetching[200:400])
+
+
+def test_saved_tensors_cost_the_same_however_many_there_are() -> None:
+    values = {"mode": "saved_tensors", "tier": "host", "smallest_bytes": 0}
+    checkpointing = Checkpointing(ActivationPolicy(**values))
+    hidden, seconds = torch.zeros(16, requires_grad=True), []
+    with checkpointing.saved_tensors():
+        for _ in range(4000):
+            began = time.perf_counter()
+            hidden = hidden.sin()
+            seconds.append(time.perf_counter() - began)
+    assert min(seconds[-200:]) < 3 * min(seconds[:200])
+    hidden.sum().backward()
