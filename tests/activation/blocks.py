@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+
+from zero_ext.activation.keeping import Keeper, Record
 
 WIDTH = 64
 Run = Callable[..., Any]
@@ -76,3 +80,16 @@ def gradients(
 def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
     """Whether all values are the same bits."""
     return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
+@contextlib.contextmanager
+def noted_records(kept: list[Record]) -> Iterator[None]:
+    """Inside, records that are made go to ``kept`` as well."""
+    keep = Keeper.keep
+
+    def noted(keeper: Keeper, *given: Any) -> Record:
+        kept.append(keep(keeper, *given))
+        return kept[-1]
+
+    with mock.patch.object(Keeper, "keep", noted):
+        yield

@@ -7,9 +7,9 @@ import time
 
 import torch
 
-from tests.activation.blocks import fresh_seed
+from tests.activation.blocks import fresh_seed, noted_records
 from zero_ext.activation import Checkpointing
-from zero_ext.activation.keeping import Keeper
+from zero_ext.activation.keeping import Keeper, Record, State
 from zero_ext.activation.line import Line
 from zero_ext.activation.room import MemoryRoom
 from zero_ext.config import ActivationPolicy
@@ -33,6 +33,24 @@ def test_a_line_is_a_list_without_those_that_are_gone() -> None:
         if plain:
             place = draw.randrange(len(plain))
             assert list(line.before(plain[place])) == plain[:place][::-1]
+
+
+def test_an_argument_given_twice_is_fetched_once() -> None:
+    """(x, y, x): all three come of one fetch, and nothing is left on the device when they were handed out."""
+    torch.manual_seed(fresh_seed())
+    checkpointing, heard = Checkpointing(ActivationPolicy(tier="host", profile=True)), []
+    checkpointing.bus.subscribe(heard.append)
+    first, second = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
+    records: list[Record] = []
+    with noted_records(records):
+        out = checkpointing(lambda x, y, z: x * y.sin() * z, x := first * 1, second * 1, x)
+    del x
+    for _ in range(2):
+        slopes = torch.autograd.grad(out.sum(), (first, second), retain_graph=True)
+        assert torch.equal(slopes[1], first.detach().square() * second.detach().cos())
+        assert torch.allclose(slopes[0], 2 * first.detach() * second.detach().sin())
+        assert [each.state for each in records] == [State.KEPT]
+    assert [event.what for event in heard].count("fetch") == 2
 
 
 def test_a_record_costs_the_same_however_many_are_kept() -> None:

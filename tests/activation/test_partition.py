@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,11 +18,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_ext
-from tests.activation.blocks import same
+from tests.activation.blocks import noted_records, same
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.activation import Checkpointing, DifferentInputs, RandomStreams
-from zero_ext.activation.keeping import Keeper, Record
 from zero_ext.config import ActivationPolicy
 
 WIDTH = 64
@@ -208,19 +206,6 @@ class Broken:
     def followed(self) -> contextlib.AbstractContextManager[object]:
         self.wait()
         return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def noted_records(kept: list[Record]) -> Iterator[None]:
-    """Inside, records that are made go to ``kept`` as well."""
-    keep = Keeper.keep
-
-    def noted(keeper: Keeper, *given: Any) -> Record:
-        kept.append(keep(keeper, *given))
-        return kept[-1]
-
-    with mock.patch.object(Keeper, "keep", noted):
-        yield
 
 
 # What a rank raises where another one gave up: with its reason where the ranks share a host's memory, else

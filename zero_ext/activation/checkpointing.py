@@ -83,8 +83,8 @@ class Checkpointing:
         self._ops = named_ops(policy.keep)
         self._plans: dict[object, frozenset[Step]] = {}
         self._keepers: dict[torch.device, Keeper] = {}
-        # Storages that calls were given before, with the tensor's version: what several calls share stays. The
-        # weak reference keeps the object's address from being used again.
+        # Storages that calls were given before, with the tensor's version: what several calls share stays.
+        # The weak reference keeps the object's address from being used again.
         self._shared: dict[int, tuple[StorageWeakRef, int]] = {}
         self._most_shared = _FEW
 
@@ -172,7 +172,10 @@ class Checkpointing:
 
         def pack(tensor: torch.Tensor) -> tuple[Record, int] | AsItIs:
             index = places.get(_identity(tensor))
-            return AsItIs.of(tensor) if index is None else (record, index)
+            if index is None:
+                return AsItIs.of(tensor)
+            record.add_receiver(index)
+            return record, index
 
         def unpack(packed: tuple[Record, int] | AsItIs) -> torch.Tensor:
             return packed.get() if isinstance(packed, AsItIs) else keeper.fetch(*packed)

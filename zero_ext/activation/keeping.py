@@ -23,7 +23,7 @@ class State(Enum):
 
     KEPT = "kept"  # in their room, nothing of them on the device
     FETCHING = "fetching"  # on their way into a region of the device's memory
-    PRESENT = "present"  # there, until each was handed out
+    PRESENT = "present"  # there, until each receiver has its own
 
 
 class Record:
@@ -36,7 +36,13 @@ class Record:
         self.state = State.KEPT
         self.arrival: Arrival = HERE
         self._region: torch.Tensor | None = None
+        self._receivers = [0] * len(layout.spans)
+        self._awaited: list[int] = []
         self._tensors: list[torch.Tensor | None] = []
+
+    def add_receiver(self, index: int) -> None:
+        """A tensor will be asked for once more whenever the record is fetched."""
+        self._receivers[index] += 1
 
     def to_fetching(self, region: torch.Tensor, arrival: Arrival) -> None:
         """``region`` [layout.nbytes] is being filled."""
@@ -46,17 +52,20 @@ class Record:
     def to_present(self) -> None:
         """The region holds the tensors."""
         self._check(State.FETCHING)
-        self._tensors = list(self.layout.tensors(self.region))
+        self._tensors, self._awaited = list(self.layout.tensors(self.region)), list(self._receivers)
         self.state, self.arrival, self._region = State.PRESENT, HERE, None
 
     def hand_out(self, index: int) -> torch.Tensor:
-        """A tensor, which is its receiver's alone from now on."""
+        """A tensor, which its receivers alone hold once the last one has it."""
         self._check(State.PRESENT)
-        tensor, self._tensors[index] = self._tensors[index], None
-        if all(each is None for each in self._tensors):
-            self.to_kept()
+        tensor = self._tensors[index]
         if tensor is None:
             raise AssertionError(f"tensor {index} of record {self.number} was handed out before")
+        self._awaited[index] -= 1
+        if self._awaited[index] <= 0:
+            self._tensors[index] = None
+        if max(self._awaited) <= 0:
+            self.to_kept()
         return tensor
 
     def has(self, index: int) -> bool:
@@ -67,7 +76,8 @@ class Record:
         """What was fetched goes; the next use fetches it again."""
         if self.state is State.FETCHING:
             self.arrival.wait()
-        self.state, self.arrival, self._region, self._tensors = State.KEPT, HERE, None, []
+        self.state, self.arrival, self._region = State.KEPT, HERE, None
+        self._tensors, self._awaited = [], []
 
     @property
     def region(self) -> torch.Tensor:

@@ -25,6 +25,7 @@ class Moved:
     """
 
     def __init__(self, keeper: Keeper, record: Record) -> None:
+        record.add_receiver(0)
         self._keeper = keeper
         self._record = record
         self._present: torch.Tensor | None = None
