@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,9 @@ from tests.activation.blocks import noted_records, same
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.activation import Checkpointing, DifferentInputs, RandomStreams
+from zero_ext.activation.keeping import Record, State
+from zero_ext.activation.layout import Layout
+from zero_ext.activation.partition import Partition
 from zero_ext.config import ActivationPolicy
 
 WIDTH = 64
@@ -152,6 +156,44 @@ def test_each_rank_keeps_its_part(world: World) -> None:
         out.sum().backward()
         del out
         assert checkpointing.kept_bytes() == 0
+
+
+@on_ranks(2)
+def test_what_is_fetched_ahead_is_the_ranks_own_part(world: World) -> None:
+    """Which calls live ahead is a matter of each rank's garbage collector: nobody waits for another one
+    there."""
+    gather = Partition.gather
+    for values in ({"tier": "host"}, {"tier": "host", "prefetch": 3}, {"prefetch": 2}):
+        checkpointing = Checkpointing(ActivationPolicy(partition_activations=True, **values), world.group)
+        torch.manual_seed(world.seed)
+        source = torch.randn(64, WIDTH, requires_grad=True)
+        kept: list[Record] = []
+        with noted_records(kept):
+            out = checkpointing(torch.sin, checkpointing(torch.sin, source * 1))
+            dead = checkpointing(torch.sin, source * 2)
+            out = checkpointing(torch.sin, checkpointing(torch.sin, out))
+        if world.rank == 0:
+            del dead, kept[2]
+        assert [record.state for record in kept] == [State.KEPT] * (4 + world.rank)
+        seen: list[tuple[int, int]] = []
+
+        def noted(
+            partition: Partition,
+            part: torch.Tensor,
+            layout: Layout,
+            kept: list[Record] = kept,
+            seen: list[tuple[int, int]] = seen,
+        ) -> torch.Tensor:
+            fetching = [record.part.nbytes for record in kept if record.state is State.FETCHING]
+            seen.append((len(fetching), sum(fetching)))
+            return gather(partition, part, layout)
+
+        with mock.patch.object(Partition, "gather", noted):
+            (slope,) = torch.autograd.grad(out.sum(), source)
+        wanted = torch.autograd.grad(source.sin().sin().sin().sin().sum(), source)[0]
+        assert torch.equal(slope, wanted)
+        calls = 1 + values.get("prefetch", 1)
+        assert seen[0] == (calls, calls * source.nbytes // world.size)
 
 
 @on_ranks(2, 3)

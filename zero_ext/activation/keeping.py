@@ -22,7 +22,7 @@ class State(Enum):
     """Where a record's tensors are."""
 
     KEPT = "kept"  # in their room, nothing of them on the device
-    FETCHING = "fetching"  # on their way into a region of the device's memory
+    FETCHING = "fetching"  # what this rank keeps of them is on its way into the device's memory
     PRESENT = "present"  # there, until each receiver has its own
 
 
@@ -35,7 +35,7 @@ class Record:
         self.place = place
         self.state = State.KEPT
         self.arrival: Arrival = HERE
-        self._region: torch.Tensor | None = None
+        self._part: torch.Tensor | None = None
         self._receivers = [0] * len(layout.spans)
         self._awaited: list[int] = []
         self._tensors: list[torch.Tensor | None] = []
@@ -44,16 +44,16 @@ class Record:
         """A tensor will be asked for once more whenever the record is fetched."""
         self._receivers[index] += 1
 
-    def to_fetching(self, region: torch.Tensor, arrival: Arrival) -> None:
-        """``region`` [layout.nbytes] is being filled."""
+    def to_fetching(self, part: torch.Tensor, arrival: Arrival) -> None:
+        """``part`` [layout.part_bytes] is being filled."""
         self._check(State.KEPT)
-        self.state, self.arrival, self._region = State.FETCHING, arrival, region
+        self.state, self.arrival, self._part = State.FETCHING, arrival, part
 
-    def to_present(self) -> None:
-        """The region holds the tensors."""
+    def to_present(self, region: torch.Tensor) -> None:
+        """``region`` [layout.nbytes] holds the tensors."""
         self._check(State.FETCHING)
-        self._tensors, self._awaited = list(self.layout.tensors(self.region)), list(self._receivers)
-        self.state, self.arrival, self._region = State.PRESENT, HERE, None
+        self._tensors, self._awaited = list(self.layout.tensors(region)), list(self._receivers)
+        self.state, self.arrival, self._part = State.PRESENT, HERE, None
 
     def hand_out(self, index: int) -> torch.Tensor:
         """A tensor, which its receivers alone hold once the last one has it."""
@@ -76,15 +76,15 @@ class Record:
         """What was fetched goes; the next use fetches it again."""
         if self.state is State.FETCHING:
             self.arrival.wait()
-        self.state, self.arrival, self._region = State.KEPT, HERE, None
+        self.state, self.arrival, self._part = State.KEPT, HERE, None
         self._tensors, self._awaited = [], []
 
     @property
-    def region(self) -> torch.Tensor:
+    def part(self) -> torch.Tensor:
         """The memory that is filled while fetching."""
-        if self._region is None:
-            raise AssertionError(f"record {self.number} is {self.state.value} and has no region")
-        return self._region
+        if self._part is None:
+            raise AssertionError(f"record {self.number} is {self.state.value} and has no part on the device")
+        return self._part
 
     def _check(self, wanted: State) -> None:
         if self.state is not wanted:
@@ -93,7 +93,8 @@ class Record:
 
 class Keeper:
     """Keeps records in ``room``, this rank's part of each where there is a ``partition``, and fetches
-    ``ahead`` of them before backward comes to them: backward goes through calls from the last to the first.
+    ``ahead`` of them, as much as the rank keeps, before backward comes to them: backward goes through calls
+    from the last to the first.
 
     Whoever listens to ``bus``, if given, hears how long that takes.
     """
@@ -153,19 +154,18 @@ class Keeper:
         except RuntimeError as error:
             self._give_up(f"fetching kept inputs failed: {error}")
             raise
+        region = record.part
         if self.partition is not None:
-            self.partition.gather(record.region, record.layout)
-        record.to_present()
+            region = self.partition.gather(region, record.layout)
+        record.to_present(region)
         self._tell("fetch", "", began, record.layout.part_bytes)
         return record.hand_out(index)
 
     def _start(self, record: Record) -> None:
         if record.state is not State.KEPT:
             return
-        layout = record.layout
-        region = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
-        part = region.chunk(layout.parts)[self.partition.rank if self.partition else 0]
-        record.to_fetching(region, self.room.fetch(record.place, part))
+        part = torch.empty(record.layout.part_bytes, dtype=torch.uint8, device=self._device)
+        record.to_fetching(part, self.room.fetch(record.place, part))
 
     def _give_up(self, reason: str) -> None:
         if self.partition is not None:

@@ -64,13 +64,15 @@ class Partition:
                 f"keep a part for the others. {_FIX}."
             )
 
-    def gather(self, region: torch.Tensor, layout: Layout) -> None:
-        """Fills ``region`` [layout.nbytes], in which this rank's part is in its place, with all parts."""
+    def gather(self, part: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """The region [layout.nbytes] of which this rank has ``part`` [layout.part_bytes]."""
         self._compares = False
-        if self.size > 1:
-            part = region.chunk(self.size)[self.rank]
-            label = f"kept inputs of {layout.nbytes} bytes"
-            self._collectives.gather(region, part, "activations", label).wait()
+        if self.size == 1:
+            return part
+        region = torch.empty(layout.nbytes, dtype=torch.uint8, device=part.device)
+        label = f"kept inputs of {layout.nbytes} bytes"
+        self._collectives.gather(region, part, "activations", label).wait()
+        return region
 
     def give_up(self, reason: str) -> None:
         """Has the other ranks fail, which wait for this one, with ``reason``."""
