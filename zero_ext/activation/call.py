@@ -31,6 +31,11 @@ def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
     return [owner] if isinstance(owner, nn.Module) else []
 
 
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a parameter or a view of one, such as ``weight.t()``."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
 class Call:
     """``function(*args, **kwargs)``, to be run as it was given and again with other ``tensors``.
 

@@ -14,7 +14,14 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from zero_ext.activation.call import Call, check_outputs, check_unchanged, modules_of, versions
+from zero_ext.activation.call import (
+    Call,
+    check_outputs,
+    check_unchanged,
+    is_parameter,
+    modules_of,
+    versions,
+)
 from zero_ext.activation.keeping import Keeper, Record
 from zero_ext.activation.layout import fits
 from zero_ext.activation.partition import Partition, check_group
@@ -48,7 +55,7 @@ class Checkpointing:
         group: ranks that hold identical inputs, for ``policy.partition_activations``.
         data_parallel_group: ranks that do not; ``group`` may share no two ranks with it.
         aio: how files on NVMe are read and written.
-        stays: tells of a tensor that it must not be moved; parameters given to calls never are.
+        stays: tells of a tensor that it must not be moved; parameters and their views never are.
         streams: random number streams that functions continue, restored for recomputation.
         bus: who hears of the work, with ``policy.profile``.
         timeout_seconds: longest wait for another rank of ``group``.
@@ -118,8 +125,8 @@ class Checkpointing:
     def saved_tensors(self, *modules: nn.Module) -> Context:
         """Inside, what autograd saves is kept in the policy's tier, and nothing is computed again.
 
-        Parameters of ``modules`` stay where they are, and so do those of the model given to ``prepare``,
-        gathered or not.
+        Parameters and their views stay where they are: those of the model given to ``prepare``, gathered or
+        not, those of ``modules``, whatever sees their memory, and any other ones.
 
         Raises ``ValueError`` if that tier is the device. Tensors are moved to host memory or storage as they
         are saved.
@@ -132,7 +139,8 @@ class Checkpointing:
         own = {each.untyped_storage()._cdata for module in modules for each in module.parameters()}
 
         def stays(tensor: torch.Tensor) -> bool:
-            return tensor.untyped_storage()._cdata in own or self._stays(tensor)
+            storage = tensor.untyped_storage()._cdata
+            return is_parameter(tensor) or storage in own or self._stays(tensor)
 
         return SavedTensors(self._keeper, self.policy.smallest_bytes, stays)
 
@@ -187,7 +195,7 @@ class Checkpointing:
         """The tensors of a call that move, each memory once, all on one device."""
         found: dict[object, torch.Tensor] = {}
         for tensor in given:
-            if not fits(tensor) or isinstance(tensor, nn.Parameter) or tensor.is_inference():
+            if not fits(tensor) or is_parameter(tensor) or tensor.is_inference():
                 continue
             _, known = self._shared.get(tensor.untyped_storage()._cdata, (None, None))
             if (
