@@ -218,6 +218,50 @@ def test_different_inputs_are_refused_on_every_rank(world: World) -> None:
         checkpointing(torch.cos, first + (world.rank == 1))
 
 
+@on_ranks(2, 3)
+def test_a_rank_with_nothing_to_move_is_refused_on_every_rank(world: World) -> None:
+    """Shapes on both sides of smallest_bytes, and what one rank alone was given before."""
+    policy = ActivationPolicy(partition_activations=True, smallest_bytes=2048)
+    torch.manual_seed(world.seed)
+    shared = torch.randn(64, WIDTH, requires_grad=True) * 1
+    began = time.monotonic()
+    for case in ("small", "known", "first small"):
+        checkpointing = Checkpointing(policy, world.group, timeout_seconds=20.0)
+        inputs = shared
+        if case == "known" and world.rank == 1:
+            checkpointing._to_move([shared], shared.device)
+        elif case != "known":
+            differs = (world.rank == 1) if case == "small" else (world.rank == 0)
+            inputs = torch.ones(7 if differs else 64, WIDTH, requires_grad=True) * 1
+        with pytest.raises(DifferentInputs, match="sin differ between the ranks"):
+            checkpointing(torch.sin, inputs)
+        world.barrier()
+    assert time.monotonic() - began < 10
+    checkpointing = Checkpointing(policy, world.group)
+    out = checkpointing(torch.sin, torch.ones(7, WIDTH, requires_grad=True) * 1)  # nothing on any rank
+    out = out.sum() + checkpointing(torch.sin, shared).sum()
+    assert checkpointing.kept_bytes() == -(-shared.nbytes // (4096 * world.size)) * 4096
+    out.backward()
+
+
+@on_ranks(2)
+def test_the_first_call_of_every_step_is_compared(world: World) -> None:
+    checkpointing = Checkpointing(ActivationPolicy(partition_activations=True), world.group)
+    torch.manual_seed(world.seed)
+    inputs, small = torch.randn(64, WIDTH, requires_grad=True), torch.ones(1, requires_grad=True)
+    for _ in range(2):
+        checkpointing(torch.sin, small)  # moves nothing: the next call is the first one
+        checkpointing(torch.cos, checkpointing(torch.sin, inputs * 1)).sum().backward()
+    checkpointing(torch.sin, small)
+    with pytest.raises(DifferentInputs, match="tan differ between"):
+        checkpointing(torch.tan, inputs + world.rank)
+    checkpointing = Checkpointing(ActivationPolicy(partition_activations=True), world.group)
+    checkpointing(torch.sin, inputs * 1).sum().backward()
+    first = checkpointing(torch.sin, inputs * 1)
+    found = checkpointing(torch.sin, first + world.rank)  # later ones are not: it would take too long
+    del found
+
+
 @on_ranks(2)
 def test_groups_that_are_refused(world: World) -> None:
     policy = ActivationPolicy(partition_activations=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -170,11 +170,15 @@ class Checkpointing:
         Inside another checkpointed call, or other hooks of saved tensors, these decide.
         """
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        moved = [] if hooked or not self.policy.moves else self._to_move(given)
+        device = _device_of(given)
+        moved = [] if hooked or not self.policy.moves else self._to_move(given, device)
+        if self.policy.partition_activations and given and not hooked:
+            # With nothing to move too: the other ranks, which may have something, would wait.
+            self._keeper(device).compare(moved, name)
         if not moved:
             yield
             return
-        keeper = self._keeper(moved[0].device)
+        keeper = self._keeper(device)
         record = keeper.keep(moved, name)
         places = {_identity(tensor): index for index, tensor in enumerate(moved)}
 
@@ -191,11 +195,11 @@ class Checkpointing:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
-    def _to_move(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors of a call that move, each memory once, all on one device."""
+    def _to_move(self, given: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        """The tensors of a call on ``device`` that move, each memory once."""
         found: dict[object, torch.Tensor] = {}
         for tensor in given:
-            if not fits(tensor) or is_parameter(tensor) or tensor.is_inference():
+            if tensor.device != device or not fits(tensor) or is_parameter(tensor) or tensor.is_inference():
                 continue
             _, known = self._shared.get(tensor.untyped_storage()._cdata, (None, None))
             if (
@@ -204,7 +208,7 @@ class Checkpointing:
                 and not self._stays(tensor)
             ):
                 found.setdefault(_identity(tensor), tensor)
-        moved = [each for each in found.values() if each.device == next(iter(found.values())).device]
+        moved = list(found.values())
         for each in moved:
             storage = each.untyped_storage()
             self._shared[storage._cdata] = StorageWeakRef(storage), each._version
@@ -311,6 +315,12 @@ def current() -> Checkpointing:
 def _autocast(kind: str) -> torch.dtype | None:
     """What autocast computes in on devices of ``kind``; None where it is off."""
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """The device of a call with these arguments: the first accelerator among theirs, else the CPU."""
+    found = (tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta"))
+    return next(found, torch.device("cpu"))
 
 
 def _identity(tensor: torch.Tensor) -> object:

@@ -115,6 +115,12 @@ class Keeper:
         self._count = 0
         self._line: Line[Record] = Line()
 
+    def compare(self, tensors: Sequence[torch.Tensor], name: str) -> None:
+        """Raises :class:`DifferentInputs` on all ranks of the partition, if there is one, unless their calls
+        ``name`` all have the same ``tensors``, maybe none."""
+        if self.partition is not None:
+            self.partition.compare(tensors, name)
+
     def keep(self, tensors: Sequence[torch.Tensor], name: str) -> Record:
         """A record of ``tensors``, all plain memory on the device, that the call ``name`` gets.
 
@@ -122,8 +128,6 @@ class Keeper:
         """
         began = self._bus.now()
         ranks, rank = (self.partition.size, self.partition.rank) if self.partition else (1, 0)
-        if self.partition is not None:
-            self.partition.compare(tensors, name)
         layout = Layout.of(tensors, ranks, self.room.block)
         try:
             part = torch.empty(layout.part_bytes, dtype=torch.uint8, device=self._device)

@@ -31,7 +31,8 @@ class Partition:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float) -> None:
         self._collectives = make_collectives(group, timeout_seconds, device)
-        self._compares = True
+        self._compares_all = True  # until backward begins for the first time
+        self._compares_next = True
 
     @property
     def rank(self) -> int:
@@ -49,9 +50,10 @@ class Partition:
         return self._collectives
 
     def compare(self, tensors: Sequence[torch.Tensor], name: str) -> None:
-        """Raises :class:`DifferentInputs` on all ranks unless all of them call it with the same ``tensors``;
-        nothing any more once backward has begun."""
-        if not self._compares or self.size == 1:
+        """Raises :class:`DifferentInputs` on all ranks unless all of them call it with the same ``tensors``,
+        maybe none. Once backward has begun for the first time it looks at the first tensors after each
+        backward only."""
+        if self.size == 1 or not (self._compares_all or self._compares_next):
             return
         found = torch.zeros(self.size, dtype=torch.int64, device="cpu")
         found[self.rank] = _digest(tensors)
@@ -60,13 +62,15 @@ class Partition:
         if differ:
             raise DifferentInputs(
                 f"rank {self.rank} of the activation group: the inputs of {name} differ between the ranks: "
-                f"ranks {differ} hold other values, shapes, strides or dtypes than rank 0, so no rank can "
-                f"keep a part for the others. {_FIX}."
+                f"ranks {differ} hold other values, shapes, strides or dtypes than rank 0, or move others of "
+                f"them (smallest_bytes), so no rank can keep a part for the others. {_FIX}."
             )
+        # The same on all ranks, as what they hold is.
+        self._compares_next = self._compares_next and not tensors
 
     def gather(self, part: torch.Tensor, layout: Layout) -> torch.Tensor:
         """The region [layout.nbytes] of which this rank has ``part`` [layout.part_bytes]."""
-        self._compares = False
+        self._compares_all, self._compares_next = False, True
         if self.size == 1:
             return part
         region = torch.empty(layout.nbytes, dtype=torch.uint8, device=part.device)
