@@ -22,6 +22,7 @@ from zero_ext.activation.call import (
     modules_of,
     versions,
 )
+from zero_ext.activation.counters import Counters
 from zero_ext.activation.keeping import Keeper, Record
 from zero_ext.activation.layout import fits
 from zero_ext.activation.partition import Partition, check_group
@@ -57,7 +58,7 @@ class Checkpointing:
         aio: how files on NVMe are read and written.
         stays: tells of a tensor that it must not be moved; parameters and their views never are.
         streams: random number streams that functions continue, restored for recomputation.
-        bus: who hears of the work, with ``policy.profile``.
+        counters: who counts what is moved; ones of its own unless given.
         timeout_seconds: longest wait for another rank of ``group``.
 
     Raises:
@@ -74,13 +75,13 @@ class Checkpointing:
         aio: AioPolicy = AioPolicy(),  # noqa: B008 - frozen
         stays: Stays = lambda tensor: False,
         streams: RandomStreams | None = None,
-        bus: Bus | None = None,
+        counters: Counters | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         if group is not None:
             check_group(group, data_parallel_group)
         self.policy = policy
-        self.bus = Bus() if bus is None else bus
+        self.counters = Counters() if counters is None else counters
         self.streams = RandomStreams() if streams is None else streams
         self._group = group
         self._data_parallel_group = data_parallel_group
@@ -143,6 +144,11 @@ class Checkpointing:
             return is_parameter(tensor) or storage in own or self._stays(tensor)
 
         return SavedTensors(self._keeper, self.policy.smallest_bytes, stays)
+
+    @property
+    def bus(self) -> Bus:
+        """Who hears of the work, with ``policy.profile``."""
+        return self.counters.bus
 
     def kept_bytes(self) -> int:
         """Bytes that this rank keeps now of inputs, or saved tensors, in the policy's tier."""
@@ -255,7 +261,7 @@ class Checkpointing:
             if self.policy.partition_activations:
                 check_group(self._group, self._data_parallel_group)
                 if self._group is not None:
-                    partition = Partition(self._group, device, self._timeout_seconds)
+                    partition = Partition(self._group, device, self._timeout_seconds, self.counters)
             bus = self.bus if self.policy.profile else None
             try:
                 room = self._room(Device(device))
@@ -263,7 +269,9 @@ class Checkpointing:
                 if partition is not None:
                     partition.give_up(f"there is no room for kept inputs: {error}")
                 raise
-            self._keepers[device] = Keeper(room, device, partition, self.policy.prefetch, bus)
+            self._keepers[device] = Keeper(
+                room, device, partition, self.policy.prefetch, bus, self.counters.transfers
+            )
         return self._keepers[device]
 
     def _room(self, device: Device) -> Room:

@@ -15,7 +15,7 @@ from zero_ext.activation.line import Line
 from zero_ext.activation.partition import Partition
 from zero_ext.activation.room import Place, Room
 from zero_ext.config.events import ActivationEnd, ActivationWork, Bus
-from zero_ext.offload import HERE, Arrival
+from zero_ext.offload import HERE, Arrival, TransferLog
 
 
 class State(Enum):
@@ -96,7 +96,7 @@ class Keeper:
     ``ahead`` of them, as much as the rank keeps, before backward comes to them: backward goes through calls
     from the last to the first.
 
-    Whoever listens to ``bus``, if given, hears how long that takes.
+    Whoever listens to ``bus``, if given, hears how long that takes; ``transfers`` counts what is moved.
     """
 
     def __init__(
@@ -106,12 +106,14 @@ class Keeper:
         partition: Partition | None = None,
         ahead: int = 1,
         bus: Bus | None = None,
+        transfers: TransferLog | None = None,
     ) -> None:
         self.room = room
         self.partition = partition
         self._device = device
         self._ahead = ahead
         self._bus = Bus() if bus is None else bus
+        self._transfers = TransferLog() if transfers is None else transfers
         self._count = 0
         self._line: Line[Record] = Line()
 
@@ -140,6 +142,7 @@ class Keeper:
         record = Record(self._count, layout, place)
         weakref.finalize(record, self.room.give, place).atexit = False
         self._line.add(record)
+        self._transfers.record("device", self.room.tier, layout.part_bytes)
         self._tell("keep", name, began, layout.part_bytes)
         return record
 
@@ -169,6 +172,7 @@ class Keeper:
         if record.state is not State.KEPT:
             return
         part = torch.empty(record.layout.part_bytes, dtype=torch.uint8, device=self._device)
+        self._transfers.record(self.room.tier, "device", part.nbytes)
         record.to_fetching(part, self.room.fetch(record.place, part))
 
     def _give_up(self, reason: str) -> None:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from zero_ext import ops
+from zero_ext.activation.counters import Counters
 from zero_ext.activation.layout import Layout
-from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import make_collectives
 
 _FIX = (
@@ -26,11 +26,19 @@ class DifferentInputs(RuntimeError):
 class Partition:
     """The ranks of ``group`` keep 1/N of each call's inputs, which are the same on all of them.
 
-    A collective of the group's ranks, all of which passed :func:`check_group`.
+    A collective of the group's ranks, all of which passed :func:`check_group`. What it sends is counted in
+    ``counters``.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout_seconds: float,
+        counters: Counters,
+    ) -> None:
         self._collectives = make_collectives(group, timeout_seconds, device)
+        self._collectives.bus, self._collectives.wire = counters.bus, counters.wire
         self._compares_all = True  # until backward begins for the first time
         self._compares_next = True
 
@@ -43,11 +51,6 @@ class Partition:
     def size(self) -> int:
         """Number of ranks N that share the inputs."""
         return self._collectives.world_size
-
-    @property
-    def collectives(self) -> Collectives:
-        """The group's connections and its byte counters."""
-        return self._collectives
 
     def compare(self, tensors: Sequence[torch.Tensor], name: str) -> None:
         """Raises :class:`DifferentInputs` on all ranks unless all of them call it with the same ``tensors``,

@@ -14,7 +14,8 @@ class WireLog:
     ``(N - 1) / N`` that turns it into what one rank sends; ``bytes_sent[kind]`` is what this rank really
     handed to the transport. Kinds: ``gather`` (parameters in forward and backward), ``gather_updated``
     (parameters after the step), ``reduce_scatter`` and ``gather_gradients`` (stage 0), each with the
-    suffix ``_persistent`` for units below the persistence threshold, and ``scalars`` (norms, flags).
+    suffix ``_persistent`` for units below the persistence threshold, ``activations`` (kept inputs in
+    backward), and ``scalars`` (norms, flags, comparisons).
     """
 
     elements: Counter[str] = field(default_factory=Counter)

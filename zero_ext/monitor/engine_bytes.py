@@ -12,7 +12,7 @@ from zero_ext.monitor.values import Value
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.ledger import ledger_by_tier
 
-WIRE = ("gather", "gather_updated", "reduce_scatter", "gather_gradients", "scalars")
+WIRE = ("gather", "gather_updated", "reduce_scatter", "gather_gradients", "activations", "scalars")
 
 
 class EngineBytes:

@@ -13,7 +13,7 @@ WAITS = ("gather", "reduce", "agreement", "storage", "update")
 
 def wait_of(kind: str) -> str:
     """Which of `WAITS` a collective of this kind is."""
-    if kind.startswith("gather") and not kind.startswith("gather_gradients"):
+    if kind == "activations" or (kind.startswith("gather") and not kind.startswith("gather_gradients")):
         return "gather"
     if kind.startswith(("reduce_scatter", "gather_gradients")):
         return "reduce"
@@ -24,10 +24,10 @@ class StepTimes:
     """Source of the seconds that a step's phases took and that the host stood still in them.
 
     ``time/forward``, ``time/backward`` and ``time/step`` are the phases, ``time/other`` is the rest of
-    ``seconds``: data, the loss, whatever else the loop does. ``wait/gather`` (parameters), ``wait/reduce``
-    (gradients), ``wait/agreement`` (norms, flags), ``wait/storage`` (NVMe) and ``wait/update`` (a delayed
-    one) are part of these and never overlap. On an accelerator all of them are the host's times; a monitor's
-    rows have those of its stream as well.
+    ``seconds``: data, the loss, whatever else the loop does. ``wait/gather`` (parameters, partitioned
+    activations), ``wait/reduce`` (gradients), ``wait/agreement`` (norms, flags), ``wait/storage`` (NVMe)
+    and ``wait/update`` (a delayed one) are part of these and never overlap. On an accelerator all of them
+    are the host's times; a monitor's rows have those of its stream as well.
     """
 
     def __init__(self) -> None:

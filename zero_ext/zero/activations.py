@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zero_ext.activation import Checkpointing
+from zero_ext.activation.counters import Counters
 from zero_ext.activation.partition import check_group
 from zero_ext.config import ActivationPolicy
 from zero_ext.zero.engine import Engine
@@ -29,7 +30,7 @@ def checkpointing_of(engine: Engine, group: dist.ProcessGroup | None) -> Checkpo
         data_parallel_group=engine.group,
         aio=settings.aio,
         stays=stays,
-        bus=engine.collectives.bus,
+        counters=Counters(engine.collectives.bus, engine.wire, engine.tiers.transfers),
         timeout_seconds=settings.timeout_seconds,
     )
 

@@ -1,0 +1,88 @@
+"""Partitioned inputs beside all else that calls may do, beside sharded parameters, and after errors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zero_ext
+from tests.activation.tensor_parallel import WIDTH, stack
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from zero_ext.zero import Engine, engine_of
+
+
+class Prepared(nn.Module):
+    """Tensor-parallel blocks, checkpointed or not."""
+
+    def __init__(self, blocks: nn.ModuleList, run: bool) -> None:
+        super().__init__()
+        self.blocks, self.run = blocks, run
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = zero_ext.checkpoint_activations(block, hidden, mask) if self.run else block(hidden, mask)
+        return hidden
+
+
+@contextlib.contextmanager
+def two_by_two(world: World) -> Iterator[tuple[World, World]]:
+    """This rank's place among two tensor-parallel ranks, and among two data-parallel ones."""
+    column, row = world.rank % 2, world.rank // 2
+    # Every rank makes all of them: names of groups that some ranks make alone differ in this world.
+    made = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    groups = [made[row], made[2 + column]]
+    try:
+        yield World(column, 2, groups[0], world.seed), World(row, 2, groups[1], world.seed)
+    finally:
+        world.barrier()
+        for group in groups:
+            dist.destroy_process_group(group)
+
+
+def steps_of(tensor: World, data: World, section: dict[str, Any] | None) -> tuple[nn.Module, Engine]:
+    """Two steps of a prepared model whose blocks are checkpointed if there is a ``section``."""
+    blocks, _ = stack(tensor, torch.float32)
+    config = {"stage": 3, "timeout_seconds": 30.0, "activation_checkpointing": section or {}}
+    model, optimizer = zero_ext.prepare(
+        module := Prepared(blocks, section is not None),
+        torch.optim.AdamW(blocks.parameters(), lr=1e-2),
+        config,
+        process_group=data.group,
+        activation_group=tensor.group if section else None,
+    )
+    engine = engine_of(model)
+    for block in module.blocks:
+        block.streams = engine.checkpointing.streams
+    engine.checkpointing.streams.seed_model_parallel(tensor.seed + data.rank, tensor.rank)
+    generator = torch.Generator().manual_seed(tensor.seed + data.rank)
+    for _ in range(2):
+        features = torch.randn(64, WIDTH, generator=generator).requires_grad_()
+        model.backward(model(features, torch.rand(64, 1, generator=generator) > 0.5).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, engine
+
+
+@on_ranks(4)
+def test_beside_sharded_parameters_on_two_by_two_ranks(world: World) -> None:
+    """Parameters are sharded over two ranks, inputs over two others; the engine counts both."""
+    with two_by_two(world) as (tensor, data):
+        wanted = zero_ext.full_state_dict(steps_of(tensor, data, None)[0])
+        model, engine = steps_of(tensor, data, {"partition_activations": True, "tier": "host"})
+        found = zero_ext.full_state_dict(model)
+        assert wanted.keys() == found.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        inputs = 4 * 64 * WIDTH * 4
+        assert engine.wire.last_elements["activations"] == inputs
+        assert engine.wire.last_bytes_sent["activations"] == inputs // 2
+        moved = engine.tiers.transfers.last_moved
+        assert moved == {("device", "host"): inputs // 2, ("host", "device"): inputs // 2}
+        gc.collect()
+        assert engine.checkpointing.held_bytes()["host"] > 0 == engine.checkpointing.kept_bytes()
+        del model, engine
