@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import zero_ext
-from tests.activation.tensor_parallel import WIDTH, stack
+from tests.activation.blocks import same
+from tests.activation.tensor_parallel import WIDTH, slopes, stack
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
+from zero_ext.activation import Checkpointing, RoomIsFull
+from zero_ext.config import ActivationPolicy
 from zero_ext.zero import Engine, engine_of
 
 
@@ -86,3 +92,74 @@ def test_beside_sharded_parameters_on_two_by_two_ranks(world: World) -> None:
         gc.collect()
         assert engine.checkpointing.held_bytes()["host"] > 0 == engine.checkpointing.kept_bytes()
         del model, engine
+
+
+@on_ranks(2)
+def test_what_else_calls_may_do(world: World) -> None:
+    """Results that are kept, calls inside calls, and graphs that are gone through twice."""
+    for values in ({"keep": ("aten.mm",)}, {"keep_bytes": 2**14}, {"prefetch": 2, "tier": "host"}):
+        blocks, streams = stack(world, torch.float32)
+        wanted = slopes(world, blocks, streams, None)
+        policy = ActivationPolicy(partition_activations=True, **values)
+        checkpointing = Checkpointing(policy, world.group, streams=streams)
+        for _ in range(2):
+            assert same(slopes(world, blocks, streams, checkpointing), wanted), values
+    source = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(world.seed)).requires_grad_()
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return checkpointing(torch.cos, checkpointing(torch.sin, x))
+
+    out = checkpointing(inner, checkpointing(inner, source * 1))
+    assert checkpointing.kept_bytes() == 2 * source.nbytes // world.size
+    plain = source.sin().cos().sin().cos()
+    wanted = [torch.autograd.grad(plain.sum(), source)[0]]
+    for _ in range(2):
+        assert same([torch.autograd.grad(out.sum(), source, retain_graph=True)[0]], wanted)
+    del out
+    assert checkpointing.kept_bytes() == 0
+
+
+@on_ranks(2)
+def test_an_exception_in_backward_is_followed_by_a_good_step(world: World) -> None:
+    blocks, streams = stack(world, torch.float32)
+    wanted = slopes(world, blocks, streams, None)
+    for values in ({"tier": "host"}, {"prefetch": 2}):
+        policy = ActivationPolicy(partition_activations=True, **values)
+        checkpointing = Checkpointing(policy, world.group, streams=streams)
+
+        def fails(gradient: torch.Tensor) -> None:
+            raise ZeroDivisionError("mine")
+
+        hidden = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(world.seed)).requires_grad_()
+        for number in range(3):
+            hidden = checkpointing(torch.sin, hidden * 1)
+            if number == 1:
+                hidden.register_hook(fails)
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            hidden.sum().backward()
+        del hidden
+        gc.collect()
+        assert checkpointing.kept_bytes() == 0
+        assert same(slopes(world, blocks, streams, checkpointing), wanted)
+
+
+@on_ranks(2)
+def test_a_full_buffer_ends_the_groups_connections(world: World) -> None:
+    """On one rank alone: the other one hears of it where it would wait."""
+    values = {"contiguous_memory_optimization": True, "number_checkpoints": 2}
+    policy = ActivationPolicy(partition_activations=True, **values)
+    checkpointing = Checkpointing(policy, world.group, timeout_seconds=20.0)
+    hidden = torch.ones(64, WIDTH, requires_grad=True) * 1
+    kept = [checkpointing(torch.sin, hidden + number) for number in range(2)]
+    began = time.monotonic()
+    if world.rank == 1:
+        (keeper,) = checkpointing._keepers.values()
+        with pytest.raises(RoomIsFull, match="number_checkpoints is 2"):
+            keeper.keep([hidden], "one more")
+    with pytest.raises(RuntimeError, match=r"number_checkpoints is 2|comparison of the inputs"):
+        checkpointing(torch.sin, hidden + 3)
+    assert time.monotonic() - began < 10
+    world.barrier()
+    del kept
+    fresh = Checkpointing(policy, world.group)  # connections of its own
+    fresh(torch.sin, hidden + 1).sum().backward()

@@ -20,7 +20,8 @@ _STORE_GROWTH_BYTES = 64 << 20
 
 
 class RoomIsFull(RuntimeError):
-    """The one buffer of kept inputs has no place for another call's."""
+    """The one buffer of kept inputs has no place for another call's. Where inputs are partitioned, the ranks'
+    connections end with it."""
 
 
 @dataclass
