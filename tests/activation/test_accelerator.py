@@ -101,13 +101,16 @@ def test_nothing_of_moved_inputs_stays_on_the_device(world: World) -> None:
                 return put(part)
 
             keeper.room.put = noted  # type: ignore[method-assign]
-            for _ in range(DEPTH - 1):
-                inputs = hidden * 1
-                gone.append(StorageWeakRef(inputs.untyped_storage()))
-                hidden = checkpointing(torch.sin, inputs)
-                del inputs
-            # What the last two calls kept may still be on its way.
-            assert [each.expired() for each in gone[:-4]] == [True] * (2 * DEPTH - 6)
+            with checkpointing:
+                for _ in range(DEPTH - 1):
+                    inputs = hidden * 1
+                    gone.append(StorageWeakRef(inputs.untyped_storage()))
+                    hidden = checkpointing(torch.sin, inputs)
+                    del inputs
+                # What the last two calls kept may still be on its way.
+                assert [each.expired() for each in gone[:-4]] == [True] * (2 * DEPTH - 6)
+                assert not gone[-1].expired()
+            assert all(each.expired() for each in gone)
             held = checkpointing.held_bytes()
             assert held["device"] == 0 and held[values["tier"]] > 0
             assert checkpointing.kept_bytes() == DEPTH * NBYTES

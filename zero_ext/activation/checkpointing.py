@@ -48,8 +48,8 @@ _current: ContextVar[tuple[Checkpointing, ...]] = ContextVar("zero_ext_checkpoin
 class Checkpointing:
     """Keeps calls for backward as ``policy`` says; call it as ``checkpointing(function, *args, **kwargs)``.
 
-    As a context manager it is what :func:`checkpoint` uses inside, in this thread; ``zero_ext.prepare`` has
-    the model's forward run in one.
+    As a context manager it is what :func:`checkpoint` uses inside, in this thread, and at its end nothing
+    that was moved is left on the device; ``zero_ext.prepare`` has the model's forward run in one.
 
     Args:
         policy: see :class:`zero_ext.config.ActivationPolicy`.
@@ -168,6 +168,8 @@ class Checkpointing:
 
     def __exit__(self, *error: object) -> None:
         _current.set(_current.get()[:-1])
+        for keeper in tuple(self._keepers.values()):  # other threads may add theirs
+            keeper.room.let_go()
 
     @contextlib.contextmanager
     def _keeping(self, name: str, given: list[torch.Tensor]) -> Iterator[None]:

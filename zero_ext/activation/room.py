@@ -51,7 +51,11 @@ class Room(Protocol):
     block: int  # bytes of which places and transfers are multiples
 
     def put(self, part: torch.Tensor) -> Place:
-        """Starts to keep ``part``, uint8 on the device, which must not change any more."""
+        """Starts to keep ``part``, uint8 on the device, which must not change any more. It stays there, with
+        the one before it, until the next but one is put, or :meth:`let_go`."""
+
+    def let_go(self) -> None:
+        """Nothing that was put needs its memory on the device any more."""
 
     def fetch(self, place: Place, into: torch.Tensor) -> Arrival:
         """Starts to copy a place's bytes to ``into``, uint8 on the device."""
@@ -105,9 +109,13 @@ class MemoryRoom:
         _let_go(self._copies, 2)
         return place
 
-    def fetch(self, place: Place, into: torch.Tensor) -> Arrival:
+    def let_go(self) -> None:
         """See :class:`Room`."""
         _let_go(self._copies)
+
+    def fetch(self, place: Place, into: torch.Tensor) -> Arrival:
+        """See :class:`Room`."""
+        self.let_go()
         place.written.wait()
         place.fetched = self._device.copy(into, _memory(place))
         return place.fetched
@@ -198,9 +206,13 @@ class StoreRoom:
         _let_go(self._writes, 1 if self._device.is_accelerator else 0)
         return place
 
-    def fetch(self, place: Place, into: torch.Tensor) -> Arrival:
+    def let_go(self) -> None:
         """See :class:`Room`."""
         _let_go(self._writes)
+
+    def fetch(self, place: Place, into: torch.Tensor) -> Arrival:
+        """See :class:`Room`."""
+        self.let_go()
         place.written.wait()
         first = place.offset
         place.fetched = self._way.read(into, lambda offset, chunk: self._store.read(first + offset, chunk))
