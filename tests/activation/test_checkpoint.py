@@ -38,10 +38,11 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 def made(name: str, folder: Path, **more: Any) -> Checkpointing:
     """The policy ``name``, without a lower bound of size."""
-    values = {"smallest_bytes": 0, **POLICIES[name], **more}
+    values = {**POLICIES[name], **more}
     if values.get("tier") == "nvme":
         values |= {"nvme_paths": (str(folder),), "buffer_bytes": 2**20}
-    return Checkpointing(ActivationPolicy(**values))
+    policy = ActivationPolicy(**values)
+    return Checkpointing(policy.replace(smallest_bytes=0) if policy.moves else policy)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

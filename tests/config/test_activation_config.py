@@ -40,6 +40,13 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"tier": "cpu"}, "tier", "'device', 'host' or 'nvme'"),
     ({"buffer_bytes": 1}, "buffer_bytes", "at least 1048576"),
+    (
+        {"tier": "host", "buffer_bytes": 2**21},
+        "buffer_bytes",
+        "got 2097152 (int), which has no effect: tier is 'host'",
+    ),
+    ({"prefetch": 2}, "prefetch", "got 2 (int), which has no effect: tensors stay where they are"),
+    ({"keep": ["aten.mm"], "smallest_bytes": 0}, "smallest_bytes", "got 0 (int), which has no effect"),
 ]
 
 
@@ -56,6 +63,8 @@ def test_the_default_moves_nothing_and_every_policy_survives_json() -> None:
         {"cpu_checkpointing": True},
         {"tier": "nvme", "nvme_paths": ["/a"], "partition_activations": True},
         {"contiguous_memory_optimization": True, "number_checkpoints": 4, "keep": ["aten.mm"]},
+        {"partition_activations": True, "prefetch": 0, "smallest_bytes": 0},
+        {"mode": "saved_tensors", "tier": "nvme", "nvme_paths": ["/a"], "buffer_bytes": 2**21, "prefetch": 4},
     ):
         policy = ActivationPolicy.from_mapping(values)
         assert policy.moves and ActivationPolicy.from_mapping(policy.to_mapping()) == policy

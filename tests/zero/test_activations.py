@@ -15,6 +15,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import WIDTH, Block, feature_batch, feature_loss
 from tests.zero.training import Plan, adamw, configuration, train_prepared
+from zero_ext.config import ActivationPolicy
 from zero_ext.config.events import ActivationEnd
 from zero_ext.zero import engine_of
 
@@ -48,7 +49,7 @@ def sections(folder: str) -> list[dict[str, Any]]:
         {"mode": "saved_tensors", "tier": "host"},
         {"mode": "saved_tensors", **nvme},
     ]
-    return [{"smallest_bytes": 0, **each} for each in made]
+    return [{**each, **({"smallest_bytes": 0} if ActivationPolicy(**each).moves else {})} for each in made]
 
 
 def trained(world: World, stage: int, plan: Plan, run: bool, section: dict[str, Any], **more: Any) -> Any:

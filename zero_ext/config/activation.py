@@ -88,6 +88,20 @@ class ActivationPolicy(Policy):
         return self
 
     @model_validator(mode="after")
+    def _sizes_have_an_effect(self) -> ActivationPolicy:
+        moves = "tensors stay where they are; remove it or set tier to 'host' or 'nvme'"
+        stored = f"tier is {show(self.kept_in)}; remove it or set tier to 'nvme'"
+        for name, effective, why in (
+            ("prefetch", self.moves, moves),
+            ("smallest_bytes", self.moves, moves),
+            ("buffer_bytes", self.kept_in == "nvme", stored),
+        ):
+            value = getattr(self, name)
+            if not effective and value != type(self).model_fields[name].default:
+                raise KeyProblem(name, f"got {show(value)}, which has no effect: {why}")
+        return self
+
+    @model_validator(mode="after")
     def _buffer_has_a_size(self) -> ActivationPolicy:
         if self.contiguous_memory_optimization and self.number_checkpoints is None:
             raise KeyProblem(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from torch import nn
 import zero_ext
 from zero_ext.config import ActivationPolicy, ConfigError
 from zero_ext.integrations import deepspeed
-from zero_ext.integrations.deepspeed.checkpointing import _CONFIGURED
+from zero_ext.integrations.deepspeed import checkpointing as deepspeed_checkpointing
+from zero_ext.integrations.deepspeed.checkpointing import _Configured
 from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
 from zero_ext.integrations.deepspeed.runtime.config import DeepSpeedZeroConfig
 from zero_ext.integrations.deepspeed.saved_tensors import clone_tensors_for_torch_save
@@ -118,6 +121,14 @@ def test_schedules() -> None:
     assert schedules.get_lr_from_config({"type": "OneCycle"})[0] is None
 
 
+@pytest.fixture
+def unconfigured() -> Iterator[None]:
+    """The module is afterwards as it was: its checkpoint follows the model's configuration."""
+    with mock.patch.object(deepspeed_checkpointing, "_CONFIGURED", _Configured()):
+        yield
+
+
+@pytest.mark.usefixtures("unconfigured")
 def test_activation_checkpointing() -> None:
     checkpointing = deepspeed.checkpointing
     checkpointing.configure(None, {"activation_checkpointing": {"number_checkpoints": 4}}, profile=True)
@@ -137,7 +148,7 @@ def test_activation_checkpointing() -> None:
     checkpointing.configure(
         None, {"activation_checkpointing": {"cpu_checkpointing": True}}, checkpoint_in_cpu=False
     )
-    assert _CONFIGURED.checkpointing.policy == ActivationPolicy()
+    assert deepspeed_checkpointing._CONFIGURED.checkpointing.policy == ActivationPolicy()
     with pytest.raises(TypeError, match="no_such"):
         checkpointing.configure(no_such=True)
 
@@ -149,6 +160,7 @@ class ModelParallel:
         return 2
 
 
+@pytest.mark.usefixtures("unconfigured")
 def test_where_checkpoints_wait_and_which_random_numbers_they_see() -> None:
     checkpointing = deepspeed.checkpointing
     checkpointing.configure(
@@ -172,7 +184,7 @@ def test_where_checkpoints_wait_and_which_random_numbers_they_see() -> None:
     hidden = inputs
     for _ in range(3):
         hidden = checkpointing.checkpoint(dropped, hidden * 1)
-    made = _CONFIGURED.checkpointing
+    made = deepspeed_checkpointing._CONFIGURED.checkpointing
     assert made.kept_bytes() == 3 * inputs.nbytes == made.held_bytes()["host"]
     hidden.sum().backward()
     generator = torch.Generator().manual_seed(7 + 2718 + 2)
