@@ -6,6 +6,7 @@ import gc
 import tempfile
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -115,6 +116,25 @@ def test_nothing_of_moved_inputs_stays_on_the_device(world: World) -> None:
             assert held["device"] == 0 and held[values["tier"]] > 0
             assert checkpointing.kept_bytes() == DEPTH * NBYTES
             hidden.sum().backward()
+
+
+@on_ranks(1, stand_in=True)
+def test_the_device_is_waited_for_at_the_boundaries(world: World) -> None:
+    for waits in (False, True):
+        checkpointing = Checkpointing(ActivationPolicy(synchronize_checkpoint_boundary=waits))
+        done: list[str] = []
+
+        def noting(x: torch.Tensor, done: list[str] = done) -> torch.Tensor:
+            done.append("run")
+            return x.sin()
+
+        inputs = torch.ones(ROWS, WIDTH, device=DEVICE, requires_grad=True)
+        with mock.patch.object(torch.accelerator, "synchronize", lambda done=done: done.append("wait")):
+            out = checkpointing(noting, inputs * 1)
+            done.append("backward")
+            out.sum().backward()
+        once = ["wait", "run", "wait"] if waits else ["run"]
+        assert done == [*once, "backward", *once]
 
 
 @on_ranks(1, stand_in=True)

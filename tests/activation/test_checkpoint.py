@@ -212,6 +212,64 @@ def test_what_is_kept_of_a_call(tmp_path: Path) -> None:
     assert checkpointing.kept_bytes() == 0
 
 
+def test_what_is_smaller_than_the_bound_stays() -> None:
+    scale = torch.ones((), requires_grad=True)
+    for bound, moves, stays in (
+        ({}, 1024, 1023),
+        ({"smallest_bytes": 5}, 5, 4),
+        ({"smallest_bytes": 9000}, 9000, 8999),
+    ):
+        for mode in ("recompute", "saved_tensors"):
+            for nbytes, wanted in ((moves, -(-moves // 4096) * 4096), (stays, 0)):
+                checkpointing = Checkpointing(ActivationPolicy(tier="host", mode=mode, **bound))
+                kept = checkpointing(torch.mul, torch.ones(nbytes, dtype=torch.uint8), scale)
+                assert checkpointing.kept_bytes() == wanted, (bound, mode, nbytes)
+                del kept
+
+
+def test_forwards_that_are_given_up_leave_nothing(tmp_path: Path) -> None:
+    """Their extents are used again, also while they are still being written."""
+    seed, model = fresh_seed(), Stack(3)
+    wanted = gradients(model, None, seed)
+    for name in ("host", "nvme", "saved tensors, nvme"):
+        checkpointing, held = made(name, tmp_path), []
+        for _ in range(5):
+            abandoned = model(torch.randn(24, WIDTH, requires_grad=True), checkpointing)
+            assert checkpointing.kept_bytes() > 0
+            del abandoned
+            gc.collect()
+            assert checkpointing.kept_bytes() == 0
+            assert same(gradients(model, checkpointing, seed), wanted)
+            held.append(checkpointing.held_bytes())
+        assert held == held[:1] * 5
+
+
+def test_an_exception_in_backward_is_followed_by_a_good_step(tmp_path: Path) -> None:
+    seed, model = fresh_seed(), Stack(3)
+    wanted = gradients(model, None, seed)
+
+    def fails(gradient: torch.Tensor) -> None:
+        raise ZeroDivisionError("mine")
+
+    for name in POLICIES:
+        checkpointing = made(name, tmp_path)
+
+        def run(
+            block: nn.Module, hidden: torch.Tensor, checkpointing: Any = checkpointing, **more: Any
+        ) -> Any:
+            out = checkpointing(block, hidden, **more)
+            if block is model.blocks[1]:
+                out.register_hook(fails)
+            return out
+
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError, match="mine"):
+                gradients(model, run, seed)
+            gc.collect()
+            assert checkpointing.kept_bytes() == 0
+            assert same(gradients(model, checkpointing, seed), wanted), name
+
+
 def test_a_value_that_changes_after_the_call(tmp_path: Path) -> None:
     """What was moved is a copy. What stays is refused, as autograd does."""
     inputs = torch.randn(64, WIDTH, requires_grad=True) * 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 
+import pytest
 import torch
 
 from tests.activation.blocks import fresh_seed, noted_records
@@ -33,6 +34,28 @@ def test_a_line_is_a_list_without_those_that_are_gone() -> None:
         if plain:
             place = draw.randrange(len(plain))
             assert list(line.before(plain[place])) == plain[:place][::-1]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_the_calls_before_are_fetched_while_one_is_computed(prefetch: int) -> None:
+    checkpointing = Checkpointing(ActivationPolicy(tier="host", prefetch=prefetch))
+    records: list[Record] = []
+    seen: list[list[State]] = []
+
+    def noting(x: torch.Tensor) -> torch.Tensor:
+        seen.append([record.state for record in records])
+        return x.sin()
+
+    hidden = torch.ones(64, 64, requires_grad=True) * 1
+    with noted_records(records):
+        for _ in range(4):
+            hidden = checkpointing(noting, hidden)
+    del seen[:]
+    hidden.sum().backward()
+    for last, states in zip((3, 2, 1, 0), seen, strict=True):
+        ahead = min(prefetch, last)
+        wanted = [State.KEPT] * (last - ahead) + [State.FETCHING] * ahead
+        assert states[:last] == wanted and states[last:] == [State.KEPT] * (4 - last)
 
 
 def test_an_argument_given_twice_is_fetched_once() -> None:

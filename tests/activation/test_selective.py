@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.activation.blocks import WIDTH, Stack, fresh_seed, gradients, same
@@ -52,6 +53,28 @@ def test_named_ops_do_not_run_again() -> None:
     assert plain["aten.mm.default"] - kept["aten.mm.default"] == 2
     assert plain["aten.sin.default"] - kept["aten.sin.default"] == 1
     assert plain["aten.tanh.default"] == kept["aten.tanh.default"] == 1
+
+
+@pytest.mark.parametrize("results", [0, 1, 2, 4])
+def test_a_budget_is_the_bytes_that_are_kept(results: int) -> None:
+    """Seen by what lives after forward, not by what the plan says."""
+    inputs = torch.randn(64, WIDTH, requires_grad=True) * 1
+    checkpointing = Checkpointing(ActivationPolicy(keep_bytes=results * inputs.nbytes + 100))
+    made: list[StorageWeakRef] = []
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for function in (torch.sin, torch.cos, torch.tanh, torch.exp):
+            x = function(x)
+            made.append(StorageWeakRef(x.untyped_storage()))
+        return x.sum()
+
+    alive = []
+    for _ in range(3):
+        del made[:]
+        out = checkpointing(chain, inputs)
+        alive.append(sum(not each.expired() for each in made))
+        out.backward(retain_graph=True)
+    assert alive == [0, results, results]  # the first run is measured
 
 
 @pytest.mark.parametrize("name", ["aten.nothing", "mm", "aten", "no.such.op", "aten.mm.nothing"])
