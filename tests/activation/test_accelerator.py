@@ -16,6 +16,7 @@ from tests.activation.blocks import same
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.activation import Checkpointing, RandomStreams
+from zero_ext.activation.room import Fill
 from zero_ext.config import ActivationPolicy
 
 DEVICE = "stand_in:0"
@@ -96,10 +97,13 @@ def test_nothing_of_moved_inputs_stays_on_the_device(world: World) -> None:
             put = keeper.room.put
 
             def noted(
-                part: torch.Tensor, gone: list[StorageWeakRef] = gone, put: Callable[..., Any] = put
+                nbytes: int, fill: Fill, gone: list[StorageWeakRef] = gone, put: Callable[..., Any] = put
             ) -> Any:
-                gone.append(StorageWeakRef(part.untyped_storage()))
-                return put(part)
+                def filled(part: torch.Tensor) -> None:
+                    gone.append(StorageWeakRef(part.untyped_storage()))
+                    fill(part)
+
+                return put(nbytes, filled)
 
             keeper.room.put = noted  # type: ignore[method-assign]
             with checkpointing:

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.activation.blocks import WIDTH, Stack, fresh_seed, gradients, same
 from zero_ext.activation import Checkpointing
 from zero_ext.activation import room as room_module
-from zero_ext.activation.room import MemoryRoom, RoomIsFull, StoreRoom
+from zero_ext.activation.room import MemoryRoom, Place, Room, RoomIsFull, StoreRoom
 from zero_ext.config import ActivationPolicy
 from zero_ext.offload import CPU, NvmeStore
 
@@ -29,6 +29,10 @@ MIB = 2**20
 
 def part(nbytes: int, fill: int) -> torch.Tensor:
     return torch.full((nbytes,), fill, dtype=torch.uint8)
+
+
+def put(room: Room, values: torch.Tensor) -> Place:
+    return room.put(values.nbytes, lambda memory: memory.copy_(values))
 
 
 def test_random_places_keep_what_they_were_given(tmp_path: Path) -> None:
@@ -45,7 +49,7 @@ def test_random_places_keep_what_they_were_given(tmp_path: Path) -> None:
                     room.give(place)
                 else:
                     nbytes = draw.randrange(1, 200) * 4096
-                    live.append((room.put(part(nbytes, step % 251)), step % 251, nbytes))
+                    live.append((put(room, part(nbytes, step % 251)), step % 251, nbytes))
                 assert room.kept_bytes() == sum(nbytes for _, _, nbytes in live)
             for place, _, _ in live:
                 room.give(place)
@@ -92,7 +96,7 @@ def test_lengths_beyond_a_block_take_no_more_than_twice_the_busiest_moment() -> 
     room, draw, most = MemoryRoom("host", CPU), random.Random(fresh_seed()), 0
     for step in range(300):
         nbytes = (20 + step // 10 + draw.randrange(8)) * 64 * 1024
-        places = [room.put(part(nbytes, 1)) for _ in range(12)]
+        places = [put(room, part(nbytes, 1)) for _ in range(12)]
         most = max(most, room.kept_bytes())
         for place in reversed(places):
             room.give(place)
@@ -101,14 +105,28 @@ def test_lengths_beyond_a_block_take_no_more_than_twice_the_busiest_moment() -> 
 
 def test_one_buffer_of_so_many_calls() -> None:
     room = MemoryRoom("device", CPU, calls=2)
-    first = room.put(part(100 * 4096, 1))
+    first = put(room, part(100 * 4096, 1))
     assert room.held_bytes() == {"device": 2 * 100 * 4096}
-    small = [room.put(part(50 * 4096, 2)) for _ in range(2)]
+    small = [put(room, part(50 * 4096, 2)) for _ in range(2)]
     with pytest.raises(RoomIsFull, match="number_checkpoints is 2: the buffer of 819200 bytes keeps 819200"):
-        room.put(part(1, 3))
+        put(room, part(1, 3))
     room.give(first)
-    room.put(part(100 * 4096, 4))
+    put(room, part(100 * 4096, 4))
     assert len(small) == 2 and room.held_bytes() == {"device": 2 * 100 * 4096}
+
+
+def test_memory_of_the_device_is_filled_in_place() -> None:
+    """Nothing is copied twice; and a place that could not be filled is free again."""
+    room, seen = MemoryRoom("host", CPU), list[torch.Tensor]()
+    place = room.put(4096, lambda memory: seen.append(memory.fill_(7)))
+    assert place.memory is not None and seen[0].data_ptr() == place.memory.data_ptr()
+
+    def fails(memory: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        room.put(4096, fails)
+    assert room.kept_bytes() == 4096
 
 
 class LateStore:
@@ -153,9 +171,9 @@ def test_an_extent_is_released_after_its_last_write() -> None:
     """A graph dropped before backward: the next call's write must not meet the old one in the extent."""
     store = LateStore()
     room = StoreRoom(cast(NvmeStore, store), CPU, MIB)
-    room.give(room.put(part(4096, 1)))
+    room.give(put(room, part(4096, 1)))
     assert store.done == ["began 0"]
-    room.put(part(4096, 2))
+    put(room, part(4096, 2))
     assert store.done == ["began 0", "ended 0", "released 0", "began 0"]
 
 
@@ -164,14 +182,18 @@ def test_storage_keeps_no_memory_beside(tmp_path: Path) -> None:
     with NvmeStore([tmp_path]) as store:
         room = StoreRoom(store, CPU, MIB)
         values, found = part(4 * MIB, 7), part(4 * MIB, 0xEE)
-        weak = [StorageWeakRef(each.untyped_storage()) for each in (values, found)]
-        place = room.put(values)
-        del values
-        assert weak[0].expired()
+        weak = [StorageWeakRef(found.untyped_storage())]
+
+        def fill(memory: torch.Tensor) -> None:
+            weak.append(StorageWeakRef(memory.untyped_storage()))
+            memory.copy_(values)
+
+        place = room.put(values.nbytes, fill)
+        assert weak[1].expired()
         room.fetch(place, found).wait()
         assert bool((found == 7).all())
         del found
-        assert weak[1].expired()
+        assert weak[0].expired()
 
 
 def holds(file: Path, values: bytes) -> bool:

@@ -132,9 +132,7 @@ class Keeper:
         ranks, rank = (self.partition.size, self.partition.rank) if self.partition else (1, 0)
         layout = Layout.of(tensors, ranks, self.room.block)
         try:
-            part = torch.empty(layout.part_bytes, dtype=torch.uint8, device=self._device)
-            layout.pack(part, tensors, rank)
-            place = self.room.put(part)
+            place = self.room.put(layout.part_bytes, lambda part: layout.pack(part, tensors, rank))
         except RuntimeError as error:
             self._give_up(f"keeping the inputs of {name} failed: {error}")
             raise

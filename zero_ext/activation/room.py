@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +18,10 @@ from zero_ext.offload.transit import Transit
 
 _BLOCK_BYTES = 16 << 20
 _STORE_GROWTH_BYTES = 64 << 20
+
+
+# Writes all bytes of memory on the device, uint8.
+Fill = Callable[[torch.Tensor], object]
 
 
 class RoomIsFull(RuntimeError):
@@ -50,9 +55,9 @@ class Room(Protocol):
     tier: Tier
     block: int  # bytes of which places and transfers are multiples
 
-    def put(self, part: torch.Tensor) -> Place:
-        """Starts to keep ``part``, uint8 on the device, which must not change any more. It stays there, with
-        the one before it, until the next but one is put, or :meth:`let_go`."""
+    def put(self, nbytes: int, fill: Fill) -> Place:
+        """Starts to keep ``nbytes`` that ``fill`` writes. What it wrote stays on the device until two more
+        were put, or :meth:`let_go`."""
 
     def let_go(self) -> None:
         """Nothing that was put needs its memory on the device any more."""
@@ -99,10 +104,17 @@ class MemoryRoom:
         self._free: deque[Place] = deque()
         self._copies: deque[Arrival] = deque()
 
-    def put(self, part: torch.Tensor) -> Place:
+    def put(self, nbytes: int, fill: Fill) -> Place:
         """See :class:`Room`."""
-        place = self._take(part.nbytes)
+        place = self._take(nbytes)
         memory = _memory(place)
+        try:
+            part = self._filled(memory, fill)
+        except BaseException:
+            self.give(place)
+            raise
+        if part is memory:
+            return place
         place.written = self._device.copy(memory, part)
         # The copy's source stays alive with the arrival, two calls long: by then it has ended.
         self._copies.append(place.written)
@@ -132,6 +144,14 @@ class MemoryRoom:
     def held_bytes(self) -> dict[Tier, int]:
         """See :class:`Room`."""
         return {self.tier: sum(block.memory.nbytes for block in self._blocks)}
+
+    def _filled(self, memory: torch.Tensor, fill: Fill) -> torch.Tensor:
+        """``memory`` itself where it is the device's: no byte is copied twice there."""
+        part = memory
+        if memory.device != self._device.device:
+            part = torch.empty(memory.nbytes, dtype=torch.uint8, device=self._device.device)
+        fill(part)
+        return part
 
     def _take(self, nbytes: int) -> Place:
         self._collect()
@@ -191,13 +211,15 @@ class StoreRoom:
         self._free: deque[Place] = deque()
         self._writes: deque[Arrival] = deque()
 
-    def put(self, part: torch.Tensor) -> Place:
+    def put(self, nbytes: int, fill: Fill) -> Place:
         """See :class:`Room`."""
+        part = torch.empty(nbytes, dtype=torch.uint8, device=self._device.device)
+        fill(part)
         self._collect()
         facts = self._store.facts()
-        if facts.largest_free < part.nbytes:
-            self._store.reserve(facts.capacity + max(part.nbytes, _STORE_GROWTH_BYTES), zeros=False)
-        place = Place(self._store.allocate(part.nbytes), part.nbytes)
+        if facts.largest_free < nbytes:
+            self._store.reserve(facts.capacity + max(nbytes, _STORE_GROWTH_BYTES), zeros=False)
+        place = Place(self._store.allocate(nbytes), nbytes)
         self._kept += place.nbytes
         first = place.offset
         place.written = self._way.write(part, lambda offset, chunk: self._store.write(first + offset, chunk))
