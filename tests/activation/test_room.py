@@ -18,6 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.activation.blocks import WIDTH, Stack, fresh_seed, gradients, same
+from zero_ext import ops
 from zero_ext.activation import Checkpointing
 from zero_ext.activation import room as room_module
 from zero_ext.activation.room import MemoryRoom, Place, Room, RoomIsFull, StoreRoom
@@ -194,6 +195,24 @@ def test_storage_keeps_no_memory_beside(tmp_path: Path) -> None:
         assert bool((found == 7).all())
         del found
         assert weak[0].expired()
+
+
+def test_the_memory_on_the_way_to_storage_has_one_size(tmp_path: Path) -> None:
+    """However many calls there are, and however large they are."""
+    policy = ActivationPolicy(tier="nvme", nvme_paths=(str(tmp_path),), buffer_bytes=3 * MIB)
+    held, before = set(), ops.host_buffer_bytes()
+    for calls, rows in ((1, 16), (12, 16), (3, 40_000)):
+        checkpointing = Checkpointing(policy)
+        hidden = torch.ones(rows, WIDTH, requires_grad=True) * 1
+        for _ in range(calls):
+            hidden = checkpointing(torch.sin, hidden)
+        assert checkpointing.kept_bytes() == calls * rows * WIDTH * 4
+        held.add((checkpointing.held_bytes()["host"], ops.host_buffer_bytes() - before))
+        hidden.sum().backward()
+        held.add((checkpointing.held_bytes()["host"], ops.host_buffer_bytes() - before))
+        del checkpointing, hidden
+        gc.collect()
+    assert len(held) == 1 and 2 * MIB < max(held)[0] == max(held)[1] <= 3 * MIB
 
 
 def holds(file: Path, values: bytes) -> bool:
