@@ -121,10 +121,15 @@ class _Way:
             line.add(self, begin, min(begin + size, nbytes))
 
     def start(self, begin: int, chunk: torch.Tensor) -> _Chunk:
-        """The first stage of the bytes from ``begin`` on, in ``chunk``."""
+        """The first stage of the bytes from ``begin`` on, in ``chunk``. What cannot start is told by
+        :meth:`wait`: it may be another transfer that is brought on here."""
         if self._start is None:
             raise AssertionError(f"the chunk from byte {begin} on was started before")
-        started = self._start(begin, chunk)
+        try:
+            started = self._start(begin, chunk)
+        except RuntimeError as error:
+            self._failure = self._failure or error
+            started = _Chunk(HERE, lambda: HERE)
         self._first = started.first
         self._unstarted -= 1
         if self._unstarted == 0:
