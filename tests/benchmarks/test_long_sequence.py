@@ -27,18 +27,32 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return asked
 
 
-def test_the_search_closes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_lies_just_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(quiet=True)
-    pretend(monkeypatch)
+    asked = pretend(monkeypatch)
     limit = (8 * GIGA / 150) ** 0.5
-    found = long_sequence.best(long_sequence.longest_dense(10 * GIGA, "bfloat16", console))
-    assert limit / long_sequence.CLOSE < found <= limit
-    foretold, trials = long_sequence.longest_linear("sparse", 10 * GIGA, "bfloat16", console, tried=True)
-    assert foretold == pytest.approx(80_000, abs=1)
-    assert long_sequence.best(trials) == int(80_000 * 0.97) // 64 * 64
-    foretold, trials = long_sequence.longest_linear("flash", 10 * GIGA, "bfloat16", console, tried=False)
-    assert [trial.tokens for trial in trials] == list(long_sequence.PROBES["flash"])
-    assert long_sequence.best(long_sequence.longest_dense(GIGA, "bfloat16", console)) == 0
+    trials = long_sequence.shortest_failing(10 * GIGA, "bfloat16", console)
+    assert [trial.trained for trial in trials] == [True, True, True, False]
+    assert limit < trials[-1].tokens <= long_sequence.CLOSE * limit + 64
+    for kind in ("sparse", "flash"):
+        foretold, trials = long_sequence.linear(kind, 10 * GIGA, "bfloat16", console)
+        assert foretold == pytest.approx(80_000, abs=1)
+        assert [trial.tokens for trial in trials] == list(long_sequence.PROBES[kind])
+    assert long_sequence.linear("sparse", GIGA, "bfloat16", console)[0] == 0
+    assert len(asked) == 10
+
+
+def test_a_peak_that_grows_slower_than_foretold_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attempt(kind: str, tokens: int, cap_bytes: int, *_: object) -> long_sequence.Trial:
+        peak = 2 * GIGA + 150 * tokens**2 - max(0, tokens - 5000) ** 2 * 100
+        return long_sequence.Trial(kind, tokens, peak <= cap_bytes, peak)
+
+    monkeypatch.setattr(long_sequence, "attempt", attempt)
+    trials = long_sequence.shortest_failing(10 * GIGA, "bfloat16", Console(quiet=True))
+    assert trials[-2].trained and not trials[-1].trained
+    assert trials[-2].tokens > 5000 and trials[-1].tokens <= 1.03 * trials[-2].tokens
+    with pytest.raises(RuntimeError, match="raise --cap"):
+        long_sequence.shortest_failing(GIGA, "bfloat16", Console(quiet=True))
 
 
 @pytest.mark.parametrize("kind", ["math", "flash", "sparse"])
