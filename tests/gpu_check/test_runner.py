@@ -68,10 +68,10 @@ def test_a_step_that_does_not_end_is_ended_and_keeps_what_it_told(tmp_path: Path
 
     grace, module.GRACE_SECONDS = module.GRACE_SECONDS, 0.3
     try:
-        outcomes, _ = run(tmp_path, program("stuck", code, limit=1.0), program("next", "print(1)"))
+        outcomes, _ = run(tmp_path, program("stuck", code, limit=6.0), program("next", "print(1)"))
     finally:
         module.GRACE_SECONDS = grace
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60
     assert outcomes["stuck"].status == "failed" and "its limit" in outcomes["stuck"].reason
     assert outcomes["stuck"].result["line"] == "half"
     assert outcomes["next"].status == "passed"

@@ -91,7 +91,7 @@ def test_who_waits_for_a_build_that_fails_fails_with_it(
     (log,) = cache.glob("*/*/build.log")
     assert f"whole log: {log}" in str(caught.value) and "line 50\n" in log.read_text()
     # It did not compile again, and the next one, which did not wait, does.
-    assert len(calls.read_text().splitlines()) == 1 and time.monotonic() - started < 10
+    assert len(calls.read_text().splitlines()) == 1 and time.monotonic() - started < 60
     monkeypatch.delenv("FAKE_NVCC_WAITS")
     monkeypatch.delenv("FAKE_NVCC_FAILS")
     assert obtain().is_file()

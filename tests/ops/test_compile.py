@@ -52,8 +52,8 @@ def test_a_failure_ends_the_others_with_their_children(
         RuntimeError, match=r"fails failed with status 3; the last of 30 lines:\n11\n"
     ) as caught:
         run(tmp_path, [slow, fails, shell("never", f"touch {tmp_path}/never")])
-    assert str(caught.value).endswith("\n30") and time.monotonic() - started < 20
-    deadline = time.monotonic() + 10
+    assert str(caught.value).endswith("\n30") and time.monotonic() - started < 55
+    deadline = time.monotonic() + 30
     while is_running(int(pid.read_text())) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_running(int(pid.read_text())) and not (tmp_path / "never").exists()

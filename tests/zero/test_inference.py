@@ -209,7 +209,7 @@ def test_ranks_with_other_prompts_and_lengths_stay_in_step(world: World) -> None
 @on_ranks(2)
 def test_a_rank_that_stops_alone_ends_the_other(world: World) -> None:
     torch.manual_seed(world.seed)
-    with inference(world, TinyModel(), timeout_seconds=1.0) as model, torch.no_grad():
+    with inference(world, TinyModel(), timeout_seconds=3.0) as model, torch.no_grad():
         ids = language_batch(world.seed, 0, 0, world.rank)
         for _ in range(2):
             model(ids)
@@ -218,7 +218,7 @@ def test_a_rank_that_stops_alone_ends_the_other(world: World) -> None:
             with pytest.raises(RuntimeError, match=r"rank 0: gather of unit .*timeout_seconds"):
                 for _ in range(2):
                     model(ids)
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 60
         world.barrier()
         del model
 

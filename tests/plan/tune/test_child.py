@@ -66,10 +66,10 @@ def test_a_trial_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> None
         "import subprocess, sys, time\n"
         f"child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\ntime.sleep(600)",
-        timeout=2.0,
+        timeout=8.0,
     )
     assert found.fate == "timed out"
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 60
     pid = int((tmp_path / "pid").read_text())
     for _ in range(200):
         try:
@@ -88,7 +88,7 @@ def test_who_has_left_a_result_is_not_waited_for(tmp_path: Path) -> None:
         tmp_path, f"import os, time\n{WRITE}('{{\"samples_per_second\": 3}}')\ntime.sleep(600)", 60.0
     )
     assert found.fate == "measured"
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 59
 
 
 def test_a_script_says_nothing_outside_a_trial() -> None:
@@ -110,14 +110,16 @@ def in_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_trial_times_its_steps_and_ends(in_trial: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    now = [100.0]
+    monkeypatch.setattr("zero_ext.plan.tune.trial.time.perf_counter", lambda: now[0])
     trial, taken = Trial.current({"stage": 1}), 0
     assert trial.config.stage == 3
     for _ in trial.steps(iter(range(1000))):
         taken += 1
-        time.sleep(0.1 if taken <= 4 else 0.02)  # the warm-up's steps are slow and do not count
+        now[0] += 5.0 if taken <= 4 else 0.25  # the warm-up's steps are slow and do not count
     assert taken == (2 + 3) * 2
     found = json.loads(in_trial.read_text())
-    assert found["seconds"] == pytest.approx(6 * 0.02, rel=0.8)
+    assert found["seconds"] == pytest.approx(6 * 0.25)
     assert found["samples_per_second"] == pytest.approx(6 * 4 * 2 / found["seconds"])
 
 
