@@ -6,10 +6,19 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.multi.pool import RankPool
 
 STAND_IN_RANKS = 3
+
+# Whether examples are made in time, and how many are thrown away, depends on the machine and on luck.
+settings.register_profile(
+    "any machine",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="module", autouse=True)
