@@ -68,7 +68,9 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "one element setitem": no_grad(lambda m: m.gain.__setitem__(0, 3.0)),
     "zero-dim add_": no_grad(lambda m: m.offset.add_(1)),
     "init.ones_ of one element": lambda m: nn.init.ones_(m.gain),
-    "data.fill_": lambda m: m.gain.data.fill_(2.0),
+    "data.fill_ of one element": lambda m: m.gain.data.fill_(2.0),
+    "data.fill_": lambda m: m.layer.weight.data.fill_(2.0),
+    "data.zero_": lambda m: m.layer.bias.data.zero_(),
     "data = ": lambda m: setattr(m.layer.weight, "data", torch.ones(WIDTH, WIDTH)),
     "new parameter": lambda m: setattr(m.layer, "weight", nn.Parameter(torch.ones(WIDTH, WIDTH))),
     "half of a submodule": lambda m: m.layer.half(),
@@ -90,15 +92,16 @@ def test_writes_to_released_parameters_raise(world: World, write: str) -> None:
 
 
 @on_ranks(1, stand_in=True)
-def test_writes_to_one_element_are_seen_without_waiting_for_the_device(world: World) -> None:
+@pytest.mark.parametrize("name", ["gain", "layer.weight"])
+def test_writes_through_data_are_seen_without_waiting_for_the_device(world: World, name: str) -> None:
     model, _ = prepared(world, Scalars().to("stand_in"), offload={"params": "host"})
     features = feature_batch(world.seed, 0, 0, world.rank).to("stand_in")
     with HostWaits() as waits:
         for _ in range(3):
             feature_loss(model, features).backward()
     assert not [each for each in waits.found if "scalar" in each]
-    model.gain.data.fill_(2.0)
-    with pytest.raises(RuntimeError, match=r"parameter 'gain' was written to .*gathered"):
+    model.get_parameter(f"module.{name}").data.fill_(2.0)
+    with pytest.raises(RuntimeError, match=rf"parameter '{name}' was written to .*gathered"):
         for _ in range(3):
             feature_loss(model, features).backward()
             torch.accelerator.synchronize()

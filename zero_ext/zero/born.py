@@ -14,7 +14,7 @@ from zero_ext.comm import Collectives
 from zero_ext.config import Tier
 from zero_ext.offload import STORAGE_ALIGNMENT, Arrival, Birthplace, ShardHome, allocate
 from zero_ext.zero.layout import ALIGNMENT_BYTES, FlatLayout, ParameterSpec, in_memory_order, memory_order
-from zero_ext.zero.placeholder import allow_use, has_nan, is_blank, placeholder, refuse_use
+from zero_ext.zero.placeholder import allow_use, are_blank, has_nan, placeholder, refuse_use
 from zero_ext.zero.postponed import Postponed
 
 ATTRIBUTE = "_zero_ext_born_shard"
@@ -70,7 +70,7 @@ class BornShard:
         return (
             parameter.dtype != self._memory.dtype
             or parameter.data_ptr() != self._memory.data_ptr()
-            or not is_blank(self._memory)
+            or not bool(are_blank(self._memory).all())
         )
 
     def part(self, start: int, shape: tuple[int, ...]) -> BornShard:

@@ -29,16 +29,19 @@ def has_nan(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
+def blanks(count: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Elements [count] to expand to placeholders: NaN, or 0 where the dtype has no NaN."""
+    return torch.full((count,), float("nan") if has_nan(dtype) else 0, dtype=dtype, device=device)
+
+
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """One element of ``dtype`` expanded to ``shape``, no memory: NaN, or 0 where the dtype has no NaN."""
-    blank = float("nan") if has_nan(dtype) else 0
-    return torch.full((), blank, dtype=dtype, device=device).expand(tuple(shape))
+    """One element of :func:`blanks` expanded to ``shape``, no memory."""
+    return blanks(1, dtype, device)[0].expand(tuple(shape))
 
 
-def is_blank(element: torch.Tensor) -> bool:
-    """Whether a placeholder's one element is as :func:`placeholder` made it."""
-    value = element.reshape(()).item()
-    return value != value or (value == 0 and not has_nan(element.dtype))
+def are_blank(elements: torch.Tensor) -> torch.Tensor:
+    """Which of ``elements`` are as :func:`blanks` made them: bool, of their shape."""
+    return elements.isnan() if has_nan(elements.dtype) else elements == 0
 
 
 def function_name(function: Callable[..., Any]) -> str:

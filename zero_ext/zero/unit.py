@@ -14,7 +14,7 @@ from zero_ext.config.placement import Placement
 from zero_ext.offload import HERE, Arrival, Tiers, put
 from zero_ext.zero.blank import Blanks
 from zero_ext.zero.layout import FlatLayout
-from zero_ext.zero.placeholder import allow_use, has_nan, placeholder, refuse_use
+from zero_ext.zero.placeholder import allow_use, blanks, has_nan, refuse_use
 from zero_ext.zero.pool import BufferPool, attach, detach
 
 
@@ -64,10 +64,11 @@ class Unit:
                 self.flat.as_strided(spec.shape, spec.stride, offset)
                 for spec, offset in zip(layout.specs, layout.offsets, strict=True)
             ]
+            elements = blanks(len(layout.specs), layout.dtype, tiers.device.device)
             self._placeholders = [
-                placeholder(spec.shape, layout.dtype, tiers.device.device) for spec in layout.specs
+                elements[index].expand(spec.shape) for index, spec in enumerate(layout.specs)
             ]
-            self._blanks = Blanks(self._placeholders)
+            self._blanks = Blanks(elements)
         self._versions = [0] * len(self.parameters)
         self.state = UnitState.GATHERED
 
