@@ -219,10 +219,10 @@ def test_memory_is_what_the_ledger_and_the_plan_say(world: World) -> None:
             paths = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
             tiers = {**offload, **paths, "ring_bytes": 1 << 20}
             config = configuration(3, offload=tiers, batch={"gradient_accumulation_steps": 2})
+            before = accelerator.memory_allocated()
             model = tiny_model("stand_in")
             optimizer = adamw(model.parameters())
             planned = model_staging(model, optimizer, config, 1)
-            before = accelerator.memory_allocated() - sum(each.nbytes for each in model.parameters())
             pinned = accelerator.pinned_bytes()
             prepared, optimizer = zero_ext.prepare(model, optimizer, config, process_group=world.group)
             engine = zero_ext.zero.engine_of(prepared)
@@ -230,12 +230,15 @@ def test_memory_is_what_the_ledger_and_the_plan_say(world: World) -> None:
                 held = ledger_by_tier(engine)
                 assert held["device"]["staging"] == planned.device
                 assert held["host"]["staging"] == planned.host
-                # A scalar that stands for released parameters, and the granularity of allocations.
+                # The elements behind a unit's placeholders, and the granularity of allocations.
                 small = 512 * (2 * len(engine.units) + 8)
                 own = sum(held["device"].values())
-                assert own <= accelerator.memory_allocated() - before <= own + small * 4, (offload, step)
+                found = accelerator.memory_allocated() - before
+                assert own <= found <= own + small * 4, (offload, step, own, found, small)
                 ring = engine.tiers.stream.ring_bytes if offload.get("optimizer") == "nvme" else 0
-                assert accelerator.pinned_bytes() - pinned == sum(held["host"].values()) - ring, offload
+                # Where the host looks at the placeholders' elements.
+                looks = accelerator.pinned_bytes() - pinned - (sum(held["host"].values()) - ring)
+                assert 0 <= looks <= 512 * len(engine.units), (offload, looks)
                 for micro in range(2):
                     ids = language_batch(world.seed, step, micro, 0).to("stand_in")
                     prepared.backward(language_loss(prepared, ids))
