@@ -42,7 +42,7 @@ def test_best_section_is_one_that_the_configuration_reads(tmp_path: Path) -> Non
     assert policy.block_bytes in (1 << 16, 1 << 20) and policy.queue_depth in (2, 64)
     available = [name for name, reason in ops.aio_backends().items() if not reason]
     assert policy.backend in available
-    assert f"{3 * len(available)} settings, 2 writes and reads each" in text
+    assert f"{3 * len(available)} settings, each written and read 2 ×:" in text
     assert f"{len(available)} settings left out: they keep more than 4 MiB in flight" in text
     for name in available:
         assert len(re.findall(rf"^│ {name} +│", text, re.MULTILINE)) == 3

@@ -126,6 +126,19 @@ def test_all_mistakes_at_once_and_file_named(tmp_path: Path) -> None:
     assert str(caught.value).startswith(str(path))
 
 
+@pytest.mark.parametrize("key", ["zero_optimization", "train_micro_batch_size_per_gpu", "fp16", "bf16"])
+def test_the_keys_of_deepspeed_are_known_as_such(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({key: 1, "stage": 7}))
+    for source in (path, {key: 1, "stage": 7}):
+        with pytest.raises(ConfigError, match="load_deepspeed_config") as caught:
+            load_config(source)
+        assert {key, "stage"} < set(caught.value.paths)
+    with pytest.raises(ConfigError) as caught:
+        load_config({"train_batch_size": 8})
+    assert "DeepSpeed" not in str(caught.value)
+
+
 def test_direct_construction_words_errors_alike() -> None:
     with pytest.raises(ConfigError, match="stage: got 7"):
         ZeroConfig(stage=7)

@@ -44,7 +44,8 @@ def measure_and_report(
     _say_what_is_missing(console, len(left_out), nbytes)
     passes = 2 * repeats * len(settings)
     console.print(
-        f"{len(settings)} settings, {repeats} writes and reads each: {passes * nbytes / 1e9:,.1f} GB to move"
+        f"{len(settings)} settings, each written and read {repeats} ×: "
+        f"{passes * nbytes / 1e9:,.1f} GB to move"
     )
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("", total=None)

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from .errors import ConfigError, show
+from .errors import ConfigError, Problem, show
 from .json_file import DEEPEST_NESTING, read_json_object
 from .root import ZeroConfig
 
 ConfigSource = ZeroConfig | Mapping[str, object] | str | Path | None
+
+_ONLY_IN_DEEPSPEED = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "fp16", "bf16"})
+_IS_DEEPSPEED = Problem(
+    "",
+    "this is DeepSpeed's JSON: give it to zero_ext.initialize, or take "
+    "zero_ext.config.load_deepspeed_config(...).config",
+)
 
 
 def load_config(source: ConfigSource) -> ZeroConfig:
@@ -24,14 +31,19 @@ def load_config(source: ConfigSource) -> ZeroConfig:
     if isinstance(source, ZeroConfig):
         return source
     if isinstance(source, Mapping):
-        return ZeroConfig.from_mapping(_plain(source, 0))
+        return _native(_plain(source, 0), None)
     if isinstance(source, str | Path):
-        values = read_json_object(source)
-        try:
-            return ZeroConfig.from_mapping(values)
-        except ConfigError as error:
-            raise error.within(str(source)) from None
+        return _native(read_json_object(source), str(source))
     raise TypeError(f"configuration is {show(source)}, wanted a ZeroConfig, a mapping, a path or None")
+
+
+def _native(values: object, file: str | None) -> ZeroConfig:
+    """Errors name the ``file``, and say so where the keys are DeepSpeed's."""
+    try:
+        return ZeroConfig.from_mapping(values)
+    except ConfigError as error:
+        foreign = (_IS_DEEPSPEED,) if _ONLY_IN_DEEPSPEED.intersection(error.paths) else ()
+        raise ConfigError((*error.problems, *foreign), file or error.source) from None
 
 
 def _plain(value: object, depth: int) -> object:

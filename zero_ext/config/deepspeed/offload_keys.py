@@ -10,7 +10,7 @@ AIO = "aio"
 
 _PATH = Kind("a path", lambda value: isinstance(value, str) and bool(value) and "\0" not in value)
 _TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
-_PINNED = "all tensors are CPU tensors here, and copies between them gain nothing from pinned memory"
+_PINNED = "beside an accelerator host memory is always pinned; without one there is nothing to pin it for"
 _STAGING = "staging is sized by what a step needs"
 _OVERLAP = "reads, updates and writes of different chunks always overlap"
 

@@ -79,7 +79,7 @@ REFUSED_MODULES: dict[str, str] = {
     "deepspeed.nvme": "measure devices with 'zero-ext bench-nvme'",
     "deepspeed.ops.sparse_attention": "take zero_ext.attention.SparseSelfAttention",
     "deepspeed.ops.transformer": _INFERENCE,
-    "deepspeed.profiling": "use torch.profiler with_flops=True",
+    "deepspeed.profiling": "set flops_profiler in the JSON, or use torch.profiler with_flops=True",
     "deepspeed.runtime.bf16_optimizer": _OWN,
     "deepspeed.runtime.comm": "compressed collectives do not exist here: use AdamW",
     "deepspeed.runtime.data_pipeline": "no curriculum learning here: choose samples in the data set",

@@ -58,7 +58,7 @@ REFUSED: tuple[Entry, ...] = (
     *refused("deepspeed.ops.adam", "OnebitAdam ZeroOneAdam", _ONE_BIT),
     *refused("deepspeed.ops.lamb", "FusedLamb", _LAMB),
     *refused("deepspeed.ops.lamb", "OnebitLamb", _ONE_BIT),
-    *refused("deepspeed.ops.aio", "GDSBuilder", "transfers between storage and GPU memory pass host memory"),
+    *refused("deepspeed.ops.aio", "GDSBuilder", "such transfers are the engine's own: set aio.use_gds"),
     *refused(
         "deepspeed.ops.aio",
         "CPUAdamBuilder FusedAdamBuilder CPULionBuilder FusedLionBuilder CPUAdagradBuilder FusedLambBuilder",
