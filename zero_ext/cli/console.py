@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -24,9 +26,16 @@ def terminal() -> Console:
 
 @contextmanager
 def errors_on_stderr() -> Iterator[None]:
-    """One red line and exit status 1 instead of a stack trace, for what the user can mend."""
+    """One red line and exit status 1 instead of a stack trace, for what the user can mend.
+
+    Silent where nobody reads the output any longer, as after ``| head``.
+    """
     try:
         yield
+    except BrokenPipeError:
+        # What is still buffered would fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
     except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:
         Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from None
