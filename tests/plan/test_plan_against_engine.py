@@ -14,6 +14,7 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.plan import model_staging
+from zero_ext.plan.estimate import estimate_step
 from zero_ext.plan.models import PlannedModel
 from zero_ext.plan.simulation import MACHINES, Training, Transformer
 from zero_ext.plan.simulation.memory import MemoryNeeds, memory_needs
@@ -24,6 +25,7 @@ WITHIN = 0.03
 STATE = ("params", "grads", "optimizer")
 HERE = MACHINES["dgx-a100"].replace(name="here", device_is_host=True)  # the engine's device is the processor
 PLACEMENTS: tuple[tuple[int, dict[str, str]], ...] = (
+    (0, {}),
     (1, {}),
     (1, {"optimizer": "host"}),
     (2, {}),
@@ -34,6 +36,8 @@ PLACEMENTS: tuple[tuple[int, dict[str, str]], ...] = (
     (3, {"params": "host", "grads": "host", "optimizer": "host"}),
     (3, {"params": "host", "grads": "host", "optimizer": "nvme"}),
     (3, {"params": "nvme", "grads": "nvme", "optimizer": "nvme"}),
+    (2, {"grads": "host", "optimizer": "host", "step": "delayed"}),
+    (3, {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "step": "delayed"}),
 )
 
 
@@ -140,16 +144,17 @@ def test_a_real_run_holds_what_was_planned(
     held = ledger_by_tier(engine_of(model))
     training = Training.of_config(config, world.size)
     needs = memory_needs(found.whole, training, HERE)
+    # What shares a bucket depends on the order of registration in a block, which plans do not know: then the
+    # padding is another one.
+    padding = 0.0 if training.placement.params else 0.01
     for tier, kinds in held.items():
         wanted = of_rank(needs, tier)
-        blocks = 48 * 4096 if tier == "nvme" else 1  # whole ones of each unit, much for so small a model
         for kind in (*STATE, "staging"):
-            assert wanted[kind] == pytest.approx(kinds[kind], rel=WITHIN, abs=blocks), (
-                tier,
-                kind,
-                wanted,
-                dict(kinds),
-            )
+            within = WITHIN if kind == "staging" else padding
+            assert wanted[kind] == pytest.approx(kinds[kind], rel=within, abs=1), (tier, kind)
+    counted = engine_of(model).wire.last_bytes_sent
+    sent = sum(nbytes for kind, nbytes in counted.items() if kind != "scalars")
+    assert estimate_step(found, training, HERE).wire == pytest.approx(sent, rel=padding, abs=0), counted
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 64])

@@ -73,7 +73,7 @@ def test_traffic_is_that_of_data_parallelism_once_once_and_one_and_a_half_times(
     base, *stages = (sum(wire_elements(stage, 64, 10**9).values()) for stage in range(4))
     assert [stage / base for stage in stages] == [1, 1, 1.5]
     plan = planned("7.5B", 64)
-    wire = {row.candidate.stage: row.step.wire for row in plan.rows}
-    assert wire[1] / wire[0] == pytest.approx(1, rel=1e-9)
-    assert wire[2] / wire[0] == pytest.approx(1, rel=1e-9)
-    assert wire[3] / wire[0] == pytest.approx(1.5, rel=1e-9)
+    wire = {row.candidate.stage: row.step.wire for row in plan.rows if row.candidate.distance == 0}
+    # Padding included: of buckets in stages 0 to 2, of blocks in stage 3.
+    factors = [wire[stage] / wire[0] for stage in (1, 2, 3)]
+    assert factors == pytest.approx([1, 1, 1.5], rel=1e-4)

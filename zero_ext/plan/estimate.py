@@ -12,6 +12,7 @@ from zero_ext.plan.simulation.schedule import StepSchedule
 from zero_ext.plan.simulation.shapes import ModelCost
 from zero_ext.plan.simulation.timeline import Timeline
 from zero_ext.plan.simulation.training import PARAMETER_BYTES, Training
+from zero_ext.plan.simulation.units import padded_elements
 from zero_ext.plan.wire import bytes_sent, wire_elements
 
 MOST_UNITS = 96  # that are simulated one by one; deeper models are continued from two shallower ones
@@ -81,7 +82,10 @@ def _bytes_sent(model: PlannedModel, training: Training) -> int:
     """By one rank in a step; gradients that added up before they are reduced are wider."""
     ranks, sent = training.world_size, 0
     kinds = wire_elements(
-        training.stage, ranks, model.parameters, accumulation_steps=training.accumulation_steps
+        training.stage,
+        ranks,
+        padded_elements(model.whole, training),
+        accumulation_steps=training.accumulation_steps,
     )
     for kind, elements in kinds.items():
         summed = not training.placement.grads and kind in ("reduce_scatter", "gather_gradients")

@@ -158,18 +158,20 @@ def test_backward_waits_for_the_reduction_before_the_last_two() -> None:
 def test_memory_is_that_of_the_formula_and_of_what_passes_through() -> None:
     sizes = ModelCost("three", tuple(UnitCost(str(n), 10, 30.0, 7.0, 5.0) for n in range(3)), sequence=2)
     needs = simulate(sizes, two_ranks(stage=3, optimizer="host", activations="recomputed"), PLAIN).memory
+    # Units of 10 elements have the 32 of 64 bytes on each rank, and where they are stored a block of 2048.
     assert needs.device == {
-        "params": 30,
-        "grads": 30,
+        "params": 3 * 32 * 2,
+        "grads": 3 * 32 * 2,
         # Three gathered, gradients of two and the third one's parameters' place; what two reductions receive.
         "passing through": 6 * 4096,
         "activations": 14,
         "outputs of blocks": 30,
     }
-    assert needs.host == {"optimizer": 180, "staging": 2 * 4096}  # a page for gradients, one for parameters
-    assert needs.total("host") == 2 * (180 + 2 * 4096)  # both ranks of the node
+    state = 3 * 32 * 12
+    assert needs.host == {"optimizer": state, "staging": 2 * 4096}  # a page for gradients, one for parameters
+    assert needs.total("host") == 2 * (state + 2 * 4096)  # both ranks of the node
     stored = simulate(sizes, two_ranks(stage=3, params="nvme", activations="recomputed_host"), PLAIN).memory
-    assert stored.nvme == {"params": 30}
+    assert stored.nvme == {"params": 3 * 4096}
     assert stored.host["outputs of blocks"] == 30
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from zero_ext.config import Tier
+from zero_ext.config.rooms import STORAGE_ALIGNMENT, extent_bytes
 from zero_ext.plan.memory import TrainingState, model_state_bytes
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.shapes import ModelCost
 from zero_ext.plan.simulation.staging import staging_bytes
-from zero_ext.plan.simulation.training import Training
+from zero_ext.plan.simulation.training import PARAMETER_BYTES, Training
+from zero_ext.plan.simulation.units import padded_elements, unit_elements
 
 
 @dataclass(frozen=True)
@@ -86,25 +89,63 @@ def fits(model: ModelCost, training: Training, hardware: Hardware) -> bool:
     return not memory_needs(model, training, hardware).shortfalls(hardware)
 
 
+def stored_state_bytes(elements: int, fields: Sequence[tuple[int, int]], ring_bytes: int) -> int:
+    """Bytes on NVMe of the optimizer state of a range of ``elements``: chunks, as large as eight in a ring of
+    ``ring_bytes`` can be with gradients and parameters in fp32, each in whole blocks. ``fields`` are as
+    :attr:`Training.state_fields`."""
+
+    def plain(count: int) -> int:
+        return sum(-(-count // shared) * nbytes for nbytes, shared in fields)
+
+    grain = STORAGE_ALIGNMENT // PARAMETER_BYTES
+    chunk = max(1, ring_bytes // 8 // (plain(grain) + 8 * grain)) * grain
+    whole, rest = divmod(elements, chunk)
+    return whole * extent_bytes(plain(chunk)) + extent_bytes(plain(rest))
+
+
 def _state_needs(model: ModelCost, training: Training, hardware: Hardware) -> MemoryNeeds:
     placement, ranks = training.placement, min(training.world_size, hardware.ranks_per_node)
-    state = TrainingState(
-        {"bf16": model.parameters},
-        moments_dtype=training.moments_dtype,
-        accumulation_steps=training.accumulation_steps,
-    )
-    kept = model_state_bytes(training.stage, training.world_size, state, delayed=training.step == "delayed")
     found = MemoryNeeds({}, {}, {}, ranks)
     tier_of: dict[str, Tier] = {
         kind: getattr(placement, f"{kind}_tier") if getattr(placement, kind) else "device"
         for kind in ("params", "grads", "optimizer")
     }
     for kind, tier in tier_of.items():
-        nbytes = 0 if kind == "grads" and training.uses_up_gradients else getattr(kept, kind)
-        if kind == "grads" and tier == "nvme":  # has room for sums in fp32, also if none are made
-            nbytes = nbytes * 4 // training.gradient_bytes
-        getattr(found, tier)[kind] = nbytes
+        getattr(found, tier)[kind] = 0
+    for elements, units in unit_elements(model, training).items():
+        kept = _kept_of(elements, tier_of, training)
+        for kind, tier in tier_of.items():
+            getattr(found, tier)[kind] += units * kept[kind]
+    if training.step == "delayed":
+        _add_delayed(found, model, training)
     return found
+
+
+def _kept_of(elements: int, tier_of: Mapping[str, Tier], training: Training) -> dict[str, int]:
+    """Bytes of the state of one unit of ``elements``, by kind."""
+    state = TrainingState(
+        {"bf16": elements},
+        moments_dtype=training.moments_dtype,
+        accumulation_steps=training.accumulation_steps,
+    )
+    kept = asdict(model_state_bytes(training.stage, training.world_size, state))
+    if training.uses_up_gradients:
+        kept["grads"] = 0
+    elif tier_of["grads"] == "nvme":  # has room for sums in fp32, also if none are made
+        kept["grads"] = extent_bytes(training.owned(elements, training.placement.grads) * 4)
+    if tier_of["optimizer"] == "nvme":
+        owned = training.owned(elements, training.placement.optimizer)
+        kept["optimizer"] = stored_state_bytes(owned, training.state_fields, training.ring_bytes)
+    return kept
+
+
+def _add_delayed(found: MemoryNeeds, model: ModelCost, training: Training) -> None:
+    """Updates beside the next step read gradients of their own; what they make of parameters waits in host
+    memory where the masters would have to be read from storage for it."""
+    owned = padded_elements(model, training) // training.world_size
+    found.host["grads"] = found.host.get("grads", 0) + owned * training.gradient_bytes
+    if training.optimizer == "nvme":
+        found.host["optimizer"] = found.host.get("optimizer", 0) + owned * PARAMETER_BYTES
 
 
 def _add_activations(found: MemoryNeeds, model: ModelCost, training: Training) -> None:

@@ -61,14 +61,14 @@ class ModelCost:
     """Units in the order of a forward; ``sequence`` tokens make a sample.
 
     ``groups`` are the modules that hold the parameters; by default each unit is one, of one tensor.
-    ``staged`` remembers what was found to pass through memory, by what that depends on.
+    ``derived`` remembers what planning worked out of them, by what that depends on.
     """
 
     name: str
     units: tuple[UnitCost, ...]
     sequence: int
     groups: tuple[TensorGroup, ...] = ()
-    staged: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def tensor_groups(self) -> tuple[TensorGroup, ...]:

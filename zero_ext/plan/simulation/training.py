@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zero_ext.config import Tier, ZeroConfig, load_config
+from zero_ext.config.blocks import BLOCK_ELEMENTS
 from zero_ext.config.placement import Placement
-from zero_ext.config.rooms import BYTES_OF_DTYPE
 from zero_ext.plan.memory import TrainingState, check_count
 
 Activations = Literal["kept", "recomputed", "recomputed_host"]
@@ -17,6 +17,12 @@ STEPS = ("after_backward", "in_backward", "delayed")
 TIERS = ("device", "host", "nvme")
 FIRST_STAGE = {"params": 3, "grads": 2, "optimizer": 1}
 PARAMETER_BYTES = 2
+# Bytes of an entry of each kind of moments, and how many elements share it.
+_MOMENT_FIELDS = {
+    "fp32": ((4, 1), (4, 1)),
+    "bf16": ((2, 1), (2, 1)),
+    "8bit": ((4, BLOCK_ELEMENTS), (4, BLOCK_ELEMENTS), (1, 1), (1, 1)),
+}
 
 
 @dataclass(frozen=True)
@@ -129,10 +135,14 @@ class Training:
         return 4 if self.accumulation_steps > 1 else PARAMETER_BYTES
 
     @property
+    def state_fields(self) -> tuple[tuple[int, int], ...]:
+        """Of master weights and each kind of moments: bytes of an entry, and how many elements share it."""
+        return (4, 1), *_MOMENT_FIELDS[self.moments_dtype]
+
+    @property
     def state_bytes(self) -> float:
         """Of an element's master weight and both moments."""
-        moment = 1 + 4 / 256 if self.moments_dtype == "8bit" else BYTES_OF_DTYPE[self.moments_dtype]
-        return 4 + 2 * moment
+        return sum(nbytes / elements for nbytes, elements in self.state_fields)
 
     def owned(self, elements: int, sharded: bool) -> int:
         """Elements of a rank."""
