@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,10 +43,26 @@ PLACEMENTS: tuple[tuple[int, dict[str, str]], ...] = (
 )
 
 
+ModelAndOptimizer = tuple[nn.Module, torch.optim.Optimizer]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
     """As text: it goes to other processes."""
     return str(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def without_data() -> Callable[[Transformer], ModelAndOptimizer]:
+    """A model of sizes alone and its AdamW, made once for each shape: planning leaves both as they are."""
+
+    @functools.cache
+    def made(shape: Transformer) -> ModelAndOptimizer:
+        with torch.device("meta"):
+            model = Decoder(shape)
+        return model, torch.optim.AdamW(model.parameters())
+
+    return made
 
 
 class Block(nn.Module):
@@ -89,16 +107,19 @@ def planned(hidden: int, layers: int, vocabulary: int, sequence: int, tied: bool
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("tiers", [tiers for stage, tiers in PLACEMENTS if stage == 3])
-def test_buffers_of_a_model_in_tiles(tiers: dict[str, str], ranks: int, folder: str) -> None:
+def test_buffers_of_a_model_in_tiles(
+    tiers: dict[str, str],
+    ranks: int,
+    folder: str,
+    without_data: Callable[[Transformer], ModelAndOptimizer],
+) -> None:
     """Layers of 113 million parameters, each matrix in fourteen tiles."""
-    found = planned(3072, 4, 50_000, 512, tied=False)
+    found = planned(3072, 2, 50_000, 512, tied=False)
     found = PlannedModel.of_shape(replace(found.shape, tiles=40), "")
     config = configuration(3, tiers, 1, folder)
     config["units"] = {"tiles": {"Linear": found.shape.matrix_tiles}}
     assert found.shape.matrix_tiles == 14
-    with torch.device("meta"):
-        model = Decoder(found.shape)
-    staging = model_staging(model, torch.optim.AdamW(model.parameters()), config, ranks)
+    staging = model_staging(*without_data(found.shape), config, ranks)
     needs = memory_needs(found.whole, Training.of_config(config, ranks), HERE)
     assert of_rank(needs, "device")["staging"] == pytest.approx(staging.device, rel=WITHIN)
     assert of_rank(needs, "host")["staging"] == pytest.approx(staging.host, rel=WITHIN)
@@ -128,7 +149,7 @@ def of_rank(needs: MemoryNeeds, tier: str) -> dict[str, int]:
 def test_a_real_run_holds_what_was_planned(
     world: World, stage: int, tiers: dict[str, str], micro_batches: int, folder: str
 ) -> None:
-    found = planned(128, 6, 700, 32, tied=micro_batches == 2)
+    found = planned(128, 4, 700, 32, tied=micro_batches == 2)
     config = configuration(stage, tiers, micro_batches, folder)
     torch.manual_seed(0)
     model = Decoder(found.shape)
@@ -161,14 +182,17 @@ def test_a_real_run_holds_what_was_planned(
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("stage", "tiers"), PLACEMENTS)
 def test_state_and_buffers_of_a_larger_model(
-    stage: int, tiers: dict[str, str], tied: bool, ranks: int, folder: str
+    stage: int,
+    tiers: dict[str, str],
+    tied: bool,
+    ranks: int,
+    folder: str,
+    without_data: Callable[[Transformer], ModelAndOptimizer],
 ) -> None:
     """400 million parameters: the engine's own staging plan beside the planner's buffers."""
     found = planned(1024, 24, 50_000, 1024, tied)
     config = {**configuration(stage, tiers, 1, folder), "units": {}}
-    with torch.device("meta"):
-        model = Decoder(found.shape)
-    staging = model_staging(model, torch.optim.AdamW(model.parameters()), config, ranks)
+    staging = model_staging(*without_data(found.shape), config, ranks)
     needs = memory_needs(found.whole, Training.of_config(config, ranks), HERE)
     assert of_rank(needs, "device")["staging"] == pytest.approx(staging.device, rel=WITHIN)
     assert of_rank(needs, "host")["staging"] == pytest.approx(staging.host, rel=WITHIN)
