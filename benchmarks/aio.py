@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -21,7 +20,7 @@ import typer
 from torch import Tensor
 
 from benchmarks.harness.environment import available_bytes, describe
-from benchmarks.harness.report import Table, terminal, write_results
+from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.statistics import Ratio, ratio_of_rounds
 from benchmarks.peers.deepspeed_operators import load_async_io
 from benchmarks.peers.storage_engines import (
@@ -318,20 +317,19 @@ def main(
     results.append(judge_homes(measure_homes(folder, nbytes, rounds, missing), nbytes))
     tables = [table for table, _ in results]
     rows = [row for _, figures in results for row in figures]
-    for table in tables:
-        table.show(console)
     note = (
         f"Medians of {rounds} rounds. A ratio is that of two passes right after each other, in one order and "
         "the other by turns; its median and range over the rounds."
     )
     tables[0].note = " ".join([note, *(f"Not measured: {line}." for line in missing)])
-    console.print(tables[0].note)
     environment = describe() | {"load average at the end": f"{os.getloadavg()[0]:.2f}"}
     data = {"environment": environment, "bytes": nbytes, "not_measured": missing, "results": rows}
-    for path in write_results(output, "Asynchronous I/O", tables, data):
-        console.print(f"wrote {path}")
-    if any(row["met"] is False for row in rows):
-        print("a bar was missed", file=sys.stderr)
+    missed = [
+        f"{row.get('direction') or row['pass']}, {row['name']}: the bar is missed"
+        for row in rows
+        if row["met"] is False
+    ]
+    conclude(console, output, "Asynchronous I/O", tables, data, missed)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Run from the repository root: python -m benchmarks.checkpoint [--gigabytes 1.5] 
 
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ import typer
 from torch import Tensor
 
 from benchmarks.harness.environment import available_bytes, describe
-from benchmarks.harness.report import Table, terminal, write_results
+from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.statistics import ratio_of_rounds
 from zero_ext import ops
 from zero_ext.checkpoint import SaveHandle, load_checkpoint, save_checkpoint
@@ -279,8 +278,7 @@ def main(
             raise typer.BadParameter("three times --gigabytes of free disk are needed")
         state = State(int(gigabytes * 1e9))
         nbytes = state.memory.numel()
-        results = []
-        tables = []
+        results, tables, missed = [], [], []
         matches = (
             ("Save, to the disk", savers),
             ("Load, cold page cache", loaders),
@@ -290,8 +288,10 @@ def main(
             contenders = make(place, state)
             run_in_turn(contenders, rounds)
             table, figures = judge(f"{title}: {nbytes / 1e9:.2f} GB, one rank", contenders, nbytes)
-            table.show(console)
             tables.append(table)
+            missed += [
+                f"{title}, {row['name']}: the bar is missed" for row in figures if row["bar_met"] is False
+            ]
             results += figures
         check_loaded(state)
     load = os.getloadavg()[0]
@@ -300,10 +300,7 @@ def main(
         "bytes": nbytes,
         "results": results,
     }
-    for path in write_results(output, "Checkpoints", tables, data):
-        console.print(f"wrote {path}")
-    if any(row["bar_met"] is False for row in results):
-        print("a bar was missed", file=sys.stderr)
+    conclude(console, output, "Checkpoints", tables, data, missed)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import typer
 
 from benchmarks.harness.environment import available_bytes, describe
 from benchmarks.harness.ranks import Team, TeamFailure
-from benchmarks.harness.report import Table, megabytes, terminal, write_results
+from benchmarks.harness.report import Table, conclude, megabytes, terminal
 from benchmarks.harness.shapes import LlamaShape, shape_named
 from benchmarks.harness.statistics import Ratio, ratio_of_rounds
 from benchmarks.peers.base import nvme_folder
@@ -173,18 +173,14 @@ def main(
                 except TeamFailure as error:
                     print(f"FAILED {run.shape.name}: {error}", file=sys.stderr)
                     raise typer.Exit(1) from None
-    table = table_of(runs, rounds, tokens)
-    table.show(console)
     environment = describe() | {
         "NVMe folder": str(folder),
         "cap": "none" if cap is None else cap.name,
         "load average at the end": f"{os.getloadavg()[0]:.2f}",
     }
     data = {"environment": environment, "results": [run.figures() for run in runs]}
-    for path in write_results(output, "Inference", [table], data):
-        console.print(f"wrote {path}")
-    if not all(run.met() for run in runs):
-        print("a bar was missed", file=sys.stderr)
+    missed = [f"{run.shape.name}: a bar is missed" for run in runs if not run.met()]
+    conclude(console, output, "Inference", [table_of(runs, rounds, tokens)], data, missed)
 
 
 def _llama(name: str) -> LlamaShape:

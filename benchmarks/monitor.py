@@ -16,7 +16,7 @@ import typer
 
 from benchmarks.harness.environment import describe
 from benchmarks.harness.ranks import Team, TeamFailure
-from benchmarks.harness.report import Table, terminal, write_results
+from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.statistics import Ratio, ratio_of_rounds
 
 BAR = 1.01
@@ -128,13 +128,10 @@ def main(
             print(f"FAILED: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
     table = table_of(runs, model, stage, rounds, pairs)
-    table.show(console)
     environment = describe() | {"load average at the end": f"{os.getloadavg()[0]:.2f}"}
     data = {"environment": environment, "results": [run.figures() for run in runs]}
-    for path in write_results(output, "Monitors", [table], data):
-        console.print(f"wrote {path}")
-    if not all(run.met() for run in runs):
-        print("a bar was missed", file=sys.stderr)
+    missed = [f"{run.name}: the bar is missed" for run in runs if not run.met()]
+    conclude(console, output, "Monitors", [table], data, missed)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import typer
 
 from benchmarks.harness.environment import describe
 from benchmarks.harness.plots import plot_scaling
-from benchmarks.harness.report import RESULTS, Table, terminal, write_results
+from benchmarks.harness.report import RESULTS, Table, conclude, terminal
 from benchmarks.harness.this_machine import Row, ThisMachine
 from zero_ext.plan.simulation import (
     MACHINES,
@@ -135,8 +135,6 @@ def main(
     scaled = scaling(TRANSFORMERS[model], name, WORLD_SIZES, batch)
     speed, seconds = speed_table()
     tables = [published_table(published), own_table(own), scaling_table(scaled), speed]
-    for table in tables:
-        table.show(console)
     data = {
         "environment": describe(),
         "published": [
@@ -151,12 +149,13 @@ def main(
         "scaling": [summary(one) for one in scaled],
         "simulation_seconds": seconds,
     }
-    paths = [*write_results(output, "Simulated steps", tables, data)]
-    paths.append(plot_scaling(scaled, f"{model} on {name}", RESULTS / f"{output}.png"))
-    for path in paths:
-        console.print(f"wrote {path}")
-    if max(seconds.values()) >= SECONDS_BAR:
-        raise typer.Exit(1)
+    console.print(f"wrote {plot_scaling(scaled, f'{model} on {name}', RESULTS / f'{output}.png')}")
+    slow = [
+        f"{model}: simulated in {took:.2f} s, bar {SECONDS_BAR:g} s"
+        for model, took in seconds.items()
+        if took >= SECONDS_BAR
+    ]
+    conclude(console, output, "Simulated steps", tables, data, slow)
 
 
 if __name__ == "__main__":

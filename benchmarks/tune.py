@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.harness.environment import describe
-from benchmarks.harness.report import Table, terminal, write_results
+from benchmarks.harness.report import Table, conclude, terminal
 from zero_ext.plan.tune import Launch, Measured, Outcome, Point, Space, run_trial, search
 from zero_ext.plan.tune.points import placements_of
 
@@ -35,6 +35,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Measured steps of a trial.")] = 5,
     repeats: Annotated[int, typer.Option(help="Exhaustive passes; the best of each point counts.")] = 2,
     nvme: Annotated[Path, typer.Option(help="Folder for the points on NVMe.")] = Path("/tmp"),
+    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "tune",
 ) -> None:
     """Measure every point, then search, and compare by the exhaustive rates."""
     placements = placements_of((1, 2, 3), ("device", "nvme"))
@@ -63,19 +64,15 @@ def main(
     for point, outcome in sorted(known.items(), key=lambda item: -item[1].samples_per_second):
         rate = f"{outcome.samples_per_second:,.1f}" if outcome.samples_per_second else outcome.fate
         table.rows.append([str(point), rate, "yes" if point in tried else ""])
-    write_results(
-        "tune",
-        "Tuning",
-        [table],
-        {
-            "environment": describe(),
-            "part_of_best": chosen / best,
-            "trials": found.trials,
-            "points": len(known),
-            "samples_per_second": {str(point): one.samples_per_second for point, one in known.items()},
-        },
-    )
-    table.show(terminal())
+    data = {
+        "environment": describe(),
+        "part_of_best": chosen / best,
+        "trials": found.trials,
+        "points": len(known),
+        "samples_per_second": {str(point): one.samples_per_second for point, one in known.items()},
+    }
+    missed = [f"{chosen / best:.1%} of the best point's rate, bar {BAR:.0%}"] if chosen < BAR * best else []
+    conclude(terminal(), output, "Tuning", [table], data, missed)
 
 
 if __name__ == "__main__":

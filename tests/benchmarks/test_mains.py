@@ -1,0 +1,172 @@
+"""Benchmarks as programs: tiny runs, and the exit status that says that a bar is missed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import adam, aio, checkpoint, inference, load, monitor, plan, simulation, tune
+from benchmarks.harness.loader import Loader
+from benchmarks.peers.storage_engines import Mover
+from tests.benchmarks.conftest import Concluded
+from zero_ext.cli.device_pass import Cost
+from zero_ext.config import ZeroConfig
+from zero_ext.plan.tune import Launch, Outcome
+
+
+def test_adam(concluded: Concluded) -> None:
+    data, status = concluded(adam.main, 0.01, 2, False)
+    rows = data["results"]
+    assert [row["name"].split(",")[0] for row in rows][-1] == "torch"
+    assert all(len(row["rounds"]) == 2 and row["bytes"] > 0 for row in rows)
+    assert status == int(any(row["met"] is False for row in rows))
+
+
+def test_checkpoint(concluded: Concluded, tmp_path: Path) -> None:
+    data, status = concluded(checkpoint.main, 0.004, 1, tmp_path)
+    rows = data["results"]
+    assert len(rows) >= 6 and all(len(row["seconds"]) == 1 for row in rows)
+    assert status == int(any(row["bar_met"] is False for row in rows))
+    assert [each.name for each in tmp_path.iterdir()] == ["results"]
+
+
+class NoTeam:
+    """A team that starts no processes."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> NoTeam:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def ask(self, command: str, **arguments: Any) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(2.0, 0), (2.1, 1)])
+def test_monitor(seconds: float, status: int, concluded: Concluded, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(team: Any, runs: list[monitor.Run], *_: Any) -> None:
+        for run in runs:
+            run.on, run.off, run.own = [seconds], [2.0], [0.1]
+
+    monkeypatch.setattr(monitor, "Team", NoTeam)
+    monkeypatch.setattr(monitor, "measure", measure)
+    data, ended = concluded(monitor.main, "tiny", 3, 1, 1)
+    assert ended == status and [row["met"] for row in data["results"]] == [status == 0] * 3
+
+
+@pytest.mark.parametrize(("identical", "status"), [(True, 0), (False, 1)])
+def test_inference(
+    identical: bool, status: int, concluded: Concluded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(run: inference.Run, *_: Any) -> None:
+        run.forward, run.compute, run.read, run.parameter_bytes = [1.0], [1.0], [0.5], 100
+        run.identical = identical
+
+    monkeypatch.setattr(inference, "measure", measure)
+    data, ended = concluded(inference.main, 0, 5.0, "1b", "tiny", 1, 1, 1)
+    assert ended == status and len(data["results"]) == 1
+
+
+@pytest.mark.parametrize(("theirs", "status"), [(1.2, 0), (0.8, 1)])
+def test_aio(
+    theirs: float, status: int, concluded: Concluded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def movers(folder: Path, nbytes: int, rounds: int, missing: list[str]) -> list[Mover]:
+        found = [Mover("zero_ext, libaio", lambda _: (Cost(1.0, 0.1), 0.002), "libaio")]
+        found.append(Mover("fio, libaio", lambda _: (Cost(theirs, 0.1), 0.002), "libaio"))
+        for writing in (False, True):
+            aio.turn_beside(found, found[-1], writing)
+        missing.append("DeepSpeed's aio handle: not here")
+        return found
+
+    def homes(folder: Path, nbytes: int, rounds: int, missing: list[str]) -> list[aio.Passes]:
+        found = [aio.Passes("arena in a file", aio.arena), aio.Passes("file per tensor", aio.file_per_tensor)]
+        for home in found:
+            home.setups = [0.5]
+            for figures in (home.seconds, home.processor, home.p99):
+                figures.update({name: [1.0] for name, _ in aio.PASSES})
+        return found
+
+    monkeypatch.setattr(aio, "measure_engines", movers)
+    monkeypatch.setattr(aio, "measure_homes", homes)
+    data, ended = concluded(aio.main, 0.001, 1, tmp_path)
+    assert data["not_measured"] == ["DeepSpeed's aio handle: not here"]
+    engines = [row for row in data["results"] if row["name"].startswith("fio")]
+    assert ended == status and [row["met"] for row in engines] == [status == 0] * 2
+
+
+class PretendedLoaders(NoTeam):
+    """Writes files; loading takes ``over`` bytes more than a shard and the largest tensor."""
+
+    over = 0
+
+    def ask(self, command: str, **arguments: Any) -> list[Any]:
+        if command == "save":
+            return [Loader().save(**arguments)]
+        if command == "base":
+            return [100_000_000, 101_000_000]
+        peak = {"seconds": 1.0, "peak": 60 + self.over, "prepared": 90, "parameters": 101, "largest": 9}
+        return [{**peak, "peak": 50}, peak]
+
+
+@pytest.mark.parametrize(("over", "status"), [(0, 0), (1, 1)])
+def test_load(over: int, status: int, concluded: Concluded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "Team", PretendedLoaders)
+    monkeypatch.setattr(PretendedLoaders, "over", over)
+    data, ended = concluded(load.main, "bloom-tiny", "bfloat16,float32", 2)
+    assert ended == status
+    # Parameters alone, in 2 and 4 bytes; what remains is the header.
+    assert data["float32"]["files"] > 1.8 * data["bfloat16"]["files"] > 0
+    assert data["bfloat16"]["base"] == [100_000_000, 101_000_000]
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(1.9, 0), (2.1, 1)])
+def test_plan(seconds: float, status: int, concluded: Concluded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar is for a trillion parameters."""
+    taken: list[tuple[str, ...]] = []
+
+    def seconds_of(arguments: tuple[str, ...]) -> float:
+        taken.append(arguments)
+        return seconds if arguments[0] == "1t" else 5.0
+
+    monkeypatch.setattr(plan, "seconds_of", seconds_of)
+    data, ended = concluded(plan.main, 3)
+    assert ended == status and len(taken) == 3 * len(plan.PLANS)
+    assert data["seconds"]["1t --machine dgx2-v100 --gpus 16"] == seconds
+
+
+def test_plan_runs_the_command() -> None:
+    assert plan.seconds_of(("125M", "--gpus", "1")) > 0
+
+
+def test_simulation(concluded: Concluded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(simulation, "LARGE", ("llama-7b",))
+    monkeypatch.setattr(simulation, "SCALED", ("gpt-1.2b", "dgx-a100", 1))
+    monkeypatch.setattr(simulation, "WORLD_SIZES", (8, 16))
+    monkeypatch.setattr(simulation, "SECONDS_BAR", 0.0)
+    monkeypatch.setattr(simulation, "RESULTS", tmp_path)
+    data, ended = concluded(simulation.main)
+    assert ended == 1
+    assert [one["training"]["world_size"] for one in data["scaling"]] == [8, 16]
+    assert (tmp_path / "some.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("repeated", "status"), [(True, 0), (False, 1)])
+def test_tune(repeated: bool, status: int, concluded: Concluded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rates in the search are others than before it, the search is misled."""
+    asked: list[ZeroConfig] = []
+
+    def run_trial(launch: Launch, config: ZeroConfig) -> Outcome:
+        asked.append(config)
+        micro = config.batch.micro_batch_size or 1
+        searching = len(asked) > 2 * 24
+        return Outcome("measured", float(micro if repeated or not searching else 1 / micro))
+
+    monkeypatch.setattr(tune, "run_trial", run_trial)
+    data, ended = concluded(tune.main, 2, 1, 2)
+    assert ended == status and data["points"] == 24 and data["trials"] < 24
+    assert (data["part_of_best"] >= tune.BAR) == (status == 0)
