@@ -40,7 +40,10 @@ def plot_plan(plan: Plan, path: Path) -> Path:
         panels[0].invert_yaxis()
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-        figure.suptitle(f"{plan.model.name} on {plan.gpus} GPUs, {plan.hardware.name}")
+        figure.suptitle(
+            f"{plan.model.name} on {plan.gpus} GPUs, {plan.hardware.name}\n"
+            f"→ advised; pale: does not fit; bars end at {_MOST_SHOWN:g} times what there is"
+        )
         figure.savefig(path, dpi=130)
     return path
 
