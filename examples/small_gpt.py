@@ -40,7 +40,9 @@ class SmallGPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, BYTES, bias=False)
+        # Alike: places with torch's deviation of 1 would drown the tokens, and bytes alone would be learnt.
         nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.places.weight, std=0.02)
         self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
