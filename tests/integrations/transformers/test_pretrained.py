@@ -34,6 +34,7 @@ from tests.integrations.transformers.models import (
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.checkpoint.errors import CheckpointError
+from zero_ext.config import ConfigError
 from zero_ext.integrations.transformers import ZeroTrainer, from_pretrained
 from zero_ext.zero import engine_of
 from zero_ext.zero.born import born_shard
@@ -162,6 +163,46 @@ def resident(name: str) -> int:
     """Bytes of this process as the kernel counts them."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def test_wrong_arguments_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    llama(0).save_pretrained(tmp_path / "saved")
+    (tmp_path / "empty").mkdir()
+    cases: list[tuple[tuple[Any, str], dict[str, Any], type[Exception], str]] = [
+        ((LlamaForCausalLM, "saved"), {"no_such": 3}, TypeError, "LlamaConfig nor .*no_such = 3"),
+        ((LlamaForCausalLM, "saved"), {"device_map": "auto"}, TypeError, "device_map = 'auto'.*zero_config"),
+        ((LlamaForCausalLM, "saved"), {"quantization_config": {}}, TypeError, "quantization_config.*peft"),
+        ((LlamaForCausalLM, "saved"), {"dtype": "bf61"}, ValueError, "dtype is 'bf61'.*torch.bfloat16"),
+        ((LlamaForCausalLM, "saved"), {"dtype": torch.int8}, ValueError, "dtype is torch.int8.*floats"),
+        (("LlamaForCausalLM", "saved"), {}, TypeError, "model_class is 'LlamaForCausalLM'"),
+        ((torch.nn.Linear, "saved"), {}, TypeError, "model_class is .*Linear.*AutoModelForCausalLM"),
+        ((BertModel, "saved"), {}, ValueError, "holds a 'llama' model, BertModel is .*LlamaForCausalLM"),
+        ((LlamaForCausalLM, "empty"), {}, CheckpointError, "empty: has no config.json"),
+        ((LlamaForCausalLM, "none"), {}, CheckpointError, "none: no such folder"),
+        ((LlamaForCausalLM, "saved"), {"zero_config": tmp_path / "none.json"}, ConfigError, "none.json"),
+        ((LlamaForCausalLM, "saved"), {"zero_config": {"stag": 3}}, ConfigError, "did you mean stage"),
+    ]
+    for (kind, name), given, error, words in cases:
+        with pytest.raises(error, match=words):
+            from_pretrained(kind, tmp_path / name, **given)
+    model = from_pretrained(LlamaForCausalLM, tmp_path / "saved", torch_dtype=torch.bfloat16)
+    assert model.dtype is torch.bfloat16  # its older name
+
+
+@on_ranks(2)
+def test_a_model_that_was_loaded_for_another_stage_trains_alike(world: World) -> None:
+    enter(world)
+    data = Sentences(24, world.seed)
+    curves = []
+    with shared_folder(world) as folder:
+        save(world, llama(world.seed), folder / "saved")
+        for loaded in ({"stage": 2}, {"stage": 3}, {"stage": 3, "offload": {"params": "host"}}):
+            model = from_pretrained(LlamaForCausalLM, folder / "saved", loaded)
+            args = arguments(folder, max_steps=4)
+            trainer = ZeroTrainer(model=model, args=args, train_dataset=data, zero_config={"stage": 2})
+            trainer.train()
+            curves.append(column(trainer, "loss"))
+    assert all(largest_difference(curve, curves[0]) < 1e-6 for curve in curves[1:])
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Trainer
 
@@ -14,6 +15,7 @@ from tests.integrations.transformers.models import Sentences, arguments, llama
 from zero_ext.config import ConfigError, ZeroConfig
 from zero_ext.integrations.transformers import ZeroTrainer
 from zero_ext.integrations.transformers.settings import load_settings, resolve_settings
+from zero_ext.optim.lion import Lion
 
 DEEPSPEED: dict[str, Any] = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
@@ -101,6 +103,28 @@ CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
     ),
     ({**DEEPSPEED, "zero_optimization": {"stage": 2, "stag": 3}}, {}, ("zero_optimization.stag",)),
     ({**DEEPSPEED, "sparse_gradients": True}, {}, ("sparse_gradients", "refused")),
+    (
+        {"optimizer": {"type": "AdamW"}},
+        {"optim": "sgd"},
+        ("optimizer.type", "'AdamW'", "optim = 'sgd'"),
+    ),
+    (
+        {**DEEPSPEED, "scheduler": {"type": "WarmupLR", "params": {}}},
+        {"lr_scheduler_type": "cosine"},
+        ("scheduler.type", "'WarmupLR'", "lr_scheduler_type = 'cosine'"),
+    ),
+    # Two formats in one configuration, and "auto" where nothing can say what it is.
+    ({**DEEPSPEED, "stage": 3}, {}, ("zero_config: ", "zero_optimization: is DeepSpeed's", "'stage'")),
+    ({"stage": 3, "gradient_clipping": "auto"}, {}, ("gradient_clipping: is 'auto'", "leave the key out")),
+    ({"zero_optimization": {"stage": "auto"}}, {}, ("zero_optimization.stage: is 'auto'", "write a value")),
+    (
+        {**DEEPSPEED, "optimizer": {"type": "SGD", "params": {"momentum": "auto"}}},
+        {},
+        ("optimizer.params.momentum: is 'auto'", "write a value"),
+    ),
+    ({"stag": 3}, {}, ("stag: unknown key; did you mean stage?",)),
+    # What only the optimizer's class can refuse is refused as early.
+    ({"optimizer": {"type": "AdamW", "params": {"lrr": 1}}}, {}, ("optimizer.params.lrr", "AdamW takes no")),
 ]
 
 
@@ -116,6 +140,43 @@ def test_contradictions_are_refused_with_both_sides(
         assert word in str(caught.value), str(caught.value)
     # It is an ordinary model still. Fresh arguments: accelerate keeps the precision that came first.
     Trainer(model=model, args=arguments(tmp_path, max_steps=1), train_dataset=Sentences(8, 0)).train()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "No such file"),
+        ("", "not valid JSON at line 1, column 1"),
+        ('{"stage": 3,\n "seed": }', "not valid JSON at line 2, column 10.*seed"),
+        ("[3]", "top level is a list, wanted an object"),
+        ('{"stage": 3, "stage": 2}', "'stage' occurs twice"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, text: str | None, words: str) -> None:
+    path = tmp_path / "own.json"
+    if text is not None:
+        path.write_text(text)
+    for read in (lambda: resolve_settings(path, arguments(tmp_path), None), lambda: load_settings(path)):
+        with pytest.raises(ConfigError, match=rf"(?s)own\.json.*{words}"):
+            read()
+
+
+def test_a_configuration_of_another_type_is_refused(tmp_path: Path) -> None:
+    for wrong in (3, [("stage", 3)], b"own.json"):
+        with pytest.raises(TypeError, match="wanted a ZeroConfig, a mapping, a path"):
+            ZeroTrainer(model=llama(0), args=arguments(tmp_path), zero_config=wrong)
+
+
+def test_an_optimizer_given_beside_one_of_the_configuration_is_refused(tmp_path: Path) -> None:
+    model = llama(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    config = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR", "params": {}}}
+    settings: dict[str, Any] = {"model": model, "args": arguments(tmp_path), "zero_config": config}
+    with pytest.raises(ConfigError, match=r"(?s)optimizer.type.*'AdamW'.*SGD.*scheduler.type.*StepLR"):
+        ZeroTrainer(**settings, optimizers=(optimizer, schedule))
+    with pytest.raises(ConfigError, match=r"optimizer.type.*'AdamW'.*Lion"):
+        ZeroTrainer(**settings, optimizer_cls_and_kwargs=(Lion, {}))
 
 
 def test_every_contradiction_is_listed_at_once(tmp_path: Path) -> None:

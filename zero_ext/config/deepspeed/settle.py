@@ -93,5 +93,6 @@ def _resolve_params(
 def _unresolved(path: str) -> Problem:
     return Problem(
         path,
-        f"is 'auto' and nothing says what that is here; write a value, or pass resolve={{{path!r}: value}}",
+        "is 'auto' and nothing says what that is here; write a value (load_deepspeed_config also takes it as "
+        f"resolve={{{path!r}: value}})",
     )

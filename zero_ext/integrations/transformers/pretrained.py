@@ -21,10 +21,17 @@ from zero_ext.checkpoint.born_weights import load_born
 from zero_ext.checkpoint.errors import CheckpointError
 from zero_ext.checkpoint.safetensors_files import WeightFiles
 from zero_ext.config import ZeroConfig
+from zero_ext.config.errors import show
 from zero_ext.integrations.transformers.settings import ConfigSource, load_settings
 from zero_ext.zero.init import Init
 
 logger = logging.getLogger("zero_ext")
+_NOT_HERE = {
+    "device_map": "shards go where zero_config says",
+    "max_memory": "shards go where zero_config says",
+    "quantization_config": "weights are read as they are; quantise with transformers' own (docs/peft.md)",
+    "state_dict": "weights come from the folder",
+}
 
 
 def from_pretrained(
@@ -57,18 +64,21 @@ def from_pretrained(
 
     Raises:
         CheckpointError: weights are missing, damaged or hostile.
-        ValueError: shapes do not fit, the weights are quantised, or the class puts its weights together from
-            others of the files.
+        TypeError: no class of models, or a setting that nothing takes.
+        ValueError: shapes do not fit, the folder holds a model of another class, the weights are quantised,
+            or the class puts its weights together from others of the files.
         ConfigError: ``zero_config`` cannot be used.
     """
     chosen = load_settings(zero_config)
+    _check_class(model_class, dtype)
     if not Path(folder).is_dir():
         raise CheckpointError(f"{os.fspath(folder)}: no such folder; download the model first")
     implementation = {key: settings.pop(key) for key in ("attn_implementation",) if key in settings}
     if config is None:
-        config = AutoConfig.from_pretrained(folder, **settings)
+        config = _read_config(folder, settings)
     elif settings:
         raise TypeError(f"settings {sorted(settings)} beside config=: put them into that configuration")
+    _check_kind(model_class, config, folder)
     _refuse_quantised(model_class, config, folder)
     model = _skeleton(model_class, config, dtype, implementation)
     naming = _Naming(model)
@@ -82,6 +92,51 @@ def from_pretrained(
     if chosen.stage == 3:
         model.resize_token_embeddings = _ResizeShards(model, chosen, process_group)
     return model
+
+
+def _check_class(model_class: Any, dtype: torch.dtype | str) -> None:
+    """Raises ``TypeError`` for what is no class of models, ``ValueError`` for a dtype that weights cannot
+    have."""
+    if not isinstance(model_class, type) or not hasattr(model_class, "from_pretrained"):
+        raise TypeError(
+            f"model_class is {show(model_class)}, wanted a class of transformers, as LlamaForCausalLM or "
+            "AutoModelForCausalLM"
+        )
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(f"dtype is {show(dtype)}, wanted 'auto' or a dtype of floats, as torch.bfloat16")
+
+
+def _read_config(folder: str | os.PathLike[str], settings: dict[str, Any]) -> Any:
+    """The folder's configuration with ``settings``; ``TypeError`` for those it does not know."""
+    if not (Path(folder) / "config.json").is_file():
+        raise CheckpointError(
+            f"{os.fspath(folder)}: has no config.json, so nothing says which model it is; give a folder that "
+            "save_pretrained wrote, or pass config="
+        )
+    refused = {name: why for name, why in _NOT_HERE.items() if settings.get(name) is not None}
+    config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **settings)
+    unknown = {name: "no such setting" for name in unknown if name not in _NOT_HERE}
+    if refused or unknown:
+        listed = "; ".join(
+            f"{name} = {show(settings[name])}: {why}" for name, why in (refused | unknown).items()
+        )
+        raise TypeError(
+            f"settings that neither {type(config).__name__} nor zero_ext's from_pretrained takes: {listed}; "
+            "leave them out"
+        )
+    return config
+
+
+def _check_kind(model_class: Any, config: Any, folder: str | os.PathLike[str]) -> None:
+    """Raises ``ValueError`` if the folder holds a model of another class."""
+    wanted = getattr(model_class, "config_class", None)
+    if isinstance(wanted, type) and not isinstance(config, wanted):
+        raise ValueError(
+            f"{os.fspath(folder)}: holds a {config.model_type!r} model, {model_class.__name__} is made from "
+            f"{wanted.__name__}; give the class that its config.json names ({config.architectures}), or an "
+            "AutoModel class"
+        )
 
 
 def _skeleton(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from zero_ext.config import (
 )
 from zero_ext.config.errors import Problem, show
 from zero_ext.config.json_file import read_json_object
+from zero_ext.integrations.transformers.formats import AUTO, flat, is_deepspeed
 
 ConfigSource = ZeroConfig | Mapping[str, Any] | str | Path | None
 
-AUTO = "auto"
 _SOURCE = "zero_config and TrainingArguments"
 _ADAMS = ("adam", "adamw")
 
@@ -53,11 +53,12 @@ def resolve_settings(
     """
     shared = [*_always(args), *_optimizer(args), *_scheduler(args, steps)]
     values = _read(source)
-    if values is not None and _is_deepspeed(values):
+    if values is not None and is_deepspeed(values):
         config, notes = _from_deepspeed(source, values, args, shared)
     else:
         config, notes = _from_native(source, args, shared), ()
     _refuse_savers(config)
+    _refuse_other_makers(config, args)
     return config, notes
 
 
@@ -67,9 +68,9 @@ def load_settings(source: ConfigSource) -> ZeroConfig:
     Right for what concerns loading: stage, tiers, storage. Raises what :func:`resolve_settings` does.
     """
     values = _read(source)
-    if values is None or not _is_deepspeed(values):
+    if values is None or not is_deepspeed(values):
         return load_config(source)
-    unsettled = {path: 1 for path, value in _flat(values) if value == AUTO}
+    unsettled = {path: 1 for path, value in flat(values) if value == AUTO}
     flags = {path: False for path in unsettled if path.endswith(".enabled")}
     betas = {path: [0.9, 0.999] for path in unsettled if path.endswith(".betas")}
     known = {path for path in unsettled if not path.startswith("zero_optimization.")}
@@ -125,24 +126,6 @@ def _read(source: ConfigSource) -> dict[str, Any] | None:
     return dict(source) if isinstance(source, Mapping) else None
 
 
-def _is_deepspeed(values: Mapping[str, Any]) -> bool:
-    """Whether this is DeepSpeed's JSON: it says "auto" somewhere, or has top-level keys that are DeepSpeed's
-    and none that is only native."""
-    own = set(ZeroConfig.model_fields)
-    both = {"optimizer", "scheduler", "gradient_clipping", "steps_per_print", "aio", "checkpoint"}
-    if any(value == AUTO for _, value in _flat(values)):
-        return True
-    return bool(values.keys() - own) and not values.keys() & (own - both)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _from_native(source: ConfigSource, args: TrainingArguments, shared: list[_Shared]) -> ZeroConfig:
     config = load_config(source)
     problems = [_contradiction(each, each.native, _said(config, each.native)) for each in shared]
@@ -192,7 +175,7 @@ def _from_deepspeed(
     source: ConfigSource, values: dict[str, Any], args: TrainingArguments, shared: list[_Shared]
 ) -> tuple[ZeroConfig, tuple[Note, ...]]:
     values = copy.deepcopy(values)
-    written = {path.replace("bfloat16.", "bf16."): value for path, value in _flat(values)}
+    written = {path.replace("bfloat16.", "bf16."): value for path, value in flat(values)}
     problems = [_contradiction(each, each.deepspeed, written.get(each.deepspeed)) for each in shared]
     wanted = _wanted_dtype(args)
     for dtype, other in (("fp16", "bf16"), ("bf16", "fp16")):
@@ -261,3 +244,37 @@ def _refuse_savers(config: ZeroConfig) -> None:
         why = "the Trainer counts its own folders; use TrainingArguments(save_total_limit=...)"
         problems.append(Problem("checkpoint.keep_last", f"got {config.checkpoint.keep_last}: {why}"))
     _refuse(problems)
+
+
+def _refuse_other_makers(config: ZeroConfig, args: TrainingArguments) -> None:
+    """An optimizer or a schedule that both sides name. Defaults of the arguments are silence."""
+    problems = []
+    optim, schedule = str(getattr(args.optim, "value", args.optim)), args.lr_scheduler_type
+    schedule = str(getattr(schedule, "value", schedule))
+    if config.optimizer is not None:
+        adam = optim.startswith("adamw") and config.optimizer.type.lower() in _ADAMS
+        if optim != _default_of(args, "optim") and not adam:
+            problems.append(_disagree("optimizer.type", config.optimizer.type, "optim", optim))
+    if config.scheduler is not None and schedule != _default_of(args, "lr_scheduler_type"):
+        problems.append(_disagree("scheduler.type", config.scheduler.type, "lr_scheduler_type", schedule))
+    _refuse(problems)
+
+
+def refuse_given(config: ZeroConfig, optimizer: Any, scheduler: Any) -> None:
+    """Raises ``ConfigError`` for an optimizer or a scheduler that was passed beside one of ``config``."""
+    problems = []
+    for section, policy, given in (
+        ("optimizer", config.optimizer, optimizer),
+        ("scheduler", config.scheduler, scheduler),
+    ):
+        if policy is not None and given is not None:
+            kind = given[0] if isinstance(given, tuple) else type(given)  # optimizer_cls_and_kwargs
+            why = f"the trainer was given {kind.__name__}; leave the section or the argument out"
+            problems.append(Problem(f"{section}.type", f"zero_config says {show(policy.type)}, {why}"))
+    if problems:
+        raise ConfigError(problems, "zero_config and the trainer's arguments")
+
+
+def _default_of(args: TrainingArguments, name: str) -> str:
+    default = type(args).__dataclass_fields__[name].default
+    return str(getattr(default, "value", default))

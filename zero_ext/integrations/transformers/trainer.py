@@ -25,7 +25,7 @@ from zero_ext.integrations.transformers.refusals import (
     refuse_arguments,
     refuse_tokenizer,
 )
-from zero_ext.integrations.transformers.settings import ConfigSource, resolve_settings
+from zero_ext.integrations.transformers.settings import ConfigSource, refuse_given, resolve_settings
 from zero_ext.optim.build import build_optimizer, build_scheduler, check_scheduler
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.gathered import full_state_dict
@@ -66,6 +66,11 @@ class ZeroTrainerMixin(_Base):
         refuse_tokenizer(self.model, self.processing_class)
         steps = self.args.max_steps if self.args.max_steps > 0 else None
         self._zero_settings, notes = resolve_settings(zero_config, self.args, steps)
+        if not isinstance(self.optimizer, ZeroOptimizer):  # that one is what a section has become
+            made, schedule = self.optimizer, self.lr_scheduler
+            refuse_given(self._zero_settings, made or self.optimizer_cls_and_kwargs, schedule)
+        if self._zero_settings.optimizer is not None:  # tried out: what it refuses is said now
+            build_optimizer(self._zero_settings.optimizer, [torch.zeros(1, requires_grad=True)])
         if self.is_world_process_zero():
             for note in notes:
                 logger.warning("%s", note)
