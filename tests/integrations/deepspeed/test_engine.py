@@ -301,6 +301,25 @@ def test_initialize_takes_its_arguments_as_deepspeed_does(world: World) -> None:
     for wrong in ({}, {"args": arguments, "config": config_of(1)}):
         with pytest.raises(ValueError, match="wants one configuration"):
             deepspeed.initialize(model=model_of(1), **wrong)
+    with pytest.raises(ValueError, match=r"2 given.*keep one"):
+        deepspeed.initialize(model=model_of(1), config=config_of(1), config_params=config_of(2))
+    for name, wrong, words in (
+        ("model", nn.Linear, "model is .*Linear.*wanted a torch.nn.Module"),
+        ("optimizer", "Adam", "optimizer is 'Adam'.*callable"),
+        ("lr_scheduler", 3, "lr_scheduler is 3.*callable"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            deepspeed.initialize(**{"model": model_of(1), "config": config_of(1), name: wrong})
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # as Windows writes it
+    marked, *_ = deepspeed.initialize(model=model_of(1), config=path, config_params=path)
+    assert marked.zero_optimization_stage() == 2
+    path.write_text('{"train_batch_size": 16,')
+    with pytest.raises(ConfigError, match=r"config-\d.json: not valid JSON at line 1"):
+        deepspeed.initialize(model=model_of(1), config=path)
+    with pytest.raises(ConfigError, match=r"train_batch_size: is 'auto'.*write a value"):
+        deepspeed.initialize(model=model_of(1), config={**config_of(1), "train_batch_size": "auto"})
+    with pytest.raises(ConfigError, match=rf"train_batch_size=17.* on {world.size} rank"):
+        deepspeed.initialize(model=model_of(1), config={**config_of(1), "train_batch_size": 17})
     with pytest.raises(deepspeed.DeepSpeedFeatureError, match="mpu"):
         deepspeed.initialize(model=model_of(1), config=config_of(1), mpu=object())
     with pytest.raises(TypeError, match="no argument 'modle'"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,13 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from zero_ext.comm.process_group import join_world
 from zero_ext.config import ConfigError, ZeroConfig
 from zero_ext.config.deepspeed import Note, load_deepspeed_config
-from zero_ext.config.errors import Problem
+from zero_ext.config.errors import Problem, show
+from zero_ext.config.json_file import read_json_object
 from zero_ext.integrations.deepspeed.engine import DeepSpeedEngine
 from zero_ext.integrations.deepspeed.parameters import mark_sharded
 from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
@@ -68,8 +69,7 @@ def initialize(
     """
     collate_fn = others.pop("collate_fn", None)
     _check_others(others)
-    if model is None:
-        raise ValueError("deepspeed.initialize: 'model' is missing; pass the module to train")
+    _check_given(model, optimizer, lr_scheduler)
     plan = _planned(_source(args, config, config_params))
     settings = _with_leaf_modules(plan.settings, model)
     loader = None if training_data is None else make_loader(training_data, settings, None, collate_fn)
@@ -83,6 +83,21 @@ def initialize(
     scheduler = None if prepared is None else make_scheduler(lr_scheduler, settings, prepared)
     engine = DeepSpeedEngine(inner, prepared, scheduler, loader, plan.values)
     return engine, prepared, loader, scheduler
+
+
+def _check_given(model: Any, optimizer: Any, lr_scheduler: Any) -> None:
+    """Raises ``ValueError`` without a model, ``TypeError`` for objects of a wrong kind."""
+    if model is None:
+        raise ValueError("deepspeed.initialize: 'model' is missing; pass the module to train")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"deepspeed.initialize: model is {show(model)}, wanted a torch.nn.Module")
+    makers = "wanted one of torch's, a callable that makes it, or None for the JSON's section"
+    for name, given, kind in (
+        ("optimizer", optimizer, Optimizer),
+        ("lr_scheduler", lr_scheduler, LRScheduler),
+    ):
+        if not (given is None or isinstance(given, kind) or callable(given)):
+            raise TypeError(f"deepspeed.initialize: {name} is {show(given)}, {makers}")
 
 
 @dataclass(frozen=True)
@@ -105,23 +120,25 @@ def _check_others(others: Mapping[str, Any]) -> None:
 
 
 def _source(args: Any, *given: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path:
-    """The one configuration among ``config``, ``config_params`` and that of ``args``."""
-    sources = [source for source in given if source is not None][:1]
+    """The one configuration among ``config``, ``config_params`` (its older name) and that of ``args``."""
+    sources = [source for source in given if source is not None]
+    if len(sources) == 2 and sources[0] == sources[1]:
+        del sources[1]
     named = getattr(args, "deepspeed_config", None)
     if named is not None:
         sources.append(named)
     if len(sources) != 1:
-        found = "two" if sources else "none"
+        found = str(len(sources)) if sources else "none"
         raise ValueError(
             f"deepspeed.initialize wants one configuration, {found} given: config=, config_params= or "
-            "args.deepspeed_config"
+            "args.deepspeed_config; keep one"
         )
     return sources[0]
 
 
 def _planned(source: Mapping[str, Any] | str | Path) -> _Plan:
     translation = load_deepspeed_config(source)
-    values = dict(source) if isinstance(source, Mapping) else json.loads(Path(source).read_text())
+    values: dict[str, Any] = dict(source) if isinstance(source, Mapping) else read_json_object(source)
     join_world(translation.config.timeout_seconds)
     for note in translation.notes:
         _report(note)
