@@ -19,10 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What torchrun would have been told."""
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """What torchrun would have been told, in a folder with a script and a package."""
     found: list[Any] = []
     monkeypatch.setattr(torchrun, "run", found.append)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package" / "train.py").touch()
     return found
 
 
@@ -47,7 +51,7 @@ def test_the_look_alike_starts_the_script(started: list[Any], place: int) -> Non
     arguments = ["--nproc-per-node", "2"]
     arguments.insert(place, "--deepspeed-compat")
     launch([*arguments, "train.py", "--deepspeed", "c.json", "--deepspeed-compat"])
-    launch(["--deepspeed-compat", "-m", "package.train", "--x"])
+    launch(["--deepspeed-compat", "-m", "own_package.train", "--x"])
     runner = "zero_ext.integrations.deepspeed.run_script"
     assert [each.training_script for each in started] == [runner, runner]
     assert all(each.module for each in started)
@@ -55,7 +59,7 @@ def test_the_look_alike_starts_the_script(started: list[Any], place: int) -> Non
     given = [each.training_script_args for each in started]
     assert given == [
         ["train.py", "--deepspeed", "c.json", "--deepspeed-compat"],
-        ["-m", "package.train", "--x"],
+        ["-m", "own_package.train", "--x"],
     ]
 
 
@@ -64,7 +68,19 @@ def test_wrong_use(started: list[Any]) -> None:
     with pytest.raises(SystemExit, match="is for Python scripts"):
         launch(["--deepspeed-compat", "--no-python", "x"])
     run("run", status=2)
+    for compat in ([], ["--deepspeed-compat"]):
+        for arguments, words in (
+            (["nope.py"], "nope.py: no such script .looked from .*check the path"),
+            (["own_package"], "own_package: a folder without __main__.py"),
+            (["-m", "no_such_package.train"], "no module 'no_such_package'"),
+            (["--nproc-per-node", "two", "train.py"], "--nproc-per-node: got 'two', wanted a number"),
+            (["--nproc-per-node", "0", "train.py"], "--nproc-per-node: got '0', wanted at least 1"),
+        ):
+            with pytest.raises(SystemExit, match=words):
+                launch([*compat, *arguments])
     assert started == []
+    launch(["--no-python", "nope"])  # a program may be on the path
+    assert len(started) == 1
 
 
 def test_a_rank_that_fails_is_told_of_once(tmp_path: Path) -> None:
