@@ -52,7 +52,7 @@ def test_a_launched_script_trains_as_one_process(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

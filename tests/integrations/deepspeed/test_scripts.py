@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[3]
 RUN = [sys.executable, "-m", "zero_ext.cli", "run", "--standalone", "--nproc-per-node", "2"]
-SECONDS = 240
+SECONDS = 600
 
 
 def launch(arguments: list[object], **environment: object) -> None:

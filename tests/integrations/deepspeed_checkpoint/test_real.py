@@ -50,7 +50,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = [sys.executable, "-m", "tests.integrations.deepspeed_checkpoint.write_with_deepspeed"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*program, str(folder)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        [*program, str(folder)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     return folder

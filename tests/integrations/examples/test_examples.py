@@ -26,6 +26,6 @@ def test_an_example_keeps_its_promises(name: str, tmp_path: Path) -> None:
     command = [sys.executable, *STARTS[name], str(ROOT / "examples" / f"{name}.py"), "--ci"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
