@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo.corpus import ByteWindows, Corpus, gather_corpus, unigram_entropy
+from demo.corpus import STANDARD_LIBRARY, ByteWindows, Corpus, gather_corpus, unigram_entropy
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -110,7 +110,7 @@ def main() -> int:
         if args.process_index == 0:
             for earlier in options.out.glob("checkpoint-*"):
                 shutil.rmtree(earlier)
-            gather_corpus().write(options.out)
+            gather_corpus(STANDARD_LIBRARY / ("asyncio" if options.ci else "")).write(options.out)
     corpus = Corpus.read(options.out)
     data, unseen = ByteWindows(corpus.training, LENGTH), ByteWindows(corpus.held_out, LENGTH)
     held_out = torch.utils.data.Subset(unseen, range(0, len(unseen), 20))

@@ -18,13 +18,19 @@ class Worlds:
         self._preload = preload
         self._pools: dict[int, RankPool] = {}
 
-    def run(self, world_size: int, *arguments: Any, **options: Any) -> list[Any]:
-        """See :meth:`RankPool.run`; the default group has ``world_size`` ranks, and at least
-        ``SHORTEST_LIMIT`` seconds."""
+    def run(
+        self,
+        world_size: int,
+        target: str,
+        arguments: dict[str, Any],
+        timeout: float = SHORTEST_LIMIT,
+        seed: int | None = None,
+    ) -> list[Any]:
+        """See :meth:`RankPool.run`; the default group has ``world_size`` ranks, and a shorter ``timeout``
+        than ``SHORTEST_LIMIT`` counts as that."""
         if world_size not in self._pools:
             self._pools[world_size] = RankPool(world_size, preload=self._preload)
-        options["timeout"] = max(SHORTEST_LIMIT, options.get("timeout", 0.0))
-        return self._pools[world_size].run(world_size, *arguments, **options)
+        return self._pools[world_size].run(world_size, target, arguments, max(timeout, SHORTEST_LIMIT), seed)
 
     def close(self) -> None:
         """Ends all ranks."""
