@@ -69,6 +69,8 @@ def initialize(
     """
     collate_fn = others.pop("collate_fn", None)
     _check_others(others)
+    if model is None:
+        raise ValueError("deepspeed.initialize: 'model' is missing; pass the module to train")
     _check_given(model, optimizer, lr_scheduler)
     plan = _planned(_source(args, config, config_params))
     settings = _with_leaf_modules(plan.settings, model)
@@ -86,9 +88,7 @@ def initialize(
 
 
 def _check_given(model: Any, optimizer: Any, lr_scheduler: Any) -> None:
-    """Raises ``ValueError`` without a model, ``TypeError`` for objects of a wrong kind."""
-    if model is None:
-        raise ValueError("deepspeed.initialize: 'model' is missing; pass the module to train")
+    """Raises ``TypeError`` for objects of a wrong kind."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"deepspeed.initialize: model is {show(model)}, wanted a torch.nn.Module")
     makers = "wanted one of torch's, a callable that makes it, or None for the JSON's section"

@@ -70,7 +70,7 @@ class ZeroTrainerMixin(_Base):
             made, schedule = self.optimizer, self.lr_scheduler
             refuse_given(self._zero_settings, made or self.optimizer_cls_and_kwargs, schedule)
         if self._zero_settings.optimizer is not None:  # tried out: what it refuses is said now
-            build_optimizer(self._zero_settings.optimizer, [torch.zeros(1, requires_grad=True)])
+            build_optimizer(self._zero_settings.optimizer, [torch.zeros(1, device="cpu", requires_grad=True)])
         if self.is_world_process_zero():
             for note in notes:
                 logger.warning("%s", note)
