@@ -310,6 +310,13 @@ def test_initialize_takes_its_arguments_as_deepspeed_does(world: World) -> None:
     ):
         with pytest.raises(TypeError, match=words):
             deepspeed.initialize(**{"model": model_of(1), "config": config_of(1), name: wrong})
+    alone = {key: value for key, value in config_of(1).items() if key != "optimizer"}
+    for more in (
+        {"config": alone | {"scheduler": {"type": "WarmupLR"}}},
+        {"config": alone, "lr_scheduler": max},
+    ):
+        with pytest.raises(ConfigError, match="scheduler: there is no optimizer for it"):
+            deepspeed.initialize(model=model_of(1), **more)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # as Windows writes it
     marked, *_ = deepspeed.initialize(model=model_of(1), config=path, config_params=path)
     assert marked.zero_optimization_stage() == 2

@@ -80,6 +80,11 @@ def initialize(
         made = make_optimizer(optimizer, settings, model, model_parameters)
         if lr_scheduler is None and settings.scheduler is not None:
             check_scheduler(settings.scheduler, made)
+    elif lr_scheduler is not None or settings.scheduler is not None:
+        text = (
+            "there is no optimizer for it to act on; add the section 'optimizer', pass optimizer=, or drop it"
+        )
+        raise ConfigError(Problem("scheduler", text))
     inner, prepared = prepare(model, made, settings, wrap=False, device=accelerator_or_cpu())
     mark_sharded(inner)
     scheduler = None if prepared is None else make_scheduler(lr_scheduler, settings, prepared)
