@@ -184,6 +184,8 @@ Data<T> make_data(const Problem& problem, std::mt19937_64& generator) {
 // Results without gaps: [batch, heads, length, dim].
 struct Solution {
   std::vector<double> output, logsumexp, grad_query, grad_key, grad_value, grad_bias;
+  // Of an element of grad_key, the mean square of all that it sums, which may cancel.
+  double key_terms = 0.0;
 };
 
 // Row by row in float64, straight from the definition.
@@ -289,13 +291,17 @@ class Solver {
       if (p_.has_bias()) add(found_.grad_bias, bias_at(pair.key), change);
       const double scaled = change * double{data_.scale()};
       const double weight = pair.weight * pair.kept;
+      const double term = pair.weight * std::sqrt(static_cast<double>(s_.dim)) * data_.scale();
       for (std::int64_t c = 0; c < s_.dim; ++c) {
         const std::int64_t from = (first_key_ + pair.key) * stride + c;
         const std::int64_t mine = row_ * s_.dim + c;
         const std::int64_t theirs = (first_key_ + pair.key) * s_.dim + c;
         add(found_.output, mine, weight * element(data_.value, from));
         add(found_.grad_query, mine, scaled * element(data_.key, from));
-        add(found_.grad_key, theirs, scaled * element(data_.query, row_ * stride + c));
+        const double query = element(data_.query, row_ * stride + c);
+        add(found_.grad_key, theirs, scaled * query);
+        found_.key_terms +=
+            term * query * term * query / static_cast<double>(found_.grad_key.size());
         add(found_.grad_value, theirs, weight * element(data_.grad_output, row_ * stride + c));
       }
     }

@@ -131,7 +131,9 @@ void expect_right(const Problem& problem, std::mt19937_64& generator) {
   }
   run_backward<T, kDim>(data, found, generator);
   expect_near("grad_query", found.grad_query, wanted.grad_query, 2 * kTolerance<T>);
-  expect_near("grad_key", found.grad_key, wanted.grad_key, 2 * kTolerance<T>);
+  // Few keys get the gradients of many rows, which cancel: a row's sum to zero over its keys.
+  expect_near("grad_key", found.grad_key, wanted.grad_key, 2 * kTolerance<T>,
+              std::max(1.0, wanted.key_terms));
   expect_near("grad_value", found.grad_value, wanted.grad_value, 2 * kTolerance<T>);
   if (problem.has_bias()) {
     const AttentionSizes& s = problem.sizes;
