@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_ext.activation.keeping import Keeper, Record
 
@@ -54,6 +56,18 @@ class Stack(nn.Module):
             else:
                 hidden = run(block, hidden, scale=scale, options=options)
         return hidden
+
+
+class Counting(TorchDispatchMode):
+    """Counts the ops that run, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[str(func)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def fresh_seed() -> int:

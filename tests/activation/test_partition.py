@@ -6,7 +6,6 @@ import contextlib
 import gc
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -15,10 +14,9 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as functional
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_ext
-from tests.activation.blocks import noted_records, same
+from tests.activation.blocks import Counting, noted_records, same
 from tests.activation.tensor_parallel import WIDTH, SummedInPlace, slopes, stack
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
@@ -276,18 +274,6 @@ def test_results_that_are_summed_in_place_are_not_kept(world: World) -> None:
     assert same(slopes(world, copied, streams, named), wanted)
     with pytest.raises(ValueError, match=r"'c10d.allreduce_', which changes"):
         Checkpointing(ActivationPolicy(keep=("c10d.allreduce_",)))
-
-
-class Counting(TorchDispatchMode):
-    """Counts the ops that run, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @on_ranks(2)

@@ -14,22 +14,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.activation.blocks import WIDTH, Stack, fresh_seed, gradients, same
+from tests.activation.blocks import WIDTH, Counting, Stack, fresh_seed, gradients, same
 from zero_ext.activation import Checkpointing
 from zero_ext.activation.planner import Measured, MeasuringMode, choose
 from zero_ext.config import ActivationPolicy
-
-
-class Counting(TorchDispatchMode):
-    """Counts the ops that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def recomputed(policy: ActivationPolicy, function: Callable[..., Any], passes: int = 1) -> Counter[str]:
