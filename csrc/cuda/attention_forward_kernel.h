@@ -26,7 +26,7 @@ struct AttentionForward {
   Heads<const T> key;
   Heads<const T> value;
   T* output;         // [batch, query heads, query length, dim]
-  float* logsumexp;  // [batch, query heads, query length]
+  float* logsumexp;  // [batch, query heads, query length], in base 2
 
   template <class Machine>
   using Stream = TileStream<Machine, T, kDim, kTile, Shape::kStages, 0>;
@@ -160,8 +160,7 @@ struct AttentionForward {
         const float factor = empty ? 0.0F : 1.0F / total;
         const std::int64_t at = pair * sizes.query_length + index;
         if (lane % 4 == 0) {
-          logsumexp[at] =
-              empty ? kMasked : (state.highest.at[here][row] + Machine::log2(total)) * kLn2;
+          logsumexp[at] = empty ? kMasked : state.highest.at[here][row] + Machine::log2(total);
         }
         T* to = output + at * sizes.dim + 2 * (lane % 4);
         ZERO_EXT_UNROLL

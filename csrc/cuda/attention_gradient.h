@@ -78,15 +78,15 @@ ZERO_EXT_HOST_DEVICE float score_gradient(float weight, float value_product, flo
   return weight * (value_product * kept - delta);
 }
 
-// For every row of queries: what its scores are compared with, in units of log2 e (the logarithm
-// of the sum of exponentials; infinite where nothing was attended, so that every weight is 0), and
+// For every row of queries: what its scores are compared with (the logarithm of the sum of
+// exponentials; infinite where nothing was attended, so that every weight is 0), and
 // the sum of its outputs times their gradients. One warp a row.
 template <class T>
 struct PrepareGradients {
   AttentionSizes sizes;
   Heads<const T> grad_output;
   Heads<const T> output;
-  const float* logsumexp;  // [batch, query heads, query length]
+  const float* logsumexp;  // [batch, query heads, query length], in base 2
   float* reference;
   float* delta;
 
@@ -111,7 +111,7 @@ struct PrepareGradients {
       if (lane_number(0) != 0) continue;
       const float total = logsumexp[row];
       delta[row] = static_cast<float>(sum);
-      reference[row] = total == kMasked ? std::numeric_limits<float>::infinity() : total * kLog2E;
+      reference[row] = total == kMasked ? std::numeric_limits<float>::infinity() : total;
     }
   }
 };

@@ -10,7 +10,6 @@
 
 namespace zero_ext::cuda {
 
-using core::kLn2;
 using core::kLog2E;
 inline constexpr float kMasked = -std::numeric_limits<float>::infinity();
 

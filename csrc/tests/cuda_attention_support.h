@@ -278,7 +278,7 @@ class Solver {
     double total = 0.0;
     for (Pair& pair : pairs_) total += pair.weight = std::exp(pair.weight - highest);
     for (Pair& pair : pairs_) pair.weight /= total;
-    found_.logsumexp[static_cast<std::size_t>(row_)] = highest + std::log(total);
+    found_.logsumexp[static_cast<std::size_t>(row_)] = (highest + std::log(total)) / std::log(2.0);
   }
 
   // What the row adds to the results.

@@ -181,8 +181,35 @@ def test_logsumexp(generator: torch.Generator) -> None:
         0,
     )
     found = torch.ops.zero_ext.block_sparse_attention_forward(*arguments)[1]
-    exact = (rows[0].double() @ rows[1].double().transpose(-1, -2) * 0.5).logsumexp(-1)
+    exact = (rows[0].double() @ rows[1].double().transpose(-1, -2) * 0.5).logsumexp(-1) / math.log(2)
     assert found.dtype == torch.float32 and torch.allclose(found.double(), exact, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [16, 64])
+def test_large_scores_are_as_exact_as_in_torch(dim: int, generator: torch.Generator) -> None:
+    rows = [randn(1, 2, 256, dim, generator=generator) * size for size in (32, 32, 1)]
+    grad_output = randn(1, 2, 256, dim, generator=generator)
+    case = Case(*rows, torch.ones(1, 4, 4, dtype=torch.bool), 64)
+    wanted, found = reference(case, grad_output).values, results(case, grad_output)
+    leaves = [row.requires_grad_() for row in rows]
+    of_torch = torch.nn.functional.scaled_dot_product_attention(*leaves)
+    # Few rows make the errors of the other gradients, in which the weights' own cancel or do not.
+    peers = {"output": of_torch.detach(), "value": torch.autograd.grad(of_torch, leaves[2], grad_output)[0]}
+    for name, peer in peers.items():
+        errors = [float((each.double() - wanted[name]).norm()) for each in (found[name], peer)]
+        assert errors[0] <= 2 * errors[1], f"{name}: error {errors[0]:.2e}, torch's {errors[1]:.2e}"
+
+
+def test_scores_without_bounds(isa: str, generator: torch.Generator) -> None:
+    """Products that are different multiples of 2^29: the highest has all the weight, however large it is."""
+    query = torch.eye(16).repeat(4, 1)[None, None] * 2.0**16
+    key = torch.rand(1, 1, 64, 16, generator=generator).argsort(2) * 2.0**13
+    value, grad_output = (randn(1, 1, 64, 16, generator=generator) for _ in range(2))
+    case = Case(query, key, value, torch.ones(1, 1, 1, dtype=torch.bool), 64)
+    wanted, found = reference(case, grad_output).values, results(case, grad_output)
+    for name in ("output", "value"):
+        assert torch.allclose(found[name].double(), wanted[name], rtol=1e-5, atol=1e-5), name
+    assert all(found[name].isfinite().all() for name in ("query", "key"))
 
 
 def test_empty_tensors(generator: torch.Generator) -> None:

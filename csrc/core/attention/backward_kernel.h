@@ -136,7 +136,7 @@ struct AttentionBackward {
                to_float(output[row * gradients.output.row_stride + d]);
       }
       scratch.delta[r] = sum;
-      if (logsumexp[r] != Scores<V>::kHidden) scratch.logsumexp[r] = logsumexp[r] * kLog2E;
+      if (logsumexp[r] != Scores<V>::kHidden) scratch.logsumexp[r] = logsumexp[r];
     }
     return loaded;
   }
@@ -147,11 +147,12 @@ struct AttentionBackward {
                             float scale) {
     const Float factor = V::set(scale);
     for (std::int64_t r = 0; r < lanes; r += V::width) {
-      const Float negative = V::sub(V::set(0.0F), V::load(scratch.logsumexp + r));
+      const Float logsumexp = V::load(scratch.logsumexp + r);
       const Float delta = V::load(scratch.delta + r);
       for (std::int64_t c = 0; c < count; ++c) {
         const std::int64_t at = c * kTile + r;
-        const Float weight = V::exp2(V::fma(V::load(scratch.scores + at), factor, negative));
+        const Float score = V::mul(V::load(scratch.scores + at), factor);
+        const Float weight = V::exp2(V::sub(score, logsumexp));
         Float product = V::load(scratch.products + at);
         Float used = weight;
         if constexpr (Dropped) {

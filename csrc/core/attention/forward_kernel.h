@@ -96,13 +96,15 @@ struct AttentionForward {
   }
 
   // Weights of one vector of lanes: exp2(score * scale - highest), their sum, stored for the
-  // product with the values.
+  // product with the values. Scaled scores are rounded before the subtraction, as the highest is:
+  // in one rounding they would differ from it by its own, which exp2 makes a factor, and a large
+  // one where scores are.
   static Float weigh(const Scratch& scratch, std::int64_t r, std::int64_t count, Float scale,
                      Float highest, bool dropped) {
     Float sum = V::set(0.0F);
-    const Float negative = V::sub(V::set(0.0F), highest);
     const auto weight = [&](std::int64_t c) {
-      const Float exact = V::exp2(V::fma(V::load(scratch.scores + c * kTile + r), scale, negative));
+      const Float score = V::mul(V::load(scratch.scores + c * kTile + r), scale);
+      const Float exact = V::exp2(V::sub(score, highest));
       sum = V::add(sum, exact);
       return dropped ? V::mul(exact, V::load(scratch.kept + c * kTile + r)) : exact;
     };
@@ -178,9 +180,8 @@ struct AttentionForward {
       const float inverse = sum == 0 ? 0.0F : 1 / sum;
       result.logsumexp[first + r] =
           sum == 0 ? Scores<V>::kHidden
-                   : static_cast<float>(static_cast<double>(scratch.highest[r]) *
-                                            0.69314718055994530942 +
-                                        std::log(static_cast<double>(sum)));
+                   : static_cast<float>(static_cast<double>(scratch.highest[r]) +
+                                        std::log2(static_cast<double>(sum)));
       float* row = scratch.output_rows + r * scratch.dim;
       for (std::int64_t d = 0; d < problem.head_dim; ++d) {
         row[d] = scratch.output[d * kTile + r] * inverse;

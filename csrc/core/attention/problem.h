@@ -63,13 +63,13 @@ struct AttentionProblem {
 
 struct AttentionResult {
   void* output = nullptr;      // [batch, heads, query length, head dim], of the problem's type
-  float* logsumexp = nullptr;  // [batch, heads, query length]
+  float* logsumexp = nullptr;  // [batch, heads, query length], in base 2
 };
 
 struct AttentionGradients {
   RowsView grad_output;
   RowsView output;
-  const float* logsumexp = nullptr;  // [batch, heads, query length]
+  const float* logsumexp = nullptr;  // [batch, heads, query length], in base 2
   void* query = nullptr;             // contiguous, of the problem's type
   void* key = nullptr;
   void* value = nullptr;

@@ -16,7 +16,6 @@
 namespace zero_ext::core {
 
 inline constexpr float kLog2E = 1.4426950408889634F;
-inline constexpr float kLn2 = 0.6931471805599453F;
 
 // A weight is dropped when its random word is below this.
 ZERO_EXT_HOST_DEVICE std::uint32_t drop_threshold(double probability) {

@@ -16,10 +16,8 @@ template <class V>
 struct Scores {
   static constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
-  // Whether scores are scaled where they become weights, in one rounding with the subtraction, and
-  // not by finish(). A property of the problem: were it one of a panel, the bits of a key would
-  // depend on which keys share its panel, and so on how the work is shared out. A positive scale
-  // keeps the order of scores and leaves minus infinity what it is.
+  // Whether scores are scaled where they become weights, without a pass of finish(). A positive
+  // scale keeps the order of scores and leaves minus infinity what it is.
   static bool scaled_later(const AttentionProblem& problem) {
     return problem.bias.data == nullptr && problem.scale >= std::numeric_limits<float>::min();
   }
