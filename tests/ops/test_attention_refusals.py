@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from typing_extensions import get_type_hints
 
 from tests.ops.attention_reference import Case, compressed
 from zero_ext import ops
@@ -61,8 +63,22 @@ def test_options(case: Case) -> None:
     refused(replace(case, offset=2**32), r"offset is 4294967296; it must be at least 0 and below 2\^32")
     with pytest.raises(TypeError, match="unknown keyword 'drop'"):
         ops.block_sparse_attention(
-            case.query, case.key, case.value, *compressed(case.mask), block=16, drop=0.1
+            case.query,
+            case.key,
+            case.value,
+            *compressed(case.mask),
+            block=16,
+            drop=0.1,  # type: ignore[call-arg]
         )
+
+
+def test_every_argument_has_a_type() -> None:
+    hints = get_type_hints(ops.block_sparse_attention)
+    assert Any not in hints.values()
+    assert get_args(hints["options"]) == (ops.AttentionOptions,)
+    options = get_type_hints(ops.AttentionOptions)
+    assert options["key_padding"] == options["bias"] == Tensor | None
+    assert options["dropout"] is float
 
 
 def test_masks(case: Case) -> None:
@@ -146,3 +162,53 @@ def test_backward_checks_what_it_is_given(case: Case) -> None:
         with pytest.raises(RuntimeError, match=message):
             backward(*arguments_of_call)
     backward(output, output, logsumexp)
+
+
+NO_DERIVATIVE = "block_sparse_attention has no forward-mode derivative .* none by torch.func"
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "bias"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_forward_mode_is_refused(case: Case, name: str, trained: bool) -> None:
+    case = replace(case, bias=torch.zeros(1, 1, 1, 40))
+    tensor = getattr(case, name).requires_grad_(trained)
+    with forward_ad.dual_level():
+        refused(replace(case, **{name: forward_ad.make_dual(tensor, torch.ones_like(tensor))}), NO_DERIVATIVE)
+        case.run()  # without a tangent it is no matter
+
+
+def derivatives(function: Callable[[Tensor], Tensor], point: Tensor) -> dict[str, Callable[[], Any]]:
+    """Every transform of torch.func that differentiates, alone and within another."""
+    func = torch.func
+    one = torch.tensor(1.0)
+    return {
+        "jvp": lambda: func.jvp(function, (point,), (point,)),
+        "jacfwd": lambda: func.jacfwd(function)(point),
+        "grad": lambda: func.grad(function)(point),
+        "vjp": lambda: func.vjp(function, point),
+        "hessian": lambda: func.hessian(function)(point),
+        "vmap of grad": lambda: func.vmap(func.grad(function))(point[None]),
+        "jvp around a grad in something else": lambda: func.jvp(
+            lambda outer: func.grad(lambda inner: inner * function(outer))(one), (point,), (point,)
+        ),
+        "compiled jvp": lambda: torch.compile(lambda x: func.jvp(function, (x,), (x,))[1], backend="eager")(
+            point
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", derivatives(torch.sum, torch.ones(1)))
+def test_derivatives_of_torch_func_are_refused(case: Case, name: str) -> None:
+    def function(query: Tensor) -> Tensor:
+        return replace(case, query=query).run().sum()
+
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match=NO_DERIVATIVE):
+        derivatives(function, case.query)[name]()
+
+
+def test_vmap_is_a_loop(case: Case) -> None:
+    queries = torch.stack([case.query, 2 * case.query])
+    found = torch.func.vmap(lambda query: replace(case, query=query).run())(queries)
+    for one, query in zip(found, queries, strict=True):
+        assert torch.equal(one, replace(case, query=query).run())

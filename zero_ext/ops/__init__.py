@@ -12,7 +12,12 @@ from zero_ext.ops.aio import (
     aio_wait,
     aio_write_,
 )
-from zero_ext.ops.attention import DropoutOptions, LayoutTensors, block_sparse_attention
+from zero_ext.ops.attention import (
+    AttentionOptions,
+    DropoutOptions,
+    LayoutTensors,
+    block_sparse_attention,
+)
 from zero_ext.ops.blockwise import (
     BLOCK_ELEMENTS,
     Quantized,
@@ -75,6 +80,7 @@ __all__ = [
     "ADAM_FIELDS",
     "BLOCK_ELEMENTS",
     "STREAM_COUNTERS",
+    "AttentionOptions",
     "DropoutOptions",
     "LayoutTensors",
     "Quantized",

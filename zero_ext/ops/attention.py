@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from typing_extensions import Unpack
 
 from zero_ext.ops.library import autograd_formula, check_one_device, fake_kernel, op
 
@@ -42,23 +44,33 @@ class DropoutOptions(TypedDict, total=False):
     offset: int
 
 
+class AttentionOptions(DropoutOptions, total=False):
+    """What :func:`block_sparse_attention` takes beside its tensors and the block; each may be left out."""
+
+    causal: bool
+    scale: float | None
+    key_padding: Tensor | None
+    bias: Tensor | None
+
+
 def block_sparse_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *layout: Tensor | None,
+    row_pointers: Tensor,
+    columns: Tensor,
+    column_pointers: Tensor | None = None,
+    rows: Tensor | None = None,
+    *,
     block: int,
-    causal: bool = False,
-    scale: float | None = None,
-    key_padding: Tensor | None = None,
-    bias: Tensor | None = None,
-    **dropout: Any,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """softmax(scale * query key^T + bias) value over the blocks of a layout, without ever making the whole.
 
-    Differentiable, once, in query, key, value and bias; the bias's gradient is computed only if it is asked
-    for. A query that sees no key gives zeros, and zeros as gradients. Softmax and sums run in float32. On one
-    device the result is the same bits for any number of threads.
+    Differentiable, once, by backward, in query, key, value and bias; the bias's gradient is computed only if
+    it is asked for. Forward-mode differentiation and the derivatives of torch.func are refused. A query that
+    sees no key gives zeros, and zeros as gradients. Softmax and sums run in float32. On one device the result
+    is the same bits for any number of threads.
 
     Within the blocks of the layout, values of hidden keys may be multiplied by zero and not left out: one
     that is NaN or infinite then gives NaN, as it does in the math backend of torch's
@@ -74,17 +86,18 @@ def block_sparse_attention(
         key: [batch, key heads, key length, head dim]; key heads divides query heads, and query head h reads
             key head h // (query heads // key heads).
         value: of key's shape.
-        layout: row_pointers, columns and, if they are there, column_pointers and rows; see
-            :class:`LayoutTensors`.
+        row_pointers, columns, column_pointers, rows: the layout, see :class:`LayoutTensors`.
         block: tokens of a block, 16, 32, 64 or 128. The last row and column of blocks may be shorter.
-        causal: query i sees key j only if j <= i + key length - query length.
-        scale: 1 / sqrt(head dim) if None.
-        key_padding: bool [batch, key length], true where a key may be seen.
-        bias: float32, bfloat16 or float16, [batch | 1, query heads | 1, query length | 1, key length | 1],
-            of any strides; added to the scaled scores. Minus infinity hides a key.
-        dropout: ``dropout``, the probability that a weight is dropped (0), the others being divided by one
-            minus it; ``seed`` and ``offset`` (0, 0), of which, with batch, head, query and key, the choice is
-            a function: the same on every device and for every block size.
+        **options: of :class:`AttentionOptions`.
+            ``causal`` (False): query i sees key j only if j <= i + key length - query length.
+            ``scale`` (None): 1 / sqrt(head dim) if None.
+            ``key_padding`` (None): bool [batch, key length], true where a key may be seen.
+            ``bias`` (None): float32, bfloat16 or float16,
+            [batch | 1, query heads | 1, query length | 1, key length | 1], of any strides; added to the
+            scaled scores. Minus infinity hides a key.
+            ``dropout`` (0): the probability that a weight is dropped, the others being divided by one minus
+            it; ``seed`` and ``offset`` (0, 0), of which, with batch, head, query and key, the choice is a
+            function: the same on every device and for every block size.
 
     Returns:
         [batch, query heads, query length, head dim], of query's dtype.
@@ -92,26 +105,52 @@ def block_sparse_attention(
     Raises:
         TypeError: an unknown keyword.
         RuntimeError: an argument has the wrong dtype, device, shape or value; the layout is not one of these
-            lengths.
+            lengths; forward-mode or torch.func differentiation is asked for.
 
     Source: Dao, "FlashAttention-2" (arXiv 2307.08691), sections 3.1 and 3.2, over the blocks of Child et al.,
     "Generating long sequences with sparse transformers" (arXiv 1904.10509), section 5.5.
     """
-    unknown = set(dropout) - DropoutOptions.__annotations__.keys()
+    unknown = options.keys() - AttentionOptions.__annotations__.keys()
     if unknown:
-        raise TypeError(f"block_sparse_attention: unknown keyword {sorted(unknown)[0]!r}")
-    options: list[Any] = [
+        raise TypeError(f"block_sparse_attention: unknown keyword {min(unknown)!r}")
+    scale, padding, bias = options.get("scale"), options.get("key_padding"), options.get("bias")
+    _refuse_other_derivatives(query, key, value, bias)
+    settings: list[Any] = [
         block,
-        causal,
+        options.get("causal", False),
         _default_scale(query) if scale is None else scale,
-        float(dropout.get("dropout", 0.0)),
-        dropout.get("seed", 0),
-        dropout.get("offset", 0),
+        float(options.get("dropout", 0.0)),
+        options.get("seed", 0),
+        options.get("offset", 0),
     ]
-    padding = None if key_padding is None else _with_unit_stride(key_padding)
-    rows = [_with_unit_stride(each) for each in (query, key, value)]
-    tensors = (*rows, *LayoutTensors(*layout), padding, bias)  # type: ignore[arg-type]
-    return _call(FORWARD, *tensors, *options)[0]
+    tokens = [_with_unit_stride(each) for each in (query, key, value)]
+    layout = LayoutTensors(row_pointers, columns, column_pointers, rows)
+    masks = (None if padding is None else _with_unit_stride(padding), bias)
+    return _call(FORWARD, *tokens, *layout, *masks, *settings)[0]
+
+
+def _refuse_other_derivatives(*tensors: Tensor | None) -> None:
+    """Without a formula for them the op would drop tangents without a word, or fail in torch's own terms."""
+    given = [each for each in tensors if each is not None]
+    dual = forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(each).tangent is not None for each in given
+    )
+    if dual or (not torch.compiler.is_compiling() and any(map(_is_differentiated_by_func, given))):
+        raise RuntimeError(
+            "block_sparse_attention has no forward-mode derivative (torch.autograd.forward_ad, "
+            "torch.func.jvp, jacfwd, hessian) and none by torch.func (grad, vjp, jacrev); call backward or "
+            "torch.autograd.grad, or torch.nn.functional.scaled_dot_product_attention with its math backend"
+        )
+
+
+def _is_differentiated_by_func(tensor: Tensor) -> bool:
+    """Whether a transform of torch.func that differentiates has wrapped it, within vmap too."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_gradtrackingtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
 
 
 def _call(name: str, *arguments: Any) -> Any:
