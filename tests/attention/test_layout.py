@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -231,3 +232,26 @@ def test_layouts_are_kept_by_length() -> None:
     token = cache.get(4, 100, queries=3, causal=True)
     assert cache.get(4, 100, queries=4, causal=True) is token, "both lie in the last block"
     assert cache.get(4, 100, queries=5, causal=True) is not token
+
+
+class EmptiedByAnother(OrderedDict[Any, BlockLayout]):
+    """Between any two calls here, another thread has dropped everything."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        found = super().get(key, default)
+        self.clear()
+        return found
+
+    def __len__(self) -> int:
+        length = super().__len__()
+        self.clear()
+        return length
+
+
+def test_another_thread_may_drop_what_was_just_found() -> None:
+    cache = LayoutCache(policy_of(mode="fixed"), kept=1)
+    first = cache.get(4, 100)
+    cache._built = EmptiedByAnother(cache._built)
+    assert cache.get(4, 100) is first
+    cache._built[0] = cache._built[1] = first
+    assert cache.get(4, 100) is not first

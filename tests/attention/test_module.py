@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
+from typing_extensions import get_type_hints
 
 from tests.attention.strategies import SEEDS, policies
 from zero_ext.attention import BlockLayout, SparseSelfAttention, build_layout
+from zero_ext.attention.masks import MoreMasks
 from zero_ext.config.attention import SparseAttentionPolicy
 
 HEADS, DIM = 4, 16
@@ -184,6 +187,11 @@ def test_dropout_is_drawn_by_torch() -> None:
         ({"key_padding": torch.ones(2, 32)}, ValueError, "key_padding is torch.float32"),
         ({"bias": torch.ones(32, 32, dtype=torch.bool)}, TypeError, "bias is torch.bool"),
         ({"rpe": torch.ones(32, 32)}, TypeError, "unknown keyword 'rpe'"),
+        (
+            dict.fromkeys(("query", "key", "value"), torch.ones(2, HEADS, 32, 0)),
+            ValueError,
+            r"query has shape \(2, 4, 32, 0\), whose head dim is 0, wanted at least 1",
+        ),
     ],
 )
 def test_what_does_not_fit(change: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -257,3 +265,72 @@ def test_fewer_queries_are_the_last_tokens() -> None:
         BlockLayout.from_block_mask(torch.ones(1, 3, dtype=torch.bool), 16, query_length=13, key_length=45)
     )
     torch.testing.assert_close(own(*inputs, is_causal=True), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [None, "fixed", ["fixed"], SparseAttentionPolicy])
+def test_what_is_no_configuration(config: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"SparseSelfAttention got .*, wanted a SparseAttentionPolicy, a mapping"
+    ):
+        SparseSelfAttention(config)
+
+
+def test_every_argument_has_a_type() -> None:
+    hints = get_type_hints(SparseSelfAttention.forward)
+    assert get_args(hints["more"]) == (MoreMasks,)
+    assert set(get_type_hints(MoreMasks).values()) == {torch.Tensor | None}
+
+
+def givers() -> dict[str, SparseSelfAttention]:
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    return {
+        "policy": SparseSelfAttention({"mode": "fixed", "block": 16, "attention": "unidirectional"}),
+        "own": SparseSelfAttention(BlockLayout.from_block_mask(mask, 16, query_length=70, key_length=70)),
+    }
+
+
+@pytest.mark.parametrize("name", ["policy", "own"])
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("seen", [False, True])
+def test_tensors_without_data(name: str, device: str, seen: bool) -> None:
+    """Meta and fake tensors give shapes, and calls with real ones after them are what they were."""
+    attention, (query, key, value) = givers()[name], tensors(70)
+    wanted = givers()[name](query, key, value, is_causal=True)
+    if seen:
+        attention(query, key, value, is_causal=True)
+    with torch.device("meta") if device == "meta" else FakeTensorMode():
+        shells = [torch.empty(2, HEADS, 70, DIM, device=device, requires_grad=True) for _ in range(3)]
+        found = attention(*shells, is_causal=True)
+        gradients = torch.autograd.grad(found.sum(), shells)
+    assert found.is_meta or isinstance(found, FakeTensor)
+    assert {each.shape for each in (found, *gradients)} == {query.shape}
+    assert {each.device.type for each in (found, *gradients)} == {device}
+    assert torch.equal(attention(query, key, value, is_causal=True), wanted)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_takes_the_layout_for_a_constant(strict: bool) -> None:
+    attention, inputs = givers()["policy"], tuple(each.detach() for each in tensors(70))
+    if strict:  # which has no graph breaks
+        attention(*inputs)
+    program = torch.export.export(attention, inputs, strict=strict)
+    assert torch.equal(program.module()(*inputs), attention(*inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_least_float_hides_a_key(dtype: torch.dtype) -> None:
+    """Weights are powers of two, and finfo.min times log2(e) is minus infinity in float32."""
+    inputs = tensors(40)
+    mask = torch.zeros(40, 40, dtype=dtype)
+    mask[:, 7] = mask[3] = torch.finfo(dtype).min
+    found = SparseSelfAttention({"mode": "dense"})(*inputs, attn_mask=mask)
+    assert not found[:, :, 3].any()
+    same(found, reference(*inputs, mask == 0), inputs)
+
+
+def test_the_least_float_of_16_bits_hides_no_row() -> None:
+    query, key, value = (each.detach() for each in tensors(40))
+    mask = torch.zeros(40, 40, dtype=torch.float16)
+    mask[3] = torch.finfo(torch.float16).min
+    found = SparseSelfAttention({"mode": "dense"})(0 * query, key, value, attn_mask=mask)
+    torch.testing.assert_close(found[:, :, 3], value.mean(dim=2), rtol=0, atol=0.01)

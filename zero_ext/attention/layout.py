@@ -6,6 +6,7 @@ from collections import OrderedDict
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zero_ext.attention.block_layout import MOST_BLOCKS, BlockLayout
 from zero_ext.attention.random_blocks import Integers, random_columns
@@ -175,6 +176,8 @@ def _randomly(
 class LayoutCache:
     """The layouts of one policy that were used last, by length, heads, direction and device.
 
+    Threads may share one: two that ask for the same layout at once may both build it.
+
     Args:
         policy: what layouts are built by.
         kept: layouts held; the one that was not used for longest goes.
@@ -194,15 +197,29 @@ class LayoutCache:
         causal: bool = False,
         device: torch.device | str = "cpu",
     ) -> BlockLayout:
-        """The layout that `build_layout` builds, on `device`; rows and columns are built once."""
+        """The layout that `build_layout` builds, on `device`; rows and columns are built once.
+
+        Under a FakeTensorMode too it is of real tensors, since it serves later calls.
+        """
         first = 0 if queries is None else (length - queries) // self.policy.block
         causal = causal or self.policy.unidirectional
         key = (self.policy.layout_heads(heads), length, first, causal, torch.device(device))
         layout = self._built.get(key)
         if layout is None:
-            built = build_layout(self.policy, heads, length, queries=queries, causal=causal)
-            layout = self._built[key] = built.to(device)
-        self._built.move_to_end(key)
-        while len(self._built) > self._kept:
-            self._built.popitem(last=False)
+            layout = self._built[key] = self._build(heads, length, queries, causal, device)
+        # A lock would break compiled graphs. Each of these calls is atomic, and what another thread has
+        # dropped since the look-up need not be kept.
+        try:
+            self._built.move_to_end(key)
+            while len(self._built) > self._kept:
+                self._built.popitem(last=False)
+        except KeyError:
+            pass
         return layout
+
+    @torch._dynamo.disable
+    def _build(
+        self, heads: int, length: int, queries: int | None, causal: bool, device: torch.device | str
+    ) -> BlockLayout:
+        with _disable_current_modes():  # those that make tensors fake or record what is done with them
+            return build_layout(self.policy, heads, length, queries=queries, causal=causal).to(device)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import torch
 
 _NAMES = ("batch", "query heads", "query length", "key length")
+
+
+class MoreMasks(TypedDict, total=False):
+    """Masks that scaled_dot_product_attention does not have; each may be left out."""
+
+    key_padding: torch.Tensor | None
+    bias: torch.Tensor | None
 
 
 def split_mask(

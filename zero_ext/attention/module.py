@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 from zero_ext.attention.block_layout import BlockLayout
 from zero_ext.attention.layout import LayoutCache
-from zero_ext.attention.masks import as_scores, both, check_key_padding, split_mask
+from zero_ext.attention.masks import MoreMasks, as_scores, both, check_key_padding, split_mask
 from zero_ext.config.attention import SparseAttentionPolicy
 from zero_ext.ops import block_sparse_attention
 
@@ -30,11 +32,20 @@ class SparseSelfAttention(torch.nn.Module):
         config: a policy, a mapping of its keys (DeepSpeed's `sparse_attention` section), or a layout of your
             own, which then serves its length alone.
 
+    Raises:
+        TypeError: `config` is none of these.
+        ConfigError: a key or value of the mapping is wrong.
+
     Source: Child et al., "Generating long sequences with sparse transformers" (arXiv 1904.10509).
     """
 
     def __init__(self, config: Given) -> None:
         super().__init__()
+        if not isinstance(config, SparseAttentionPolicy | Mapping | BlockLayout):
+            raise TypeError(
+                f"SparseSelfAttention got {config!r}, wanted a SparseAttentionPolicy, a mapping of its keys "
+                'such as {"mode": "fixed", "block": 64}, or a BlockLayout'
+            )
         self.layout = config if isinstance(config, BlockLayout) else None
         policy = SparseAttentionPolicy.from_mapping(config) if isinstance(config, Mapping) else config
         self._cache = LayoutCache(policy) if isinstance(policy, SparseAttentionPolicy) else None
@@ -54,13 +65,16 @@ class SparseSelfAttention(torch.nn.Module):
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-        **more: torch.Tensor | None,
+        **more: Unpack[MoreMasks],
     ) -> torch.Tensor:
         """Attention over the layout's blocks; within them as in torch's function of the same arguments.
 
-        A query that may attend to nothing gets zeros, where torch gives NaN. With fewer queries than keys, as
-        when generating with a cache of keys, attention must be causal: the queries are the last tokens, and
-        each gets what it would get in a forward of the whole sequence.
+        Tensors on the device "meta" and those of a FakeTensorMode give tensors of their kind.
+
+        A query that may attend to nothing gets zeros, where torch gives NaN, or the mean of the values if it
+        is finfo.min that hides them: floats of -2.36e38 or less count as minus infinity. With fewer queries
+        than keys, as when generating with a cache of keys, attention must be causal: the queries are the last
+        tokens, and each gets what it would get in a forward of the whole sequence.
 
         Args:
             query: [batch, query heads, query length, head dim], float32, bfloat16 or float16; head dim
@@ -92,7 +106,8 @@ class SparseSelfAttention(torch.nn.Module):
         scores_shape = _scores_shape(query, key, value, enable_gqa)
         key_padding, bias = _masks(attn_mask, more, scores_shape)
         causal = is_causal or (self.policy is not None and self.policy.unidirectional)
-        layout = self._layout_for(scores_shape, causal, query.device)
+        abstract = query.is_meta or isinstance(query, FakeTensor)
+        layout = self._layout_for(scores_shape, causal, None if abstract else query.device)
         extra = layout.query_length - scores_shape[2]
         if extra:  # the rows of blocks begin before the first query
             query = F.pad(query, (0, 0, extra, 0))
@@ -103,14 +118,11 @@ class SparseSelfAttention(torch.nn.Module):
         if dim < wide <= _MOST_DIM:
             scale = 1 / math.sqrt(dim) if scale is None else scale
             query, key, value = (F.pad(each, (0, wide - dim)) for each in (query, key, value))
-        tensors = [layout.row_pointers, layout.columns]
-        if query.device.type != "cpu":
-            tensors += [layout.column_pointers, layout.rows]
         found = block_sparse_attention(
             query,
             key,
             value,
-            *tensors,
+            *_layout_tensors(layout, query),
             block=layout.block,
             causal=causal,
             scale=scale,
@@ -122,22 +134,25 @@ class SparseSelfAttention(torch.nn.Module):
         return found[:, :, extra:, :dim]
 
     def _layout_for(
-        self, scores_shape: tuple[int, int, int, int], causal: bool, device: torch.device
+        self, scores_shape: tuple[int, int, int, int], causal: bool, device: torch.device | None
     ) -> BlockLayout:
+        """The layout on `device`; None for any, where its numbers are not looked at."""
         _, heads, queries, keys = scores_shape
         if self._cache is None:
             return self._own_layout(scores_shape, device)
         if queries == keys:
-            return self._cache.get(heads, keys, causal=causal, device=device)
+            return self._cache.get(heads, keys, causal=causal, device=device or "cpu")
         if queries > keys or not causal:
             raise ValueError(
                 f"query length {queries} against key length {keys}: a layout is of tokens that attend to "
                 "each other; pass as many queries as keys, or the last of the tokens as queries with "
                 "is_causal=True, or a BlockLayout of these lengths"
             )
-        return self._cache.get(heads, keys, queries=queries, causal=True, device=device)
+        return self._cache.get(heads, keys, queries=queries, causal=True, device=device or "cpu")
 
-    def _own_layout(self, scores_shape: tuple[int, int, int, int], device: torch.device) -> BlockLayout:
+    def _own_layout(
+        self, scores_shape: tuple[int, int, int, int], device: torch.device | None
+    ) -> BlockLayout:
         layout, (_, heads, queries, keys) = self.layout, scores_shape
         if layout is None:
             raise AssertionError("neither policy nor layout")
@@ -151,7 +166,7 @@ class SparseSelfAttention(torch.nn.Module):
                 f"the layout has {layout.heads} heads, the query {heads}; make one for all heads or for "
                 f"{heads}"
             )
-        if layout.device != device:
+        if device is not None and layout.device != device:
             layout = self.layout = layout.to(device)
         return layout
 
@@ -161,6 +176,20 @@ class SparseSelfAttention(torch.nn.Module):
             return str(self.policy)
         size = f"{self.layout.query_length} × {self.layout.key_length}"
         return f"layout of {size} tokens, {self.layout.blocks} blocks of {self.layout.block}"
+
+
+def _layout_tensors(layout: BlockLayout, query: torch.Tensor) -> list[torch.Tensor]:
+    """What the op wants of the layout, of query's kind."""
+    by_rows = [layout.row_pointers, layout.columns]
+    if isinstance(query, FakeTensor):
+        mode = query.fake_mode
+        if mode.allow_non_fake_inputs:  # as in torch.export, which takes them for constants
+            return by_rows
+        with mode:
+            return [mode.from_tensor(each).to(query.device) for each in by_rows]
+    if query.device.type in ("cpu", "meta"):
+        return [each.to(query.device) for each in by_rows]
+    return [*by_rows, layout.column_pointers, layout.rows]
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -187,6 +216,8 @@ def _scores_shape(
         raise ValueError(
             f"query has shape {shapes['query']}, key {shapes['key']}; wanted the same batch and head dim"
         )
+    if dim == 0:
+        raise ValueError(f"query has shape {shapes['query']}, whose head dim is 0, wanted at least 1")
     if heads != key_heads and not grouped:
         raise ValueError(
             f"query has {heads} heads, key {key_heads}; pass enable_gqa=True if several query heads share one"
@@ -198,11 +229,11 @@ def _scores_shape(
 
 def _masks(
     attn_mask: torch.Tensor | None,
-    more: dict[str, torch.Tensor | None],
+    more: MoreMasks,
     scores_shape: tuple[int, int, int, int],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """All masks as key padding and bias."""
-    unknown = more.keys() - {"key_padding", "bias"}
+    unknown = more.keys() - MoreMasks.__annotations__.keys()
     if unknown:
         raise TypeError(f"SparseSelfAttention got an unknown keyword {min(unknown)!r}")
     key_padding, bias = split_mask(attn_mask, scores_shape)
