@@ -34,6 +34,23 @@ def test_inputs_are_padded_and_outputs_cut(length: int) -> None:
     assert "attention_mask" not in inputs
 
 
+@pytest.mark.parametrize(
+    "labels", [torch.tensor([1, 0]), torch.rand(2, 3), torch.rand(2, 5), torch.rand(2), torch.tensor(1)]
+)
+def test_labels_that_are_not_of_tokens_stay(labels: torch.Tensor) -> None:
+    found, added = pad_to_block(16, {"input_ids": torch.ones(2, 5, dtype=torch.long), "labels": labels})
+    assert added == 11
+    assert found["labels"] is labels
+
+
+def test_labels_of_several_per_token_are_padded_along_the_tokens() -> None:
+    labels = torch.randint(9, (2, 5, 3))
+    found, _ = pad_to_block(16, {"input_ids": torch.ones(2, 5, dtype=torch.long), "labels": labels})
+    assert found["labels"].shape == (2, 16, 3)
+    assert torch.equal(found["labels"][:, :5], labels)
+    assert bool((found["labels"][:, 5:] == -100).all())
+
+
 def test_embeddings_are_padded() -> None:
     embeddings = nn.Embedding(10, 4)
     inputs = {"inputs_embeds": torch.randn(2, 5, 4), "attention_mask": torch.ones(2, 5, dtype=torch.bool)}
@@ -48,8 +65,12 @@ def test_embeddings_are_padded() -> None:
 def test_what_cannot_be_padded() -> None:
     with pytest.raises(ValueError, match="wanted input_ids or inputs_embeds"):
         pad_to_block(16, {"labels": torch.ones(1, 3)})
-    with pytest.raises(ValueError, match="attention_mask has length 4, input_ids 3"):
-        pad_to_block(16, {"input_ids": torch.ones(1, 3), "attention_mask": torch.ones(1, 4)})
+    ids = torch.ones(1, 3, dtype=torch.long)
+    for name, shape in (("attention_mask", (1, 4)), ("attention_mask", (3,)), ("labels", (1, 2))):
+        with pytest.raises(ValueError, match=f"{name} has shape .*, wanted length 3 in its second dim"):
+            pad_to_block(16, {"input_ids": ids, name: torch.ones(shape, dtype=torch.long)})
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(1, 3, 3\), wanted \[batch, length\]"):
+        pad_to_block(16, {"input_ids": ids, "attention_mask": torch.ones(1, 3, 3)})
     for added in (-1, 3):
         with pytest.raises(ValueError, match="cut off an output of length 3"):
             unpad(added, torch.ones(1, 3))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 
 def pad_to_block(
@@ -18,12 +17,13 @@ def pad_to_block(
 
     Attention here takes any length: padding saves nothing but a shorter last block, and gives inputs of few
     different shapes. An attention mask is made where there is none, so that nothing attends to the padding;
-    labels get -100, which losses leave out.
+    labels get -100, which losses leave out. Labels that are not of tokens (floats, or a number for each
+    sample) stay as they are.
 
     Args:
         block: tokens of a block.
-        inputs: by name, [batch, length, ...]: input_ids, attention_mask, token_type_ids, position_ids,
-            labels, inputs_embeds. Others are passed on.
+        inputs: by name, [batch, length]: input_ids, attention_mask, token_type_ids, position_ids; integer
+            labels of [batch, length, ...]; inputs_embeds, [batch, length, width]. Others are passed on.
         pad_token_id: id that input_ids are padded with.
         embeddings: gives inputs_embeds their padding, from ids of pad_token_id; zeros without it.
 
@@ -31,7 +31,8 @@ def pad_to_block(
         The padded inputs, new tensors where something was added, and the number of tokens added.
 
     Raises:
-        ValueError: there is neither input_ids nor inputs_embeds, or lengths differ.
+        ValueError: there is neither input_ids nor inputs_embeds, a length differs, or a tensor has more dims
+            than it is padded in.
     """
     leading = [name for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
     if not leading:
@@ -47,16 +48,24 @@ def pad_to_block(
         found["attention_mask"] = ones
     for name in (*fills, "position_ids", "inputs_embeds"):
         tensor = found.get(name)
-        if tensor is None:
+        if tensor is None or (name == "labels" and (tensor.ndim < 2 or tensor.is_floating_point())):
             continue
-        if tensor.shape[1] != length:
-            raise ValueError(f"{name} has length {tensor.shape[1]}, {leading[0]} {length}; wanted the same")
+        if tensor.ndim < 2 or tensor.shape[1] != length:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, wanted length {length} in its second dim, as "
+                f"{leading[0]} has it"
+            )
+        if name not in ("labels", "inputs_embeds") and tensor.ndim > 2:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, wanted [batch, length]; pad it yourself"
+            )
         if name == "inputs_embeds":
             found[name] = torch.cat((tensor, _padding_embeds(tensor, added, pad_token_id, embeddings)), dim=1)
         elif name == "position_ids":
             found[name] = torch.cat((tensor, tensor[:, -1:].expand(-1, added)), dim=1)
         else:
-            found[name] = F.pad(tensor, (0, added), value=fills[name])
+            fill = tensor.new_full((tensor.shape[0], added, *tensor.shape[2:]), fills[name])
+            found[name] = torch.cat((tensor, fill), dim=1)
     return found, added
 
 
