@@ -59,7 +59,8 @@ class SparseAttentionPolicy(Policy):
             global blocks; "local_sliding_window": a sliding window alone.
         block: tokens of a block's side.
         attention: "unidirectional" attends to a token itself and those before it only; null is
-            "unidirectional" in mode local_sliding_window and "bidirectional" in the others.
+            "unidirectional" in mode local_sliding_window and "bidirectional" in the others, and in models of
+            transformers, which hide later tokens themselves where they are causal, always "bidirectional".
         different_layout_per_head: heads take turns with the global patterns (fixed), or each draws random
             blocks of its own (variable, bigbird).
         num_local_blocks: fixed: blocks of a window.
@@ -103,6 +104,10 @@ class SparseAttentionPolicy(Policy):
         if self.attention is None:
             return self.mode == "local_sliding_window"
         return self.attention == "unidirectional"
+
+    def in_a_model(self) -> SparseAttentionPolicy:
+        """The policy for a model that itself hides later tokens if it is causal: unidirectional if asked."""
+        return self.replace(attention="bidirectional") if self.attention is None else self
 
     @property
     def random_blocks(self) -> int:

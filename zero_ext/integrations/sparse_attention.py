@@ -25,7 +25,7 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionPolicy) -> N
 
     there = [module for module in model.modules() if isinstance(module, SparseSelfAttention)]
     for module in there:
-        if module.policy is not None and module.policy != policy:
+        if module.policy is not None and module.policy not in (policy, policy.in_a_model()):
             raise ConfigError(
                 Problem(
                     "sparse_attention",
@@ -45,7 +45,8 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionPolicy) -> N
                 "the section out",
             )
         )
-    from zero_ext.integrations.transformers.attention import exchangeable_attention, sparsify_attention
+    from zero_ext.integrations.transformers.attention import exchange_attention, exchangeable_attention
+    from zero_ext.integrations.transformers.own_configuration import own_configurations
 
     for path, each in found.items():
         try:
@@ -53,8 +54,9 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionPolicy) -> N
         except ValueError as error:
             where = f"module '{path}': " if path else ""
             raise ConfigError(Problem("sparse_attention", f"{where}{error}")) from error
+    own_configurations(model)  # of all at once: what is around them holds them too
     for each in found.values():
-        sparsify_attention(each, policy)
+        exchange_attention(each, policy)
 
 
 def _outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,10 @@ from transformers import (
     BertForMaskedLM,
     BloomConfig,
     BloomForCausalLM,
+    BloomModel,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     ResNetConfig,
     ResNetModel,
@@ -22,6 +28,7 @@ from transformers import (
     T5Config,
     T5EncoderModel,
 )
+from transformers.models.bloom.modeling_bloom import BloomBlock
 
 from tests.integrations.transformers.models import VOCABULARY, gpt2, llama
 from zero_ext.attention import SparseSelfAttention
@@ -50,9 +57,19 @@ def t5_encoder() -> PreTrainedModel:
     return T5EncoderModel(config)
 
 
-def bloom() -> PreTrainedModel:
-    config = BloomConfig(vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4, pad_token_id=0)
-    return BloomForCausalLM(config)
+def bloom(**changes: Any) -> PreTrainedModel:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 2, "n_head": 4, "pad_token_id": 0}
+    return BloomForCausalLM(BloomConfig(**sizes, **changes))
+
+
+def deepseek() -> PreTrainedModel:
+    """Its queries and keys are of 24, its values of 16."""
+    layers = {"num_hidden_layers": 2, "first_k_dense_replace": 2, "intermediate_size": 48}
+    heads = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+    config = DeepseekV3Config(
+        vocab_size=VOCABULARY, num_key_value_heads=4, v_head_dim=16, **layers, **heads, **WIDE
+    )
+    return DeepseekV3ForCausalLM(config)
 
 
 MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -61,8 +78,9 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: llama(0, **WIDE),
     "bloom": bloom,
     "t5": t5_encoder,
+    "deepseek": deepseek,
 }
-CAUSAL = ("gpt2", "llama", "bloom")
+CAUSAL = ("gpt2", "llama", "bloom", "deepseek")
 FIXED = {"mode": "fixed", "block": 16, "num_local_blocks": 2, "attention": "unidirectional"}
 
 
@@ -198,6 +216,12 @@ def test_what_cannot_be_sparse_is_refused() -> None:
     images = ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic"))
     with pytest.raises(ValueError, match="ResNetModel has no attention"):
         sparsify_attention(images, FIXED)
+    with pytest.raises(ValueError, match="pretraining_tp = 2 and slow_but_exact"):
+        sparsify_attention(bloom(pretraining_tp=2, slow_but_exact=True), FIXED)
+    loose = made("llama")
+    loose.block = BloomBlock(bloom().config, 0)
+    with pytest.raises(ValueError, match="BloomAttention outside a BloomModel"):
+        sparsify_attention(loose, FIXED)
     crossed = gpt2(0, add_cross_attention=True, n_embd=64)
     with pytest.raises(ValueError, match="cross-attention"):
         sparsify_attention(crossed, FIXED)
@@ -255,3 +279,130 @@ def test_weights_of_float32_under_autocast(name: str) -> None:
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     for found, wanted in ((outputs[1], outputs[0]), (gradients[1], gradients[0])):
         assert float((found - wanted).norm() / wanted.norm()) < 0.03
+
+
+def configurations(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    return [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_model_that_shares_the_configuration_stays_dense(name: str) -> None:
+    model = made(name)
+    inputs = batch()
+    before = model(**inputs)[0]
+    twin = type(model)(model.config).eval()
+    assert twin.config is model.config
+    sparsify_attention(twin, FIXED)
+    assert torch.equal(model(**inputs)[0], before)
+    held, own = configurations(model), configurations(twin)
+    assert not {id(each) for each in held} & {id(each) for each in own}
+    together = [[[one is two for one in each] for two in each] for each in (held, own)]
+    assert together[0] == together[1], "modules that shared an object share its copy"
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_model_built_of_a_sparse_ones_configuration_is_refused(name: str) -> None:
+    sparse = made(name)
+    sparsify_attention(sparse, FIXED)
+    if name == "bloom":  # whose attention would not know
+        for model in (sparse, sparse.transformer):
+            with pytest.raises(ValueError, match=r"zero_ext_sparse_alibi.* is not supported"):
+                type(model)(model.config)
+        asked: PreTrainedModel = BloomModel(BloomConfig(**bloom().config.to_dict() | {"n_layer": 1}))
+        asked.config._attn_implementation = "zero_ext_sparse"
+    else:
+        asked = type(sparse)(sparse.config)
+    with pytest.raises(
+        RuntimeError, match="set to 'zero_ext_sparse' without a layout; call sparsify_attention"
+    ):
+        asked(**batch())
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_eager_attention_comes_back(name: str) -> None:
+    original, swapped = pair(name, FIXED)
+    original.set_attn_implementation("eager")
+    inputs = batch()
+    wanted = original(**inputs)[0]
+    here = inputs["attention_mask"].bool()
+    assert not torch.allclose(swapped(**inputs)[0][here], wanted[here], rtol=1e-3, atol=1e-3)
+    swapped.set_attn_implementation("eager")
+    assert torch.equal(swapped(**inputs)[0], wanted)
+    assert torch.equal(copy.deepcopy(swapped)(**inputs)[0], wanted)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_is_saved_is_the_dense_model(name: str, tmp_path: Path) -> None:
+    original, swapped = pair(name, FIXED)
+    swapped.save_pretrained(tmp_path)
+    assert "zero_ext" not in (tmp_path / "config.json").read_text()
+    inputs = batch()
+    loaded = type(swapped).from_pretrained(tmp_path).eval()
+    equal(loaded(**inputs)[0], original(**inputs)[0])
+    sparsify_attention(loaded, FIXED)
+    wanted = swapped(**inputs)[0]
+    equal(loaded(**inputs)[0], wanted)
+    assert torch.equal(pickle.loads(pickle.dumps(swapped))(**inputs)[0], wanted)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "bloom"])
+def test_dropout_of_the_weights_is_the_models(name: str) -> None:
+    """Of the model's probability, in training alone; torch's generator repeats it."""
+    probability = 0.25
+    no_other = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": probability}
+    sizes = {"vocab_size": VOCABULARY, "intermediate_size": 48, "num_hidden_layers": 2, **WIDE}
+    model = {
+        "bert": lambda: BertForMaskedLM(BertConfig(**sizes, **no_other)),
+        "gpt2": lambda: gpt2(0, n_embd=64, n_positions=64, attn_pdrop=0.25, resid_pdrop=0.0, embd_pdrop=0.0),
+        "llama": lambda: llama(0, **WIDE, attention_dropout=probability),
+        "bloom": lambda: bloom(attention_dropout=probability),
+    }[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    sparse = sparsify_attention(model, FIXED)
+    given = []
+    sparse.register_forward_pre_hook(
+        lambda module, args, kwargs: given.append(kwargs["dropout_p"]), with_kwargs=True
+    )
+    ids = batch()["input_ids"]
+
+    def run(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return model(input_ids=ids)[0].detach()
+
+    plain = model.eval()(input_ids=ids)[0].detach()
+    assert given == [0.0, 0.0]
+    model.train()
+    first, again, other = run(1), run(1), run(2)
+    assert given[2:] == [probability] * 6
+    assert torch.equal(first, again)
+    for one, two in ((first, plain), (first, other)):
+        assert not torch.allclose(one, two, rtol=1e-3, atol=1e-3)
+
+
+def test_masks_of_integers_are_refused_with_what_to_do() -> None:
+    original, swapped = pair("bert", {"mode": "dense"})
+    ids = batch()["input_ids"]
+    mask = (torch.rand(2, 1, LENGTH, LENGTH) < 0.8).long()
+    words = r"attention_mask is torch.int64 of shape \(2, 1, 45, 45\).* pass attention_mask.bool\(\)"
+    with pytest.raises(TypeError, match=words):
+        swapped(input_ids=ids, attention_mask=mask)
+    wanted = original(input_ids=ids, attention_mask=mask.bool())[0]
+    equal(swapped(input_ids=ids, attention_mask=mask.bool())[0], wanted)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("asked", [None, "unidirectional"])
+def test_a_window_hides_later_tokens_if_the_model_does_or_the_policy_says(
+    name: str, asked: str | None
+) -> None:
+    model = made(name)
+    window = {"mode": "local_sliding_window", "block": 16, "num_sliding_window_blocks": 3}
+    sparsify_attention(model, window if asked is None else window | {"attention": asked})
+    ids = batch()["input_ids"]
+    other = ids.clone()
+    other[:, 20] = (ids[:, 20] + 5) % VOCABULARY
+    with torch.no_grad():
+        same = (model(input_ids=ids)[0] == model(input_ids=other)[0]).all(dim=2)
+    assert bool(same[:, :20].all()) == (name in CAUSAL or asked is not None)

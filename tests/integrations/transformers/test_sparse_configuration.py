@@ -85,3 +85,31 @@ def test_one_model_that_cannot_leaves_the_others_as_they_are() -> None:
         apply_sparse_attention(pair, policy)
     assert attention_names(pair) == []
     assert pair["good"].config._attn_implementation != "zero_ext_sparse"
+
+
+@pytest.mark.parametrize("attention", [None, "bidirectional"])
+def test_a_model_that_is_sparse_already_agrees_with_its_section(attention: str | None) -> None:
+    policy = SparseAttentionPolicy(mode="local_sliding_window", attention=attention)
+    model = llama(0, hidden_size=64)
+    sparse = sparsify_attention(model, policy)
+    apply_sparse_attention(model, policy)
+    assert model.model.layers[0].self_attn.sparse_attention is sparse
+    with pytest.raises(ConfigError, match="make them agree"):
+        apply_sparse_attention(model, policy.replace(attention="unidirectional"))
+
+
+class Wrapper(torch.nn.Module):
+    """Holds its model's configuration, as PeftModel does."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+
+
+def test_a_wrapper_holds_the_configuration_of_its_model() -> None:
+    outside = llama(0, hidden_size=64)
+    wrapper = Wrapper(type(outside)(outside.config))
+    apply_sparse_attention(wrapper, SparseAttentionPolicy.from_mapping(LAYOUT))
+    assert wrapper.config is wrapper.model.config
+    assert wrapper.config is not outside.config
+    assert outside.config._attn_implementation != "zero_ext_sparse"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -13,21 +14,24 @@ from transformers.masking_utils import (
     causal_mask_function,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.bloom.modeling_bloom import BloomAttention
 
 from zero_ext.attention import BlockLayout, SparseSelfAttention, extend_positions
 from zero_ext.config import SparseAttentionPolicy
-from zero_ext.integrations.transformers.bloom_attention import SparseBloomAttention
+from zero_ext.integrations.transformers.bloom_attention import ALIBI_NAME, exchange_bloom, exchangeable_bloom
+from zero_ext.integrations.transformers.own_configuration import own_configurations
 
 NAME = "zero_ext_sparse"
+Given = SparseAttentionPolicy | Mapping[str, Any] | BlockLayout
 _UNSUPPORTED = ("softcap", "sliding_window", "s_aux", "head_mask")
 _LEARNT_POSITIONS = ("position_embeddings", "wpe")
 
 
-def sparsify_attention(
-    model: PreTrainedModel, config: SparseAttentionPolicy | Mapping[str, Any] | BlockLayout
-) -> SparseSelfAttention:
+def sparsify_attention(model: PreTrainedModel, config: Given) -> SparseSelfAttention:
     """Makes all self-attention of a model sparse, in place; parameters and state_dict keys stay.
+
+    The model gets configuration objects of its own, so that others that share them stay as they are.
+    `model.set_attn_implementation("eager")` makes it dense again. What `save_pretrained` writes does not
+    say that attention was sparse.
 
     Models that look their attention up in transformers' registry (BERT, RoBERTa, GPT-2, Llama, T5's encoder
     and most others) find it there; BLOOM's attention modules, which add ALiBi, are changed in place. Masks of
@@ -47,15 +51,24 @@ def sparsify_attention(
         The attention that all layers share.
 
     Raises:
+        TypeError: `config` is none of these.
         ValueError: the model has cross-attention, no attention that may be exchanged, or fewer than all.
     """
+    SparseSelfAttention(config)  # which refuses what is wrong before anything has changed
+    exchangeable_attention(model)
+    own_configurations(model)
+    return exchange_attention(model, config)
+
+
+def exchange_attention(model: PreTrainedModel, config: Given) -> SparseSelfAttention:
+    """`sparsify_attention` of a model whose configuration no other model holds."""
     sparse = SparseSelfAttention(config)
+    if sparse.policy is not None:
+        sparse = SparseSelfAttention(sparse.policy.in_a_model())
     attentions, blooms = exchangeable_attention(model)
     if attentions:
         model.set_attn_implementation(NAME)
-    for module in blooms:
-        module.__class__ = SparseBloomAttention
-        model.config._attn_implementation_internal = NAME  # so that masks come as [batch, length]
+    exchange_bloom(model)
     for module in (*attentions, *blooms):
         module.sparse_attention = sparse
     return sparse
@@ -69,7 +82,7 @@ def exchangeable_attention(
     Raises ValueError where `sparsify_attention` does.
     """
     attentions = [module for module in model.modules() if _is_attention(module)]
-    blooms: list[torch.nn.Module] = [m for m in model.modules() if isinstance(m, BloomAttention)]
+    blooms = exchangeable_bloom(model)
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False) or any(map(_is_cross, attentions)):
         raise ValueError(
@@ -134,7 +147,18 @@ def _attend(
         raise ValueError(
             "output_attentions is true, but sparse attention never has the weights; set it to false"
         )
+    if attention_mask is not None and not (
+        attention_mask.dtype == torch.bool or attention_mask.is_floating_point()
+    ):
+        raise TypeError(
+            f"attention_mask is {attention_mask.dtype} of shape {tuple(attention_mask.shape)}, wanted "
+            "torch.bool (True may be attended) or a float to add; where 1 means that it may be attended pass "
+            "attention_mask.bool()"
+        )
     two = attention_mask is not None and attention_mask.ndim == 2
+    width = value.shape[3]
+    if width < query.shape[3]:  # latent attention, as of DeepSeek-V3
+        value = F.pad(value, (0, query.shape[3] - width))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     found = sparse(
         query,
@@ -148,7 +172,7 @@ def _attend(
         key_padding=attention_mask if two else None,
         bias=kwargs.get("position_bias"),
     )
-    return found.transpose(1, 2).contiguous(), None
+    return found[..., :width].transpose(1, 2).contiguous(), None
 
 
 def _mask(
@@ -161,6 +185,11 @@ def _mask(
     **more: Any,
 ) -> torch.Tensor | None:
     """The padding of the keys, bool [batch, key length], or None; never a mask of length × length."""
+    config: Any = more.get("config")
+    if getattr(config, "model_type", None) == "bloom" and config._attn_implementation == NAME:
+        raise RuntimeError(
+            f"a BLOOM model was set to {NAME!r} without a layout; call sparsify_attention(model, config)"
+        )
     if mask_function not in (causal_mask_function, bidirectional_mask_function):
         raise ValueError(
             "the model wants a mask of its own (packed sequences, a window, or an overlay), which sparse "
@@ -181,6 +210,7 @@ def _mask(
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ALIBI_NAME, _mask)
 
 
 def extend_position_embedding(model: PreTrainedModel, positions: int) -> None:

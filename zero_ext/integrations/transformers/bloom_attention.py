@@ -5,18 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import BloomConfig, BloomPreTrainedModel, PreTrainedModel
 from transformers.models.bloom.modeling_bloom import BloomAttention, dropout_add
 
 from zero_ext.attention import SparseSelfAttention
+
+# Has masks alone in transformers' registries: so no model can be built with it, of a sparse one's
+# configuration, that would take these masks for those of its own attention.
+ALIBI_NAME = "zero_ext_sparse_alibi"
 
 
 class SparseBloomAttention(BloomAttention):
     """A BloomAttention whose `sparse_attention` attends; made by `sparsify_attention`, never built.
 
+    It is dense again where the model's configuration names another implementation.
     ALiBi (Press et al., arXiv 2108.12409) is a bias of [batch, heads, 1, key length].
     """
 
     sparse_attention: SparseSelfAttention
+    config: BloomConfig
 
     def forward(
         self,
@@ -33,6 +40,17 @@ class SparseBloomAttention(BloomAttention):
 
         Raises ValueError for output_attentions, since the weights are never there.
         """
+        if self.config._attn_implementation != ALIBI_NAME:
+            return super().forward(
+                hidden_states,
+                residual,
+                alibi,
+                attention_mask,
+                layer_past=layer_past,
+                use_cache=use_cache,
+                output_attentions=output_attentions,
+                **kwargs,
+            )
         if output_attentions:
             raise ValueError("output_attentions is true, but sparse attention never has the weights")
         query, key, value = self._reshape(self.query_key_value(hidden_states))
@@ -53,3 +71,41 @@ class SparseBloomAttention(BloomAttention):
         )
         output = self.dense(found.transpose(1, 2).reshape(batch, length, self.hidden_size))
         return dropout_add(output, residual, self.hidden_dropout, self.training), None
+
+
+def exchangeable_bloom(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The attention modules of BLOOM in `model`; changes nothing.
+
+    Raises ValueError where one lies in no model of BLOOM, or adds its output up in slices.
+    """
+    name = type(model).__name__
+    attentions = [module for module in model.modules() if isinstance(module, BloomAttention)]
+    owned = {module for owner in _owners(model) for module in owner.modules()}
+    if not owned.issuperset(attentions):
+        raise ValueError(f"{name} has BloomAttention outside a BloomModel, which makes its masks")
+    if any(module.pretraining_tp > 1 and module.slow_but_exact for module in attentions):
+        raise ValueError(
+            f"{name} has pretraining_tp = {attentions[0].pretraining_tp} and slow_but_exact, which sparse "
+            "attention does not know; set slow_but_exact to false in its configuration"
+        )
+    return list(attentions)
+
+
+def exchange_bloom(model: PreTrainedModel) -> None:
+    """Makes the attention of BLOOM's models in `model` look for a `sparse_attention`, masks small."""
+    for owner in _owners(model):
+        owner.config._attn_implementation_internal = ALIBI_NAME
+        # The class says no, as its attention does not look at the configuration. Now it does.
+        vars(owner)["_can_set_attn_implementation"] = _yes
+        for module in owner.modules():
+            if isinstance(module, BloomAttention):
+                module.__class__ = SparseBloomAttention
+                module.config = owner.config
+
+
+def _owners(model: PreTrainedModel) -> list[BloomPreTrainedModel]:
+    return [module for module in model.modules() if isinstance(module, BloomPreTrainedModel)]
+
+
+def _yes() -> bool:
+    return True
