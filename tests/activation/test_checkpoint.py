@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -140,6 +143,27 @@ def test_the_package_of_checkpoints_is_called_like_a_function() -> None:
     assert same(gradients(model, calls, seed), gradients(model, None, seed))
     with pytest.raises(TypeError, match="NoneType without a tensor"):
         calls(lambda value: None, torch.ones(1, requires_grad=True))
+
+
+def test_the_package_of_checkpoints_is_imported_like_any_other() -> None:
+    """In a fresh interpreter, whose imports are this program's alone."""
+    program = """
+import importlib, pickle, sys, typing
+import zero_ext.checkpoint.errors as errors
+from zero_ext.checkpoint import CheckpointError, dtypes, manifest
+import zero_ext.checkpoint
+package = importlib.import_module("zero_ext.checkpoint")
+assert zero_ext.checkpoint is package is sys.modules["zero_ext.checkpoint"]
+assert zero_ext.checkpoint.errors is errors and zero_ext.checkpoint.manifest is manifest
+assert zero_ext.checkpoint.CheckpointError is CheckpointError is errors.CheckpointError
+assert pickle.loads(pickle.dumps(package.LazyStateSource)) is package.LazyStateSource
+assert package.__name__ == "zero_ext.checkpoint" and package.__doc__.startswith("Checkpoints: ")
+try:
+    from zero_ext.checkpoint import nothing
+except ImportError as error:
+    assert "'nothing' from 'zero_ext.checkpoint'" in str(error), error
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_without_autograd_it_is_a_plain_call() -> None:
@@ -435,9 +459,34 @@ def test_compiled(tmp_path: Path) -> None:
     compiled, checkpointing = torch.compile(block, backend="aot_eager"), made("host", tmp_path)
     assert same(slopes(lambda x: checkpointing(compiled, x)), wanted)
 
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def inside(x: torch.Tensor) -> torch.Tensor:
-        return zero_ext.checkpoint_activations(block, x)
+    for call in (zero_ext.checkpoint_activations, cast(Any, zero_ext.checkpoint)):
+        inside = torch.compile(partial(call, block), backend="aot_eager", fullgraph=True)
+        for found, expected in zip(slopes(inside), wanted, strict=True):
+            assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 
-    for found, expected in zip(slopes(inside), wanted, strict=True):
-        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+def test_arguments_that_are_called_like_options_of_torch() -> None:
+    """In both worlds; and what is refused in one is refused in the other."""
+
+    def scaled(x: torch.Tensor, **named: float) -> torch.Tensor:
+        return (x * sum(named.values())).sin()
+
+    names = ("function", "self", "debug", "context_fn", "preserve_rng_state", "determinism_check")
+    named = {name: number + 0.5 for number, name in enumerate((*names, "early_stop", "use_reentrant"))}
+    inputs = torch.randn(8, WIDTH, requires_grad=True)
+    (wanted,) = torch.autograd.grad(scaled(inputs, **named).sum(), inputs)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(scaled, x, **named)
+
+    def nothing(x: torch.Tensor) -> torch.Tensor:
+        checkpoint(lambda x: None, x)
+        return x * 2
+
+    for run in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        assert torch.allclose(torch.autograd.grad(run(inputs).sum(), inputs)[0], wanted)
+    for run in (nothing, torch.compile(nothing, backend="aot_eager")):
+        with pytest.raises(TypeError, match="returned NoneType without a tensor"):
+            run(inputs)
+        with torch.no_grad():
+            assert torch.equal(run(inputs), inputs * 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,6 +20,7 @@ from zero_ext.activation.call import (
     check_unchanged,
     is_parameter,
     modules_of,
+    name_of,
     versions,
 )
 from zero_ext.activation.counters import Counters
@@ -96,18 +97,16 @@ class Checkpointing:
         self._shared: dict[int, tuple[StorageWeakRef, int]] = {}
         self._most_shared = _FEW
 
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)``; see :func:`checkpoint`."""
-        if torch.compiler.is_compiling():
-            return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        call = Call(function, args, kwargs)
+        if torch.compiler.is_compiling():
+            return _compiled(function, args, kwargs)
         if self.policy.mode == "saved_tensors":
             with self.saved_tensors(*modules_of(function)):
-                outputs = function(*args, **kwargs)
-            check_outputs(call.name, outputs)
-            return outputs
+                return function(*args, **kwargs)
+        call = Call(function, args, kwargs)
         self._synchronize()
         given = call.take_tensors()
         before = versions(given)
@@ -289,7 +288,7 @@ class Checkpointing:
             torch.accelerator.synchronize()
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Runs ``function(*args, **kwargs)`` and keeps its inputs only; backward runs it again.
 
     Gradients are those without it, bit for bit: the second run sees the first one's inputs, random numbers
@@ -302,17 +301,17 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     compiled region it is torch's own ``checkpoint``, and where inputs wait is the compiler's choice.
 
     Raises:
-        TypeError: the function returned no tensor.
+        TypeError: the function, which is to run again, returned no tensor.
         RuntimeError: it changed an input in place; the inputs of a partitioned call differ between ranks;
             there is no room for them. In backward, as :class:`torch.utils.checkpoint.CheckpointError`: it
             ran differently the second time.
     """
-    if torch.compiler.is_compiling():
-        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        return _compiled(function, args, kwargs)
     return current()(function, *args, **kwargs)
 
 
-checkpoint_activations = checkpoint  # zero_ext.checkpoint is the package of checkpoints on disk
+checkpoint_activations = checkpoint  # zero_ext.checkpoint has the package of checkpoints on disk as well
 
 
 def current() -> Checkpointing:
@@ -320,6 +319,18 @@ def current() -> Checkpointing:
     recomputes."""
     entered = _current.get()
     return entered[-1] if entered else Checkpointing()
+
+
+def _compiled(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Torch's own checkpoint in a region that is compiled. Keyword arguments are bound before: some have the
+    names of its own options."""
+
+    def bound(*given: Any) -> Any:
+        return function(*given, **kwargs)
+
+    outputs = torch_checkpoint(bound, *args, use_reentrant=False)
+    check_outputs(name_of(function), outputs)
+    return outputs
 
 
 def _autocast(kind: str) -> torch.dtype | None:

@@ -4,10 +4,10 @@ Called as a function, ``zero_ext.checkpoint(function, *args)`` is :func:`zero_ex
 """
 
 import sys
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import cast
 
+from zero_ext.activation import checkpoint_activations
 from zero_ext.checkpoint.errors import CheckpointError
 from zero_ext.checkpoint.export import export_huggingface
 from zero_ext.checkpoint.inspect import CheckpointReport, inspect_checkpoint
@@ -30,14 +30,9 @@ __all__ = [
     "save_checkpoint",
 ]
 
-
-class _CallablePackage(ModuleType):
-    """Users of torch and DeepSpeed look for activation checkpointing by the name this package has."""
-
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from zero_ext.activation import checkpoint_activations
-
-        return checkpoint_activations(function, *args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _CallablePackage
+# Users of torch and DeepSpeed look for activation checkpointing by the name this package has. A function,
+# which torch.compile can trace, stands for the package and has the package's names.
+_function = FunctionType(checkpoint_activations.__code__, checkpoint_activations.__globals__, __name__)
+_function.__dict__ = globals()
+_function.__doc__ = __doc__
+sys.modules[__name__] = cast(ModuleType, _function)
