@@ -29,6 +29,15 @@ def test_views_of_one_storage_are_moved_once() -> None:
     assert checkpointing.kept_bytes() == 0
 
 
+def test_a_function_that_returns_nothing() -> None:
+    """Nothing runs again, so nothing needs to come out of it."""
+    seen: list[torch.Tensor] = []
+    inputs = torch.ones(64, 64, requires_grad=True)
+    assert Checkpointing(ActivationPolicy(**HOST))(lambda x: seen.append(x.sin()), inputs) is None
+    seen[0].sum().backward()
+    assert torch.equal(inputs.grad, torch.ones(64, 64).cos())
+
+
 def test_small_views_of_large_storages_are_moved_alone() -> None:
     checkpointing = Checkpointing(ActivationPolicy(**HOST))
     large = torch.randn(4096, 64)

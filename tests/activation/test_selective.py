@@ -71,6 +71,19 @@ def test_names_that_torch_does_not_know(name: str) -> None:
         Checkpointing(ActivationPolicy(keep=(name,)))
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("c10d.allreduce_", "changes tensors that it is given"),
+        ("_c10d_functional.all_reduce", "other ranks wait for"),
+        ("_c10d_functional.wait_tensor.default", "other ranks wait for"),
+    ],
+)
+def test_collectives_are_refused(name: str, why: str) -> None:
+    with pytest.raises(ValueError, match=rf"keep has '{name}.*', which {why}: backward has to run it"):
+        Checkpointing(ActivationPolicy(keep=("aten.mm", name)))
+
+
 def test_an_op_that_draws_random_numbers_is_refused() -> None:
     checkpointing = Checkpointing(ActivationPolicy(keep=("aten.native_dropout", "aten.bernoulli")))
     with pytest.raises(ValueError, match="draws random numbers"):

@@ -26,7 +26,7 @@ COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 def named_ops(names: Sequence[str]) -> frozenset[OpOverload]:
     """The ops that ``names`` mean, such as "aten.mm" or "aten.mm.default".
 
-    Raises ``ValueError`` for a name that torch does not know, and for collectives of c10d.
+    Raises ``ValueError`` for a name that torch does not know, and for collectives.
     """
     found: set[OpOverload] = set()
     for name in names:
@@ -45,10 +45,12 @@ def named_ops(names: Sequence[str]) -> frozenset[OpOverload]:
                 f"activation_checkpointing.keep has {name!r}, which torch does not know as an op; write "
                 "namespace and name, such as 'aten.mm' or 'aten._scaled_dot_product_flash_attention'"
             )
-        if name.startswith("c10d."):
+    for each in sorted(found, key=str):
+        if each.namespace in COLLECTIVES:
+            does = "changes tensors that it is given" if each.namespace == "c10d" else "other ranks wait for"
             raise ValueError(
-                f"activation_checkpointing.keep has {name!r}, which changes tensors that it is given: "
-                "backward has to run it again. Remove it, or keep an op after it."
+                f"activation_checkpointing.keep has '{each}', which {does}: backward has to run it again. "
+                "Remove it, or keep an op after it."
             )
     return frozenset(found)
 
