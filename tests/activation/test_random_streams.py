@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
-from tests.activation.blocks import fresh_seed
-from zero_ext.activation import MODEL_PARALLEL, RandomStreams
+from tests.activation.blocks import fresh_seed, same
+from zero_ext.activation import MODEL_PARALLEL, Checkpointing, RandomStreams
 from zero_ext.activation.recomputation import Recomputation
+from zero_ext.config import ActivationPolicy
 
 
 def test_streams_go_on_by_themselves() -> None:
@@ -64,6 +67,51 @@ def test_states_and_refusals() -> None:
     assert streams.get_states() == {}
 
 
+def noisy(x: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+    """Draws from every generator among the arguments, in their order."""
+    for generator in pytree.tree_leaves((given, named)):
+        x = (x * torch.rand(x.shape, generator=generator)).sin()
+    return x
+
+
+@pytest.mark.parametrize("policy", [{}, {"tier": "host"}, {"keep": ("aten.mul",)}])
+def test_generators_among_the_arguments_are_rewound(policy: dict[str, Any]) -> None:
+    """Of calls in a row and inside one another; what the caller draws later does not know of it."""
+    seed, checkpointing = fresh_seed(), Checkpointing(ActivationPolicy(**policy))
+    found = []
+    for run in (lambda function, *given, **named: function(*given, **named), checkpointing):
+        first, second, third = (torch.Generator().manual_seed(seed + number) for number in range(3))
+        inputs = torch.randn(32, 16, generator=third).requires_grad_()
+        hidden = run(noisy, inputs * 1, first, [{"a": (second, first)}], third=third)
+
+        def twice(x: torch.Tensor, generator: torch.Generator, run: Any = run) -> torch.Tensor:
+            return run(noisy, run(noisy, x, generator), generator)
+
+        hidden = run(twice, hidden, first)
+        between = [torch.rand(3, generator=each) for each in (first, second, third)]
+        hidden.square().sum().backward()
+        after = [torch.rand(3, generator=each) for each in (first, second, third)]
+        found.append([hidden.detach(), inputs.grad, *between, *after])
+    assert same(*found)
+
+
+def test_a_generator_goes_back_after_a_recomputation_that_fails() -> None:
+    generator, runs = torch.Generator().manual_seed(fresh_seed()), list[int]()
+
+    def fails(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        x = (x * torch.rand(x.shape, generator=generator)).sin()
+        runs.append(1)
+        if len(runs) == 2:
+            raise ZeroDivisionError
+        return x.cos()
+
+    out = Checkpointing()(fails, torch.ones(4, 4, requires_grad=True), generator)
+    before = generator.get_state()
+    with pytest.raises(ZeroDivisionError):
+        out.sum().backward()
+    assert torch.equal(generator.get_state(), before)
+
+
 def test_a_recomputation_that_cannot_begin_leaves_streams_where_they_are() -> None:
     streams = RandomStreams("cpu")
     streams.add("a", 7)
@@ -73,7 +121,7 @@ def test_a_recomputation_that_cannot_begin_leaves_streams_where_they_are() -> No
         raise ZeroDivisionError
         yield
 
-    again = Recomputation("call", streams, broken, None, lambda: None)
+    again = Recomputation("call", streams, [], broken, None, lambda: None)
     with streams.fork("a"):
         torch.rand(3)
     before = streams.get_states()

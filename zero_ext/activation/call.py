@@ -49,6 +49,7 @@ class Call:
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         self._others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        self.generators = [leaf for leaf in self._others if isinstance(leaf, torch.Generator)]
         self._function = function
         # The first run gets the caller's own containers, which it may look into or change.
         self._given: tuple[Sequence[Any], Mapping[str, Any]] | None = (args, kwargs)

@@ -115,7 +115,7 @@ class Checkpointing:
                 call.run,
                 *given,
                 use_reentrant=False,
-                context_fn=lambda: self._contexts(call.name, given, modules_of(function)),
+                context_fn=lambda: self._contexts(call, given, modules_of(function)),
             )
         check_unchanged(call.name, given, before)
         check_outputs(call.name, outputs)
@@ -224,11 +224,17 @@ class Checkpointing:
             self._most_shared = max(_FEW, 2 * len(self._shared))
         return moved
 
-    def _contexts(self, name: str, given: list[torch.Tensor], modules: list[nn.Module]) -> Contexts:
-        modes = self._modes(name, given, modules)
-        bus = self.bus if self.policy.profile else None
-        again = Recomputation(name, self.streams, lambda: together(self, modes[1]), bus, self._synchronize)
-        return together(NamedErrors(name), modes[0]), again
+    def _contexts(self, call: Call, given: list[torch.Tensor], modules: list[nn.Module]) -> Contexts:
+        modes = self._modes(call.name, given, modules)
+        again = Recomputation(
+            call.name,
+            self.streams,
+            call.generators,
+            lambda: together(self, modes[1]),
+            self.bus if self.policy.profile else None,
+            self._synchronize,
+        )
+        return together(NamedErrors(call.name), modes[0]), again
 
     def _modes(self, name: str, given: list[torch.Tensor], modules: list[nn.Module]) -> Contexts:
         """What keeps some of a call's results: while it runs, and while it runs again."""
@@ -292,7 +298,8 @@ def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
     """Runs ``function(*args, **kwargs)`` and keeps its inputs only; backward runs it again.
 
     Gradients are those without it, bit for bit: the second run sees the first one's inputs, random numbers
-    (of the CPU, of the device and of :class:`RandomStreams`) and autocast state. Where the inputs wait, and
+    (of the CPU, of the device, of :class:`RandomStreams` and of generators among the arguments) and autocast
+    state. Where the inputs wait, and
     what is kept besides, says ``activation_checkpointing`` of the model that runs (``zero_ext.prepare``), or
     of the innermost :class:`Checkpointing` entered; else they stay where they are. Without autograd it is a
     plain call.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -49,14 +49,16 @@ class NamedErrors:
 class Recomputation:
     """The context of every recomputation of one call; entered again where backward is repeated.
 
-    ``streams`` continue from where they were when this was made, and go back afterwards; ``current`` makes
-    the contexts that a recomputation needs besides. Whoever listens to ``bus`` hears how long it took.
+    ``streams``, and the ``generators`` that the call was given, continue from where they were when this was
+    made, and go back afterwards; ``current`` makes the contexts that a recomputation needs besides. Whoever
+    listens to ``bus`` hears how long it took.
     """
 
     def __init__(
         self,
         name: str,
         streams: RandomStreams,
+        generators: Sequence[torch.Generator],
         current: Callable[[], Context],
         bus: Bus | None,
         synchronize: Callable[[], None],
@@ -64,6 +66,7 @@ class Recomputation:
         self._name = name
         self._streams = streams
         self._states = streams.get_states()
+        self._generators = [(each, each.get_state()) for each in generators]
         self._current = current
         self._bus = bus
         self._synchronize = synchronize
@@ -77,6 +80,9 @@ class Recomputation:
             stack.callback(self._synchronize)
             stack.callback(self._streams.set_states, self._streams.get_states())
             self._streams.set_states(self._states)
+            for generator, state in self._generators:
+                stack.callback(generator.set_state, generator.get_state())
+                generator.set_state(state)
             stack.enter_context(self._current())
             self._entered.append(stack.pop_all())
 
