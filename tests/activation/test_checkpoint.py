@@ -70,6 +70,43 @@ def test_square_inputs_keep_their_strides(tmp_path: Path) -> None:
         assert same(gradients(model, made(name, tmp_path), seed, (WIDTH, WIDTH)), wanted)
 
 
+def by_memory(x: torch.Tensor) -> torch.Tensor:
+    """What is computed depends on how its argument lies in memory."""
+    y = x.reshape(-1, 4) if x.is_contiguous() else x.t().reshape(-1, 4)
+    return (y * torch.arange(4.0)).sin() * (x.stride(0) + x.data_ptr() % 64)
+
+
+def spread(x: torch.Tensor) -> torch.Tensor:
+    return (x / x.norm(dim=1, keepdim=True)).std(1).exp() + x.sum(1).exp()
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a third": lambda x: x.chunk(3, -1)[0],
+    "the middle third": lambda x: x[:, 64:128],
+    "every third": lambda x: x[:, ::3],
+    "odd begin": lambda x: x[4:, 5:],
+    "transposed": lambda x: x.t()[:64, 3:],
+    "windows": lambda x: x.flatten().unfold(0, 64, 32)[:32],
+    "expanded": lambda x: x[:, 7:8].expand(200, 64),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_come_back_as_they_lay(view: str, tmp_path: Path) -> None:
+    """In every tier: the same strides, so the same branches and the same order of sums."""
+    torch.manual_seed(fresh_seed())
+    values = torch.randn(200, 192)
+    for function in (by_memory, spread):
+        found = []
+        for run in (None, *(made(name, tmp_path) for name in ("recompute", "host", "nvme", "contiguous"))):
+            source = values.clone().requires_grad_()
+            piece = VIEWS[view](source)
+            out = function(piece) if run is None else run(function, piece)
+            weight = torch.linspace(0.5, 2, out.numel()).view(out.shape)
+            found.append([out.detach(), torch.autograd.grad((out * weight).sum(), source)[0]])
+        assert all(same(each, found[0]) for each in found), function
+
+
 class Nested(nn.Module):
     """A stack whose blocks are checkpointed in pairs, inside which each is checkpointed again."""
 

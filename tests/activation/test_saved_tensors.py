@@ -49,6 +49,16 @@ def test_small_views_of_large_storages_are_moved_alone() -> None:
     assert torch.equal(scale.grad, large[:64])
 
 
+def test_memory_that_begins_between_elements() -> None:
+    """As a file's bytes may, behind a header."""
+    checkpointing = Checkpointing(ActivationPolicy(**HOST))
+    values = torch.randn(1, 64)
+    behind = torch.frombuffer(bytearray(b"!" + values.numpy().tobytes()), dtype=torch.float32, offset=1)
+    scale = torch.ones(64, requires_grad=True)
+    checkpointing(torch.mul, scale, behind).sum().backward()
+    assert torch.equal(scale.grad, values[0])
+
+
 def test_a_tensor_that_changes_between_two_uses_is_moved_twice() -> None:
     checkpointing = Checkpointing(ActivationPolicy(**HOST))
     weight = torch.ones(64, 64, requires_grad=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,10 +14,12 @@ _GRAIN = 64
 
 @dataclass(frozen=True)
 class Span:
-    """A tensor's memory from its first element to its last, ``nbytes`` at ``offset`` of the region.
+    """A tensor's memory from its first element to its last, or the elements alone where there are large gaps
+    between them: ``nbytes`` at ``offset`` of the region, strides ``kept``.
 
-    An expanded tensor takes its few real elements, a transposed one keeps its strides: what backward
-    recomputes from it is computed by the same kernels in the same order.
+    An expanded tensor takes its few real elements. Each comes back with its ``stride`` and as many elements
+    ``beyond`` a multiple of 64 bytes as it began: what backward recomputes from it is computed by the same
+    kernels in the same order.
     """
 
     offset: int
@@ -24,6 +27,41 @@ class Span:
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    kept: tuple[int, ...]
+    beyond: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, offset: int) -> Span:
+        """What is kept of ``tensor``, ``offset`` bytes from the first one's begin."""
+        size, stride = tuple(tensor.shape), tensor.stride()
+        distinct, kept = _distinct(size, stride), stride
+        if elements_of(size, stride) > 2 * math.prod(distinct):
+            packed = torch.empty(distinct, device="meta").stride()
+            kept = tuple(new if old else 0 for new, old in zip(packed, stride, strict=True))
+        nbytes = elements_of(size, kept) * tensor.element_size()
+        beyond, odd = divmod(tensor.data_ptr() % _GRAIN, tensor.element_size())
+        return cls(offset, nbytes, tensor.dtype, size, stride, kept, 0 if odd else beyond)
+
+    def memory_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The bytes of ``tensor`` to keep, uint8 [nbytes]."""
+        tensor = tensor.detach()
+        if self.kept != self.stride:
+            tensor = tensor.as_strided(_distinct(self.size, self.stride), self.stride).contiguous()
+        return tensor.as_strided((self.nbytes // tensor.element_size(),), (1,)).view(torch.uint8)
+
+    def tensor(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor as it was: a view of ``memory``, uint8 [nbytes], if it can be one."""
+        flat = memory.view(self.dtype)
+        if self.kept == self.stride and not self.beyond:
+            return flat.as_strided(self.size, self.stride)
+        elements = self.beyond + elements_of(self.size, self.stride)
+        whole = torch.empty(elements, dtype=self.dtype, device=memory.device)
+        if self.kept == self.stride:
+            whole[self.beyond :].copy_(flat)
+        else:
+            distinct = _distinct(self.size, self.stride)
+            whole.as_strided(distinct, self.stride, self.beyond).copy_(flat.as_strided(distinct, self.kept))
+        return whole.as_strided(self.size, self.stride, self.beyond)
 
 
 @dataclass(frozen=True)
@@ -39,11 +77,8 @@ class Layout:
         """The layout of ``tensors``; parts are multiples of ``block`` bytes."""
         spans, offset = [], 0
         for tensor in tensors:
-            stride = _stride(tensor)
-            numel = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True))
-            nbytes = numel * tensor.element_size()
-            spans.append(Span(offset, nbytes, tensor.dtype, tuple(tensor.shape), stride))
-            offset += -(-nbytes // _GRAIN) * _GRAIN
+            spans.append(Span.of(tensor, offset))
+            offset += -(-spans[-1].nbytes // _GRAIN) * _GRAIN
         grain = parts * block
         return cls(tuple(spans), -(-offset // grain) * grain, parts)
 
@@ -58,16 +93,23 @@ class Layout:
         for span, tensor in zip(self.spans, tensors, strict=True):
             begin, end = max(span.offset, first), min(span.offset + span.nbytes, first + self.part_bytes)
             if begin < end:
-                memory = _memory(tensor, span).view(torch.uint8)
+                memory = span.memory_of(tensor)
                 part[begin - first : end - first].copy_(memory[begin - span.offset : end - span.offset])
 
     def tensors(self, region: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors in ``region`` [nbytes], uint8: views with their own sizes and strides."""
-        found = []
-        for span in self.spans:
-            flat = region[span.offset : span.offset + span.nbytes].view(span.dtype)
-            found.append(flat.as_strided(span.size, span.stride))
-        return found
+        """The tensors in ``region`` [nbytes], uint8, with their own sizes and strides: views of it, or copies
+        where kept bytes lie closer together than the tensor's."""
+        return [span.tensor(region[span.offset : span.offset + span.nbytes]) for span in self.spans]
+
+
+def elements_of(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements of memory from a tensor's first one to its last, ``stride`` apart."""
+    return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+
+
+def _distinct(size: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """The size without the repetitions of expanded dims."""
+    return [length if step else 1 for length, step in zip(size, stride, strict=True)]
 
 
 def fits(tensor: torch.Tensor) -> bool:
@@ -81,18 +123,3 @@ def fits(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and tensor.numel() > 0
     )
-
-
-def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's strides, or those of a contiguous copy where its memory has large gaps."""
-    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    if span <= 2 * tensor.numel():
-        return tensor.stride()
-    return torch.empty(tensor.shape, device="meta").stride()
-
-
-def _memory(tensor: torch.Tensor, span: Span) -> torch.Tensor:
-    """The flat elements that ``span`` stands for."""
-    if tensor.stride() != span.stride:
-        tensor = tensor.contiguous()
-    return tensor.detach().as_strided((span.nbytes // tensor.element_size(),), (1,))

@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero_ext.activation.keeping import Keeper, Record
-from zero_ext.activation.layout import fits
+from zero_ext.activation.layout import elements_of, fits
 
 # Moved memory that is looked through for what is gone when it has doubled, from here on.
 _FEW = 64
@@ -50,6 +50,8 @@ class View:
     def tensor(self) -> torch.Tensor:
         """The tensor as it was saved."""
         memory = self.moved.flat()
+        if memory.storage_offset() % self.dtype.itemsize:  # a storage that begins between elements
+            memory = memory.clone()
         flat = memory[: memory.nbytes // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
         return flat.as_strided(self.size, self.stride, self.offset)
 
@@ -126,7 +128,7 @@ def _memory_to_move(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """The bytes of the tensor's storage, or of the tensor from its first element to its last if that is less
     than half of it; and where they begin in the storage."""
     storage, size = tensor.untyped_storage(), tensor.element_size()
-    span = 1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    span = elements_of(tensor.shape, tensor.stride())
     begin, nbytes = tensor.storage_offset() * size, span * size
     if 2 * nbytes >= storage.nbytes():
         begin, nbytes = 0, storage.nbytes()
