@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -271,6 +272,41 @@ def test_what_is_kept_of_a_call(tmp_path: Path) -> None:
     second.sum().backward()
     del second
     assert checkpointing.kept_bytes() == 0
+
+
+def test_pieces_of_one_tensor_are_moved_each(tmp_path: Path) -> None:
+    """Nothing of the whole stays on the device, which one piece that stays would hold."""
+    for pieces in (
+        lambda x: x.unbind(),
+        lambda x: x.chunk(3, -1),
+        lambda x: x.unflatten(1, (3, -1)).unbind(1),
+        lambda x: [x[:5], x[5:], x.t()],
+    ):
+        source = torch.randn(8, 192, requires_grad=True)
+        checkpointing, hidden = made("host", tmp_path), source * 1
+        (wanted,) = torch.autograd.grad(sum(piece.sin().sum() for piece in pieces(hidden)), source)
+        hidden = source * 1
+        weak = StorageWeakRef(hidden.untyped_storage())
+        wanted_bytes = sum(-(-piece.nbytes // 4096) * 4096 for piece in pieces(hidden))
+        outs = [checkpointing(torch.sin, piece) for piece in pieces(hidden)]
+        assert checkpointing.kept_bytes() == wanted_bytes
+        assert [checkpointing(torch.sin, piece) for piece in pieces(hidden)]  # given before: these stay
+        assert checkpointing.kept_bytes() == wanted_bytes
+        del hidden
+        gc.collect()
+        assert weak.expired()
+        (found,) = torch.autograd.grad(sum(out.sum() for out in outs), source)
+        assert torch.equal(found, wanted)
+
+
+def test_only_so_many_given_tensors_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What every call is given is the last one to be forgotten."""
+    monkeypatch.setattr("zero_ext.activation.checkpointing._MOST_GIVEN", 4)
+    checkpointing, kept, mask = made("host", tmp_path), [], torch.rand(64, WIDTH)
+    for number in range(12):
+        kept.append(checkpointing(torch.mul, torch.ones(64, WIDTH, requires_grad=True) * 1, mask))
+        assert checkpointing.kept_bytes() == (2 + number) * mask.nbytes
+        assert len(checkpointing._given) == min(2 + number, 4)
 
 
 def test_what_is_smaller_than_the_bound_stays() -> None:

@@ -40,8 +40,8 @@ from zero_ext.offload.tiers import open_store
 
 # Calls of different modules, modes and sizes whose plans are known at once; the oldest one is made again.
 _MOST_PLANS = 1024
-# Shared storages that are looked through for what is gone when they have doubled, from here on.
-_FEW = 64
+# Tensors that calls were given last. Those that are gone count too: ranks that share inputs forget the same.
+_MOST_GIVEN = 1024
 # Those entered in a thread, the innermost one last.
 _current: ContextVar[tuple[Checkpointing, ...]] = ContextVar("zero_ext_checkpointing", default=())
 
@@ -92,10 +92,9 @@ class Checkpointing:
         self._ops = named_ops(policy.keep)
         self._plans: dict[object, frozenset[Step]] = {}
         self._keepers: dict[torch.device, Keeper] = {}
-        # Storages that calls were given before, with the tensor's version: what several calls share stays.
-        # The weak reference keeps the object's address from being used again.
-        self._shared: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._most_shared = _FEW
+        # Tensors that calls were given, the last one last, with their versions: what is given again stays.
+        # The weak reference keeps the storage object's address from being used again.
+        self._given: dict[object, tuple[StorageWeakRef, int]] = {}
 
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)``; see :func:`checkpoint`."""
@@ -208,21 +207,20 @@ class Checkpointing:
         for tensor in given:
             if tensor.device != device or not fits(tensor) or is_parameter(tensor) or tensor.is_inference():
                 continue
-            _, known = self._shared.get(tensor.untyped_storage()._cdata, (None, None))
-            if (
-                tensor.nbytes >= self.policy.smallest_bytes
-                and known != tensor._version
-                and not self._stays(tensor)
-            ):
+            if tensor.nbytes >= self.policy.smallest_bytes and not self._stays(tensor):
                 found.setdefault(_identity(tensor), tensor)
-        moved = list(found.values())
-        for each in moved:
-            storage = each.untyped_storage()
-            self._shared[storage._cdata] = StorageWeakRef(storage), each._version
-        if len(self._shared) > self._most_shared:
-            self._shared = {key: each for key, each in self._shared.items() if not each[0].expired()}
-            self._most_shared = max(_FEW, 2 * len(self._shared))
-        return moved
+        return [tensor for tensor in found.values() if not self._was_given(tensor)]
+
+    def _was_given(self, tensor: torch.Tensor) -> bool:
+        """Whether another call had the same tensor, unchanged since. Another view of its memory is another
+        tensor: each piece of one may be given to one call only."""
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, _identity(tensor))
+        _, version = self._given.pop(key, (None, None))
+        self._given[key] = StorageWeakRef(storage), tensor._version
+        if len(self._given) > _MOST_GIVEN:
+            del self._given[next(iter(self._given))]
+        return version == tensor._version
 
     def _contexts(self, call: Call, given: list[torch.Tensor], modules: list[nn.Module]) -> Contexts:
         modes = self._modes(call.name, given, modules)
