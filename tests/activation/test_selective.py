@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -168,6 +169,54 @@ def test_a_plan_is_of_one_module_in_one_mode(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("zero_ext.activation.checkpointing._MOST_PLANS", 6)
     modules.append(Either(True))
     assert plans() == 6
+
+
+def test_calls_that_share_a_plan_never_keep_more_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of a small call: functions with one code, and arguments that are no tensors."""
+    draw, clock = random.Random(fresh_seed()), Clock()
+    monkeypatch.setattr(
+        "zero_ext.activation.checkpointing.MeasuringMode", lambda device: MeasuringMode(device, clock)
+    )
+    inputs, budget = torch.randn(16, 16, requires_grad=True), 3 * 16 * 16 * 4 + 10
+    made: list[StorageWeakRef] = []
+
+    def kept_bytes(*widths: int, held: bool) -> int:
+        def run(x: torch.Tensor, *widths: int) -> torch.Tensor:
+            for width in own if held else widths:
+                x = x @ torch.ones(x.shape[1], width)
+                made.append(StorageWeakRef(x.untyped_storage()))
+                weights.append(x.nbytes)
+            return x.sin().sum()
+
+        own, weights = widths, list[int]()
+        del made[:]
+        with Slow(clock):
+            out = checkpointing(run, inputs, *(() if held else widths))
+        found = sum(n for n, each in zip(weights, made, strict=True) if not each.expired())
+        out.backward()
+        return found
+
+    for held in (True, False):
+        checkpointing = Checkpointing(ActivationPolicy(keep_bytes=budget))
+        assert kept_bytes(16, 16, held=held) == 0  # measured
+        assert kept_bytes(16, 16, held=held) == 2 * 16 * 16 * 4
+        assert kept_bytes(16, 16000, held=held) == 16 * 16 * 4
+        assert kept_bytes(16000, 16, held=held) == 16 * 16 * 4
+        for _ in range(10):
+            assert kept_bytes(draw.randrange(1, 60), draw.randrange(1, 60), held=held) <= budget
+        assert len(checkpointing._plans) == 1
+
+
+def test_functions_that_hold_modules_have_plans_of_their_own() -> None:
+    checkpointing = Checkpointing(ActivationPolicy(keep_bytes=2**20))
+    inputs, modules = torch.randn(32, WIDTH, requires_grad=True), [nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 9)]
+    for _ in range(2):
+        for module in modules:
+            checkpointing(lambda x, module=module: module(x), inputs)
+            checkpointing(lambda x: module(x), inputs)  # noqa: B023 - called at once
+            checkpointing(partial(lambda layer, x: layer(x), module), inputs)
+            checkpointing(module.forward, inputs)
+    assert len(checkpointing._plans) == 8
 
 
 def test_gradients_under_random_budgets() -> None:

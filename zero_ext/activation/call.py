@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,24 @@ def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
         function = function.func
     owner = getattr(function, "__self__", function)
     return [owner] if isinstance(owner, nn.Module) else []
+
+
+def code_of(function: Callable[..., Any]) -> tuple[object, list[nn.Module]]:
+    """Its code, or its type, and the modules that it is, is a method of, or holds, bound
+    to it, as a default or in its closure."""
+    held: list[object] = []
+    while isinstance(function, functools.partial):
+        held += [*function.args, *function.keywords.values()]
+        function = function.func
+    held.append(getattr(function, "__self__", function))
+    function = getattr(function, "__func__", function)
+    held += getattr(function, "__defaults__", None) or ()
+    held += (getattr(function, "__kwdefaults__", None) or {}).values()
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty one
+            held.append(cell.cell_contents)
+    code = getattr(function, "__code__", type(function))
+    return code, [each for each in held if isinstance(each, nn.Module)]
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:

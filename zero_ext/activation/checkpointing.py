@@ -18,6 +18,7 @@ from zero_ext.activation.call import (
     Call,
     check_outputs,
     check_unchanged,
+    code_of,
     is_parameter,
     modules_of,
     name_of,
@@ -114,7 +115,7 @@ class Checkpointing:
                 call.run,
                 *given,
                 use_reentrant=False,
-                context_fn=lambda: self._contexts(call, given, modules_of(function)),
+                context_fn=lambda: self._contexts(call, given, function),
             )
         check_unchanged(call.name, given, before)
         check_outputs(call.name, outputs)
@@ -222,8 +223,8 @@ class Checkpointing:
             del self._given[next(iter(self._given))]
         return version == tensor._version
 
-    def _contexts(self, call: Call, given: list[torch.Tensor], modules: list[nn.Module]) -> Contexts:
-        modes = self._modes(call.name, given, modules)
+    def _contexts(self, call: Call, given: list[torch.Tensor], function: Callable[..., Any]) -> Contexts:
+        modes = self._modes(call.name, given, function)
         again = Recomputation(
             call.name,
             self.streams,
@@ -234,21 +235,24 @@ class Checkpointing:
         )
         return together(NamedErrors(call.name), modes[0]), again
 
-    def _modes(self, name: str, given: list[torch.Tensor], modules: list[nn.Module]) -> Contexts:
+    def _modes(self, name: str, given: list[torch.Tensor], function: Callable[..., Any]) -> Contexts:
         """What keeps some of a call's results: while it runs, and while it runs again."""
         if self._ops:
             return keeping_ops(self._ops)
         budget = self.policy.keep_bytes
         if budget is None:
             return contextlib.nullcontext(), contextlib.nullcontext()
+        # Not all that decides what a call computes: what varies from call to call would never have a plan.
+        code, modules = code_of(function)
         key = (
             name,
+            code,
             *((weakref.ref(module), module.training) for module in modules),
             *((tensor.shape, tensor.dtype, tensor.device) for tensor in given),
             *map(_autocast, sorted({"cpu", *(tensor.device.type for tensor in given)})),
         )
         if key in self._plans:
-            return keeping_steps(self._plans[key])
+            return keeping_steps(self._plans[key], budget)
         return self._measured(key, budget, given), contextlib.nullcontext()
 
     @contextlib.contextmanager

@@ -121,18 +121,24 @@ def keeping_ops(ops: frozenset[OpOverload]) -> Contexts:
     return create_selective_checkpoint_contexts(policy)
 
 
-def keeping_steps(steps: frozenset[Step]) -> Contexts:
-    """Contexts that keep the results of the steps of a plan."""
+def keeping_steps(steps: frozenset[Step], budget: int) -> Contexts:
+    """Contexts that keep the results of a plan's steps, those that fit into ``budget`` bytes: the call may be
+    another one than the one that was measured."""
     count: Counter[Any] = Counter()
-    kept = _Kept("activation_checkpointing.keep_bytes")
+    kept, left = _Kept("activation_checkpointing.keep_bytes"), budget
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        nonlocal left
         kept.check(op, args, kwargs)
         step = (op, count[op])
         count[op] += 1
-        if step in steps and not draws(op, args, kwargs):
-            kept.add(op, context.op_output)
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
+        if step not in steps or draws(op, args, kwargs):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        nbytes = sum(storage.nbytes() for storage in _storages(context.op_output))
+        if nbytes > left:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        left -= nbytes
+        kept.add(op, context.op_output)
+        return CheckpointPolicy.MUST_SAVE
 
     return create_selective_checkpoint_contexts(policy)
