@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -50,6 +51,9 @@ _current: ContextVar[tuple[Checkpointing, ...]] = ContextVar("zero_ext_checkpoin
 class Checkpointing:
     """Keeps calls for backward as ``policy`` says; call it as ``checkpointing(function, *args, **kwargs)``.
 
+    Threads may use it at once; those of several threads that inputs are partitioned in would have to come in
+    one order on all ranks.
+
     As a context manager it is what :func:`checkpoint` uses inside, in this thread, and at its end nothing
     that was moved is left on the device; ``zero_ext.prepare`` has the model's forward run in one.
 
@@ -91,6 +95,7 @@ class Checkpointing:
         self._stays = stays
         self._timeout_seconds = timeout_seconds
         self._ops = named_ops(policy.keep)
+        self._lock = threading.RLock()  # of what is made and noted below
         self._plans: dict[object, frozenset[Step]] = {}
         self._keepers: dict[torch.device, Keeper] = {}
         # Tensors that calls were given, the last one last, with their versions: what is given again stays.
@@ -151,13 +156,13 @@ class Checkpointing:
 
     def kept_bytes(self) -> int:
         """Bytes that this rank keeps now of inputs, or saved tensors, in the policy's tier."""
-        return sum(keeper.room.kept_bytes() for keeper in self._keepers.values())
+        return sum(keeper.kept_bytes() for keeper in tuple(self._keepers.values()))
 
     def held_bytes(self) -> dict[Tier, int]:
         """Bytes of memory and storage taken for that, in use or not, by tier."""
         held: dict[Tier, int] = {"device": 0, "host": 0, "nvme": 0}
-        for keeper in self._keepers.values():
-            for tier, nbytes in keeper.room.held_bytes().items():
+        for keeper in tuple(self._keepers.values()):
+            for tier, nbytes in keeper.held_bytes().items():
                 held[tier] += nbytes
         return held
 
@@ -168,7 +173,7 @@ class Checkpointing:
     def __exit__(self, *error: object) -> None:
         _current.set(_current.get()[:-1])
         for keeper in tuple(self._keepers.values()):  # other threads may add theirs
-            keeper.room.let_go()
+            keeper.let_go()
 
     @contextlib.contextmanager
     def _keeping(self, name: str, given: list[torch.Tensor]) -> Iterator[None]:
@@ -210,7 +215,8 @@ class Checkpointing:
                 continue
             if tensor.nbytes >= self.policy.smallest_bytes and not self._stays(tensor):
                 found.setdefault(_identity(tensor), tensor)
-        return [tensor for tensor in found.values() if not self._was_given(tensor)]
+        with self._lock:
+            return [tensor for tensor in found.values() if not self._was_given(tensor)]
 
     def _was_given(self, tensor: torch.Tensor) -> bool:
         """Whether another call had the same tensor, unchanged since. Another view of its memory is another
@@ -251,8 +257,9 @@ class Checkpointing:
             *((tensor.shape, tensor.dtype, tensor.device) for tensor in given),
             *map(_autocast, sorted({"cpu", *(tensor.device.type for tensor in given)})),
         )
-        if key in self._plans:
-            return keeping_steps(self._plans[key], budget)
+        plan = self._plans.get(key)
+        if plan is not None:
+            return keeping_steps(plan, budget)
         return self._measured(key, budget, given), contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -260,28 +267,31 @@ class Checkpointing:
         device = given[0].device if given else torch.device("cpu")
         with MeasuringMode(device) as mode:
             yield
-        self._plans[key] = choose(mode.steps, budget)
-        if len(self._plans) > _MOST_PLANS:
-            del self._plans[next(iter(self._plans))]
+        with self._lock:
+            self._plans[key] = choose(mode.steps, budget)
+            if len(self._plans) > _MOST_PLANS:
+                del self._plans[next(iter(self._plans))]
 
     def _keeper(self, device: torch.device) -> Keeper:
-        if device not in self._keepers:
-            partition = None
-            if self.policy.partition_activations:
-                check_group(self._group, self._data_parallel_group)
-                if self._group is not None:
-                    partition = Partition(self._group, device, self._timeout_seconds, self.counters)
-            bus = self.bus if self.policy.profile else None
-            try:
-                room = self._room(Device(device))
-            except Exception as error:
-                if partition is not None:
-                    partition.give_up(f"there is no room for kept inputs: {error}")
-                raise
-            self._keepers[device] = Keeper(
-                room, device, partition, self.policy.prefetch, bus, self.counters.transfers
-            )
-        return self._keepers[device]
+        with self._lock:
+            if device not in self._keepers:
+                self._keepers[device] = self._new_keeper(device)
+            return self._keepers[device]
+
+    def _new_keeper(self, device: torch.device) -> Keeper:
+        partition = None
+        if self.policy.partition_activations:
+            check_group(self._group, self._data_parallel_group)
+            if self._group is not None:
+                partition = Partition(self._group, device, self._timeout_seconds, self.counters)
+        bus = self.bus if self.policy.profile else None
+        try:
+            room = self._room(Device(device))
+        except Exception as error:
+            if partition is not None:
+                partition.give_up(f"there is no room for kept inputs: {error}")
+            raise
+        return Keeper(room, device, partition, self.policy.prefetch, bus, self.counters.transfers)
 
     def _room(self, device: Device) -> Room:
         tier = self.policy.kept_in

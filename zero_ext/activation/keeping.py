@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from zero_ext.activation.layout import Layout
 from zero_ext.activation.line import Line
 from zero_ext.activation.partition import Partition
 from zero_ext.activation.room import Place, Room
+from zero_ext.config import Tier
 from zero_ext.config.events import ActivationEnd, ActivationWork, Bus
 from zero_ext.offload import HERE, Arrival, TransferLog
 
@@ -27,10 +29,12 @@ class State(Enum):
 
 
 class Record:
-    """Tensors of one call, kept until nobody holds the record any more."""
+    """Tensors of one call, kept until nobody holds the record any more. ``line`` has those of the thread that
+    the call ran in, whose backward comes to them one after another."""
 
-    def __init__(self, number: int, layout: Layout, place: Place) -> None:
+    def __init__(self, number: int, layout: Layout, place: Place, line: Line[Record]) -> None:
         self.number = number
+        self.line = line
         self.layout = layout
         self.place = place
         self.state = State.KEPT
@@ -94,7 +98,7 @@ class Record:
 class Keeper:
     """Keeps records in ``room``, this rank's part of each where there is a ``partition``, and fetches
     ``ahead`` of them, as much as the rank keeps, before backward comes to them: backward goes through calls
-    from the last to the first.
+    from the last to the first. Threads may use it at once, each with a line of records of its own.
 
     Whoever listens to ``bus``, if given, hears how long that takes; ``transfers`` counts what is moved.
     """
@@ -115,13 +119,16 @@ class Keeper:
         self._bus = Bus() if bus is None else bus
         self._transfers = TransferLog() if transfers is None else transfers
         self._count = 0
-        self._line: Line[Record] = Line()
+        self._lines = threading.local()
+        # Of the room, the partition and all records. Whoever its thread tells of the work may ask.
+        self._lock = threading.RLock()
 
     def compare(self, tensors: Sequence[torch.Tensor], name: str) -> None:
         """Raises :class:`DifferentInputs` on all ranks of the partition, if there is one, unless their calls
         ``name`` all have the same ``tensors``, maybe none."""
         if self.partition is not None:
-            self.partition.compare(tensors, name)
+            with self._lock:
+                self.partition.compare(tensors, name)
 
     def keep(self, tensors: Sequence[torch.Tensor], name: str) -> Record:
         """A record of ``tensors``, all plain memory on the device, that the call ``name`` gets.
@@ -131,21 +138,41 @@ class Keeper:
         began = self._bus.now()
         ranks, rank = (self.partition.size, self.partition.rank) if self.partition else (1, 0)
         layout = Layout.of(tensors, ranks, self.room.block)
-        try:
-            place = self.room.put(layout.part_bytes, lambda part: layout.pack(part, tensors, rank))
-        except RuntimeError as error:
-            self._give_up(f"keeping the inputs of {name} failed: {error}")
-            raise
-        self._count += 1
-        record = Record(self._count, layout, place)
-        weakref.finalize(record, self.room.give, place).atexit = False
-        self._line.add(record)
-        self._transfers.record("device", self.room.tier, layout.part_bytes)
-        self._tell("keep", name, began, layout.part_bytes)
+        with self._lock:
+            try:
+                place = self.room.put(layout.part_bytes, lambda part: layout.pack(part, tensors, rank))
+            except RuntimeError as error:
+                self._give_up(f"keeping the inputs of {name} failed: {error}")
+                raise
+            self._count += 1
+            record = Record(self._count, layout, place, self._line())
+            weakref.finalize(record, self.room.give, place).atexit = False
+            record.line.add(record)
+            self._transfers.record("device", self.room.tier, layout.part_bytes)
+            self._tell("keep", name, began, layout.part_bytes)
         return record
 
     def fetch(self, record: Record, index: int) -> torch.Tensor:
         """A tensor of a record. ``RuntimeError`` where storage fails or another rank gave up."""
+        with self._lock:
+            return self._fetch(record, index)
+
+    def let_go(self) -> None:
+        """Nothing that was kept needs its memory on the device any more."""
+        with self._lock:
+            self.room.let_go()
+
+    def kept_bytes(self) -> int:
+        """Bytes that are kept now."""
+        with self._lock:
+            return self.room.kept_bytes()
+
+    def held_bytes(self) -> dict[Tier, int]:
+        """Bytes taken from each tier, in use or not."""
+        with self._lock:
+            return self.room.held_bytes()
+
+    def _fetch(self, record: Record, index: int) -> torch.Tensor:
         if record.has(index):
             return record.hand_out(index)
         if record.state is State.PRESENT:
@@ -153,7 +180,7 @@ class Keeper:
         began = self._bus.now()
         try:
             self._start(record)
-            for each in islice(self._line.before(record), self._ahead):
+            for each in islice(record.line.before(record), self._ahead):
                 self._start(each)
             record.arrival.wait()
         except RuntimeError as error:
@@ -172,6 +199,12 @@ class Keeper:
         part = torch.empty(record.layout.part_bytes, dtype=torch.uint8, device=self._device)
         self._transfers.record(self.room.tier, "device", part.nbytes)
         record.to_fetching(part, self.room.fetch(record.place, part))
+
+    def _line(self) -> Line[Record]:
+        """This thread's."""
+        if not hasattr(self._lines, "line"):
+            self._lines.line = Line()
+        return self._lines.line
 
     def _give_up(self, reason: str) -> None:
         if self.partition is not None:
