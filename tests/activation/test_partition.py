@@ -6,7 +6,7 @@ import contextlib
 import gc
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -166,11 +166,56 @@ def test_the_first_call_of_every_step_is_compared(world: World) -> None:
     checkpointing(torch.sin, small)
     with pytest.raises(DifferentInputs, match="tan differ between"):
         checkpointing(torch.tan, inputs + world.rank)
-    checkpointing = Checkpointing(ActivationPolicy(partition_activations=True), world.group)
-    checkpointing(torch.sin, inputs * 1).sum().backward()
-    first = checkpointing(torch.sin, inputs * 1)
-    found = checkpointing(torch.sin, first + world.rank)  # later ones are not: it would take too long
-    del found
+
+
+@on_ranks(2, 3)
+def test_later_calls_are_compared_when_backward_begins(world: World) -> None:
+    """Whatever is different there, gradients would be wrong; a step without it is good again."""
+    torch.manual_seed(world.seed)
+    inputs, last = torch.randn(64, WIDTH, requires_grad=True), world.rank == world.size - 1
+
+    def others(x: torch.Tensor) -> list[torch.Tensor]:
+        permuted = x[torch.arange(len(x)).roll(int(last))]
+        return [
+            x + last,
+            permuted,
+            (x[:32] if last else x) * 1,
+            x.to(torch.float16 if last else torch.bfloat16),
+        ]
+
+    for tier in ("device", "host"):
+        policy = ActivationPolicy(partition_activations=True, tier=tier)
+        checkpointing = Checkpointing(policy, world.group, timeout_seconds=40.0)
+
+        def step(between: Callable[[torch.Tensor], torch.Tensor], checkpointing: Any = checkpointing) -> Any:
+            hidden = checkpointing(torch.cos, checkpointing(torch.sin, inputs * 1))
+            hidden = checkpointing(torch.tan, between(hidden))
+            return torch.autograd.grad(checkpointing(torch.cos, hidden).float().sum(), inputs)[0]
+
+        wanted = step(lambda x: x)
+        for number in range(len(others(inputs))):
+            with pytest.raises(DifferentInputs, match=r"\.cos, .*\.tan\) differ .* hold"):
+                step(lambda x, number=number: others(x)[number])
+            world.barrier()
+            assert torch.equal(step(lambda x: x), wanted)
+
+
+@on_ranks(2)
+def test_a_rank_with_fewer_calls_is_refused_on_every_rank(world: World) -> None:
+    policy = ActivationPolicy(partition_activations=True)
+    checkpointing = Checkpointing(policy, world.group, timeout_seconds=40.0)
+    inputs, began = torch.ones(64, WIDTH, requires_grad=True), time.monotonic()
+    for rank in (None, 0, 1):
+        hidden = checkpointing(torch.sin, inputs * 1)
+        if world.rank != rank:
+            hidden = checkpointing(torch.cos, hidden)
+        if rank is None:
+            hidden.sum().backward()
+        else:
+            with pytest.raises(DifferentInputs, match="differ between the ranks: ranks \\[1\\] hold"):
+                hidden.sum().backward()
+        world.barrier()
+    assert time.monotonic() - began < 38  # of 40 seconds
 
 
 @on_ranks(2)

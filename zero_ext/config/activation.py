@@ -27,7 +27,7 @@ class ActivationPolicy(Policy):
         partition_activations: each rank of the group given to `prepare` as `activation_group`, whose ranks
             hold identical inputs (tensor parallelism), keeps 1/N of them (ZeRO, section 6.1). The ranks'
             inputs are compared: in all calls until backward begins for the first time, then in the first call
-            after each backward.
+            after each backward, and those of all other calls together when the next one begins.
         contiguous_memory_optimization: kept inputs lie in one buffer that is allocated once, of
             `number_checkpoints` times the first call's bytes.
         number_checkpoints: calls whose inputs are kept at once, with contiguous_memory_optimization.
