@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,6 +58,27 @@ def test_what_is_kept_of_expanded_and_sparse_views() -> None:
     assert Layout.of([column.expand(1000, 256)]).nbytes == 256 * 4
     queries = torch.randn(32, 3 * 64).chunk(3, -1)[0]
     assert Layout.of([queries]).nbytes == 32 * 64 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_all_bits_come_back(dtype: torch.dtype, parts: int) -> None:
+    """Of values that no arithmetic makes too: every kind of NaN, zeros of both signs, subnormal numbers."""
+    print(seed := secrets.randbits(31))
+    bits = torch.randint(0, 256, (200_001 * dtype.itemsize,), generator=torch.Generator().manual_seed(seed))
+    values = bits.to(torch.uint8).view(dtype)
+    given_tensors = [
+        values,
+        values[1:],
+        values[: 300 * 600].view(300, 600)[:, ::7],
+        values[:4096].view(64, 64).t(),
+    ]
+    layout = Layout.of(given_tensors, parts)
+    region = torch.full((layout.nbytes,), 0xAB, dtype=torch.uint8)
+    for rank, part in enumerate(region.chunk(parts)):
+        layout.pack(part, given_tensors, rank)
+    for found, wanted in zip(layout.tensors(region), given_tensors, strict=True):
+        assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
 
 
 def test_memory_that_begins_between_elements() -> None:

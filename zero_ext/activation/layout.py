@@ -8,8 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from zero_ext import ops
+
 # Elements of every dtype may start at multiples of it, and no two tensors share a cache line.
 _GRAIN = 64
+# What the op of flat buffers takes. An accelerator copies by itself.
+_PACKED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Span:
         elements = self.beyond + elements_of(self.size, self.stride)
         whole = torch.empty(elements, dtype=self.dtype, device=memory.device)
         if self.kept == self.stride:
-            whole[self.beyond :].copy_(flat)
+            _copy(whole[self.beyond :].view(torch.uint8), memory, self.dtype)
         else:
             distinct = _distinct(self.size, self.stride)
             whole.as_strided(distinct, self.stride, self.beyond).copy_(flat.as_strided(distinct, self.kept))
@@ -94,7 +98,8 @@ class Layout:
             begin, end = max(span.offset, first), min(span.offset + span.nbytes, first + self.part_bytes)
             if begin < end:
                 memory = span.memory_of(tensor)
-                part[begin - first : end - first].copy_(memory[begin - span.offset : end - span.offset])
+                into = part[begin - first : end - first]
+                _copy(into, memory[begin - span.offset : end - span.offset], span.dtype)
 
     def tensors(self, region: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in ``region`` [nbytes], uint8, with their own sizes and strides: views of it, or copies
@@ -105,6 +110,14 @@ class Layout:
 def elements_of(size: Sequence[int], stride: Sequence[int]) -> int:
     """Elements of memory from a tensor's first one to its last, ``stride`` apart."""
     return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+
+
+def _copy(into: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> None:
+    """Copies bytes, uint8 [n], of elements of ``dtype``."""
+    if dtype in _PACKED and into.device.type == values.device.type == "cpu":
+        ops.pack_(into.view(dtype), [values.view(dtype)], [0])
+    else:
+        into.copy_(values)
 
 
 def _distinct(size: Sequence[int], stride: Sequence[int]) -> list[int]:
