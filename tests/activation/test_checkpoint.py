@@ -3,50 +3,23 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import zero_ext
 from tests.activation.blocks import WIDTH, Block, Stack, fresh_seed, gradients, same
+from tests.activation.policies import POLICIES, made
 from zero_ext.activation import Checkpointing, RandomStreams, RoomIsFull, checkpoint, current
 from zero_ext.config import ActivationPolicy
 from zero_ext.config.events import ActivationEnd
-
-POLICIES: dict[str, dict[str, Any]] = {
-    "recompute": {},
-    "host": {"tier": "host"},
-    "host, far ahead": {"cpu_checkpointing": True, "prefetch": 3},
-    "host, nothing ahead": {"tier": "host", "prefetch": 0},
-    "nvme": {"tier": "nvme"},
-    "contiguous": {"contiguous_memory_optimization": True, "number_checkpoints": 4},
-    "contiguous host": {"contiguous_memory_optimization": True, "number_checkpoints": 4, "tier": "host"},
-    "ops kept": {"keep": ("aten.addmm", "aten.tanh.default"), "tier": "host"},
-    "budget": {"keep_bytes": 24 * 2 * WIDTH * 4},
-    "saved tensors, host": {"mode": "saved_tensors", "tier": "host"},
-    "saved tensors, nvme": {"mode": "saved_tensors", "tier": "nvme"},
-    "profiled": {"tier": "host", "profile": True, "synchronize_checkpoint_boundary": True},
-}
-
-
-def made(name: str, folder: Path, **more: Any) -> Checkpointing:
-    """The policy ``name``, without a lower bound of size."""
-    values = {**POLICIES[name], **more}
-    if values.get("tier") == "nvme":
-        values |= {"nvme_paths": (str(folder),), "buffer_bytes": 2**20}
-    policy = ActivationPolicy(**values)
-    return Checkpointing(policy.replace(smallest_bytes=0) if policy.moves else policy)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -69,43 +42,6 @@ def test_square_inputs_keep_their_strides(tmp_path: Path) -> None:
     for name in ("host", "nvme", "contiguous"):
         wanted = gradients(model, None, seed, (WIDTH, WIDTH))
         assert same(gradients(model, made(name, tmp_path), seed, (WIDTH, WIDTH)), wanted)
-
-
-def by_memory(x: torch.Tensor) -> torch.Tensor:
-    """What is computed depends on how its argument lies in memory."""
-    y = x.reshape(-1, 4) if x.is_contiguous() else x.t().reshape(-1, 4)
-    return (y * torch.arange(4.0)).sin() * (x.stride(0) + x.data_ptr() % 64)
-
-
-def spread(x: torch.Tensor) -> torch.Tensor:
-    return (x / x.norm(dim=1, keepdim=True)).std(1).exp() + x.sum(1).exp()
-
-
-VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "a third": lambda x: x.chunk(3, -1)[0],
-    "the middle third": lambda x: x[:, 64:128],
-    "every third": lambda x: x[:, ::3],
-    "odd begin": lambda x: x[4:, 5:],
-    "transposed": lambda x: x.t()[:64, 3:],
-    "windows": lambda x: x.flatten().unfold(0, 64, 32)[:32],
-    "expanded": lambda x: x[:, 7:8].expand(200, 64),
-}
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_views_come_back_as_they_lay(view: str, tmp_path: Path) -> None:
-    """In every tier: the same strides, so the same branches and the same order of sums."""
-    torch.manual_seed(fresh_seed())
-    values = torch.randn(200, 192)
-    for function in (by_memory, spread):
-        found = []
-        for run in (None, *(made(name, tmp_path) for name in ("recompute", "host", "nvme", "contiguous"))):
-            source = values.clone().requires_grad_()
-            piece = VIEWS[view](source)
-            out = function(piece) if run is None else run(function, piece)
-            weight = torch.linspace(0.5, 2, out.numel()).view(out.shape)
-            found.append([out.detach(), torch.autograd.grad((out * weight).sum(), source)[0]])
-        assert all(same(each, found[0]) for each in found), function
 
 
 class Nested(nn.Module):
@@ -174,36 +110,6 @@ def test_backward_twice_and_gradients_of_gradients(tmp_path: Path) -> None:
         assert same(slopes(made(name, tmp_path)), wanted), name
 
 
-def test_the_package_of_checkpoints_is_called_like_a_function() -> None:
-    assert issubclass(zero_ext.checkpoint.CheckpointError, Exception)
-    model, seed = Stack(), fresh_seed()
-    calls: Any = zero_ext.checkpoint
-    assert same(gradients(model, calls, seed), gradients(model, None, seed))
-    with pytest.raises(TypeError, match="NoneType without a tensor"):
-        calls(lambda value: None, torch.ones(1, requires_grad=True))
-
-
-def test_the_package_of_checkpoints_is_imported_like_any_other() -> None:
-    """In a fresh interpreter, whose imports are this program's alone."""
-    program = """
-import importlib, pickle, sys, typing
-import zero_ext.checkpoint.errors as errors
-from zero_ext.checkpoint import CheckpointError, dtypes, manifest
-import zero_ext.checkpoint
-package = importlib.import_module("zero_ext.checkpoint")
-assert zero_ext.checkpoint is package is sys.modules["zero_ext.checkpoint"]
-assert zero_ext.checkpoint.errors is errors and zero_ext.checkpoint.manifest is manifest
-assert zero_ext.checkpoint.CheckpointError is CheckpointError is errors.CheckpointError
-assert pickle.loads(pickle.dumps(package.LazyStateSource)) is package.LazyStateSource
-assert package.__name__ == "zero_ext.checkpoint" and package.__doc__.startswith("Checkpoints: ")
-try:
-    from zero_ext.checkpoint import nothing
-except ImportError as error:
-    assert "'nothing' from 'zero_ext.checkpoint'" in str(error), error
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
 def test_without_autograd_it_is_a_plain_call() -> None:
     checkpointing = Checkpointing(ActivationPolicy(tier="host"))
     block, inputs = Block(dropout=0.0), torch.randn(4, WIDTH)
@@ -254,74 +160,6 @@ def test_named_streams_of_random_numbers_are_seen_again(tmp_path: Path) -> None:
             after = torch.rand(3)
         found.append([inputs.grad, after, torch.rand(3), *(each.grad.clone() for each in block.parameters())])
     assert same(*found)
-
-
-def test_what_is_kept_of_a_call(tmp_path: Path) -> None:
-    inputs = torch.randn(64, WIDTH, requires_grad=True) * 1
-    mask, weight = torch.rand(64, 1), nn.Parameter(torch.randn(WIDTH))
-    checkpointing = made("host", tmp_path)
-
-    def function(x: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return (x * mask * weight).sin()
-
-    first = checkpointing(function, inputs, mask, weight)
-    assert checkpointing.kept_bytes() == inputs.nbytes + 4096  # the mask takes a page, the parameter stays
-    second = checkpointing(function, first, mask, weight)
-    assert checkpointing.kept_bytes() == 2 * inputs.nbytes + 4096  # the mask is there already
-    del first
-    second.sum().backward()
-    del second
-    assert checkpointing.kept_bytes() == 0
-
-
-def test_pieces_of_one_tensor_are_moved_each(tmp_path: Path) -> None:
-    """Nothing of the whole stays on the device, which one piece that stays would hold."""
-    for pieces in (
-        lambda x: x.unbind(),
-        lambda x: x.chunk(3, -1),
-        lambda x: x.unflatten(1, (3, -1)).unbind(1),
-        lambda x: [x[:5], x[5:], x.t()],
-    ):
-        source = torch.randn(8, 192, requires_grad=True)
-        checkpointing, hidden = made("host", tmp_path), source * 1
-        (wanted,) = torch.autograd.grad(sum(piece.sin().sum() for piece in pieces(hidden)), source)
-        hidden = source * 1
-        weak = StorageWeakRef(hidden.untyped_storage())
-        wanted_bytes = sum(-(-piece.nbytes // 4096) * 4096 for piece in pieces(hidden))
-        outs = [checkpointing(torch.sin, piece) for piece in pieces(hidden)]
-        assert checkpointing.kept_bytes() == wanted_bytes
-        assert [checkpointing(torch.sin, piece) for piece in pieces(hidden)]  # given before: these stay
-        assert checkpointing.kept_bytes() == wanted_bytes
-        del hidden
-        gc.collect()
-        assert weak.expired()
-        (found,) = torch.autograd.grad(sum(out.sum() for out in outs), source)
-        assert torch.equal(found, wanted)
-
-
-def test_only_so_many_given_tensors_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What every call is given is the last one to be forgotten."""
-    monkeypatch.setattr("zero_ext.activation.checkpointing._MOST_GIVEN", 4)
-    checkpointing, kept, mask = made("host", tmp_path), [], torch.rand(64, WIDTH)
-    for number in range(12):
-        kept.append(checkpointing(torch.mul, torch.ones(64, WIDTH, requires_grad=True) * 1, mask))
-        assert checkpointing.kept_bytes() == (2 + number) * mask.nbytes
-        assert len(checkpointing._given) == min(2 + number, 4)
-
-
-def test_what_is_smaller_than_the_bound_stays() -> None:
-    scale = torch.ones((), requires_grad=True)
-    for bound, moves, stays in (
-        ({}, 1024, 1023),
-        ({"smallest_bytes": 5}, 5, 4),
-        ({"smallest_bytes": 9000}, 9000, 8999),
-    ):
-        for mode in ("recompute", "saved_tensors"):
-            for nbytes, wanted in ((moves, -(-moves // 4096) * 4096), (stays, 0)):
-                checkpointing = Checkpointing(ActivationPolicy(tier="host", mode=mode, **bound))
-                kept = checkpointing(torch.mul, torch.ones(nbytes, dtype=torch.uint8), scale)
-                assert checkpointing.kept_bytes() == wanted, (bound, mode, nbytes)
-                del kept
 
 
 def test_forwards_that_are_given_up_leave_nothing(tmp_path: Path) -> None:
@@ -514,52 +352,3 @@ def test_profile_tells_of_the_work(tmp_path: Path) -> None:
     whats = [event.what for event in heard]
     assert [whats.count(what) for what in ("keep", "fetch", "recompute")] == [3, 3, 3]
     assert {event.name for event in heard if event.what != "fetch"} == {"Block"}
-
-
-def test_compiled(tmp_path: Path) -> None:
-    """Around a compiled function everything holds; inside one it is torch's own higher-order op."""
-    seed = fresh_seed()
-    block, inputs = Block(dropout=0.0), torch.randn(8, WIDTH)
-
-    def slopes(run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-        block.zero_grad()
-        given = inputs.clone().requires_grad_()
-        run(given * 1).square().sum().backward()
-        return [given.grad, *(each.grad.clone() for each in block.parameters())]
-
-    torch.manual_seed(seed)
-    wanted = slopes(block)
-    compiled, checkpointing = torch.compile(block, backend="aot_eager"), made("host", tmp_path)
-    assert same(slopes(lambda x: checkpointing(compiled, x)), wanted)
-
-    for call in (zero_ext.checkpoint_activations, cast(Any, zero_ext.checkpoint)):
-        inside = torch.compile(partial(call, block), backend="aot_eager", fullgraph=True)
-        for found, expected in zip(slopes(inside), wanted, strict=True):
-            assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_arguments_that_are_called_like_options_of_torch() -> None:
-    """In both worlds; and what is refused in one is refused in the other."""
-
-    def scaled(x: torch.Tensor, **named: float) -> torch.Tensor:
-        return (x * sum(named.values())).sin()
-
-    names = ("function", "self", "debug", "context_fn", "preserve_rng_state", "determinism_check")
-    named = {name: number + 0.5 for number, name in enumerate((*names, "early_stop", "use_reentrant"))}
-    inputs = torch.randn(8, WIDTH, requires_grad=True)
-    (wanted,) = torch.autograd.grad(scaled(inputs, **named).sum(), inputs)
-
-    def call(x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(scaled, x, **named)
-
-    def nothing(x: torch.Tensor) -> torch.Tensor:
-        checkpoint(lambda x: None, x)
-        return x * 2
-
-    for run in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
-        assert torch.allclose(torch.autograd.grad(run(inputs).sum(), inputs)[0], wanted)
-    for run in (nothing, torch.compile(nothing, backend="aot_eager")):
-        with pytest.raises(TypeError, match="returned NoneType without a tensor"):
-            run(inputs)
-        with torch.no_grad():
-            assert torch.equal(run(inputs), inputs * 2)

@@ -1,0 +1,34 @@
+"""Every way of keeping calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.activation.blocks import WIDTH
+from zero_ext.activation import Checkpointing
+from zero_ext.config import ActivationPolicy
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "recompute": {},
+    "host": {"tier": "host"},
+    "host, far ahead": {"cpu_checkpointing": True, "prefetch": 3},
+    "host, nothing ahead": {"tier": "host", "prefetch": 0},
+    "nvme": {"tier": "nvme"},
+    "contiguous": {"contiguous_memory_optimization": True, "number_checkpoints": 4},
+    "contiguous host": {"contiguous_memory_optimization": True, "number_checkpoints": 4, "tier": "host"},
+    "ops kept": {"keep": ("aten.addmm", "aten.tanh.default"), "tier": "host"},
+    "budget": {"keep_bytes": 24 * 2 * WIDTH * 4},
+    "saved tensors, host": {"mode": "saved_tensors", "tier": "host"},
+    "saved tensors, nvme": {"mode": "saved_tensors", "tier": "nvme"},
+    "profiled": {"tier": "host", "profile": True, "synchronize_checkpoint_boundary": True},
+}
+
+
+def made(name: str, folder: Path, **more: Any) -> Checkpointing:
+    """The policy ``name``, without a lower bound of size."""
+    values = {**POLICIES[name], **more}
+    if values.get("tier") == "nvme":
+        values |= {"nvme_paths": (str(folder),), "buffer_bytes": 2**20}
+    policy = ActivationPolicy(**values)
+    return Checkpointing(policy.replace(smallest_bytes=0) if policy.moves else policy)

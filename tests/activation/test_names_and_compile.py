@@ -1,0 +1,97 @@
+"""``zero_ext.checkpoint`` is a function, traced by torch.compile, and a package of modules."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+import zero_ext
+from tests.activation.blocks import WIDTH, Block, Stack, fresh_seed, gradients, same
+from tests.activation.policies import made
+from zero_ext.activation import checkpoint
+
+
+def test_the_package_of_checkpoints_is_called_like_a_function() -> None:
+    assert issubclass(zero_ext.checkpoint.CheckpointError, Exception)
+    model, seed = Stack(), fresh_seed()
+    calls: Any = zero_ext.checkpoint
+    assert same(gradients(model, calls, seed), gradients(model, None, seed))
+    with pytest.raises(TypeError, match="NoneType without a tensor"):
+        calls(lambda value: None, torch.ones(1, requires_grad=True))
+
+
+def test_the_package_of_checkpoints_is_imported_like_any_other() -> None:
+    """In a fresh interpreter, whose imports are this program's alone."""
+    program = """
+import importlib, pickle, sys, typing
+import zero_ext.checkpoint.errors as errors
+from zero_ext.checkpoint import CheckpointError, dtypes, manifest
+import zero_ext.checkpoint
+package = importlib.import_module("zero_ext.checkpoint")
+assert zero_ext.checkpoint is package is sys.modules["zero_ext.checkpoint"]
+assert zero_ext.checkpoint.errors is errors and zero_ext.checkpoint.manifest is manifest
+assert zero_ext.checkpoint.CheckpointError is CheckpointError is errors.CheckpointError
+assert pickle.loads(pickle.dumps(package.LazyStateSource)) is package.LazyStateSource
+assert package.__name__ == "zero_ext.checkpoint" and package.__doc__.startswith("Checkpoints: ")
+try:
+    from zero_ext.checkpoint import nothing
+except ImportError as error:
+    assert "'nothing' from 'zero_ext.checkpoint'" in str(error), error
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_compiled(tmp_path: Path) -> None:
+    """Around a compiled function everything holds; inside one it is torch's own higher-order op."""
+    seed = fresh_seed()
+    block, inputs = Block(dropout=0.0), torch.randn(8, WIDTH)
+
+    def slopes(run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        block.zero_grad()
+        given = inputs.clone().requires_grad_()
+        run(given * 1).square().sum().backward()
+        return [given.grad, *(each.grad.clone() for each in block.parameters())]
+
+    torch.manual_seed(seed)
+    wanted = slopes(block)
+    compiled, checkpointing = torch.compile(block, backend="aot_eager"), made("host", tmp_path)
+    assert same(slopes(lambda x: checkpointing(compiled, x)), wanted)
+
+    for call in (zero_ext.checkpoint_activations, cast(Any, zero_ext.checkpoint)):
+        inside = torch.compile(partial(call, block), backend="aot_eager", fullgraph=True)
+        for found, expected in zip(slopes(inside), wanted, strict=True):
+            assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_arguments_that_are_called_like_options_of_torch() -> None:
+    """In both worlds; and what is refused in one is refused in the other."""
+
+    def scaled(x: torch.Tensor, **named: float) -> torch.Tensor:
+        return (x * sum(named.values())).sin()
+
+    names = ("function", "self", "debug", "context_fn", "preserve_rng_state", "determinism_check")
+    named = {name: number + 0.5 for number, name in enumerate((*names, "early_stop", "use_reentrant"))}
+    inputs = torch.randn(8, WIDTH, requires_grad=True)
+    (wanted,) = torch.autograd.grad(scaled(inputs, **named).sum(), inputs)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(scaled, x, **named)
+
+    def nothing(x: torch.Tensor) -> torch.Tensor:
+        checkpoint(lambda x: None, x)
+        return x * 2
+
+    for run in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        assert torch.allclose(torch.autograd.grad(run(inputs).sum(), inputs)[0], wanted)
+    for run in (nothing, torch.compile(nothing, backend="aot_eager")):
+        with pytest.raises(TypeError, match="returned NoneType without a tensor"):
+            run(inputs)
+        with torch.no_grad():
+            assert torch.equal(run(inputs), inputs * 2)
