@@ -136,7 +136,8 @@ def main(
         f"(bar ≥ {BAR:g}). BERT-base's shape, {dtype}, batch 1, AdamW, torch's checkpointing of every layer, "
         f"loss by chunks on all sides; cap {cap:g} GiB. Layout: fixed, block {LAYOUT.block}, windows of "
         f"{LAYOUT.num_local_blocks} blocks. Torch's flash kernel keeps no weights either: the cap does not "
-        "end it at these lengths, time does, which grows with the square."
+        "end it at these lengths, time does, which grows with the square. Times are of one step each, on a "
+        "machine that may have other work; only memory is measured here."
     )
     table = table_of([*dense, *flash, *sparse], note)
     facts: dict[str, Any] = {
