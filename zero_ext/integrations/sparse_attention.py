@@ -56,7 +56,7 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionPolicy) -> N
             raise ConfigError(Problem("sparse_attention", f"{where}{error}")) from error
     own_configurations(model)  # of all at once: what is around them holds them too
     for each in found.values():
-        exchange_attention(each, policy)
+        exchange_attention(each, SparseSelfAttention(policy.in_a_model()))
 
 
 def _outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:

@@ -21,12 +21,13 @@ from zero_ext.integrations.transformers.bloom_attention import ALIBI_NAME, excha
 from zero_ext.integrations.transformers.own_configuration import own_configurations
 
 NAME = "zero_ext_sparse"
-Given = SparseAttentionPolicy | Mapping[str, Any] | BlockLayout
 _UNSUPPORTED = ("softcap", "sliding_window", "s_aux", "head_mask")
 _LEARNT_POSITIONS = ("position_embeddings", "wpe")
 
 
-def sparsify_attention(model: PreTrainedModel, config: Given) -> SparseSelfAttention:
+def sparsify_attention(
+    model: PreTrainedModel, config: SparseAttentionPolicy | Mapping[str, Any] | BlockLayout
+) -> SparseSelfAttention:
     """Makes all self-attention of a model sparse, in place; parameters and state_dict keys stay.
 
     The model gets configuration objects of its own, so that others that share them stay as they are.
@@ -54,24 +55,23 @@ def sparsify_attention(model: PreTrainedModel, config: Given) -> SparseSelfAtten
         TypeError: `config` is none of these.
         ValueError: the model has cross-attention, no attention that may be exchanged, or fewer than all.
     """
-    SparseSelfAttention(config)  # which refuses what is wrong before anything has changed
-    exchangeable_attention(model)
-    own_configurations(model)
-    return exchange_attention(model, config)
-
-
-def exchange_attention(model: PreTrainedModel, config: Given) -> SparseSelfAttention:
-    """`sparsify_attention` of a model whose configuration no other model holds."""
-    sparse = SparseSelfAttention(config)
+    sparse = SparseSelfAttention(config)  # which refuses what is wrong before anything has changed
     if sparse.policy is not None:
         sparse = SparseSelfAttention(sparse.policy.in_a_model())
+    exchangeable_attention(model)
+    own_configurations(model)
+    exchange_attention(model, sparse)
+    return sparse
+
+
+def exchange_attention(model: PreTrainedModel, sparse: SparseSelfAttention) -> None:
+    """Has all layers of a model, whose configuration no other model holds, attend by `sparse`."""
     attentions, blooms = exchangeable_attention(model)
     if attentions:
         model.set_attn_implementation(NAME)
     exchange_bloom(model)
     for module in (*attentions, *blooms):
         module.sparse_attention = sparse
-    return sparse
 
 
 def exchangeable_attention(
