@@ -4,6 +4,8 @@
 #include "adam_kernel.h"
 #include "blockwise/adam_8bit_kernel.h"
 #include "blockwise/blockwise_kernel.h"
+#include "compression/integer_block_kernel.h"
+#include "compression/sign_kernel.h"
 #include "flat_kernel.h"
 #include "kernels.h"
 #include "lion_kernel.h"
@@ -71,6 +73,30 @@ constexpr void fill_flat(Kernels& table, int target) {
 }
 
 template <class V>
+constexpr void fill_signs(Kernels& table) {
+  table.compress_signs[0] = &run_compress_signs<V, float>;
+  table.compress_signs[1] = &run_compress_signs<V, BFloat16>;
+  table.compress_signs[2] = &run_compress_signs<V, Float16>;
+  table.expand_signs[0] = &run_expand_signs<V, float>;
+  table.expand_signs[1] = &run_expand_signs<V, BFloat16>;
+  table.expand_signs[2] = &run_expand_signs<V, Float16>;
+  table.sum_signs = &run_sum_signs<V>;
+  table.reduce_signs = &run_reduce_signs<V>;
+}
+
+template <class V, class Code>
+constexpr void fill_integer_blocks(Kernels& table, int format) {
+  using Blocks = IntegerBlocks<V, Code>;
+  table.quantize_blocks[format][0] = &Blocks::template quantize<float>;
+  table.quantize_blocks[format][1] = &Blocks::template quantize<BFloat16>;
+  table.quantize_blocks[format][2] = &Blocks::template quantize<Float16>;
+  table.dequantize_blocks[format][0] = &Blocks::template dequantize<float>;
+  table.dequantize_blocks[format][1] = &Blocks::template dequantize<BFloat16>;
+  table.dequantize_blocks[format][2] = &Blocks::template dequantize<Float16>;
+  table.sum_quantized[format] = &Blocks::sum;
+}
+
+template <class V>
 constexpr Kernels make_kernels() {
   Kernels table{};
   fill_steps<V, float>(table, 0);
@@ -79,6 +105,11 @@ constexpr Kernels make_kernels() {
   fill_flat<V, float>(table, 0);
   fill_flat<V, BFloat16>(table, 1);
   fill_flat<V, Float16>(table, 2);
+  fill_signs<V>(table);
+  fill_integer_blocks<V, IntegerCode<4, false>>(table, 0);
+  fill_integer_blocks<V, IntegerCode<4, true>>(table, 1);
+  fill_integer_blocks<V, IntegerCode<8, false>>(table, 2);
+  fill_integer_blocks<V, IntegerCode<8, true>>(table, 3);
   table.squared_norm[0] = &SquaredNorm<V, float>::run;
   table.squared_norm[1] = &SquaredNorm<V, BFloat16>::run;
   table.squared_norm[2] = &SquaredNorm<V, Float16>::run;

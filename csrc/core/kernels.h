@@ -8,6 +8,7 @@
 #include "blockwise/adam_8bit.h"
 #include "blockwise/blockwise.h"
 #include "blockwise/dynamic_code.h"
+#include "compression/message.h"
 #include "lion.h"
 #include "numeric_types.h"
 #include "superaccumulator.h"
@@ -24,6 +25,19 @@ using ConvertKernel = void (*)(void*, const void*, std::int64_t);
 using SquaredNormKernel = void (*)(const void*, std::int64_t, Superaccumulator&);
 using SumKernel = void (*)(void*, std::span<const void* const>, std::int64_t, std::int64_t, float,
                            bool);
+using CompressSignsKernel = void (*)(const void*, float, std::int64_t, float*, MessageTarget);
+using ExpandSignsKernel = void (*)(MessageSource, std::int64_t, float, bool, void*);
+using SumSignsKernel = void (*)(std::span<const MessageSource>, std::int64_t, std::int64_t, float,
+                                bool, float*);
+using ReduceSignsKernel = void (*)(std::span<const MessageSource>, std::int64_t, float,
+                                   std::int64_t, float*, MessageTarget);
+using QuantizeBlocksKernel = void (*)(const void*, std::int64_t, std::int64_t, MessageTarget);
+using DequantizeBlocksKernel = void (*)(MessageSource, std::int64_t, std::int64_t, void*);
+using SumQuantizedKernel = void (*)(std::span<const MessageSource>, std::int64_t, std::int64_t,
+                                    std::int64_t, float, bool, float*);
+
+// Formats of integer blocks: 4 bits asymmetric and symmetric, 8 bits asymmetric and symmetric.
+inline constexpr int kBlockFormats = 4;
 
 // Indices are NumericType values in the order named; param's last index means "no param".
 struct Kernels {
@@ -36,6 +50,13 @@ struct Kernels {
   ConvertKernel accumulate[kNumericTypes][kNumericTypes];  // [target][source]
   SumKernel sum_shards[kNumericTypes][kNumericTypes];      // [target][source]
   SquaredNormKernel squared_norm[kNumericTypes];
+  CompressSignsKernel compress_signs[kNumericTypes];
+  ExpandSignsKernel expand_signs[kNumericTypes];
+  SumSignsKernel sum_signs;
+  ReduceSignsKernel reduce_signs;
+  QuantizeBlocksKernel quantize_blocks[kBlockFormats][kNumericTypes];
+  DequantizeBlocksKernel dequantize_blocks[kBlockFormats][kNumericTypes];
+  SumQuantizedKernel sum_quantized[kBlockFormats];
 };
 
 extern const Kernels kScalarKernels;

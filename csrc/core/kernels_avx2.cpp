@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
+#include <utility>
 
 #include "blockwise/block_scale_formula.h"
 #include "kernels.h"

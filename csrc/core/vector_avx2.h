@@ -68,6 +68,7 @@ struct Avx2Vector {
   static Float abs(Float a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0F), a); }
   static Float floor(Float a) { return _mm256_floor_ps(a); }
   static Float min(Float a, Float b) { return _mm256_min_ps(a, b); }
+  static Float max(Float a, Float b) { return _mm256_max_ps(a, b); }
   static Float copy_sign(Float magnitude, Float sign) {
     return _mm256_or_ps(magnitude, _mm256_and_ps(sign, _mm256_set1_ps(-0.0F)));
   }
@@ -77,6 +78,33 @@ struct Avx2Vector {
   static Bits add_if_at_least(Bits sum, std::uint32_t term, Float a, Float b) {
     const __m256i reached = _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_GE_OQ));
     return _mm256_add_epi32(sum, _mm256_and_si256(reached, set_bits<float>(term)));
+  }
+  static std::uint32_t lanes_at_least(Float a, Float b) {
+    return static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ)));
+  }
+  static Float choose(std::uint32_t chosen, Float then, Float otherwise) {
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i own = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(chosen)), bit);
+    return _mm256_blendv_ps(otherwise, then, _mm256_castsi256_ps(_mm256_cmpeq_epi32(own, bit)));
+  }
+  static std::uint32_t load_lanes(const std::uint32_t* words, std::int64_t i) {
+    return reinterpret_cast<const std::uint8_t*>(words)[i / 8];
+  }
+  static Bits load_words(const std::uint32_t* source) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+  }
+  static void store_words(std::uint32_t* target, Bits value) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), value);
+  }
+  template <int Shift>
+  static Float get_field(Bits words, std::uint32_t mask) {
+    const __m256i field = _mm256_and_si256(_mm256_srli_epi32(words, Shift), set_bits<float>(mask));
+    return _mm256_castsi256_ps(_mm256_or_si256(field, set_bits<float>(0x4B000000U)));
+  }
+  template <int Shift>
+  static Bits put_field(Bits words, Float number, std::uint32_t mask) {
+    const __m256i field = _mm256_and_si256(_mm256_castps_si256(number), set_bits<float>(mask));
+    return _mm256_or_si256(words, _mm256_slli_epi32(field, Shift));
   }
   static Float lookup(const float (&table)[8], Bits index) {
     return _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);
@@ -134,6 +162,7 @@ struct Avx2Vector {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
     return _mm256_and_si256(bits, set_bits<T>(0x7FFFFFFFU >> (32 - 8 * sizeof(T))));
   }
+  static Bits magnitudes_of(Float value) { return _mm256_castps_si256(abs(value)); }
   template <class T>
   static Bits decrement(Bits value) {
     if constexpr (sizeof(T) == 2) return _mm256_sub_epi16(value, set_bits<T>(1));
@@ -148,6 +177,16 @@ struct Avx2Vector {
   static Bits min(Bits a, Bits b) {
     if constexpr (sizeof(T) == 2) return _mm256_min_epu16(a, b);
     return _mm256_min_epu32(a, b);
+  }
+  static float lowest(Float value) {
+    __m128 half = _mm_min_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
+    half = _mm_min_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_min_ss(half, _mm_movehdup_ps(half)));
+  }
+  static float highest(Float value) {
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
+    half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
   }
   template <class T>
   static UnsignedOf<T> highest(Bits value) {

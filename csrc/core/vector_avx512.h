@@ -68,6 +68,7 @@ struct Avx512Vector {
   static Float abs(Float a) { return _mm512_abs_ps(a); }
   static Float floor(Float a) { return _mm512_floor_ps(a); }
   static Float min(Float a, Float b) { return _mm512_min_ps(a, b); }
+  static Float max(Float a, Float b) { return _mm512_max_ps(a, b); }
   static Float copy_sign(Float magnitude, Float sign) {
     return _mm512_or_ps(magnitude, _mm512_and_ps(sign, _mm512_set1_ps(-0.0F)));
   }
@@ -77,6 +78,29 @@ struct Avx512Vector {
   static Bits add_if_at_least(Bits sum, std::uint32_t term, Float a, Float b) {
     return _mm512_mask_add_epi32(sum, _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), sum,
                                  set_bits<float>(term));
+  }
+  static std::uint32_t lanes_at_least(Float a, Float b) {
+    return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ);
+  }
+  static Float choose(std::uint32_t chosen, Float then, Float otherwise) {
+    return _mm512_mask_blend_ps(static_cast<__mmask16>(chosen), otherwise, then);
+  }
+  static std::uint32_t load_lanes(const std::uint32_t* words, std::int64_t i) {
+    return (words[i / 32] >> (i % 32)) & 0xFFFFU;
+  }
+  static Bits load_words(const std::uint32_t* source) { return _mm512_loadu_si512(source); }
+  static void store_words(std::uint32_t* target, Bits value) { _mm512_storeu_si512(target, value); }
+  // The last argument of a ternary operation is its truth table: (a & b) | c, then a | (b & c).
+  template <int Shift>
+  static Float get_field(Bits words, std::uint32_t mask) {
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_srli_epi32(words, Shift),
+                                                         set_bits<float>(mask),
+                                                         set_bits<float>(0x4B000000U), 0xEA));
+  }
+  template <int Shift>
+  static Bits put_field(Bits words, Float number, std::uint32_t mask) {
+    return _mm512_ternarylogic_epi32(words, _mm512_slli_epi32(_mm512_castps_si512(number), Shift),
+                                     set_bits<float>(mask << Shift), 0xF8);
   }
   static Float lookup(const float (&table)[8], Bits index) {
     return _mm512_permutexvar_ps(index, _mm512_broadcast_f32x8(_mm256_loadu_ps(table)));
@@ -126,6 +150,7 @@ struct Avx512Vector {
     const __m512i bits = _mm512_loadu_si512(source);
     return _mm512_and_si512(bits, set_bits<T>(0x7FFFFFFFU >> (32 - 8 * sizeof(T))));
   }
+  static Bits magnitudes_of(Float value) { return _mm512_castps_si512(abs(value)); }
   template <class T>
   static Bits decrement(Bits value) {
     if constexpr (sizeof(T) == 2) return _mm512_sub_epi16(value, set_bits<T>(1));
@@ -141,6 +166,8 @@ struct Avx512Vector {
     if constexpr (sizeof(T) == 2) return _mm512_min_epu16(a, b);
     return _mm512_min_epu32(a, b);
   }
+  static float lowest(Float value) { return _mm512_reduce_min_ps(value); }
+  static float highest(Float value) { return _mm512_reduce_max_ps(value); }
   template <class T>
   static UnsignedOf<T> highest(Bits value) {
     UnsignedOf<T> each[lanes<T>];

@@ -49,6 +49,7 @@ struct ScalarVector {
   static ZERO_EXT_HOST_DEVICE Float abs(Float a) { return ::fabsf(a); }
   static ZERO_EXT_HOST_DEVICE Float floor(Float a) { return ::floorf(a); }
   static ZERO_EXT_HOST_DEVICE Float min(Float a, Float b) { return a < b ? a : b; }
+  static ZERO_EXT_HOST_DEVICE Float max(Float a, Float b) { return a > b ? a : b; }
   // Of a magnitude, which has no sign of its own.
   static ZERO_EXT_HOST_DEVICE Float copy_sign(Float magnitude, Float sign) {
     return ::copysignf(magnitude, sign);
@@ -59,6 +60,31 @@ struct ScalarVector {
   static ZERO_EXT_HOST_DEVICE Bits add_if_at_least(Bits sum, std::uint32_t term, Float a, Float b) {
     return a >= b ? sum + term : sum;
   }
+  // One bit for each lane, the first lane's lowest.
+  static ZERO_EXT_HOST_DEVICE std::uint32_t lanes_at_least(Float a, Float b) { return a >= b; }
+  static ZERO_EXT_HOST_DEVICE Float choose(std::uint32_t chosen, Float then, Float otherwise) {
+    return chosen != 0 ? then : otherwise;
+  }
+  // The bits from bit `i` on, a multiple of the width.
+  static ZERO_EXT_HOST_DEVICE std::uint32_t load_lanes(const std::uint32_t* words, std::int64_t i) {
+    return (words[i / 32] >> (i % 32)) & 1U;
+  }
+
+  static ZERO_EXT_HOST_DEVICE Bits load_words(const std::uint32_t* source) { return *source; }
+  static ZERO_EXT_HOST_DEVICE void store_words(std::uint32_t* target, Bits value) {
+    *target = value;
+  }
+  // 2^23 plus the field of a word that starts at bit `Shift`.
+  template <int Shift>
+  static ZERO_EXT_HOST_DEVICE Float get_field(Bits words, std::uint32_t mask) {
+    return std::bit_cast<float>(((words >> Shift) & mask) | 0x4B000000U);
+  }
+  // Adds the field that starts at bit `Shift`: the lowest bits of a number in [2^23, 2^24).
+  template <int Shift>
+  static ZERO_EXT_HOST_DEVICE Bits put_field(Bits words, Float number, std::uint32_t mask) {
+    return words | ((std::bit_cast<std::uint32_t>(number) & mask) << Shift);
+  }
+
   // Entry of a table by the index modulo 8.
   static ZERO_EXT_HOST_DEVICE Float lookup(const float (&table)[8], Bits index) {
     return table[index % 8];
@@ -110,6 +136,9 @@ struct ScalarVector {
   static ZERO_EXT_HOST_DEVICE Bits magnitudes(const T* source) {
     return std::bit_cast<UnsignedOf<T>>(*source) & (0x7FFFFFFFU >> (32 - 8 * sizeof(T)));
   }
+  static ZERO_EXT_HOST_DEVICE Bits magnitudes_of(Float value) {
+    return std::bit_cast<std::uint32_t>(value) & 0x7FFFFFFFU;
+  }
   template <class T>
   static ZERO_EXT_HOST_DEVICE Bits decrement(Bits value) {
     return static_cast<UnsignedOf<T>>(value - 1U);
@@ -122,6 +151,8 @@ struct ScalarVector {
   static ZERO_EXT_HOST_DEVICE Bits min(Bits a, Bits b) {
     return a < b ? a : b;
   }
+  static ZERO_EXT_HOST_DEVICE float lowest(Float value) { return value; }
+  static ZERO_EXT_HOST_DEVICE float highest(Float value) { return value; }
   template <class T>
   static ZERO_EXT_HOST_DEVICE UnsignedOf<T> highest(Bits value) {
     return static_cast<UnsignedOf<T>>(value);

@@ -151,6 +151,21 @@ def attention_backward_inputs() -> tuple[Any, ...]:
     return (torch.randn_like(output), query, key, value, output, logsumexp, *others, True)
 
 
+def signs(count: int, messages: int) -> Tensor:
+    """Messages to signs of `count` elements each."""
+    found = torch.zeros(messages * ops.sign_message_bytes(count), dtype=torch.uint8)
+    ops.compress_signs_(found, torch.zeros(messages * count), torch.randn(messages * count), 1.0, messages)
+    return found
+
+
+def blocks(count: int, messages: int) -> Tensor:
+    """Messages of `count` elements each in blocks of 256 symmetric integers of 4 bits."""
+    format = ops.BlockFormat(4, True)
+    found = torch.zeros(messages * format.message_bytes(count), dtype=torch.uint8)
+    ops.quantise_(found, torch.randn(messages * count), format, messages)
+    return found
+
+
 SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "accumulate_": flat_inputs,
     "adam_step_": adam_inputs,
@@ -163,8 +178,11 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "adam_step_8bit_": adam_8bit_inputs,
     "block_sparse_attention_backward": attention_backward_inputs,
     "block_sparse_attention_forward": attention_inputs,
+    "compress_signs_": lambda: (signs(50, 2), torch.rand(100), torch.rand(100).bfloat16(), 0.5, 2),
     "crc32c": lambda: (torch.arange(100, dtype=torch.uint8), 0),
+    "dequantise_": lambda: (torch.rand(600).half(), blocks(300, 2), 4, True, 256, 2),
     "dequantize_blockwise": lambda: (*quantized(True), True),
+    "expand_signs_": lambda: (torch.rand(100).half(), signs(50, 2), 0.5, True, 2),
     "host_buffer": lambda: (4096,),
     "host_buffer_bytes": lambda: (),
     "host_exchange_close": lambda: (host_exchange(),),
@@ -178,7 +196,10 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "isa_level": lambda: (),
     "lion_step_": lion_inputs,
     "pack_": flat_inputs,
+    "quantise_": lambda: (blocks(300, 2), torch.rand(600).half(), 4, True, 256, 2, [1, 0]),
     "quantize_blockwise": lambda: (torch.rand(300), False),
+    "reduce_signs_": lambda: (signs(100, 1), torch.rand(100), signs(100, 3), 0.5),
+    "requantise_": lambda: (blocks(300, 2), blocks(300, 6), 4, True, 256, 4, True, 256, 0.5, 2),
     "set_isa_level": lambda: (torch.ops.zero_ext.isa_level(),),
     "squared_norm_": lambda: (torch.rand(100), accumulator()),
     "squared_norm_value": lambda: (accumulator(),),
@@ -194,7 +215,9 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "store_reserve": lambda: (store(), 1 << 21, False),
     "store_wait": lambda: (store(), 1),
     "store_write": lambda: (store(), torch.rand(2048), 0, 1),
+    "sum_quantised_": lambda: (torch.rand(300), blocks(300, 2), 4, True, 256, 0.5, True),
     "sum_shards_": lambda: (torch.rand(8).half(), [torch.rand(8), torch.rand(8)], 0.5, True),
+    "sum_signs_": lambda: (torch.rand(100), signs(100, 2), 0.5, True),
     "unpack_": flat_inputs,
 }
 

@@ -38,10 +38,25 @@ from zero_ext.ops.host_exchange import (
     host_exchange_unlink,
     host_exchange_wait,
 )
+from zero_ext.ops.integer_blocks import (
+    BlockFormat,
+    dequantise_,
+    quantise_,
+    requantise_,
+    sum_quantised_,
+)
 from zero_ext.ops.isa import get_isa, set_isa
 from zero_ext.ops.library import is_built, load, load_kernels
 from zero_ext.ops.lion import lion_step_
 from zero_ext.ops.norm import ACCUMULATOR_ENTRIES, squared_norm_, squared_norm_value
+from zero_ext.ops.signs import (
+    SIGN_BLOCK,
+    compress_signs_,
+    expand_signs_,
+    reduce_signs_,
+    sign_message_bytes,
+    sum_signs_,
+)
 from zero_ext.ops.state_stream import (
     ADAM_FIELDS,
     STREAM_COUNTERS,
@@ -79,8 +94,10 @@ __all__ = [
     "ACCUMULATOR_ENTRIES",
     "ADAM_FIELDS",
     "BLOCK_ELEMENTS",
+    "SIGN_BLOCK",
     "STREAM_COUNTERS",
     "AttentionOptions",
+    "BlockFormat",
     "DropoutOptions",
     "LayoutTensors",
     "Quantized",
@@ -99,8 +116,11 @@ __all__ = [
     "aio_write_",
     "block_count",
     "block_sparse_attention",
+    "compress_signs_",
     "crc32c",
+    "dequantise_",
     "dequantize_blockwise",
+    "expand_signs_",
     "get_isa",
     "host_buffer",
     "host_buffer_bytes",
@@ -116,8 +136,12 @@ __all__ = [
     "load_kernels",
     "load_storage_swap",
     "pack_",
+    "quantise_",
     "quantize_blockwise",
+    "reduce_signs_",
+    "requantise_",
     "set_isa",
+    "sign_message_bytes",
     "squared_norm_",
     "squared_norm_value",
     "state_stream_adam_",
@@ -142,7 +166,9 @@ __all__ = [
     "store_wait",
     "store_write",
     "store_write_direct",
+    "sum_quantised_",
     "sum_shards_",
+    "sum_signs_",
     "swap_storages_",
     "torch_swaps_storages",
     "unpack_",

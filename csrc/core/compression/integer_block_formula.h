@@ -1,0 +1,98 @@
+// Block-wise quantization to integers of 4 or 8 bits, symmetric or asymmetric.
+//
+// Symmetric: scale = largest magnitude / (2^(bits-1) - 1); an element is round(x / scale) * scale,
+// and its code that integer plus 2^(bits-1). Asymmetric: scale = (highest - lowest) / (2^bits - 1);
+// an element is lowest + code * scale. Rounding is to nearest even, of x times the reciprocal.
+//
+// A block of `length` elements, padded to a multiple of 8 by repeating its first one, has
+// W = padded * bits / 32 words: element e is in word e % W, in the field of `bits` bits that is
+// number e / W counted from the lowest. So neighbouring elements are in neighbouring words, and a
+// vector or a warp packs without crossing lanes.
+//
+// A message: the words of its blocks, the last of which may be short; then for each block its scale
+// and, if asymmetric, its lowest element.
+//
+// A block that holds a NaN or an infinity, or whose range is beyond float32's, gets the scale NaN
+// and reads back as NaN. One whose scale is below the smallest normal float32 has the scale zero:
+// it reads back as zeros (symmetric) or as its lowest element (asymmetric).
+//
+// Source: Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit optimizers via block-wise
+// quantization", section 2.1 (arXiv 2110.02861); Wang, Qin, Jacobs et al., "ZeRO++", sections 3.1
+// and 3.3 (arXiv 2306.10209).
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <limits>
+
+#include "../numeric_types.h"
+#include "../portability.h"
+
+namespace zero_ext::core {
+
+// What a block's elements are made of; `lowest` is zero in a symmetric format. The inverse is zero
+// where all codes are zero's.
+struct BlockScale {
+  float scale;
+  float lowest;
+  float inverse;
+
+  ZERO_EXT_HOST_DEVICE bool divides() const { return inverse != 0.0F; }
+};
+
+ZERO_EXT_HOST_DEVICE BlockScale block_scale(float scale, float lowest) {
+  if (scale < std::numeric_limits<float>::min()) return {0.0F, lowest, 0.0F};
+  return {scale, lowest, 1.0F / scale};
+}
+
+ZERO_EXT_HOST_DEVICE BlockScale non_finite_block_scale() {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  return {nan, nan, 0.0F};
+}
+
+template <int Bits, bool IsSymmetric>
+struct IntegerCode {
+  static constexpr int kBits = Bits;
+  static constexpr bool kIsSymmetric = IsSymmetric;
+  static constexpr int kFields = 32 / Bits;
+  static constexpr int kScales = IsSymmetric ? 1 : 2;
+  static constexpr std::uint32_t kMask = (1U << Bits) - 1;
+  static constexpr float kSteps = static_cast<float>(IsSymmetric ? kMask / 2 : kMask);
+  static constexpr float kZero = static_cast<float>(IsSymmetric ? (kMask + 1) / 2 : 0);
+  // The word of a block whose codes are all zero's.
+  static constexpr std::uint32_t kZeroWord =
+      IsSymmetric ? (0xFFFFFFFFU / kMask) * ((kMask + 1) / 2) : 0U;
+
+  // From the highest of the elements' magnitudes' bit patterns.
+  static ZERO_EXT_HOST_DEVICE BlockScale scale_of_magnitude(std::uint32_t highest) {
+    if (highest >= kInfinityBits<float>) return non_finite_block_scale();
+    return block_scale(std::bit_cast<float>(highest) / kSteps, 0.0F);
+  }
+
+  // From the extreme elements; `zero` is the sum of all elements times zero. Zero is added so that
+  // a zero's sign does not depend on the order in which the extremes were found.
+  static ZERO_EXT_HOST_DEVICE BlockScale scale_of_range(float lowest, float highest, float zero) {
+    const float range = (highest + 0.0F) - (lowest + 0.0F);
+    if (!(range + zero <= std::numeric_limits<float>::max())) return non_finite_block_scale();
+    return block_scale(range / kSteps, lowest + 0.0F);
+  }
+
+  // A number of [2^23, 2^24) whose lowest bits are the code.
+  template <class V>
+  static ZERO_EXT_HOST_DEVICE typename V::Float encode(typename V::Float value,
+                                                       const BlockScale& by) {
+    if constexpr (!IsSymmetric) value = V::sub(value, V::set(by.lowest));
+    return V::fma(value, V::set(by.inverse), V::set(0x1.8p23F + kZero));
+  }
+
+  // From 2^23 plus the code.
+  template <class V>
+  static ZERO_EXT_HOST_DEVICE typename V::Float decode(typename V::Float number, float scale,
+                                                       float lowest) {
+    const auto steps = V::sub(number, V::set(0x1p23F + kZero));
+    if constexpr (IsSymmetric) return V::mul(steps, V::set(scale));
+    return V::fma(steps, V::set(scale), V::set(lowest));
+  }
+};
+
+}  // namespace zero_ext::core

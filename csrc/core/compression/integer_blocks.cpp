@@ -1,0 +1,50 @@
+#include "integer_blocks.h"
+
+#include "../kernels.h"
+
+namespace zero_ext::core {
+namespace {
+
+int index_of(const BlockFormat& format) {
+  return 2 * (format.bits == 8 ? 1 : 0) + (format.is_symmetric ? 1 : 0);
+}
+
+}  // namespace
+
+void quantize_blocks(const void* values, NumericType type, std::int64_t count,
+                     const BlockFormat& format, MessageTarget message) {
+  active_kernels().quantize_blocks[index_of(format)][static_cast<int>(type)](values, count,
+                                                                             format.block, message);
+}
+
+void dequantize_blocks(MessageSource message, std::int64_t count, const BlockFormat& format,
+                       void* out, NumericType type) {
+  active_kernels().dequantize_blocks[index_of(format)][static_cast<int>(type)](message, count,
+                                                                               format.block, out);
+}
+
+void sum_quantized(std::span<const MessageSource> messages, std::int64_t first_block,
+                   std::int64_t count, const BlockFormat& format, float factor, bool accumulate,
+                   float* out) {
+  active_kernels().sum_quantized[index_of(format)](messages, first_block, count, format.block,
+                                                   factor, accumulate, out);
+}
+
+void requantize_blocks(std::span<const MessageSource> messages, std::int64_t first_block,
+                       std::int64_t count, const BlockFormat& from, const BlockFormat& to,
+                       float factor, MessageTarget message) {
+  const Kernels& kernels = active_kernels();
+  const auto sum = kernels.sum_quantized[index_of(from)];
+  const auto quantize =
+      kernels.quantize_blocks[index_of(to)][static_cast<int>(NumericType::float32)];
+  alignas(64) float values[kHighestIntegerBlock];
+  for (std::int64_t begin = 0; begin < count; begin += to.block) {
+    const std::int64_t length = std::min(to.block, count - begin);
+    const std::int64_t block = begin / to.block;
+    sum(messages, first_block + block, length, from.block, factor, false, values);
+    quantize(values, length, to.block,
+             {message.words + to.words(begin), message.scales + block * to.scales()});
+  }
+}
+
+}  // namespace zero_ext::core

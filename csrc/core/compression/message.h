@@ -1,0 +1,84 @@
+// Messages of compressed elements: 32-bit words of codes, and behind them float32 scales.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace zero_ext::core {
+
+constexpr std::int64_t ceil_div(std::int64_t count, std::int64_t divisor) {
+  return (count + divisor - 1) / divisor;
+}
+
+// Where a message, or its blocks from one of them on, is read and where it is written.
+struct MessageSource {
+  const std::uint32_t* words;
+  const float* scales;
+};
+
+struct MessageTarget {
+  std::uint32_t* words;
+  float* scales;
+};
+
+// --- To signs; see sign_formula.h ---
+
+inline constexpr std::int64_t kSignBlock = 8192;
+inline constexpr std::int64_t kSignLanes = 256;
+
+constexpr std::int64_t sign_words(std::int64_t count) { return ceil_div(count, 32); }
+constexpr std::int64_t sign_blocks(std::int64_t count) { return ceil_div(count, kSignBlock); }
+constexpr std::int64_t sign_message_bytes(std::int64_t count) {
+  return 4 * (sign_words(count) + sign_blocks(count));
+}
+
+// --- To integers; see integer_block_formula.h ---
+
+// Blocks are padded to a multiple of this many elements: so messages of the same elements have the
+// same padding in every format, and need no count beside them to be turned from one to another.
+inline constexpr std::int64_t kIntegerPadding = 8;
+
+// Elements of a block: a multiple of this, up to the highest.
+inline constexpr std::int64_t kIntegerBlockUnit = 128;
+inline constexpr std::int64_t kHighestIntegerBlock = 4096;
+
+struct BlockFormat {
+  int bits;  // 4 or 8
+  bool is_symmetric;
+  std::int64_t block;
+
+  constexpr bool operator==(const BlockFormat&) const = default;
+  constexpr int fields() const { return 32 / bits; }
+  // Floats a block.
+  constexpr int scales() const { return is_symmetric ? 1 : 2; }
+  constexpr std::int64_t words(std::int64_t count) const {
+    return ceil_div(count, kIntegerPadding) * (kIntegerPadding / fields());
+  }
+  constexpr std::int64_t blocks(std::int64_t count) const { return ceil_div(count, block); }
+  constexpr std::int64_t message_bytes(std::int64_t count) const {
+    return 4 * (words(count) + scales() * blocks(count));
+  }
+  // The most elements, padding included, whose message has this size; -1 if none has it.
+  constexpr std::int64_t most_elements(std::int64_t bytes) const {
+    const std::int64_t whole_block = message_bytes(block);
+    const std::int64_t rest = bytes % whole_block;
+    const std::int64_t count = bytes / whole_block * block;
+    if (rest == 0) return count;
+    const std::int64_t padded = (rest / 4 - scales()) * fields();
+    return padded > 0 && message_bytes(count + padded) == bytes ? count + padded : -1;
+  }
+};
+
+// Calls visit(part, first, last) for the blocks [first, last) of each part that lie in [begin, end)
+// when the blocks of all parts, `blocks` each, are counted through.
+template <class Visit>
+void over_parts(std::int64_t begin, std::int64_t end, std::int64_t blocks, const Visit& visit) {
+  while (begin < end) {
+    const std::int64_t part = begin / blocks;
+    const std::int64_t stop = std::min(end, (part + 1) * blocks);
+    visit(part, begin - part * blocks, stop - part * blocks);
+    begin = stop;
+  }
+}
+
+}  // namespace zero_ext::core
