@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from zero_ext.checkpoint.safetensors_load import load_safetensors
     from zero_ext.integrations.initialize import initialize
     from zero_ext.integrations.prepare import prepare
+    from zero_ext.optim.lamb import Lamb
     from zero_ext.optim.lion import Lion
     from zero_ext.zero.gathered import (
         double_backward,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConfigError",
     "Init",
+    "Lamb",
     "Lion",
     "TiledEmbedding",
     "TiledLinear",
@@ -66,6 +68,7 @@ __getattr__ = lazily(
     __name__,
     {
         "Init": "zero_ext.zero.init",
+        "Lamb": "zero_ext.optim.lamb",
         "Lion": "zero_ext.optim.lion",
         "TiledEmbedding": "zero_ext.zero.tiling",
         "TiledLinear": "zero_ext.zero.tiling",

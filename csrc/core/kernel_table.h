@@ -8,6 +8,7 @@
 #include "compression/sign_kernel.h"
 #include "flat_kernel.h"
 #include "kernels.h"
+#include "lamb_kernel.h"
 #include "lion_kernel.h"
 #include "squared_norm_kernel.h"
 
@@ -30,6 +31,16 @@ constexpr void fill_lion(LionKernel (&row)[kNumericTypes + 1]) {
   row[3] = &run_lion<V, Moment, Grad, NoParam>;
 }
 
+template <class V, class Moment, class Grad>
+constexpr void fill_lamb(Kernels& table, int moments, int grad) {
+  LambKernel(&row)[kNumericTypes + 1] = table.lamb[moments][grad];
+  row[0] = &run_lamb<V, Moment, Grad, float>;
+  row[1] = &run_lamb<V, Moment, Grad, BFloat16>;
+  row[2] = &run_lamb<V, Moment, Grad, Float16>;
+  row[3] = &run_lamb<V, Moment, Grad, NoParam>;
+  table.lamb_norms[moments][grad] = &LambNormLoop<V, Moment, Grad>::run;
+}
+
 template <class V, class Moment>
 constexpr void fill_steps(Kernels& table, int moments) {
   fill_adam<V, Moment, float>(table.adam[moments][0]);
@@ -38,6 +49,9 @@ constexpr void fill_steps(Kernels& table, int moments) {
   fill_lion<V, Moment, float>(table.lion[moments][0]);
   fill_lion<V, Moment, BFloat16>(table.lion[moments][1]);
   fill_lion<V, Moment, Float16>(table.lion[moments][2]);
+  fill_lamb<V, Moment, float>(table, moments, 0);
+  fill_lamb<V, Moment, BFloat16>(table, moments, 1);
+  fill_lamb<V, Moment, Float16>(table, moments, 2);
 }
 
 template <class V, class Grad>

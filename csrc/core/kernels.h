@@ -9,6 +9,7 @@
 #include "blockwise/blockwise.h"
 #include "blockwise/dynamic_code.h"
 #include "compression/message.h"
+#include "lamb.h"
 #include "lion.h"
 #include "numeric_types.h"
 #include "superaccumulator.h"
@@ -17,6 +18,9 @@ namespace zero_ext::core {
 
 using AdamKernel = void (*)(const AdamBuffers&, const AdamFactors&, std::int64_t, std::int64_t);
 using LionKernel = void (*)(const LionBuffers&, const LionFactors&, std::int64_t, std::int64_t);
+using LambKernel = void (*)(const LambBuffers&, const LambFactors&, std::int64_t, std::int64_t);
+using LambNormsKernel = void (*)(const LambBuffers&, const LambFactors&, std::int64_t, std::int64_t,
+                                 LambNorms&);
 using Adam8BitKernel = void (*)(const Adam8BitBuffers&, std::span<const AdamSegment>, std::int64_t,
                                 std::int64_t);
 using QuantizeKernel = void (*)(const float*, std::int64_t, std::uint8_t*, float*);
@@ -43,6 +47,8 @@ inline constexpr int kBlockFormats = 4;
 struct Kernels {
   AdamKernel adam[2][kNumericTypes][kNumericTypes + 1];        // [moments][grad][param]
   LionKernel lion[2][kNumericTypes][kNumericTypes + 1];        // [moments][grad][param]
+  LambKernel lamb[2][kNumericTypes][kNumericTypes + 1];        // [moments][grad][param]
+  LambNormsKernel lamb_norms[2][kNumericTypes];                // [moments][grad]
   Adam8BitKernel adam_8bit[kNumericTypes][kNumericTypes + 1];  // [grad][param]
   QuantizeKernel quantize_blockwise[kDynamicCodes];
   DequantizeKernel dequantize_blockwise[kDynamicCodes];

@@ -2,32 +2,10 @@
 
 #include <cstddef>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
+#include "exact_arithmetic.h"
 #include "kernels.h"
 
 namespace zero_ext::core {
-namespace {
-
-// Exact arithmetic needs round-to-nearest and subnormals that are not flushed, whatever mode the
-// calling thread is in.
-class ExactArithmetic {
- public:
-#if defined(__x86_64__)
-  ExactArithmetic() : saved_(_mm_getcsr()) { _mm_setcsr(kDefault); }
-  ~ExactArithmetic() { _mm_setcsr(saved_); }
-  ExactArithmetic(const ExactArithmetic&) = delete;
-  ExactArithmetic& operator=(const ExactArithmetic&) = delete;
-
- private:
-  static constexpr unsigned kDefault = 0x1F80;
-  unsigned saved_;
-#endif
-};
-
-}  // namespace
 
 void add_squares(const void* values, NumericType type, std::int64_t begin, std::int64_t end,
                  Superaccumulator& total) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 
@@ -30,20 +31,31 @@ ZERO_EXT_HOST_DEVICE StepSegment<typename Hyper::Factors> prepared_segment(std::
   return {is_finite(gradient_scale) ? begin : end, end, Hyper::factors(row, gradient_scale)};
 }
 
-// Calls step(factors, first, last) for what lies in the elements [begin, end) of all segments laid
-// end to end.
+// Calls step(i, first, last) for what lies of segments[i] in the elements [begin, end) of all
+// segments laid end to end.
 template <class Factors, class Step>
-void over_segments(std::span<const StepSegment<Factors>> segments, std::int64_t begin,
-                   std::int64_t end, const Step& step) {
+void over_numbered_segments(std::span<const StepSegment<Factors>> segments, std::int64_t begin,
+                            std::int64_t end, const Step& step) {
   std::int64_t passed = 0;  // elements of earlier segments
-  for (const StepSegment<Factors>& segment : segments) {
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    const StepSegment<Factors>& segment = segments[i];
     const std::int64_t length = segment.end - segment.begin;
     const std::int64_t first = std::max(begin - passed, std::int64_t{0});
     const std::int64_t last = std::min(end - passed, length);
-    if (first < last) step(segment.factors, segment.begin + first, segment.begin + last);
+    if (first < last) step(i, segment.begin + first, segment.begin + last);
     passed += length;
     if (passed >= end) break;
   }
+}
+
+// The same with step(factors, first, last).
+template <class Factors, class Step>
+void over_segments(std::span<const StepSegment<Factors>> segments, std::int64_t begin,
+                   std::int64_t end, const Step& step) {
+  over_numbered_segments(segments, begin, end,
+                         [&](std::size_t i, std::int64_t first, std::int64_t last) {
+                           step(segments[i].factors, first, last);
+                         });
 }
 
 }  // namespace zero_ext::core

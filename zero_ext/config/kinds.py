@@ -11,6 +11,7 @@ OPTIMIZERS = (
     "AdamW",
     "Adamax",
     "ASGD",
+    "Lamb",
     "Lion",
     "NAdam",
     "RAdam",
@@ -38,7 +39,6 @@ SCHEDULERS = (
 _COMPRESSED = "compressed communication is not built here; use AdamW"
 _MUP = "its learning rates depend on whole shapes, through package mup; pass the optimizer object instead"
 REFUSED_OPTIMIZERS = {
-    "Lamb": "its trust ratio needs the norms of whole parameters, which shards do not have; use AdamW",
     "OneBitAdam": _COMPRESSED,
     "ZeroOneAdam": _COMPRESSED,
     "OneBitLamb": _COMPRESSED,

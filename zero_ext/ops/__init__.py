@@ -46,6 +46,7 @@ from zero_ext.ops.integer_blocks import (
     sum_quantised_,
 )
 from zero_ext.ops.isa import get_isa, set_isa
+from zero_ext.ops.lamb import lamb_norms_, lamb_step_
 from zero_ext.ops.library import is_built, load, load_kernels
 from zero_ext.ops.lion import lion_step_
 from zero_ext.ops.norm import ACCUMULATOR_ENTRIES, squared_norm_, squared_norm_value
@@ -132,6 +133,8 @@ __all__ = [
     "host_exchange_send",
     "host_exchange_unlink",
     "host_exchange_wait",
+    "lamb_norms_",
+    "lamb_step_",
     "lion_step_",
     "load_kernels",
     "load_storage_swap",

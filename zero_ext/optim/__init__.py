@@ -2,6 +2,15 @@
 
 from zero_ext.optim.moments import moments_dtype_named
 from zero_ext.optim.select import make_stepper, state_kinds
-from zero_ext.optim.stepper import OwnedRange, Segment, Stepper, Update
+from zero_ext.optim.stepper import OwnedRange, Segment, Stepper, Total, Update
 
-__all__ = ["OwnedRange", "Segment", "Stepper", "Update", "make_stepper", "moments_dtype_named", "state_kinds"]
+__all__ = [
+    "OwnedRange",
+    "Segment",
+    "Stepper",
+    "Total",
+    "Update",
+    "make_stepper",
+    "moments_dtype_named",
+    "state_kinds",
+]

@@ -17,16 +17,18 @@ from zero_ext.config.errors import ConfigError, Problem, nearest, show
 from zero_ext.config.finite import is_number
 
 from . import schedulers
+from .lamb import Lamb
 from .lion import Lion
 
 _FIVE = {kind.__name__: kind for kind in (getattr(schedulers, name) for name in schedulers.__all__)}
+_OWN: dict[str, type[Optimizer]] = {"Lamb": Lamb, "Lion": Lion}
 _MODE_KEYS = ("adam_w_mode", "adamw_mode", "adamw")
 _NEVER_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "lr_decay", "lambd", "alpha", "rho")
 
 
 def build_optimizer(policy: OptimizerPolicy, params: Iterable[Any]) -> Optimizer:
-    """The optimizer that `policy` names, torch's or `zero_ext.Lion`, over `params` (tensors or param groups,
-    as torch takes them).
+    """The optimizer that `policy` names, torch's, `zero_ext.Lamb` or `zero_ext.Lion`, over `params` (tensors
+    or param groups, as torch takes them).
 
     Names are torch's, with one habit of DeepSpeed's: "Adam" means AdamW (decoupled weight decay, Loshchilov
     and Hutter, arXiv 1711.05101) unless params hold adam_w_mode (or adamw) false. Missing params take
@@ -35,7 +37,7 @@ def build_optimizer(policy: OptimizerPolicy, params: Iterable[Any]) -> Optimizer
 
     Raises ConfigError by key path for an unknown parameter, a value of the wrong type or one out of range.
     """
-    kind: type[Optimizer] = Lion if policy.type == "Lion" else getattr(torch.optim, policy.type)
+    kind: type[Optimizer] = _OWN.get(policy.type) or getattr(torch.optim, policy.type)
     settings = dict(policy.params)
     if kind in (torch.optim.Adam, torch.optim.AdamW):
         kind = _adam_kind(kind, settings)

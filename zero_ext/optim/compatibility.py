@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import optim
 
+from zero_ext.optim.lamb import Lamb
 from zero_ext.optim.lion import Lion
 
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
@@ -35,8 +36,19 @@ WHOLE_TENSOR: dict[str, str] = {
 
 
 def fusible(optimizer: optim.Optimizer) -> bool:
-    """Whether a fused one-pass op computes what ``optimizer`` would: Lion, or what :func:`streamable` is."""
-    return type(optimizer) is Lion or streamable(optimizer)
+    """Whether a fused op computes what ``optimizer`` would: Lamb, Lion, or what :func:`streamable` is."""
+    return type(optimizer) in (Lamb, Lion) or streamable(optimizer)
+
+
+def check_step_time(optimizer: optim.Optimizer, when: str) -> None:
+    """Refuses with ``ValueError`` updates of ``optimizer`` at a time ``when``, as ``offload.step`` names it,
+    at which it cannot make them."""
+    if isinstance(optimizer, Lamb) and when != "after_backward":
+        raise ValueError(
+            f"offload.step '{when}' is not possible with Lamb: its trust ratios need the norms of all ranks, "
+            "which are summed up once for all layers, when all gradients are there and before any weight "
+            "changes; set offload.step to 'after_backward'"
+        )
 
 
 def streamable(optimizer: optim.Optimizer) -> bool:

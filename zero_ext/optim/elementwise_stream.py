@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from zero_ext.config import Tier
-from zero_ext.offload import MASTER, NvmeState, StateChunk, StepStaging, Values, put, visit_chunks
+from zero_ext.offload import MASTER, NvmeState, StateChunk, StepStaging, Values, visit_chunks
+from zero_ext.optim.chunk_output import send_chunk
 from zero_ext.optim.compatibility import (
     elementwise_kinds,
     initial_state,
@@ -97,13 +98,11 @@ class ElementwiseStream:
         for segment, value in stepped:
             self._keep(segment, value, values, begin)
         chunk.changed = True
-        if owned.output is not None and owned.output.tier == "nvme":
-            # Parameters in storage follow the masters everywhere: one write, of whole blocks.
-            run = room[: (end - begin) * owned.output.dtype.itemsize].view(owned.output.dtype)
-            owned.output.store(begin, run.copy_(values[MASTER]), "host")
-        elif owned.output is not None:
-            for segment, value in stepped:
-                put(owned.output, max(segment.begin, begin), value, "host")
+        spans = []
+        for segment, value in stepped:
+            first = max(segment.begin, begin) - begin
+            spans.append((first, first + value.numel()))
+        send_chunk(owned.output, begin, values[MASTER], spans, room)
         found = {segment.name: self._scalars_of(value) for segment, value in stepped}
         self._inner.state.clear()
         return found

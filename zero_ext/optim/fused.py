@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ from zero_ext.optim.compatibility import plain_scalars
 from zero_ext.optim.lion import lion_row
 from zero_ext.optim.moments import EightBitMoments, FloatMoments, LionMoments, Moments, MomentsDtype
 from zero_ext.optim.stepper import OwnedRange, Segment, Update
+
+Row = TypeVar("Row")
 
 
 class FusedStepper(ABC):
@@ -91,13 +93,13 @@ class FusedStepper(ABC):
         rows: list[list[float]],
         scale: torch.Tensor,
     ) -> None:
-        inside, kept = _inside(part, bounds, rows)
-        covered = sum(end - begin for begin, end in inside)
+        covers, kept = inside(part.begin, part.end, bounds, rows)
+        covered = sum(end - begin for begin, end in covers)
         if part.staged is not None and covered < part.end - part.begin:
             # All of it goes back, so elements that the step leaves alone need the value they have.
             part.staged.copy_(self._ranges[index].state.read(MASTER, part.begin, part.end))
         if kept:
-            segments = torch.tensor(inside, dtype=torch.int64, device="cpu")
+            segments = torch.tensor(covers, dtype=torch.int64, device="cpu")
             hyper = torch.tensor(kept, dtype=torch.float64, device="cpu")
             tier = self._ranges[index].state.tier
             self._moments.update(index, part, *self._staging.beside(tier, segments, hyper, scale))
@@ -201,7 +203,7 @@ class AdamStepper(FusedStepper):
         brought = _in_host(torch.zeros(1, device="cpu").expand(gradient.numel)) if reached else gradient
         far_output = None if near_output is output else output
         for part in self._staging.parts("host", brought, far_output, state.stream.chunk_elements):
-            span, (bounds, rows) = (part.begin, part.end), _inside(part, *settings)
+            span, (bounds, rows) = (part.begin, part.end), inside(part.begin, part.end, *settings)
             source = gradient.part(*span) if reached else _in_host(part.gradient)
             target = near_output.part(*span) if near_output is not None else None
             if part.staged is not None:
@@ -268,14 +270,14 @@ class LionStepper(FusedStepper):
         """See :class:`Stepper`."""
 
 
-def _inside(
-    part: StepPart, bounds: Sequence[tuple[int, int]], rows: Sequence[list[float]]
-) -> tuple[list[tuple[int, int]], list[list[float]]]:
-    """The element ranges that lie in ``part``, counted from its begin, and the hyper-parameters of each."""
+def inside(
+    first: int, last: int, bounds: Sequence[tuple[int, int]], rows: Sequence[Row]
+) -> tuple[list[tuple[int, int]], list[Row]]:
+    """The element ranges ``bounds`` within [first, last), counted from ``first``, and the row of each."""
     found = [
-        ((max(begin, part.begin) - part.begin, min(end, part.end) - part.begin), row)
+        ((max(begin, first) - first, min(end, last) - first), row)
         for (begin, end), row in zip(bounds, rows, strict=True)
-        if begin < part.end and part.begin < end
+        if begin < last and first < end
     ]
     return [bound for bound, _ in found], [row for _, row in found]
 

@@ -83,6 +83,18 @@ class LionMoments(FloatMoments):
         ops.lion_step_(master, exp_avg, part.gradient, part.output, segments, hyper, scale)
 
 
+class LambMoments(FloatMoments):
+    """LAMB's moments in fp32 or bf16, as state of the ranges."""
+
+    def update(
+        self, index: int, part: StepPart, segments: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor
+    ) -> None:
+        """See :class:`Moments`."""
+        state = self._ranges[index].state
+        master, exp_avg, exp_avg_sq = state.read_kinds((MASTER, *MOMENTS), part.begin, part.end)
+        ops.lamb_step_(master, exp_avg, exp_avg_sq, part.gradient, part.output, segments, hyper, scale)
+
+
 class EightBitMoments:
     """Moments quantized block by block (Dettmers et al., arXiv 2110.02861): a byte an element and a scale for
     256 of them. Blocks are counted from each range's first element, whatever parameters lie there."""

@@ -11,9 +11,11 @@ from zero_ext.optim.compatibility import check_elementwise, elementwise_kinds, f
 from zero_ext.optim.elementwise import ElementwiseStepper
 from zero_ext.optim.elementwise_stream import ElementwiseStream
 from zero_ext.optim.fused import AdamStepper, LionStepper
+from zero_ext.optim.lamb import Lamb
+from zero_ext.optim.lamb_stepper import LambStepper
 from zero_ext.optim.moments import LION_MOMENTS, MomentsDtype, moment_fields
 from zero_ext.optim.split import SplitStepper
-from zero_ext.optim.stepper import OwnedRange, Stepper
+from zero_ext.optim.stepper import OwnedRange, Stepper, Total
 
 
 def make_stepper(
@@ -22,21 +24,25 @@ def make_stepper(
     moments_dtype: MomentsDtype,
     elementwise: bool,
     tiers: Tiers,
+    total: Total,
 ) -> Stepper:
-    """The stepper for a user's optimizer: fused for Adam, AdamW and, in memory, Lion; else the class's own
-    code on the shards.
+    """The stepper for a user's optimizer: fused for Adam, AdamW, Lamb and, in memory, Lion; else the class's
+    own code on the shards. ``total`` sums up what a step has to know of all ranks.
 
     Raises ``ValueError`` if the class needs whole tensors, or is unknown and ``elementwise`` is False, or if
     moments in 8 bits are asked of any but Adam and AdamW.
     """
     if streamable(optimizer):
         return AdamStepper(optimizer.param_groups, ranges, moments_dtype, tiers.staging)
-    check_elementwise(optimizer, elementwise)
+    if type(optimizer) is not Lamb:
+        check_elementwise(optimizer, elementwise)
     if moments_dtype == "8bit":
         raise ValueError(
             "precision.moments_dtype '8bit' is for Adam and AdamW without amsgrad; the state of "
             f"{type(optimizer).__name__} stays in floats: drop the key"
         )
+    if type(optimizer) is Lamb:
+        return LambStepper(optimizer.param_groups, ranges, moments_dtype, tiers.staging, total)
     stored = [number for number, owned in enumerate(ranges) if owned.state.tier == "nvme"]
     live = [number for number, owned in enumerate(ranges) if owned.state.tier != "nvme"]
     of_live = [ranges[number] for number in live]
@@ -55,6 +61,8 @@ def state_kinds(optimizer: torch.optim.Optimizer, moments_dtype: MomentsDtype) -
     """The state that :func:`make_stepper`'s stepper keeps beside the master weights, in the order that a
     step on NVMe wants."""
     if streamable(optimizer):
+        return moment_fields(moments_dtype)
+    if type(optimizer) is Lamb and moments_dtype != "8bit":
         return moment_fields(moments_dtype)
     if fusible(optimizer) and moments_dtype != "8bit":
         return dict.fromkeys(LION_MOMENTS, StateField(moments_dtype))

@@ -41,6 +41,11 @@ class Update:
     gradient: ShardHome
 
 
+# The sum over all ranks of int64 values in host memory that the given call finds on each; a collective that
+# fails on all of them if the call fails on one. What all ranks hold alike counts once.
+Total = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
+
+
 class Stepper(Protocol):
     """Updates owned ranges. ``index`` counts the ranges given at construction."""
 

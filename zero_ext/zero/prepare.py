@@ -17,7 +17,7 @@ from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.config.placement import Placement
 from zero_ext.offload import Device, Tiers
-from zero_ext.optim.compatibility import check_elementwise, fusible, was_stepped
+from zero_ext.optim.compatibility import check_elementwise, check_step_time, fusible, was_stepped
 from zero_ext.zero.activations import check_activation_group, checkpointing_of
 from zero_ext.zero.buffers import move_buffers
 from zero_ext.zero.construction import (
@@ -74,8 +74,8 @@ def prepare(
 
     Args:
         model: any module, built plainly or inside :class:`zero_ext.Init`.
-        optimizer: over the model's own parameters, not yet stepped. Adam and AdamW run fused; torch's other
-            element-wise optimizers run unchanged on the fp32 shards.
+        optimizer: over the model's own parameters, not yet stepped. Adam, AdamW, Lamb and Lion run fused;
+            torch's other element-wise optimizers run unchanged on the fp32 shards.
         config: :class:`ZeroConfig`, a mapping, or the path of a JSON file; default ZeRO-3.
         process_group: the data-parallel ranks; default all, or a single rank without a launcher.
         wrap: return the model inside :class:`ZeroModule`; False returns the user's own object.
@@ -106,7 +106,7 @@ def prepare(
     collectives = _join(process_group, settings, owned, place)
     settings = settings.replace(batch=settings.batch.resolve(collectives.world_size))
     _check_parameters(owned, optimizer)
-    _check_optimizer(optimizer, {item.parameter for item in owned}, elementwise)
+    _check_optimizer(optimizer, {item.parameter for item in owned}, elementwise, settings)
     if values == "keep":
         check_values(owned)
     check_agreement(owned, settings, collectives)
@@ -266,7 +266,10 @@ def _make_tiers(forecast: Forecast, optimizer: torch.optim.Optimizer | None, dev
 
 
 def _check_optimizer(
-    optimizer: torch.optim.Optimizer | None, known: set[nn.Parameter], elementwise: bool
+    optimizer: torch.optim.Optimizer | None,
+    known: set[nn.Parameter],
+    elementwise: bool,
+    settings: ZeroConfig,
 ) -> None:
     if optimizer is None:
         return
@@ -286,5 +289,6 @@ def _check_optimizer(
             "the optimizer has state already; call zero_ext.prepare before its first step, and restore "
             "training with zero_ext.load_checkpoint"
         )
+    check_step_time(optimizer, settings.offload.step)
     if not fusible(optimizer):
         check_elementwise(optimizer, elementwise)

@@ -11,7 +11,7 @@ from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.config.events import StepEnd
 from zero_ext.offload import Tiers
-from zero_ext.optim import OwnedRange, Segment, Stepper
+from zero_ext.optim import OwnedRange, Segment, Stepper, Total
 from zero_ext.zero.delayed import Delayed
 from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.in_backward import InBackward
@@ -19,9 +19,9 @@ from zero_ext.zero.layout import Overlap
 from zero_ext.zero.loss_scaler import LossScaler
 from zero_ext.zero.master import MasterShard
 from zero_ext.zero.norms import GradientNorms
-from zero_ext.zero.together import FailedTogether
+from zero_ext.zero.together import FailedTogether, together
 from zero_ext.zero.unit import Unit
-from zero_ext.zero.update import AfterBackward, settings_of
+from zero_ext.zero.update import AfterBackward, any_stored, settings_of
 
 Groups = list[dict[str, Any]]
 
@@ -62,9 +62,9 @@ class OptimizerStep:
         self.grad_norm: float | None = None
         self.damage: str | None = None
 
-    def attach(self, groups: Groups, make: Callable[[list[OwnedRange], Groups], Stepper]) -> None:
+    def attach(self, groups: Groups, make: Callable[[list[OwnedRange], Groups, Total], Stepper]) -> None:
         """Gives every master shard its optimizer; ``groups`` are the live param groups of the user's, and
-        ``make`` is given those that the stepper is to read."""
+        ``make`` is given those that the stepper is to read, and how it learns what all ranks have."""
         group_of = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
         ranges = []
         for master in self._masters:
@@ -81,7 +81,7 @@ class OptimizerStep:
             ranges.append(OwnedRange(master.state, master.step_output, tuple(segments)))
         self.groups = groups
         settings = settings_of(groups) if self._when == "delayed" else groups
-        self.stepper = make(ranges, settings)
+        self.stepper = make(ranges, settings, self._total)
         parts = (self.stepper, self._masters, self._gradients, self._collectives)
         if self._when == "in_backward":
             on_trial = bool(self._clipping) or self.scales_loss
@@ -90,6 +90,14 @@ class OptimizerStep:
             self.updates = Delayed(*parts, groups, settings, self._tiers)
         else:
             self.updates = AfterBackward(*parts)
+
+    def _total(self, own: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if any_stored(self._masters, [self._gradients[master.unit] for master in self._masters]):
+            values = together(self._collectives, own, "reading the state for a step")
+        else:
+            values = own()
+        sharded = any(master.unit.placement.optimizer for master in self._masters)
+        return self._collectives.sum_(values, "norms of the optimizer") if sharded else values
 
     @property
     def pending(self) -> bool:

@@ -71,11 +71,7 @@ class AfterBackward:
         published.
         """
         publishing: Iterable[Unit]
-        stored = any(
-            "nvme" in (master.state.tier, master.unit.home.tier, gradients.home.tier)
-            for master, gradients in zip(self._masters, self._gradients, strict=True)
-        )
-        if stored:
+        if any_stored(self._masters, self._gradients):
             publishing = together(
                 self._collectives,
                 lambda: list(self._step(scale, used)),
@@ -126,6 +122,14 @@ class AfterBackward:
             for number, gradients in enumerate(self._gradients)
             if gradients.contributed and number not in done
         ]
+
+
+def any_stored(masters: Sequence[MasterShard], gradients: Sequence[UnitGradients]) -> bool:
+    """Whether a step of ``masters`` with their ``gradients`` uses storage."""
+    return any(
+        "nvme" in (master.state.tier, master.unit.home.tier, own.home.tier)
+        for master, own in zip(masters, gradients, strict=True)
+    )
 
 
 def settings_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

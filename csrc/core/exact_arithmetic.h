@@ -1,0 +1,26 @@
+// The rounding mode that exact sums need.
+#pragma once
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace zero_ext::core {
+
+// While it lives: round-to-nearest, and subnormals that are not flushed, whatever mode the calling
+// thread is in.
+class ExactArithmetic {
+ public:
+#if defined(__x86_64__)
+  ExactArithmetic() : saved_(_mm_getcsr()) { _mm_setcsr(kDefault); }
+  ~ExactArithmetic() { _mm_setcsr(saved_); }
+  ExactArithmetic(const ExactArithmetic&) = delete;
+  ExactArithmetic& operator=(const ExactArithmetic&) = delete;
+
+ private:
+  static constexpr unsigned kDefault = 0x1F80;
+  unsigned saved_;
+#endif
+};
+
+}  // namespace zero_ext::core

@@ -1,0 +1,59 @@
+// From the hyper-parameters of a LAMB segment to the factors of its kernels, and what is wrong with
+// them.
+#pragma once
+
+#include "hyper_fault.h"
+#include "lamb_factors.h"
+#include "portability.h"
+
+namespace zero_ext::core {
+
+ZERO_EXT_HOST_DEVICE LambFactors lamb_factors_formula(const LambHyperParameters& hyper,
+                                                      float gradient_scale) {
+  LambFactors factors{};
+  factors.gradient_scale = hyper.maximize ? -gradient_scale : gradient_scale;
+  factors.average_weight = static_cast<float>(1.0 - hyper.beta1);
+  factors.beta1 = static_cast<float>(hyper.beta1);
+  factors.average_from_gradient = hyper.beta1 <= 0.5;
+  factors.beta2 = static_cast<float>(hyper.beta2);
+  factors.square_weight = static_cast<float>(1.0 - hyper.beta2);
+  factors.inverse_correction1 = static_cast<float>(1.0 / hyper.correction1);
+  factors.inverse_correction2 = static_cast<float>(1.0 / hyper.correction2);
+  factors.eps_inside = hyper.eps_inside_sqrt ? static_cast<float>(hyper.eps) : 0.0F;
+  factors.eps_outside = hyper.eps_inside_sqrt ? 0.0F : static_cast<float>(hyper.eps);
+  factors.weight_decay = static_cast<float>(hyper.weight_decay);
+  factors.step_size = static_cast<float>(hyper.lr * hyper.trust_ratio);
+  return factors;
+}
+
+// LAMB's rows of hyper-parameters; see AdamHyper. The corrections are given, not the step: a
+// device's power function may round otherwise than the host's. Any trust ratio will do: that of
+// norms which are not finite is NaN, and reaches the weights.
+struct LambHyper {
+  using Factors = LambFactors;
+  static constexpr int kCount = 10;
+  static constexpr const char* kNames =
+      "lr, beta1, beta2, eps, weight_decay, correction1, correction2, eps_inside_sqrt, maximize, "
+      "trust_ratio";
+
+  static ZERO_EXT_HOST_DEVICE const char* step() { return "a LAMB step"; }
+  static ZERO_EXT_HOST_DEVICE HyperFault fault(const double* row) {
+    if (!is_finite(row[0])) return {"lr", row[0], "finite"};
+    if (!(row[1] >= 0 && row[1] < 1)) return {"beta1", row[1], "in [0, 1)"};
+    if (!(row[2] >= 0 && row[2] < 1)) return {"beta2", row[2], "in [0, 1)"};
+    if (!(is_finite(row[3]) && row[3] >= 0)) return {"eps", row[3], "finite and not negative"};
+    if (!is_finite(row[4])) return {"weight_decay", row[4], "finite"};
+    if (!(row[5] > 0 && row[5] <= 1)) return {"correction1", row[5], "in (0, 1]"};
+    if (!(row[6] > 0 && row[6] <= 1)) return {"correction2", row[6], "in (0, 1]"};
+    if (row[7] != 0 && row[7] != 1) return {"eps_inside_sqrt", row[7], "0 or 1"};
+    if (row[8] != 0 && row[8] != 1) return {"maximize", row[8], "0 or 1"};
+    return {nullptr, 0, nullptr};
+  }
+  static ZERO_EXT_HOST_DEVICE LambFactors factors(const double* row, float gradient_scale) {
+    return lamb_factors_formula(
+        {row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7] == 1, row[8] == 1, row[9]},
+        gradient_scale);
+  }
+};
+
+}  // namespace zero_ext::core
