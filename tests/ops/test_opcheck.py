@@ -61,6 +61,23 @@ def lion_inputs() -> tuple[Any, ...]:
     return (*values, torch.tensor([[0, 5], [6, 16]]), hyper, torch.tensor(1.0))
 
 
+def lamb_inputs() -> tuple[Any, ...]:
+    """The buffers of LAMB, and the settings of two segments."""
+    buffers = (torch.rand(16), torch.rand(16), torch.rand(16), torch.rand(16).bfloat16())
+    hyper = torch.tensor([[1e-3, 0.9, 0.99, 1e-8, 0.1, 0.1, 0.01, 0, 0, 1]] * 2, dtype=torch.float64)
+    return buffers, (torch.tensor([[0, 5], [6, 16]]), hyper, torch.tensor(1.0))
+
+
+def lamb_norms_inputs() -> tuple[Any, ...]:
+    buffers, settings = lamb_inputs()
+    return (*buffers, *settings, torch.zeros(2, 2, 33, dtype=torch.int64))
+
+
+def lamb_step_inputs() -> tuple[Any, ...]:
+    buffers, settings = lamb_inputs()
+    return (*buffers, torch.rand(16).half(), *settings)
+
+
 def accumulator() -> Tensor:
     result = torch.zeros(33, dtype=torch.int64)
     ops.squared_norm_(torch.rand(7), result)
@@ -194,6 +211,8 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "host_exchange_unlink": lambda: (f"/zero_ext-opcheck-{uuid.uuid4().hex}",),
     "host_exchange_wait": lambda: (host_exchange(), 1, 0, True, 1.0),
     "isa_level": lambda: (),
+    "lamb_norms_": lamb_norms_inputs,
+    "lamb_step_": lamb_step_inputs,
     "lion_step_": lion_inputs,
     "pack_": flat_inputs,
     "quantise_": lambda: (blocks(300, 2), torch.rand(600).half(), 4, True, 256, 2, [1, 0]),

@@ -114,8 +114,8 @@ class LambStepper(FusedStepper):
         for update in in_memory:
             state = self._ranges[update.index].state
             for part in self._staging.parts(state.tier, update.gradient, None):
-                values = state.read_kinds((MASTER, *MOMENTS), part.begin, part.end)
-                buffers = LambBuffers(*values, part.gradient)
+                master, exp_avg, exp_avg_sq = state.read_kinds((MASTER, *MOMENTS), part.begin, part.end)
+                buffers = LambBuffers(master, exp_avg, exp_avg_sq, part.gradient)
                 found = inside(part.begin, part.end, *places[update.index])
                 self._add_norms(norms, state.tier, buffers, found, scale)
         with contextlib.closing(self._chunks(stored)) as chunks:
@@ -173,8 +173,8 @@ class LambStepper(FusedStepper):
                 if gradient.device != rooms.gradient.device:
                     stream.transfers.record("device", "host", gradient.nbytes)
                     gradient = rooms.gradient[: chunk.end - chunk.begin].copy_(gradient)
-                values = (chunk.values[kind] for kind in (MASTER, *MOMENTS))
-                yield _Chunk(chunk, LambBuffers(*values, gradient), rooms.output)
+                master, exp_avg, exp_avg_sq = (chunk.values[kind] for kind in (MASTER, *MOMENTS))
+                yield _Chunk(chunk, LambBuffers(master, exp_avg, exp_avg_sq, gradient), rooms.output)
 
     def _step_stored(
         self, stored: Sequence[Update], scale: torch.Tensor, used: frozenset[str]
