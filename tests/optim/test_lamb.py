@@ -1,0 +1,183 @@
+"""zero_ext.Lamb by itself against float64, on shards against itself, and on bad input."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_ext
+from tests.optim.memory_range import device_tiers, memory_range, step_one
+from tests.optim.reference_lamb import ReferenceLamb
+from zero_ext.optim import Segment, make_stepper
+from zero_ext.optim.lamb_stepper import LambStepper
+
+
+def alone(own: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The sum over one rank."""
+    return own()
+
+
+def make_groups(weights: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [
+        {"params": weights[:1], "betas": (0.5, 0.8), "weight_decay": 0.0},
+        {"params": weights[1:2], "lr": torch.tensor(0.5), "min_coeff": 0.1, "max_coeff": 0.5},
+        {"params": weights[2:], "min_coeff": 1.0, "max_coeff": 1.0},  # left out of the adaptation
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"bias_correction": False, "maximize": True},
+        {"eps_inside_sqrt": True, "eps": 0.1},
+        {"min_coeff": 2.0},
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_follows_the_paper(dtype: torch.dtype, settings: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(torch.seed() & 0xFFFF)
+    values = [torch.randn(shape, generator=generator).to(dtype) for shape in ((7, 13), (5,), (3, 2))]
+    values[0] = values[0].t()  # not contiguous
+    weights, exact = ([nn.Parameter(value.to(kind)) for value in values] for kind in (dtype, torch.float64))
+    settings = {"lr": 0.25, "weight_decay": 0.125, "eps": 1e-3, **settings}
+    optimizer = zero_ext.Lamb(make_groups(weights), **settings)
+    reference = ReferenceLamb(make_groups(exact), **settings)
+    for _ in range(4):
+        for weight, wanted in zip(weights, exact, strict=True):
+            weight.grad = torch.randn(weight.shape, generator=generator).to(dtype)
+            wanted.grad = weight.grad.double()
+        optimizer.step()
+        reference.step()
+        for weight, wanted in zip(weights, exact, strict=True):
+            torch.testing.assert_close(weight.double(), wanted, rtol=2e-2, atol=1e-5)
+            if dtype == torch.float32:
+                torch.testing.assert_close(weight.double(), wanted, rtol=1e-5, atol=1e-6)
+            wanted.data.copy_(weight.data)  # what the parameters' own precision makes of it
+            for moment in ("exp_avg", "exp_avg_sq"):
+                kept = optimizer.state[weight][moment]
+                assert kept.dtype == torch.float32 and kept.shape == weight.shape
+                torch.testing.assert_close(
+                    kept.double(), reference.state[wanted][moment], rtol=1e-5, atol=1e-6
+                )
+
+
+def test_ratios_of_what_is_zero() -> None:
+    """1, whatever the coefficients, as in DeepSpeed: new weights would never leave zero."""
+    fresh, still = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.full((4,), 3.0))
+    optimizer = zero_ext.Lamb([fresh, still], lr=0.5, min_coeff=0.01, max_coeff=0.1, eps=0.0)
+    fresh.grad, still.grad = torch.tensor([1.0, -2.0, 3.0, -4.0]), torch.zeros(4)
+    optimizer.param_groups[0]["eps"] = 1e-8
+    optimizer.step()
+    torch.testing.assert_close(fresh.detach(), torch.tensor([-0.5, 0.5, -0.5, 0.5]))
+    assert torch.equal(still.detach(), torch.full((4,), 3.0))
+
+
+def test_a_gradient_that_is_not_finite_shows_in_its_own_parameter() -> None:
+    bad, good = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    bad.grad, good.grad = torch.tensor([1.0, float("inf"), 1.0, 1.0]), torch.ones(4)
+    zero_ext.Lamb([bad, good]).step()
+    assert bad.isnan().all() and good.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_state_survives_saving_and_unused_parameters_stay(dtype: torch.dtype) -> None:
+    """torch casts the moments that it loads to the parameter's dtype."""
+    used, unused = nn.Parameter(torch.ones(3, dtype=dtype)), nn.Parameter(torch.ones(3, dtype=dtype))
+    first = zero_ext.Lamb([used, unused], lr=0.1)
+    used.grad = torch.tensor([1.0, -1.0, 0.5], dtype=dtype)
+    assert first.step(lambda: 7) == 7
+    assert torch.equal(unused, torch.ones_like(unused)) and not first.state[unused]
+    copied = nn.Parameter(used.detach().clone())
+    second = zero_ext.Lamb([copied, unused])
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert second.state[copied]["step"] == 1 and second.state[copied]["exp_avg"].dtype == dtype
+    copied.grad = used.grad = torch.tensor([-0.01, 0.01, -3.0], dtype=dtype)
+    first.step()
+    second.step()
+    torch.testing.assert_close(copied, used, rtol=2e-2 if dtype != torch.float32 else 0, atol=0)
+    assert second.state[copied]["step"] == 2 and not torch.equal(used, torch.ones_like(used))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, "lr: -1.0 given"),
+        ({"lr": float("nan")}, "lr: nan given"),
+        ({"betas": (0.9, 1.0)}, r"betas: \(0.9, 1.0\) given, two numbers in \[0, 1\)"),
+        ({"eps": -1e-8}, "eps: -1e-08 given"),
+        ({"weight_decay": float("inf")}, "weight_decay: inf given"),
+        ({"max_coeff": float("nan")}, "max_coeff: nan given"),
+        ({"min_coeff": 11.0}, r"min_coeff: 11.0 given, at most max_coeff, 10.0, wanted"),
+    ],
+)
+def test_refuses_hyper_parameters_by_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        zero_ext.Lamb([nn.Parameter(torch.ones(1))], **settings)
+    with pytest.raises(ValueError, match=message):
+        zero_ext.Lamb([{"params": [nn.Parameter(torch.ones(1))], **settings}])
+
+
+def test_refuses_what_it_cannot_step() -> None:
+    double = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    double.grad = torch.ones(2, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"param group 0, parameter 0 is torch.float64; float32"):
+        zero_ext.Lamb([double]).step()
+    sparse, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    sparse.grad, other.grad = torch.ones(2).to_sparse(), torch.ones(2)
+    with pytest.raises(RuntimeError, match="parameter 1 has a sparse gradient"):
+        zero_ext.Lamb([other, sparse]).step()
+    assert torch.equal(other, torch.ones(2))
+
+
+def segments() -> tuple[Segment, ...]:
+    """Parameter a in [0, 10), a gap, and b in [16, 29), of another group."""
+    return Segment("a", 0, 0, 0, 10), Segment("b", 1, 0, 16, 13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_stepper_steps_like_the_class_with_groups_and_unused_parameters(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(torch.seed() & 0xFFFF)
+    master = torch.randn(32, generator=generator)
+    twins = [nn.Parameter(master[:10].clone()), nn.Parameter(master[16:29].clone())]
+    groups = [{"params": twins[:1]}, {"params": twins[1:], "lr": 0.05, "betas": (0.5, 0.6)}]
+    plain = zero_ext.Lamb(groups, lr=0.1, weight_decay=0.3)
+    output = torch.full((32,), float("nan"), dtype=dtype) if dtype != torch.float32 else None
+    before = master.clone()
+    owned = memory_range(master, output, segments())
+    stepper = make_stepper(plain, [owned], torch.float32, False, device_tiers(), alone)
+    assert isinstance(stepper, LambStepper)
+    for step in range(4):
+        gradient = torch.randn(32, generator=generator).to(dtype)
+        used = frozenset({"a", "b"} if step % 2 == 0 else {"b"})
+        step_one(stepper, gradient, torch.tensor(0.5), used)
+        for name, twin, begin in (("a", twins[0], 0), ("b", twins[1], 16)):
+            twin.grad = gradient[begin : begin + twin.numel()].float() * 0.5 if name in used else None
+        plain.step()
+    assert torch.equal(master[:10], twins[0]) and torch.equal(master[16:29], twins[1])
+    assert torch.equal(master[10:16], before[10:16]) and torch.equal(master[29:], before[29:])
+    if output is not None:
+        assert torch.equal(output[:10], master[:10].to(dtype)) and output[10:16].isnan().all()
+    found = {(kind, segment.name): values for kind, segment, values in stepper.values(0)}
+    assert found.keys() == {(kind, name) for kind in ("exp_avg", "exp_avg_sq") for name in "ab"}
+    assert torch.equal(found["exp_avg_sq", "b"], plain.state[twins[1]]["exp_avg_sq"])
+    assert stepper.scalars() == {"step": {"a": 2, "b": 4}}
+    assert owned.state.held_bytes() == 3 * 4 * 32
+
+
+def test_8_bits_are_refused_by_name() -> None:
+    owned = memory_range(torch.ones(32), None, segments())
+    optimizer = zero_ext.Lamb([nn.Parameter(torch.ones(1))])
+    with pytest.raises(ValueError, match=r"'8bit' is for Adam and AdamW (?s:.*)Lamb stays in floats"):
+        make_stepper(optimizer, [owned], "8bit", False, device_tiers(), alone)
+
+
+def test_a_subclass_is_not_taken_for_lamb() -> None:
+    kind = type("Other", (zero_ext.Lamb,), {})
+    with pytest.raises(ValueError, match="is not known to be element-wise"):
+        make_stepper(kind([nn.Parameter(torch.ones(1))]), [], torch.float32, False, device_tiers(), alone)
