@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from zero_ext.config import AioPolicy, OffloadPolicy
@@ -12,6 +14,11 @@ from zero_ext.optim import OwnedRange, Segment, Stepper, Update
 def device_tiers() -> Tiers:
     """Tiers of an engine that offloads nothing, with room for torch's own optimizers on small ranges."""
     return Tiers(OffloadPolicy(), AioPolicy(), {"device": StepRooms(0, 0, 4096)})
+
+
+def alone(own: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The sum over one rank."""
+    return own()
 
 
 def memory_range(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from tests.optim.memory_range import device_tiers, memory_range, step_one
+from tests.optim.memory_range import alone, device_tiers, memory_range, step_one
 from zero_ext.optim import OwnedRange, Segment, make_stepper
 from zero_ext.optim.elementwise import ElementwiseStepper
 
@@ -99,12 +99,13 @@ def test_selection() -> None:
     one = nn.Parameter(torch.ones(1))
     segment = [memory_range(torch.zeros(4), None, (Segment("a", 0, 0, 0, 4),))]
     assert isinstance(
-        make_stepper(optim.AdamW([one]), segment, torch.float32, False, device_tiers()), AdamStepper
+        make_stepper(optim.AdamW([one]), segment, torch.float32, False, device_tiers(), alone), AdamStepper
     )
     assert isinstance(
-        make_stepper(optim.SGD([one], 0.1), segment, torch.float32, False, device_tiers()), ElementwiseStepper
+        make_stepper(optim.SGD([one], 0.1), segment, torch.float32, False, device_tiers(), alone),
+        ElementwiseStepper,
     )
     assert isinstance(
-        make_stepper(optim.AdamW([one], amsgrad=True), segment, torch.float32, False, device_tiers()),
+        make_stepper(optim.AdamW([one], amsgrad=True), segment, torch.float32, False, device_tiers(), alone),
         ElementwiseStepper,
     )

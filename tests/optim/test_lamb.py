@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,15 +10,10 @@ import torch
 from torch import nn
 
 import zero_ext
-from tests.optim.memory_range import device_tiers, memory_range, step_one
+from tests.optim.memory_range import alone, device_tiers, memory_range, step_one
 from tests.optim.reference_lamb import ReferenceLamb
 from zero_ext.optim import Segment, make_stepper
 from zero_ext.optim.lamb_stepper import LambStepper
-
-
-def alone(own: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The sum over one rank."""
-    return own()
 
 
 def make_groups(weights: list[nn.Parameter]) -> list[dict[str, Any]]:

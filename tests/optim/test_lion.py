@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import zero_ext
-from tests.optim.memory_range import device_tiers, memory_range, step_one
+from tests.optim.memory_range import alone, device_tiers, memory_range, step_one
 from zero_ext.optim import Segment, make_stepper
 from zero_ext.optim.fused import LionStepper
 
@@ -125,7 +125,7 @@ def test_the_stepper_steps_like_the_class_with_groups_and_unused_parameters(dtyp
     output = torch.full((32,), float("nan"), dtype=dtype) if dtype != torch.float32 else None
     before = master.clone()
     owned = memory_range(master, output, segments())
-    stepper = make_stepper(plain, [owned], torch.float32, False, device_tiers())
+    stepper = make_stepper(plain, [owned], torch.float32, False, device_tiers(), alone)
     assert isinstance(stepper, LionStepper)
     for step in range(4):
         gradient = torch.randn(32, generator=generator).to(dtype)
@@ -163,11 +163,11 @@ def test_8_bits_are_refused_by_name() -> None:
     owned = memory_range(torch.ones(32), None, segments())
     optimizer = zero_ext.Lion([nn.Parameter(torch.ones(1))])
     with pytest.raises(ValueError, match=r"'8bit' is for Adam and AdamW (?s:.*)Lion stays in floats"):
-        make_stepper(optimizer, [owned], "8bit", False, device_tiers())
+        make_stepper(optimizer, [owned], "8bit", False, device_tiers(), alone)
 
 
 def test_a_subclass_is_not_taken_for_lion() -> None:
     kind = type("Other", (zero_ext.Lion,), {})
     assert issubclass(kind, optim.Optimizer)
     with pytest.raises(ValueError, match="is not known to be element-wise"):
-        make_stepper(kind([nn.Parameter(torch.ones(1))]), [], torch.float32, False, device_tiers())
+        make_stepper(kind([nn.Parameter(torch.ones(1))]), [], torch.float32, False, device_tiers(), alone)

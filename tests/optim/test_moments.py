@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 import zero_ext
-from tests.optim.memory_range import device_tiers, memory_range, step_one
+from tests.optim.memory_range import alone, device_tiers, memory_range, step_one
 from zero_ext import ops
 from zero_ext.config import OffloadPolicy
 from zero_ext.offload import MemoryHome, StepRooms, StepStaging, TransferLog, part_elements
@@ -76,10 +76,10 @@ def test_ring_sizes_that_the_configuration_allows_hold_whole_blocks() -> None:
 
 def test_only_fused_adam_takes_them() -> None:
     ranges = [one_range(torch.zeros(COUNT))]
-    assert isinstance(make_stepper(adamw(), ranges, "8bit", False, device_tiers()), AdamStepper)
+    assert isinstance(make_stepper(adamw(), ranges, "8bit", False, device_tiers(), alone), AdamStepper)
     for other in (optim.SGD([nn.Parameter(torch.ones(1))], 0.1), optim.AdamW([torch.ones(1)], amsgrad=True)):
         with pytest.raises(ValueError, match="moments_dtype '8bit' is for Adam and AdamW without amsgrad"):
-            make_stepper(other, ranges, "8bit", False, device_tiers())
+            make_stepper(other, ranges, "8bit", False, device_tiers(), alone)
 
 
 @pytest.mark.parametrize("moments", ["8bit", "fp32"])

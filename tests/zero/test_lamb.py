@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import tempfile
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -137,24 +138,22 @@ def test_low_precision_and_moments_in_bf16(world: World, dtype: str) -> None:
 
 @on_ranks(2)
 def test_all_norms_are_summed_up_at_once_and_state_is_read_twice(world: World) -> None:
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return adamw([parameter for parameter in parameters if parameter.requires_grad])
+
     for stage, offload in ((0, {}), (3, {}), (2, {"optimizer": "nvme"})):
-        runs = [train(world, stage, Plan(), offload, make) for make in (lamb, adamw)]
-        engines = [run.engine for run in runs]
+        engines = [train(world, stage, Plan(), offload, make).engine for make in (lamb, adam)]
         assert engines[0] is not None and engines[1] is not None
-        by_lamb, by_adam = engines[0].wire.last_elements, engines[1].wire.last_elements
-        trained = sum(
-            group["params"] != [] and len(group["params"]) for group in engines[0].optimizer_step.groups
-        )
-        stepped = trained - 1  # one parameter has no gradient
-        surplus = by_lamb["scalars"] - by_adam["scalars"]
-        agreement = world.size if "nvme" in offload.values() else 0
-        assert surplus == (stepped * 2 * 33 + agreement if stage else 0)
-        for kind in ("gather", "reduce"):
-            assert by_lamb[kind] == by_adam[kind]
+        sent, usual = (Counter(engine.wire.last_elements) for engine in engines if engine is not None)
+        groups = engines[0].optimizer_step.groups
+        stepped = sum(len(group["params"]) for group in groups) - 1  # one parameter has no gradient
+        agreement = world.size if offload else 0
+        usual["scalars"] += stepped * 2 * 33 + agreement if stage else 0
+        assert sent == usual
         if offload:
-            by_lamb, by_adam = (engine.tiers.transfers.last_moved for engine in engines if engine)
-            assert by_lamb["nvme", "host"] == 2 * by_adam["nvme", "host"] > 0
-            assert by_lamb["host", "nvme"] == by_adam["host", "nvme"] > 0
+            moved, usual = (engine.tiers.transfers.last_moved for engine in engines if engine is not None)
+            assert moved["nvme", "host"] == 2 * usual["nvme", "host"] > 0
+            assert moved["host", "nvme"] == usual["host", "nvme"] > 0
 
 
 @on_ranks(1, 2)
@@ -171,7 +170,8 @@ def test_other_times_are_refused_by_name(world: World, when: str) -> None:
 
 
 def trained(world: World, stage: int, folder: str, offload: dict[str, Any]) -> tuple[nn.Module, Any]:
-    config = configuration(stage, offload={**RING, "nvme_paths": [folder], **offload})
+    paths = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
+    config = configuration(stage, offload={**RING, **paths, **offload})
     torch.manual_seed(world.seed)
     model = Uneven()
     return zero_ext.prepare(model, lamb(model.parameters()), config, process_group=world.group)
