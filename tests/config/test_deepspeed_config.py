@@ -261,7 +261,7 @@ def test_harmless_values_pass_in_silence(key: Key) -> None:
             ("fp16.enabled is true",),
         ),
         ({"communication_data_type": "int8"}, "communication_data_type", ("'fp32', 'fp16' or 'bf16'",)),
-        ({"optimizer": {"type": "Lamb"}}, "optimizer.type", ("Lamb is refused",)),
+        ({"optimizer": {"type": "Muon"}}, "optimizer.type", ("Muon is refused",)),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type", ("compressed",)),
         ({"optimizer": {"type": "AdmW"}}, "optimizer.type", ("did you mean Adam",)),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type", ("missing",)),
@@ -403,6 +403,14 @@ def test_lion_takes_deepspeeds_defaults() -> None:
     assert "optimizer.params.set_grad_none" in [note.path for note in translation.notes]
     missing = load_deepspeed_config({"optimizer": {"type": "Lion"}}).config.optimizer
     assert missing is not None and missing.params == {"lr": 1e-3, "betas": [0.9, 0.999]}
+
+
+def test_lamb_has_deepspeeds_names_and_defaults() -> None:
+    params = {"eps_inside_sqrt": True, "bias_correction": False, "max_coeff": 0.3, "min_coeff": 0.08}
+    made = load_deepspeed_config({"optimizer": {"type": "lamb", "params": params}}).config.optimizer
+    assert made is not None and made.type == "Lamb" and made.params == params
+    with pytest.raises(ConfigError, match="max_grad_norm: refused, as in DeepSpeed"):
+        load_deepspeed_config({"optimizer": {"type": "Lamb", "params": {"max_grad_norm": 1.0}}})
 
 
 def test_never_printing_may_be_infinity() -> None:

@@ -92,7 +92,7 @@ def test_frozen_and_replaced() -> None:
         ({"precision": {"dtype": "float16"}}, "precision.dtype", ("'keep', 'fp32', 'bf16' or 'fp16'",)),
         ({"precision": {"moments_dtype": "fp16"}}, "precision.moments_dtype", ("'fp32', 'bf16' or '8bit'",)),
         ({"optimizer": {"params": {}}}, "optimizer.type", ("required key is missing",)),
-        ({"optimizer": {"type": "Lamb"}}, "optimizer.type", ("Lamb is refused",)),
+        ({"optimizer": {"type": "Muon"}}, "optimizer.type", ("Muon is refused",)),
         ({"optimizer": {"type": "AdamV"}}, "optimizer.type", ("did you mean Adam",)),
         ({"scheduler": {"type": "LambdaLR"}}, "scheduler.type", ("LambdaLR is refused", "lr_scheduler")),
         ({"optimizer": {"type": "SGD", "params": {"lr": math.nan}}}, "optimizer.params.lr", ("got nan",)),

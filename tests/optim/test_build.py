@@ -33,8 +33,8 @@ def stepped(optimizer: torch.optim.Optimizer) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_known_optimizer_is_torchs_or_lion(name: str) -> None:
-    names = {"Adam": torch.optim.AdamW, "Lion": zero_ext.Lion}
+def test_every_known_optimizer_is_torchs_or_ours(name: str) -> None:
+    names = {"Adam": torch.optim.AdamW, "Lamb": zero_ext.Lamb, "Lion": zero_ext.Lion}
     wanted = names[name] if name in names else getattr(torch.optim, name)
     for spelling in (name, name.lower(), name.upper()):
         assert type(built(spelling, lr=0.05)) is wanted

@@ -41,8 +41,17 @@ def test_optimizers_are_torchs() -> None:
     for wrong in ({"bias_correction": False}, {"fp32_optimizer_states": False}):
         with pytest.raises(DeepSpeedFeatureError, match=next(iter(wrong))):
             ops.adam.DeepSpeedCPUAdam(model.parameters(), **wrong)
-    with pytest.raises(DeepSpeedFeatureError, match=r"FusedLamb.*trust ratio"):
-        ops.lamb.FusedLamb(model.parameters())
+    lamb = ops.lamb.FusedLamb(model.parameters(), lr=0.1, eps_inside_sqrt=True, max_coeff=0.3, min_coeff=0.08)
+    assert type(lamb) is zero_ext.Lamb
+    assert [lamb.defaults[name] for name in ("lr", "eps_inside_sqrt", "max_coeff", "min_coeff")] == [
+        0.1,
+        True,
+        0.3,
+        0.08,
+    ]
+    for refused in ({"max_grad_norm": 1.0}, {"amsgrad": True}):
+        with pytest.raises(DeepSpeedFeatureError, match=f"FusedLamb.*{next(iter(refused))}"):
+            ops.lamb.FusedLamb(model.parameters(), **refused)
 
 
 def test_files(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ _INFERENCE = "no inference engine here; zero_ext.prepare(model, None, config) ru
 _TENSOR = "there is no tensor parallelism here; use stage 3"
 _SEQUENCE = "there is no sequence parallelism here"
 _ONE_BIT = "compressed communication does not exist here; use AdamW"
-_LAMB = "its trust ratio needs the norms of whole parameters, which shards do not have; use AdamW"
 _EXPERTS = "there is no expert parallelism here"
 _COUNTED = "the engine always counts the bytes it sends: zero_ext.zero.engine_of(engine).wire"
 _ZENFLOW = (
@@ -56,7 +55,6 @@ REFUSED: tuple[Entry, ...] = (
         "deepspeed.ops.adam", "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3", _ZENFLOW
     ),
     *refused("deepspeed.ops.adam", "OnebitAdam ZeroOneAdam", _ONE_BIT),
-    *refused("deepspeed.ops.lamb", "FusedLamb", _LAMB),
     *refused("deepspeed.ops.lamb", "OnebitLamb", _ONE_BIT),
     *refused("deepspeed.ops.aio", "GDSBuilder", "such transfers are the engine's own: set aio.use_gds"),
     *refused(

@@ -87,6 +87,7 @@ SERVED: tuple[Entry, ...] = (
         "with the bytes that this engine keeps",
     ),
     *served("deepspeed.ops.adam", "DeepSpeedCPUAdam FusedAdam", "make torch's AdamW or Adam, run fused"),
+    *served("deepspeed.ops.lamb", "FusedLamb", "makes zero_ext.Lamb"),
     *served("deepspeed.ops.lion", "DeepSpeedCPULion FusedLion", "make zero_ext.Lion"),
     *served("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad", "makes torch's Adagrad"),
     *served("deepspeed.ops.aio", "AsyncIOBuilder aio_handle aio_read aio_write", _CHECKED),
