@@ -150,7 +150,7 @@ def test_the_stepper_takes_a_step_back() -> None:
         [{"params": [nn.Parameter(torch.ones(1))]}, {"params": [nn.Parameter(torch.ones(1))]}]
     )
     stepper = make_stepper(
-        optimizer, [memory_range(master, None, segments())], torch.bfloat16, False, device_tiers()
+        optimizer, [memory_range(master, None, segments())], torch.bfloat16, False, device_tiers(), alone
     )
     stepper.keep(0)
     step_one(stepper, torch.ones(32), torch.ones(()), frozenset({"a", "b"}))
