@@ -151,7 +151,7 @@ def test_a_cuda_model_gets_nccl_of_its_own_beside_the_hosts_way(world: World) ->
     assert "TORCH_NCCL_NAN_CHECK" not in os.environ
     assert [(each["timeout"], each["nan"]) for each in seen] == [(20.0, "1"), (20.0, "0")]
     gathers, reductions = (each["backend"] for each in seen)
-    assert isinstance(collectives._gathers, ExchangeByDevice)
+    assert isinstance(collectives._gathers.unordered, ExchangeByDevice)
     # What lies on the device goes to NCCL, small agreements of the host do not.
     total = torch.ones(3).as_subclass(Elsewhere)
     collectives.sum_(total, "test")

@@ -35,14 +35,14 @@ def test_matrix_under_delays(world: World) -> None:
 def test_the_shim_shows_a_read_before_wait_and_a_write_to_what_is_being_sent(world: World) -> None:
     with delays(world.seed):
         collectives = make_collectives(world.group, 20.0)
-    assert isinstance(collectives._gathers, DelayedExchange)
-    assert isinstance(collectives._gathers._inner, GroupExchange | HostExchange)
+    assert isinstance(collectives._gathers.unordered, DelayedExchange)
+    assert isinstance(collectives._gathers.unordered._inner, GroupExchange | HostExchange)
     flat = torch.zeros(4)
     pending = collectives.gather(flat, torch.full((2,), 1.0 + world.rank), "gather", "test")
     assert flat.isnan().sum() == 2
     pending.wait()
     assert flat.tolist() == [1.0, 1.0, 2.0, 2.0]
-    collectives._gathers._longest = 0.5
+    collectives._gathers.unordered._longest = 0.5
     pending = collectives.gather(flat, torch.full((2,), 1.0 + world.rank), "gather", "test")
     flat[2 * world.rank : 2 * world.rank + 2] = 7.0
     pending.wait()

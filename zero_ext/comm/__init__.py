@@ -1,10 +1,11 @@
 """The one interface to collectives: gather, reduce-scatter and small all-reduces, with byte counters."""
 
 from zero_ext.comm.by_device import ExchangeByDevice
-from zero_ext.comm.collectives import Collectives
+from zero_ext.comm.collectives import Collectives, Traffic
 from zero_ext.comm.device_backend import BackendExchange, nan_check, nccl_exchange
 from zero_ext.comm.exchange import Exchange, GroupExchange, Pending, PointToPoint
 from zero_ext.comm.host_exchange import HostExchange, fastest_exchange
+from zero_ext.comm.node_map import NodeMap
 from zero_ext.comm.staged import StagedExchange
 from zero_ext.comm.wire import WireLog
 
@@ -15,9 +16,11 @@ __all__ = [
     "ExchangeByDevice",
     "GroupExchange",
     "HostExchange",
+    "NodeMap",
     "Pending",
     "PointToPoint",
     "StagedExchange",
+    "Traffic",
     "WireLog",
     "fastest_exchange",
     "nan_check",

@@ -10,13 +10,28 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from zero_ext import ops
 from zero_ext.comm.exchange import Exchange, Pending, Waitable
+from zero_ext.comm.hops import gather_in_node, gather_through_nodes
+from zero_ext.comm.node_map import NodeMap
+from zero_ext.comm.ordered import Hop, OrderedExchange
+from zero_ext.comm.subset import SubsetExchange
 from zero_ext.comm.wire import WireLog
 from zero_ext.config.events import Bus, CollectiveEnd
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a collective is counted as, see :class:`WireLog`."""
+
+    kind: str
+    elements: int
+    bytes_sent: int
+    crossing_bytes: int
 
 
 class Collectives:
@@ -25,16 +40,41 @@ class Collectives:
 
     These are separate transports, so that the order of parameter gathers relative to gradient reductions need
     not agree between ranks; within each the order must agree. Whoever listens to ``bus`` hears of the end of
-    each.
+    each. ``nodes`` says which ranks share a node; without it all do.
     """
 
-    def __init__(self, rank: int, world_size: int, gathers: Exchange, reductions: Exchange, wire: WireLog):
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        gathers: Exchange,
+        reductions: Exchange,
+        wire: WireLog,
+        nodes: NodeMap | None = None,
+    ):
         self.rank = rank
         self.world_size = world_size
         self.wire = wire
         self.bus = Bus()
-        self._gathers = gathers
-        self._reductions = reductions
+        self.nodes = nodes or NodeMap(rank, world_size, world_size)
+        self._gathers = OrderedExchange(gathers)
+        self._reductions = OrderedExchange(reductions)
+
+    def among(self, ranks: Sequence[int]) -> Collectives:
+        """The collectives of a group of ``ranks``, this one among them, over the same connections and counted
+        in the same log. All ranks belong to groups of one size, which do everything at the same time."""
+        group = Collectives(
+            ranks.index(self.rank),
+            len(ranks),
+            SubsetExchange(self._gathers.unordered, ranks),
+            SubsetExchange(self._reductions.unordered, ranks),
+            self.wire,
+            self.nodes.among(ranks),
+        )
+        group.bus = self.bus
+        group._gathers.order = self._gathers.order
+        group._reductions.order = self._reductions.order
+        return group
 
     @property
     def staging_bytes(self) -> int:
@@ -53,7 +93,7 @@ class Collectives:
         own = slices[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        told = self._record(kind, label, flat.numel(), shard.nbytes * (self.world_size - 1))
+        told = self._record(self._flat_traffic(kind, flat.numel(), shard.nbytes), label)
         way = self._reductions if may_be_nan else self._gathers
         return Pending(label, self.rank, lambda: way.gather(flat, _tag(label)), waited=told)
 
@@ -73,8 +113,8 @@ class Collectives:
         transport was made to add up on the way. ``accumulate`` adds to ``out``; ``out`` may be this rank's
         own slice of ``flat`` if not accumulating.
         """
-        sent = out.numel() * flat.element_size() * (self.world_size - 1)
-        told = self._record(kind, label, flat.numel(), sent)
+        part = out.numel() * flat.element_size()
+        told = self._record(self._flat_traffic(kind, flat.numel(), part), label)
         slices = list(flat.chunk(self.world_size))
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         landing = dict(zip(others, received.chunk(len(others)), strict=True))
@@ -94,10 +134,54 @@ class Collectives:
 
         return Pending(label, self.rank, start, finish, told)
 
+    def gather_messages(
+        self,
+        slots: Sequence[torch.Tensor],
+        kind: str,
+        elements: int,
+        label: str,
+        *,
+        in_node: bool = False,
+        may_be_nan: bool = False,
+    ) -> Pending:
+        """Fills ``slots`` with the messages of all ranks, equally long tensors in rank order, this rank's own
+        in its place, so that each crosses to another node once.
+
+        ``in_node``: the messages of this rank's counterparts in all nodes are in their places, and nothing
+        crosses. ``elements`` is what the wire log counts; ``may_be_nan`` as in :meth:`gather`.
+        """
+        nodes, message = self.nodes, slots[0].nbytes
+        crossing = 0 if in_node else message * (nodes.nodes - 1)
+        sent = crossing + message * nodes.nodes * (nodes.ranks_per_node - 1)
+
+        def hops(exchange: Exchange, tag: int) -> Sequence[Hop]:
+            if in_node:
+                return [lambda: gather_in_node(exchange, nodes, slots, tag)]
+            return gather_through_nodes(exchange, nodes, slots, tag)
+
+        return self.run(hops, Traffic(kind, elements, sent, crossing), label, reduces=may_be_nan)
+
+    def run(
+        self,
+        hops: Callable[[Exchange, int], Sequence[Hop]],
+        traffic: Traffic,
+        label: str,
+        finish: Callable[[], None] | None = None,
+        *,
+        reduces: bool,
+    ) -> Pending:
+        """Begins a collective of several hops, each begun when the one before has ended; ``hops`` makes them
+        of an exchange and a tag. ``finish`` runs once when the last has been waited for. ``reduces``: where
+        gradients go, in the order of reductions, else in that of gathers."""
+        told = self._record(traffic, label)
+        way = self._reductions if reduces else self._gathers
+        return Pending(label, self.rank, lambda: way.chain(hops(way.unordered, _tag(label))), finish, told)
+
     def sum_(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """Sums a small tensor over the ranks in place, and returns it."""
         if self.world_size > 1:
-            told = self._record("scalars", label, tensor.numel(), tensor.nbytes)
+            crossing = tensor.nbytes if self.nodes.nodes > 1 else 0
+            told = self._record(Traffic("scalars", tensor.numel(), tensor.nbytes, crossing), label)
             Pending(label, self.rank, lambda: [self._reductions.all_reduce(tensor)], waited=told).wait()
         return tensor
 
@@ -105,8 +189,8 @@ class Collectives:
         """Copies a contiguous ``tensor`` from rank ``source`` of the group to all ranks."""
         if self.world_size == 1:
             return tensor
-        sent = tensor.nbytes * (self.world_size - 1) if self.rank == source else 0
-        told = self._record("broadcast", label, tensor.numel(), sent)
+        traffic = self._flat_traffic("broadcast", tensor.numel(), tensor.nbytes if self.rank == source else 0)
+        told = self._record(traffic, label)
         start = functools.partial(self._gathers.broadcast, tensor, source, _tag(label))
         Pending(label, self.rank, start, waited=told).wait()
         return tensor
@@ -117,17 +201,20 @@ class Collectives:
         self._gathers.give_up(reason)
         self._reductions.give_up(reason)
 
-    def _record(
-        self, kind: str, label: str, elements: int, bytes_sent: int
-    ) -> Callable[[float, float], None] | None:
+    def _flat_traffic(self, kind: str, elements: int, part: int) -> Traffic:
+        """Of a collective in which this rank sends ``part`` bytes to each of the others."""
+        return Traffic(kind, elements, part * (self.world_size - 1), part * self.nodes.strangers)
+
+    def _record(self, traffic: Traffic, label: str) -> Callable[[float, float], None] | None:
         """Counts a collective; returns what tells of its end, if anybody listens."""
-        self.wire.record(kind, elements, bytes_sent)
+        kind, elements, sent = traffic.kind, traffic.elements, traffic.bytes_sent
+        self.wire.record(kind, elements, sent, traffic.crossing_bytes)
         if not self.bus or self.world_size == 1:
             return None
         ranks, bus = self.world_size, self.bus
 
         def told(began: float, seconds: float) -> None:
-            bus.publish(CollectiveEnd(kind, label, ranks, elements, bytes_sent, began, seconds))
+            bus.publish(CollectiveEnd(kind, label, ranks, elements, sent, began, seconds))
 
         return told
 

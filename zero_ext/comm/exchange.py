@@ -42,7 +42,7 @@ class Exchange(Protocol):
         self, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], tag: int = 0
     ) -> Sequence[Waitable]:
         """Sends ``sends[r]`` to every rank ``r`` and fills ``receives[r]`` with what it sends; the entries of
-        this rank itself are left alone."""
+        this rank itself are left alone, and nothing is sent for empty ones."""
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Sequence[Waitable]:
         """Copies a contiguous ``tensor`` from rank ``source`` to all ranks."""
@@ -97,7 +97,9 @@ class PointToPoint(abc.ABC):
         """See :class:`Exchange`."""
         peers = self._peers()
         return self.start(
-            [(peer, sends[peer]) for peer in peers], [(peer, receives[peer]) for peer in peers], tag
+            [(peer, sends[peer]) for peer in peers if sends[peer].numel()],
+            [(peer, receives[peer]) for peer in peers if receives[peer].numel()],
+            tag,
         )
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Sequence[Waitable]:

@@ -26,6 +26,7 @@ from zero_ext.comm import (
     nccl_exchange,
 )
 from zero_ext.comm.exchange import Message, Waitable
+from zero_ext.comm.node_map import NodeMap, ranks_of_a_node
 
 Reduction = Literal["rank_order", "backend"]
 _Way = Literal["host", "nccl", "staged", "fake"]
@@ -59,15 +60,19 @@ def make_collectives(
     *,
     reduction: Reduction = "rank_order",
     checks_nan: bool = False,
+    ranks_per_node: int | None = None,
 ) -> Collectives:
     """Collectives over ``group`` (default: the world) for tensors in host memory and on ``device``, on
     connections of their own; a collective call.
 
     Without torch.distributed, one rank. ``reduction`` "backend" lets NCCL add gradients up; ``checks_nan``
-    lets it look for NaN among gathered values. Raises ``ValueError`` for a group whose backends serve neither
-    the device nor host memory, and for more ranks than can be added in rank order.
+    lets it look for NaN among gathered values. ``ranks_per_node``: how many consecutive ranks share a node,
+    by default what a launcher said. Raises ``ValueError`` for a group whose backends serve neither
+    the device nor host memory, for more ranks than can be added in rank order, and for nodes that the ranks
+    do not fill.
     """
     if not (dist.is_available() and dist.is_initialized()):
+        NodeMap(0, 1, ranks_per_node or 1)
         return alone()
     parent = group if group is not None else dist.group.WORLD
     if parent is None:
@@ -77,10 +82,12 @@ def make_collectives(
     if rank < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the process group given, ranks {ranks}")
     if world_size == 1:
+        NodeMap(0, 1, ranks_per_node or 1)
         return alone()
+    nodes = NodeMap(rank, world_size, ranks_of_a_node(world_size, ranks_per_node))
     way = _way(str(dist.get_backend(group)), device)
     if way == "fake":
-        return Collectives(rank, world_size, GroupExchange(parent), GroupExchange(parent), WireLog())
+        return Collectives(rank, world_size, GroupExchange(parent), GroupExchange(parent), WireLog(), nodes)
     if device.type == "cuda" and reduction == "rank_order" and world_size > MOST_SHARDS_ON_CUDA:
         raise ValueError(
             f"{world_size} ranks: gradients of at most {MOST_SHARDS_ON_CUDA} are added in rank order on "
@@ -99,7 +106,17 @@ def make_collectives(
     )
     gathers = made.exchange("gathers", way, False, checks_nan)
     reductions = made.exchange("reductions", way, reduction == "backend", False)
-    return Collectives(rank, world_size, gathers, reductions, WireLog())
+    if ranks_per_node is None and not _alike(reductions, nodes.ranks_per_node):
+        nodes = NodeMap(rank, world_size, world_size)
+    return Collectives(rank, world_size, gathers, reductions, WireLog(), nodes)
+
+
+def _alike(exchange: Exchange, value: int) -> bool:
+    """Whether all ranks give the same ``value``."""
+    sums = torch.tensor([value, value * value], dtype=torch.int64, device="cpu")
+    exchange.all_reduce(sums).wait()
+    total, squares = sums.tolist()
+    return bool(total * total == squares * exchange.world_size)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ class WireLog:
 
     ``elements[kind]`` counts the full (padded) buffer of each collective once, before the factor
     ``(N - 1) / N`` that turns it into what one rank sends; ``bytes_sent[kind]`` is what this rank really
-    handed to the transport. Kinds: ``gather`` (parameters in forward and backward), ``gather_updated``
+    handed to the transport, scales and padding of codes among it, and ``crossing_bytes[kind]`` the part of it
+    that goes to other nodes. Kinds: ``gather`` (parameters in forward and backward), ``gather_updated``
     (parameters after the step), ``reduce_scatter`` and ``gather_gradients`` (stage 0), each with the
     suffix ``_persistent`` for units below the persistence threshold, ``activations`` (kept inputs in
     backward), and ``scalars`` (norms, flags, comparisons).
@@ -20,15 +21,20 @@ class WireLog:
 
     elements: Counter[str] = field(default_factory=Counter)
     bytes_sent: Counter[str] = field(default_factory=Counter)
+    crossing_bytes: Counter[str] = field(default_factory=Counter)
     last_elements: Counter[str] = field(default_factory=Counter)
     last_bytes_sent: Counter[str] = field(default_factory=Counter)
+    last_crossing_bytes: Counter[str] = field(default_factory=Counter)
 
-    def record(self, kind: str, elements: int, bytes_sent: int) -> None:
-        """Adds one collective over ``elements`` elements of which this rank sent ``bytes_sent`` bytes."""
+    def record(self, kind: str, elements: int, bytes_sent: int, crossing_bytes: int) -> None:
+        """Adds one collective over ``elements`` elements of which this rank sent ``bytes_sent`` bytes,
+        ``crossing_bytes`` of them to other nodes."""
         self.elements[kind] += elements
         self.bytes_sent[kind] += bytes_sent
+        self.crossing_bytes[kind] += crossing_bytes
 
     def begin_step(self) -> None:
         """Closes the current step: its counts become ``last_*`` and the running ones start at zero."""
         self.last_elements, self.elements = self.elements, Counter()
         self.last_bytes_sent, self.bytes_sent = self.bytes_sent, Counter()
+        self.last_crossing_bytes, self.crossing_bytes = self.crossing_bytes, Counter()

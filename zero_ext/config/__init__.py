@@ -3,6 +3,7 @@
 from .activation import ActivationPolicy
 from .attention import SparseAttentionPolicy
 from .batch import BatchPolicy
+from .communication import CommunicationPolicy
 from .deepspeed import Note, Translation, load_deepspeed_config
 from .errors import ConfigError
 from .load import load_config
@@ -23,6 +24,7 @@ __all__ = [
     "AioPolicy",
     "BatchPolicy",
     "CheckpointPolicy",
+    "CommunicationPolicy",
     "ConfigError",
     "FlopsPolicy",
     "LossScalePolicy",

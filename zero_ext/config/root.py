@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from .activation import ActivationPolicy
 from .attention import SparseAttentionPolicy
 from .batch import BatchPolicy
+from .communication import CommunicationPolicy
 from .errors import show
 from .monitor import MonitorPolicy
 from .offload import AioPolicy, OffloadPolicy
@@ -28,6 +29,13 @@ _SHARDED_FROM = {
     "grads": (2, "gradients"),
     "params": (3, "parameters"),
 }
+# Keys of `communication`, the first stage that they act in, and why.
+_COMPRESSED_FROM = (
+    ("quantized_weights", 3, "parameters are gathered from their shards in stage 3 only"),
+    ("quantized_gradients", 2, "gradients are sharded from stage 2 on"),
+    ("secondary_shards", 3, "parameters are sharded in stage 3 only"),
+    ("sharding_ranks", 3, "sharding groups share parameters, which are sharded in stage 3 only"),
+)
 
 
 class ZeroConfig(Policy):
@@ -37,7 +45,8 @@ class ZeroConfig(Policy):
     Attributes:
         stage: ZeRO stage. 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also
             parameters (Rajbhandari et al., ZeRO, section 5).
-        precision, loss_scale, units, batch, offload, aio, checkpoint: groups of settings, see their classes.
+        precision, loss_scale, units, batch, communication, offload, aio, checkpoint: groups of settings, see
+            their classes.
         activation_checkpointing: what is kept for backward of calls that the model checkpoints with
             `zero_ext.checkpoint_activations`.
         optimizer, scheduler: what `initialize` builds when the caller passes none.
@@ -55,6 +64,7 @@ class ZeroConfig(Policy):
     loss_scale: LossScalePolicy = LossScalePolicy()
     units: UnitPolicy = UnitPolicy()
     batch: BatchPolicy = BatchPolicy()
+    communication: CommunicationPolicy = CommunicationPolicy()
     offload: OffloadPolicy = OffloadPolicy()
     aio: AioPolicy = AioPolicy()
     activation_checkpointing: ActivationPolicy = ActivationPolicy()
@@ -76,6 +86,19 @@ class ZeroConfig(Policy):
                 f"set, but precision.dtype is {self.precision.dtype!r} and loss scaling acts on fp16 only; "
                 "remove loss_scale or set precision.dtype to 'fp16'",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _only_shards_are_compressed(self) -> ZeroConfig:
+        for key, least, words in _COMPRESSED_FROM:
+            value = getattr(self.communication, key)
+            if value and self.stage < least:
+                wanted = " or ".join(str(stage) for stage in range(least, 4))
+                raise KeyProblem(
+                    f"communication.{key}",
+                    f"got {show(value)}, but stage is {self.stage} and {words}; set stage to {wanted}, or "
+                    f"remove {key}",
+                )
         return self
 
     @model_validator(mode="after")

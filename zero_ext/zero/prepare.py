@@ -144,6 +144,7 @@ def _join(
         device.device,
         reduction=settings.precision.reduction,
         checks_nan=not expects_nan,
+        ranks_per_node=settings.communication.ranks_per_node,
     )
 
 

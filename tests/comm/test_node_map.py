@@ -1,0 +1,49 @@
+"""Which ranks share a node, and which form groups."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from zero_ext.comm import NodeMap
+from zero_ext.comm.node_map import ranks_of_a_node
+from zero_ext.comm.process_group import make_collectives
+
+
+def test_places_and_counterparts() -> None:
+    nodes = NodeMap(5, 8, 4)
+    assert (nodes.nodes, nodes.node, nodes.place, nodes.strangers) == (2, 1, 1, 4)
+    assert list(nodes.neighbours) == [4, 5, 6, 7]
+    assert list(nodes.counterparts) == [1, 5]
+
+
+def test_a_group_has_the_nodes_of_its_ranks() -> None:
+    whole = NodeMap(5, 8, 4)
+    assert whole.among(range(4, 6)) == NodeMap(1, 2, 2)
+    assert whole.among(range(8)) == whole
+    assert whole.among(range(1, 8, 4)) == NodeMap(1, 2, 1)
+    assert whole.among(range(1, 8, 2)) == NodeMap(2, 4, 2)
+
+
+def test_nodes_that_the_ranks_do_not_fill_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"ranks_per_node is 3, which does not divide the 4 ranks"):
+        NodeMap(0, 4, 3)
+
+
+def test_the_launcher_says_how_many_ranks_a_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert ranks_of_a_node(4, None) == 2
+    assert ranks_of_a_node(3, None) == 3
+    assert ranks_of_a_node(4, 4) == 4
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert ranks_of_a_node(4, None) == 4
+
+
+@on_ranks(4)
+def test_ranks_that_were_told_differently_form_one_node(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        assert make_collectives(world.group, 20.0).nodes.nodes == 2
+        patch.setenv("LOCAL_WORLD_SIZE", "1" if world.rank else "2")
+        assert make_collectives(world.group, 20.0).nodes.nodes == 1

@@ -1,0 +1,74 @@
+"""Which ranks share a node: those between which links are fast."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class NodeMap:
+    """``world_size`` ranks on nodes of ``ranks_per_node`` consecutive ones each, seen by ``rank``.
+
+    Raises ``ValueError`` where the ranks do not fill their nodes.
+    """
+
+    rank: int
+    world_size: int
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        if self.world_size % self.ranks_per_node:
+            raise ValueError(
+                f"communication.ranks_per_node is {self.ranks_per_node}, which does not divide the "
+                f"{self.world_size} ranks; nodes are equally large: set it to a divisor of "
+                f"{self.world_size}, or start another number of ranks"
+            )
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.world_size // self.ranks_per_node
+
+    @property
+    def node(self) -> int:
+        """The node of this rank."""
+        return self.rank // self.ranks_per_node
+
+    @property
+    def place(self) -> int:
+        """This rank's place in its node."""
+        return self.rank % self.ranks_per_node
+
+    @property
+    def neighbours(self) -> range:
+        """The ranks of this rank's node, itself among them."""
+        first = self.node * self.ranks_per_node
+        return range(first, first + self.ranks_per_node)
+
+    @property
+    def counterparts(self) -> range:
+        """The ranks with this rank's place in all nodes, itself among them."""
+        return range(self.place, self.world_size, self.ranks_per_node)
+
+    @property
+    def strangers(self) -> int:
+        """Number of ranks in other nodes."""
+        return self.world_size - self.ranks_per_node
+
+    def among(self, ranks: Sequence[int]) -> NodeMap:
+        """The map that a group of these ranks has, this one among them: in ascending order, equally many of
+        each node that has any."""
+        nodes = [rank // self.ranks_per_node for rank in ranks]
+        return NodeMap(ranks.index(self.rank), len(ranks), nodes.count(nodes[0]))
+
+
+def ranks_of_a_node(world_size: int, wanted: int | None) -> int:
+    """``wanted``, else what a launcher said (``LOCAL_WORLD_SIZE``) where it divides ``world_size``, else all
+    of them."""
+    if wanted is not None:
+        return wanted
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    local = int(said) if said.isdigit() else 0
+    return local if local and world_size % local == 0 else world_size
