@@ -40,7 +40,8 @@ class Collectives:
 
     These are separate transports, so that the order of parameter gathers relative to gradient reductions need
     not agree between ranks; within each the order must agree. Whoever listens to ``bus`` hears of the end of
-    each. ``nodes`` says which ranks share a node; without it all do.
+    each. ``nodes`` says which ranks share a node; without it all do. All ranks share the state, unless
+    :meth:`shard_among` says otherwise.
     """
 
     def __init__(
@@ -59,6 +60,45 @@ class Collectives:
         self.nodes = nodes or NodeMap(rank, world_size, world_size)
         self._gathers = OrderedExchange(gathers)
         self._reductions = OrderedExchange(reductions)
+        self._groups: tuple[Collectives, Collectives] | None = None
+
+    @property
+    def reductions(self) -> Exchange:
+        """Moves what the hops of :meth:`run` send where it ``reduces``."""
+        return self._reductions.unordered
+
+    @property
+    def shards(self) -> Collectives:
+        """The collectives of this rank's sharding group."""
+        return self if self._groups is None else self._groups[0]
+
+    @property
+    def replicas(self) -> Collectives | None:
+        """The collectives of the ranks with the same shards; None where there is only this one."""
+        return None if self._groups is None else self._groups[1]
+
+    def shard_among(self, ranks: int | None) -> None:
+        """Forms sharding groups of ``ranks`` consecutive ranks (MiCS, Zhang et al., arXiv 2205.00119); None
+        leaves all in one.
+
+        Raises ``ValueError`` where the groups do not fill the world, or nodes and groups overlap.
+        """
+        if ranks is None or ranks == self.world_size:
+            return
+        problem, node = "", self.nodes.ranks_per_node
+        if ranks == 1:
+            problem = "a group of one rank shards nothing; set stage to 0"
+        elif self.world_size % ranks:
+            problem = f"it does not divide the {self.world_size} ranks; set it to a divisor of them"
+        elif ranks % node and node % ranks:
+            problem = f"nodes have {node} ranks; set it to a divisor or a multiple of them"
+        if problem:
+            raise ValueError(f"communication.sharding_ranks is {ranks}: {problem}")
+        first = self.rank // ranks * ranks
+        self._groups = (
+            self.among(range(first, first + ranks)),
+            self.among(range(self.rank - first, self.world_size, ranks)),
+        )
 
     def among(self, ranks: Sequence[int]) -> Collectives:
         """The collectives of a group of ``ranks``, this one among them, over the same connections and counted

@@ -1,4 +1,4 @@
-"""The blocks that 8-bit moments are quantized in (Dettmers et al., arXiv 2110.02861)."""
+"""Blocks in which 8-bit moments and codes on the wire are quantized (Dettmers et al., arXiv 2110.02861)."""
 
 BLOCK_ELEMENTS = 256
 
@@ -6,3 +6,8 @@ BLOCK_ELEMENTS = 256
 def block_count(elements: int) -> int:
     """Blocks, and so scales, of `elements` elements; the last block may be shorter."""
     return -(-elements // BLOCK_ELEMENTS)
+
+
+def message_bytes(elements: int, bits: int) -> int:
+    """Bytes of `elements` elements in codes of `bits` bits, padded to 8, and a float32 scale a block."""
+    return -(-elements // 8) * bits + 4 * block_count(elements)

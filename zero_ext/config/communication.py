@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .policy import Policy, Positive
+from pydantic import model_validator
+
+from .errors import show
+from .policy import KeyProblem, Policy, Positive
 
 CodeDtype = Literal["int8", "int4"]
+CODE_BITS: dict[CodeDtype, int] = {"int8": 8, "int4": 4}
 
 
 class CommunicationPolicy(Policy):
@@ -20,7 +24,8 @@ class CommunicationPolicy(Policy):
         quantized_weights: codes in which parameters are gathered in stage 3, a scale for every 256 of them
             (qwZ, section 3.1). Masters and shards stay exact.
         quantized_gradients: codes in which gradients are reduced, in a node and then between nodes, where
-            they are sharded: in stages 2 and 3 (qgZ, section 3.3). "int4" or "int8".
+            they are sharded: in stages 2 and 3 (qgZ, section 3.3). `precision.communication_dtype` and
+            `precision.reduction` have no say then.
         secondary_shards: in stage 3 every node keeps all parameters, a part on each of its ranks, from their
             gather until they change, so that other gathers stay in the node (hpZ, section 3.2).
         sharding_ranks: ranks that share the state in stage 3, consecutive ones; the groups hold replicas of
@@ -33,3 +38,15 @@ class CommunicationPolicy(Policy):
     quantized_gradients: CodeDtype | None = None
     secondary_shards: bool = False
     sharding_ranks: Positive | None = None
+
+    @model_validator(mode="after")
+    def _groups_hold_replicas(self) -> CommunicationPolicy:
+        for key in ("quantized_gradients", "secondary_shards"):
+            value = getattr(self, key)
+            if value and self.sharding_ranks is not None:
+                raise KeyProblem(
+                    key,
+                    f"got {show(value)} together with sharding_ranks = {self.sharding_ranks}; both shorten "
+                    f"the same ways, and are not combined: remove {key} or sharding_ranks",
+                )
+        return self

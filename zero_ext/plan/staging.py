@@ -39,6 +39,8 @@ def model_staging(
         model, optimizer = copy.deepcopy((model, optimizer))
         apply_tiling(model, optimizer, plan_tiling(model, settings.units.tiles), alone())
     owned = owned_parameters(model, settings.precision.dtype)
-    plans = plan_units(model, owned, settings, world_size)
-    plans = split_optimizer(plans, settings, trained_by(optimizer), world_size)
-    return plan_staging(model, optimizer, plans, owned, settings, world_size, device_of(owned))
+    ranks = settings.communication.sharding_ranks or world_size
+    plans = plan_units(model, owned, settings, ranks)
+    plans = split_optimizer(plans, settings, trained_by(optimizer), ranks)
+    device = device_of(owned)
+    return plan_staging(model, optimizer, plans, owned, settings, ranks, world_size // ranks, device)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zero_ext.comm import Collectives
-from zero_ext.config import ZeroConfig
+from zero_ext.config import CommunicationPolicy, ZeroConfig
 from zero_ext.offload import STORAGE_ALIGNMENT, Tiers
 from zero_ext.zero.born import PIECE_BYTES, REBUILD, born_shard, forget_birth
 from zero_ext.zero.heap import trim_heap
@@ -174,6 +174,7 @@ def build_unit(
     collectives: Collectives,
     pool: BufferPool,
     tiers: Tiers,
+    policy: CommunicationPolicy,
     load_values: bool,
     trains: bool,
 ) -> tuple[Unit, MasterShard | None]:
@@ -183,21 +184,23 @@ def build_unit(
     False makes no master weights. Raises ``RuntimeError`` on all ranks if storage fails on any.
     """
     members = plan.members
-    layout = layout_of(plan, collectives.world_size)
+    shards = collectives.shards
+    layout = layout_of(plan, shards.world_size)
     unit = Unit(
         plan.name,
         [item.parameter for item in members],
         layout,
         plan.placement,
-        collectives,
+        shards,
         pool,
         tiers,
+        policy,
         plan.persistent,
     )
     master = MasterShard(unit, tiers) if trains and layout.dtype.is_floating_point else None
     with torch.no_grad():
         if load_values:
-            _fill(unit, master, members)
+            _fill(unit, master, members, collectives)
         else:
             unit.publish_views()
         for item in members:
@@ -208,16 +211,16 @@ def build_unit(
     return unit, master
 
 
-def _fill(unit: Unit, master: MasterShard | None, members: Sequence[Owned]) -> None:
+def _fill(unit: Unit, master: MasterShard | None, members: Sequence[Owned], collectives: Collectives) -> None:
     """Streams the parameters' values into a unit and its master weights, a piece at a time."""
     failures = Postponed()
     for index, item in enumerate(members):
-        for start, values in _pieces(item, unit.collectives, failures):
+        for start, values in _pieces(item, collectives, failures):
             unit.put(index, start, values)
             if master is not None:
                 failures.attempt(partial(master.put, index, start, values))
     failures.attempt(unit.publish)
-    failures.settle(unit.collectives, f"filling {unit.describe()}", REBUILD)
+    failures.settle(collectives, f"filling {unit.describe()}", REBUILD)
 
 
 def _pieces(item: Owned, collectives: Collectives, failures: Postponed) -> Iterator[tuple[int, torch.Tensor]]:

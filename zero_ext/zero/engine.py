@@ -78,7 +78,9 @@ class Engine:
         self._clock = StepClock(self._bus, tiers.device)
         used_up = uses_up_gradients(config, (unit.layout.dtype for unit in self.units))
         self._gradients = {
-            master.unit: make_gradients(master.unit, pool, landings, tiers, config, used_up)
+            master.unit: make_gradients(
+                master.unit, pool, landings, tiers, config, collectives.replicas, used_up
+            )
             for master in self.masters
         }
         trained = list(self._gradients.values())
@@ -293,6 +295,8 @@ class Engine:
                     # Ranks may have used other parameters; torch.nn.utils takes the norm over those it sees.
                     self.reducer.settle()
                 self._micro_steps += 1
+            if self.config.offload.step == "in_backward":
+                self.residency.forget_values()
         finally:
             self._loss_scaled = False
             self.views.publish()
@@ -331,7 +335,7 @@ class Engine:
     def refresh_parameters(self) -> None:
         """After master weights changed from outside: parameters follow on all ranks. A collective; it raises
         on all ranks if storage fails on any."""
-        self.residency.release_idle()
+        self.residency.forget_values()
         failures = Postponed()
         for master in self.masters:
             failures.attempt(master.write_output)
@@ -371,7 +375,7 @@ class Engine:
         self._refuse_capture("optimizer.step()", "the host counts steps, looks at norms and sends parameters")
         began = self._clock.begin()
         self._refuse_early_step()
-        self.residency.release_idle()  # what was fetched ahead has the values before the update
+        self.residency.forget_values()  # what was fetched ahead has the values before the update
         self.settle_gradients()
         stepped = self.optimizer_step.run()
         self._micro_steps = 0
@@ -441,7 +445,7 @@ class Engine:
                     "optimizer.zero_grad() first."
                 )
             self._follow_writes()
-        self.residency.release_idle()  # what was fetched ahead has the values before the update
+        self.residency.forget_values()  # what was fetched ahead has the values before the update
         with contextlib.suppress(*([FailedTogether] if replaced else [])):
             step.finish()
 

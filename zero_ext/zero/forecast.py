@@ -63,10 +63,11 @@ class Forecast:
         self.kinds: Mapping[str, StateField] | None = None
         if optimizer is not None:
             self.kinds = state_kinds(optimizer, moments_dtype_named(config.precision.moments_dtype))
-        world_size = collectives.world_size
+        world_size = collectives.shards.world_size
+        replicas = collectives.world_size // world_size
         plans = plan_units(model, owned, config, world_size)
         self.plans = split_optimizer(plans, config, self.trains, world_size)
-        self.staging = plan_staging(model, optimizer, self.plans, owned, config, world_size, device)
+        self.staging = plan_staging(model, optimizer, self.plans, owned, config, world_size, replicas, device)
 
     def held(self) -> Held:
         """Bytes by tier and kind, as :func:`zero_ext.zero.ledger.ledger_by_tier` tells them after a step."""
@@ -80,7 +81,7 @@ class Forecast:
         return held
 
     def _add(self, held: Mapping[Tier, Counter[str]], plan: UnitPlan, used_up: bool) -> None:
-        layout, placement = layout_of(plan, self.collectives.world_size), plan.placement
+        layout, placement = layout_of(plan, self.collectives.shards.world_size), plan.placement
         dtype = layout.dtype
 
         def place(sharded: bool, tier: Tier) -> tuple[Tier, int]:
@@ -100,7 +101,7 @@ class Forecast:
         held[tier]["optimizer"] += 0 if shared else numel * 4
         if not self._fused and tier != "nvme":  # torch's own code has tensors of its own, without padding
             begin, end = (
-                layout.shard_range(self.collectives.rank) if placement.optimizer else (0, layout.numel)
+                layout.shard_range(self.collectives.shards.rank) if placement.optimizer else (0, layout.numel)
             )
             numel = sum(overlap.numel for overlap in layout.overlaps(begin, end))
         held[tier]["optimizer"] += sum(

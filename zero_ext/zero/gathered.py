@@ -60,7 +60,7 @@ def _gathered_units(units: list[tuple[Engine, Unit]], modifier_rank: int | None)
     try:
         for engine, unit in units:
             with engine.pool.growing():
-                engine.residency.need(unit, holder, order)
+                engine.residency.need(unit, holder, order, exact=True)
         before = {unit: [parameter._version for parameter in unit.parameters] for _, unit in units}
         yield
         for engine, unit in units:
@@ -258,11 +258,11 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     layout = unit.layout
     flat = torch.empty(layout.numel, dtype=gradients.home.dtype, device=parameter.device)
     own = engine.norms.read_together(lambda: gradients.home.shard().read(0, layout.shard_numel))
-    if engine.world_size == 1:
+    if unit.collectives.world_size == 1:
         flat.copy_(own)
     else:
         label = f"gradient of '{layout.specs[number].name}'"
-        engine.collectives.gather(flat, own, "gather_gradients", label, may_be_nan=True).wait()
+        unit.collectives.gather(flat, own, "gather_gradients", label, may_be_nan=True).wait()
     spec = layout.specs[number]
     return flat.as_strided(spec.shape, spec.stride, layout.offsets[number]).clone()
 

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import torch
 
 from zero_ext import ops
-from zero_ext.comm import Pending
+from zero_ext.comm import Collectives, Pending
 from zero_ext.config import Tier, ZeroConfig
 from zero_ext.offload import ShardHome, Tiers
+from zero_ext.zero.gradient_exchange import GradientExchange, gradient_exchange
 from zero_ext.zero.gradient_home import BorrowedGradients, GradientHome, MemoryGradients, SliceGradients
 from zero_ext.zero.partition import DTYPES
 from zero_ext.zero.pool import BufferPool
@@ -37,7 +38,7 @@ class UnitGradients:
         tiers: Tiers,
         accumulation_dtype: torch.dtype,
         accumulates: bool,
-        wire_dtype: torch.dtype | None,
+        exchange: GradientExchange,
         used_up: bool,
     ) -> None:
         self.unit = unit
@@ -46,7 +47,7 @@ class UnitGradients:
         self._landing: torch.Tensor | None = None  # the pool memory that a reduction leaves its result in
         self._landing_dtype = accumulation_dtype
         self._accumulation_dtype = accumulation_dtype
-        self._wire_dtype = wire_dtype
+        self._exchange = exchange
         self._buffer: torch.Tensor | None = None
         self._scratch: list[torch.Tensor] = []  # lent by the pool until the reduction ends
         self._filled: set[int] = set()  # parameters with a value in ``local`` that was not reduced yet
@@ -161,16 +162,7 @@ class UnitGradients:
             self._landing_dtype = self._accumulation_dtype if sums else self.home.dtype
             self._landing = self._lend(layout.shard_numel, self._landing_dtype, "landing")
             target = self._landing.view(self._landing_dtype)[: layout.shard_numel]
-        payload = self._on_the_wire(self.local)
-        peers = unit.collectives.world_size - 1
-        self._pending = unit.collectives.reduce_scatter(
-            payload,
-            target,
-            self._borrow(layout.shard_numel * peers, payload.dtype, "received"),
-            accumulate,
-            unit.wire_kind("reduce_scatter"),
-            f"reduce-scatter of the gradients of {unit.describe()}",
-        )
+        self._pending = self._exchange.start(self.local, target, accumulate, self._borrow)
 
     def _reduce_alone(self, local: torch.Tensor, sums: bool) -> None:
         """One rank's sum is the average already."""
@@ -369,13 +361,6 @@ class UnitGradients:
         if self._slice is not None:
             self._slice.to_apart()
 
-    def _on_the_wire(self, local: torch.Tensor) -> torch.Tensor:
-        if self._wire_dtype in (None, local.dtype):
-            return local
-        payload = self._borrow(local.numel(), self._wire_dtype, "wire")
-        ops.pack_(payload, [local], [0])
-        return payload
-
     def _borrow(self, numel: int, dtype: torch.dtype, purpose: Purpose) -> torch.Tensor:
         self._scratch.append(self._pool.take(numel * dtype.itemsize, self.unit.name, purpose))
         return self._scratch[-1].view(dtype)
@@ -471,11 +456,16 @@ def _sharded_home(
 
 
 def make_gradients(
-    unit: Unit, pool: BufferPool, landings: BufferPool, tiers: Tiers, config: ZeroConfig, used_up: bool
+    unit: Unit,
+    pool: BufferPool,
+    landings: BufferPool,
+    tiers: Tiers,
+    config: ZeroConfig,
+    replicas: Collectives | None,
+    used_up: bool,
 ) -> UnitGradients:
-    """The gradient buffers of ``unit`` in the precisions that ``config`` asks for; ``used_up`` says that
-    each is read once, by an update in backward."""
-    wire = config.precision.communication_dtype
+    """The gradient buffers of ``unit`` in the precisions that ``config`` asks for, where ``replicas`` have
+    the same shards; ``used_up`` says that each is read once, by an update in backward."""
     return UnitGradients(
         unit,
         pool,
@@ -483,6 +473,6 @@ def make_gradients(
         tiers,
         DTYPES[config.precision.grad_accum_dtype],
         config.batch.gradient_accumulation_steps > 1,
-        DTYPES[wire] if wire is not None else None,
+        gradient_exchange(unit, config, replicas),
         used_up,
     )

@@ -37,6 +37,7 @@ def ledger_by_tier(engine: Engine, wait: bool = True) -> dict[Tier, dict[str, in
     for unit in engine.units:
         if unit.placement.params:
             held[unit.home.tier]["params"] += unit.home.numel * unit.home.dtype.itemsize
+            held["device"]["params"] += unit.exchange.held_bytes()
         else:
             held["device"]["params"] += unit.flat.nbytes
     for gradients in engine.reducer.gradients:

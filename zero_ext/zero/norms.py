@@ -38,7 +38,7 @@ class GradientNorms:
         """The 2-norm over all gradients, 0-d float64; NaN if an element is not finite."""
         if self._total is None:
             accumulator = self.read_together(lambda: self._own_squares().total())
-            self._collectives.sum_(accumulator, "global gradient norm")
+            self._collectives.shards.sum_(accumulator, "global gradient norm")
             self._total = ops.squared_norm_value(accumulator).sqrt()
         return self._total
 
@@ -54,7 +54,7 @@ class GradientNorms:
         if self._each is None:
             keys = self._keys()
             table = self.read_together(self._own_table)
-            self._collectives.sum_(table, "gradient norms of the parameters")
+            self._collectives.shards.sum_(table, "gradient norms of the parameters")
             values = (float(ops.squared_norm_value(row.contiguous()).sqrt()) for row in table)
             self._each = dict(zip(keys, values, strict=True))
         return self._each[self._gradients.index(gradients), index]

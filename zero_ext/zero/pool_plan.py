@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from zero_ext.config.rooms import extent_bytes
 
-# What a unit takes memory for: its whole parameters, its unreduced gradient, and while that is reduced the
-# shard on its way to another tier, a copy in the precision of the wire, and the other ranks' shards.
+# What a unit takes memory for: its whole parameters, the messages that they are gathered in, its unreduced
+# gradient, and while that is reduced the shard on its way to another tier, a copy in the precision of the
+# wire, or messages, and what the other ranks sent.
 # Pieces of gradients on NVMe that others are added to belong to no unit.
-Purpose = Literal["parameters", "gradient", "landing", "wire", "received", "pieces"]
+Purpose = Literal["parameters", "messages", "gradient", "landing", "wire", "received", "pieces"]
 Key = tuple[str, Purpose]  # the unit's name, or an empty one
 
 

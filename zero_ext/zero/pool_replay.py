@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zero_ext.config import ZeroConfig
+from zero_ext.config.blocks import message_bytes
+from zero_ext.config.communication import CODE_BITS, CodeDtype
 from zero_ext.config.pace import HOMES_UNDER_WAY, READS_AHEAD, REDUCTIONS_IN_FLIGHT, WRITES_BEHIND
 from zero_ext.config.placement import Placement
 from zero_ext.config.rooms import BYTES_OF_DTYPE, PIECE_ELEMENTS
@@ -29,7 +31,8 @@ class StagedUnit:
 
     ``gathered`` are the first and the last of the parameters that the module holds which needs the unit: it
     is gathered from the one to the other. Its own gradients come in backward from the parameter ``comes`` on,
-    the last of them while backward is at ``completes`` (first and last); None where it has none.
+    the last of them while backward is at ``completes`` (first and last); None where it has none. As many
+    groups of ranks as ``replicas`` have all shards; only what ``is_float`` is gathered in codes.
     """
 
     name: str
@@ -40,6 +43,8 @@ class StagedUnit:
     gathered: tuple[int, int]
     comes: int
     completes: tuple[int, int] | None
+    replicas: int = 1
+    is_float: bool = True
 
     @property
     def shard_numel(self) -> int:
@@ -51,6 +56,10 @@ class StagedUnit:
         """Bytes of the whole flat buffer."""
         return self.numel * self.itemsize
 
+    def messages_bytes(self, codes: CodeDtype) -> int:
+        """Bytes of all shards in ``codes``."""
+        return self.world_size * message_bytes(self.shard_numel, CODE_BITS[codes])
+
 
 def demands_of_a_step(units: Sequence[StagedUnit], config: ZeroConfig, used_up: bool = False) -> list[Demand]:
     """What one forward and backward pass takes from the pool; ``used_up``: each unit's gradient ends with its
@@ -59,11 +68,12 @@ def demands_of_a_step(units: Sequence[StagedUnit], config: ZeroConfig, used_up: 
     - Forward, and backward in reverse: a unit is gathered while the module that needs it runs, and ahead of
       it the next one (two where shards come from storage) and as many more as ``units.prefetch_elements`` and
       ``units.live_elements`` allow.
+    - Parameters that travel in codes have those of all shards beside them until they are needed.
     - A sharded gradient is whole from the block of the unit's last parameter to the end of its reduction.
-    - A reduction takes the other ranks' shards, and where they differ a copy in the precision of the wire and
-      the shard on its way to another tier, or to an update in backward. Two are under way at once, while
-      further gradients come; two more that have ended may be on their way to NVMe. Where gradients add up
-      there, pieces of them come back.
+    - A reduction takes the other ranks' shards, and where they differ a copy in the precision of the wire, or
+      twice the codes of all shards, and the shard on its way to another tier, or to an update in backward.
+      Two are under way at once, while further gradients come; two more that have ended may be on their way
+      to NVMe. Where gradients add up there, pieces of them come back.
     - Forward without autograd: after the last unit the first ones are gathered ahead, for the next call.
     """
     replay = _Replay(units, config, used_up)
@@ -84,6 +94,7 @@ class _Replay:
         wire = config.precision.communication_dtype
         self._used_up = used_up
         self._wire_bytes = BYTES_OF_DTYPE[wire] if wire is not None else None
+        self._communication = config.communication
         self._gathered: list[StagedUnit] = []
         self._flying: deque[StagedUnit] = deque()
         self._moving: deque[StagedUnit] = deque()
@@ -140,7 +151,9 @@ class _Replay:
         self._close(_ANY_PIECES)
 
     def _need(self, unit: StagedUnit, upcoming: Sequence[StagedUnit]) -> None:
-        if unit not in self._gathered:
+        if unit in self._gathered:
+            self._give(unit, "messages")
+        else:
             first, last = unit.gathered
             inner = [
                 other for other in self._gathered if other.gathered[0] > first or other.gathered[1] < last
@@ -150,6 +163,7 @@ class _Replay:
                     break
                 self._release([other])
             self._gather(unit)
+            self._give(unit, "messages")
         ahead = 0
         for started, later in enumerate(upcoming if self._prefetch else (), 1):
             ahead += later.numel
@@ -164,11 +178,15 @@ class _Replay:
     def _gather(self, unit: StagedUnit) -> None:
         self._gathered.append(unit)
         self._take(unit, "parameters", unit.nbytes)
+        codes = self._communication.quantized_weights
+        if codes is not None and unit.is_float and unit.world_size > 1:
+            self._take(unit, "messages", unit.messages_bytes(codes))
 
     def _release(self, units: Iterable[StagedUnit]) -> None:
         for unit in list(units):
             self._gathered.remove(unit)
             self._give(unit, "parameters")
+            self._give(unit, "messages")
 
     def _live(self) -> int:
         return sum(unit.numel for unit in self._gathered)
@@ -194,9 +212,15 @@ class _Replay:
         wire = local if self._wire_bytes is None else self._wire_bytes
         if placement.grads and (placement.grads_tier != "device" or self._used_up):
             self._take(unit, "landing", unit.shard_numel * own)
+        codes = self._communication.quantized_gradients
+        if codes is not None and placement.grads:
+            self._take(unit, "wire", unit.messages_bytes(codes))
+            self._take(unit, "received", unit.messages_bytes(codes))
+            return
         if wire != local:
             self._take(unit, "wire", unit.numel * wire)
-        self._take(unit, "received", unit.shard_numel * (unit.world_size - 1) * wire)
+        senders = max(unit.world_size, unit.replicas)
+        self._take(unit, "received", unit.shard_numel * (senders - 1) * wire)
 
     def _finish_oldest(self) -> None:
         unit = self._flying.popleft()

@@ -104,6 +104,7 @@ def prepare(
         raise ValueError(f"{type(model).__name__} has no parameters; there is nothing to shard")
     place = Device(device_of(owned, device))
     collectives = _join(process_group, settings, owned, place)
+    collectives.shard_among(settings.communication.sharding_ranks)
     settings = settings.replace(batch=settings.batch.resolve(collectives.world_size))
     _check_parameters(owned, optimizer)
     _check_optimizer(optimizer, {item.parameter for item in owned}, elementwise, settings)
@@ -168,7 +169,16 @@ def _shard(
     tiers = _make_tiers(forecast, optimizer, device)
     pool = BufferPool(forecast.staging.pool, tiers.device)
     built = [
-        build_unit(plan, collectives, pool, tiers, values == "keep", forecast.trains(plan)) for plan in plans
+        build_unit(
+            plan,
+            collectives,
+            pool,
+            tiers,
+            settings.communication,
+            values == "keep",
+            forecast.trains(plan),
+        )
+        for plan in plans
     ]
     if settings.precision.dtype != "keep":
         cast_running_statistics(model, DTYPES[settings.precision.dtype])
@@ -258,7 +268,7 @@ def _make_tiers(forecast: Forecast, optimizer: torch.optim.Optimizer | None, dev
             collectives.bus,
         )
         sums = DTYPES[settings.precision.grad_accum_dtype]
-        reserve_storage(plans, tiers, collectives.world_size, trained_by(optimizer), sums)
+        reserve_storage(plans, tiers, collectives.shards.world_size, trained_by(optimizer), sums)
         return tiers
 
     if not settings.offload.any_nvme:

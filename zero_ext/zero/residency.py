@@ -18,7 +18,7 @@ class Residency:
     ones as long as all that is ahead stays within ``prefetch_limit``; 0 gathers nothing ahead. Units gathered
     ahead of need never push the live parameters over ``live_limit``; a unit above it is gathered alone, with
     one warning naming it. Between two passes of an order that repeats, what the next one needs first stays
-    under way; parameters may be changed only after :meth:`release_idle`.
+    under way; parameters may be changed only after :meth:`forget_values`.
     """
 
     def __init__(self, units: Sequence[Unit], live_limit: int, prefetch_limit: int, bus: Bus) -> None:
@@ -35,16 +35,19 @@ class Residency:
         """Elements of all units that are gathered or being gathered."""
         return sum(unit.layout.numel for unit in self.units if unit.state is not UnitState.RELEASED)
 
-    def need(self, unit: Unit, holder: object, order: GatherOrder) -> None:
-        """Makes ``unit`` present for ``holder`` and starts to gather what comes next in ``order``."""
+    def need(self, unit: Unit, holder: object, order: GatherOrder, exact: bool = False) -> None:
+        """Makes ``unit`` present for ``holder`` and starts to gather what comes next in ``order``; ``exact``:
+        with the values of its shards, unless somebody holds it."""
         if not unit.placement.params or holder in unit.holders:
             return
         for skipped in order.needed(unit):
             # Gathered ahead for nothing; where the order changes from step to step such units would pile up.
             if not skipped.holders and skipped is not unit:
                 self._evict(skipped)
+        if exact and not unit.exact and not unit.holders:
+            self._evict(unit)
         if unit.state is not UnitState.GATHERED:
-            self._gather(unit)
+            self._gather(unit, exact)
         unit.holders.add(holder)
         self._prefetch(order)
 
@@ -66,6 +69,13 @@ class Residency:
             if not unit.holders:
                 self._evict(unit)
 
+    def forget_values(self) -> None:
+        """Before shards change: releases the units that nobody holds, and drops what nodes keep of others'
+        shards."""
+        self.release_idle()
+        for unit in self.units:
+            unit.exchange.forget()
+
     def end_pass(self, order: GatherOrder) -> None:
         """At the end of a forward: releases what nobody holds, but for what ``order`` expects next, which is
         started."""
@@ -85,11 +95,11 @@ class Residency:
         elif unit.state is not UnitState.RELEASED:
             unit.to_released()  # never was present: no event
 
-    def _gather(self, unit: Unit) -> None:
+    def _gather(self, unit: Unit, exact: bool) -> None:
         began, prefetched = time.perf_counter(), unit.state is not UnitState.RELEASED
         if not prefetched:
             self._make_room(unit)
-        unit.ensure_gathered()
+        unit.ensure_gathered(exact)
         if self._bus:
             seconds = time.perf_counter() - began
             self._bus.publish(GatherEvent(unit.name, unit.layout.numel, prefetched, seconds))

@@ -25,14 +25,16 @@ def plan_staging(
     owned: Sequence[Owned],
     config: ZeroConfig,
     world_size: int,
+    replicas: int = 1,
     device: torch.device = CPU.device,
 ) -> Staging:
     """The staging of one rank of ``model``, whose parameters ``owned`` form the units ``plans``.
 
-    ``optimizer`` is None for inference; ``config.batch`` is resolved.
+    ``world_size`` ranks share the state, of which there are as many ``replicas``. ``optimizer`` is None for
+    inference; ``config.batch`` is resolved.
     """
     return staging_of(
-        _staged_units(model, optimizer, plans, owned, config, world_size),
+        _staged_units(model, optimizer, plans, owned, config, world_size, replicas),
         config,
         None if optimizer is None else _state_step(optimizer, config),
         used_up=uses_up_gradients(config, (item.spec.dtype for item in owned)),
@@ -53,6 +55,7 @@ def _staged_units(
     owned: Sequence[Owned],
     config: ZeroConfig,
     world_size: int,
+    replicas: int,
 ) -> list[StagedUnit]:
     inside: dict[nn.Module, list[int]] = {}
     for number, item in enumerate(owned):
@@ -84,6 +87,8 @@ def _staged_units(
                 gathered,
                 comes,
                 completes,
+                replicas,
+                layout.dtype.is_floating_point,
             )
         )
     return found

@@ -90,10 +90,13 @@ class EngineState:
         return table
 
     def save_pieces(self) -> Iterator[ShardPiece]:
-        """What this rank saves: exactly its shard range of every unit."""
+        """What this rank saves: exactly its shard range of every unit, unless it is a replica of an earlier
+        rank's."""
         self._engine.follow_writes()
+        if self._engine.collectives.replicas is not None and self._engine.collectives.replicas.rank:
+            return
         for piece, unit, begin in self._pieces():
-            first, last = unit.layout.shard_range(self.rank)
+            first, last = unit.layout.shard_range(unit.collectives.rank)
             low, high = max(begin, first), min(begin + count(piece.tensor), last)
             if low < high:
                 part = part_of(piece.tensor, low - begin, high - begin)
@@ -103,7 +106,7 @@ class EngineState:
 
     def load_pieces(self) -> Iterator[ShardPiece]:
         """What this rank needs filled: everything it owns, of which nothing is under way any more."""
-        self._engine.residency.release_idle()
+        self._engine.residency.forget_values()
         for piece, _, _ in self._pieces():
             if count(piece.tensor):
                 yield from self._of_wholes(piece)
@@ -124,9 +127,8 @@ class EngineState:
         for unit in engine.units:
             if unit in mastered:
                 continue
-            begin, end = (
-                unit.layout.shard_range(self.rank) if unit.placement.params else (0, unit.layout.numel)
-            )
+            rank, sharded = unit.collectives.rank, unit.placement.params
+            begin, end = unit.layout.shard_range(rank) if sharded else (0, unit.layout.numel)
             home = unit.home if unit.placement.params else engine.tiers.in_memory(unit.flat)
             for overlap in unit.layout.overlaps(begin, end):
                 name = unit.layout.specs[overlap.index].name

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from zero_ext.comm import Collectives, Pending
+from zero_ext.config.communication import CommunicationPolicy
 from zero_ext.config.placement import Placement
 from zero_ext.offload import HERE, Arrival, Tiers, put
 from zero_ext.zero.blank import Blanks
 from zero_ext.zero.layout import FlatLayout
+from zero_ext.zero.parameter_exchange import ParameterExchange
 from zero_ext.zero.placeholder import allow_use, blanks, has_nan, refuse_use
 from zero_ext.zero.pool import BufferPool, attach, detach
 
@@ -45,6 +47,7 @@ class Unit:
         collectives: Collectives,
         pool: BufferPool,
         tiers: Tiers,
+        policy: CommunicationPolicy,
         persistent: bool = False,
     ) -> None:
         self.name = name
@@ -58,6 +61,9 @@ class Unit:
         self._buffer: torch.Tensor | None = None
         self._arrival: Arrival = HERE
         self._pending: Pending | None = None
+        self.exact = True  # whether what is gathered, or on its way, are the shards themselves
+        policy = policy if placement.params else CommunicationPolicy()
+        self.exchange = ParameterExchange(name, layout, collectives, pool, tiers, policy)
         with torch.inference_mode(False), torch.no_grad():
             self._make_buffers(tiers)
             self._views = [
@@ -96,8 +102,9 @@ class Unit:
 
     # -- life cycle ---------------------------------------------------------------------------------------
 
-    def to_fetching(self) -> None:
-        """Attaches a buffer and starts to bring the shard into it. From RELEASED only."""
+    def to_fetching(self, exact: bool = False) -> None:
+        """Attaches a buffer and starts to bring the shard into it, where the exchange needs it. ``exact``:
+        the shards themselves will be gathered. From RELEASED only."""
         self._require(UnitState.RELEASED)
         misuse = self._misuse()
         if misuse is not None:
@@ -105,8 +112,10 @@ class Unit:
         self._buffer = self._pool.take(self.layout.nbytes, self.name, "parameters")
         attach(self.flat.untyped_storage(), self._buffer)
         self.state = UnitState.FETCHING
-        with self._giving_up():
-            self._arrival = self.home.fetch(self._own_slice())
+        self.exact = exact or not self.exchange.rounds
+        if self.exchange.needs_shard or exact:
+            with self._giving_up():
+                self._arrival = self.home.fetch(self._own_slice())
 
     def to_gathering(self) -> None:
         """Starts to exchange the shard as soon as it is there. From FETCHING only; back to RELEASED, to be
@@ -115,8 +124,12 @@ class Unit:
         with contextlib.ExitStack() as following:
             with self._giving_up():
                 following.enter_context(self._arrival.followed())
-            self._pending = self.collectives.gather(
-                self.flat, self._own_slice(), self.wire_kind("gather"), f"gather of {self.describe()}"
+            self._pending = self.exchange.start(
+                self.flat,
+                self._own_slice(),
+                self.wire_kind("gather"),
+                f"gather of {self.describe()}",
+                self.exact,
             )
         self.state = UnitState.GATHERING
 
@@ -156,6 +169,7 @@ class Unit:
         self._pending.wait()
         self._pending = None
         self._arrival.wait()
+        self.exchange.finish(self.flat)
 
     def _drop_buffer(self) -> None:
         if self._buffer is None:
@@ -183,10 +197,10 @@ class Unit:
         advice = "Nothing was changed." if alone else "Start all ranks again from the last checkpoint."
         return RuntimeError(f"{reason}. {advice}")
 
-    def ensure_gathered(self) -> None:
-        """Gathers from whatever state the unit is in, and waits."""
+    def ensure_gathered(self, exact: bool = False) -> None:
+        """Gathers from whatever state the unit is in, and waits; ``exact`` where it is RELEASED."""
         if self.state is UnitState.RELEASED:
-            self.to_fetching()
+            self.to_fetching(exact)
         if self.state is UnitState.FETCHING:
             self.to_gathering()
         if self.state is UnitState.GATHERING:
@@ -232,7 +246,15 @@ class Unit:
         self._point_at(self._views)
 
     def store_shard(self) -> None:
-        """Copies this rank's slice of the gathered flat buffer to the shard, where they are not one."""
+        """Copies this rank's slice of the gathered flat buffer to the shard, where they are not one. Raises
+        ``RuntimeError``, alike on all ranks, if the buffer was gathered in codes: the shard would lose its
+        precision."""
+        if not self.exact:
+            raise RuntimeError(
+                f"{self.describe()} is in use, gathered as communication.quantized_weights says, and so not "
+                "with the exact values of its shards; write to it outside forward and backward"
+            )
+        self.exchange.forget()
         put(self.home, 0, self._own_slice(), "device")
 
     def view_of(self, index: int) -> torch.Tensor:

@@ -44,7 +44,7 @@ def whole_state(parameter: nn.Parameter, kind: str = MASTER) -> torch.Tensor | N
     spec = unit.layout.specs[number]
     flat = torch.zeros(spec.numel, dtype=torch.float32, device="cpu")
     # Of replicated state every rank gives its shard range, so that each element comes from one rank.
-    first, last = unit.layout.shard_range(engine.rank)
+    first, last = unit.layout.shard_range(unit.collectives.rank)
     offset = unit.layout.offsets[number]
     found = torch.zeros(1, dtype=torch.float32, device="cpu")
     for start, values in owned_parts(parameter, kind):
@@ -52,10 +52,10 @@ def whole_state(parameter: nn.Parameter, kind: str = MASTER) -> torch.Tensor | N
         low, high = max(start, first - offset), min(start + count(values), last - offset)
         if low < high:
             flat[low:high] = copy_of(part_of(values, low - start, high - start)).to("cpu", torch.float32)
-    engine.collectives.sum_(found, f"whether '{spec.name}' has state {kind}")
+    unit.collectives.sum_(found, f"whether '{spec.name}' has state {kind}")
     if not found.item():
         return None
-    engine.collectives.sum_(flat, f"{kind} of '{spec.name}'")
+    unit.collectives.sum_(flat, f"{kind} of '{spec.name}'")
     return flat.as_strided(spec.shape, spec.stride)
 
 
