@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import ConfigError, Problem, show
 from ..json_file import read_json_object
 from ..root import ZeroConfig
+from .communication import set_communication
 from .key import Key
 from .monitors import set_monitors
 from .note import Note
@@ -71,6 +72,7 @@ def load_deepspeed_config(
     _set_optimizer(settled, native, notes)
     _set_leaf_modules(settled, native)
     set_tiers(settled, native)
+    set_communication(settled, native)
     set_monitors(settled, native)
     set_sparse_attention(settled, native, notes)
     if settled.problems:

@@ -24,8 +24,6 @@ def _key(
 
 _FULL_WEIGHTS = "full weights can always be had: zero_ext.full_state_dict(model)"
 _UNITS_DECIDE = "a unit's size decides how much travels at a time, see reduce_bucket_size"
-_COMPRESSED = "compressed communication does not exist here yet; set it to false or remove it"
-_HIERARCHY = "sharding within a node does not exist here yet; remove it"
 
 _HONOURED = (
     Key(f"{_ROOT}.stage", whole(0, 3), "honoured", "ZeRO stage; 0 when missing, as in DeepSpeed", "stage"),
@@ -71,6 +69,38 @@ _HONOURED = (
         "joins units.leaf_modules, by the class's own name without its package",
         stages=(3,),
     ),
+    _key(
+        "zero_quantized_weights",
+        FLAG,
+        "honoured",
+        "true is communication.quantized_weights = int8, in blocks of 256",
+        harmless=(False,),
+        stages=(3,),
+    ),
+    _key(
+        "zero_quantized_gradients",
+        FLAG,
+        "honoured",
+        "true is communication.quantized_gradients = int4, in blocks of 256",
+        harmless=(False,),
+        stages=(2, 3),
+    ),
+    _key(
+        "zero_hpz_partition_size",
+        whole(0),
+        "honoured",
+        "above 1: communication.secondary_shards, and as many communication.ranks_per_node",
+        harmless=(1, 0),
+        stages=(3,),
+    ),
+    _key(
+        "mics_shard_size",
+        whole(-1),
+        "honoured",
+        "above 0: communication.sharding_ranks",
+        harmless=(-1,),
+        stages=(3,),
+    ),
     _key("leaf_module.names", TEXTS, "honoured", "joins units.leaf_modules", stages=(3,)),
     _key(
         "leaf_module.name_suffixes",
@@ -103,6 +133,7 @@ _FLAGS_WITHOUT_EFFECT = (
     ("stage3_gather_fp16_weights_on_model_save", False, _FULL_WEIGHTS),
     ("stage3_gather_16bit_weights_on_model_save", False, _FULL_WEIGHTS),
     ("stage3_use_all_reduce_for_fetch_params", False, "parameters always come by all-gather"),
+    ("mics_hierarchical_params_gather", False, "each parameter crosses to a node once in codes"),
     ("stage3_allgather_sequential", False, "a unit is gathered straight into its buffer"),
 )
 _SIZES_WITHOUT_EFFECT = (
@@ -132,13 +163,21 @@ _WITHOUT_EFFECT = (
 )
 
 _REFUSED = (
-    _key("zero_quantized_weights", FLAG, "refused", _COMPRESSED, harmless=(False,)),
-    _key("zero_quantized_nontrainable_weights", FLAG, "refused", _COMPRESSED, harmless=(False,)),
-    _key("zero_quantized_gradients", FLAG, "refused", _COMPRESSED, harmless=(False,)),
-    _key("zeropp_loco_param", ANYTHING, "refused", _COMPRESSED, harmless=(None,)),
-    _key("zero_hpz_partition_size", whole(0), "refused", _HIERARCHY, harmless=(1, 0)),
-    _key("mics_shard_size", whole(-1), "refused", _HIERARCHY, harmless=(-1,)),
-    _key("mics_hierarchical_params_gather", FLAG, "refused", _HIERARCHY, harmless=(False,)),
+    _key(
+        "zero_quantized_nontrainable_weights",
+        FLAG,
+        "refused",
+        "frozen weights keep their precision; quantise the model itself, or set zero_quantized_weights, and "
+        "they travel in int8",
+        harmless=(False,),
+    ),
+    _key(
+        "zeropp_loco_param",
+        ANYTHING,
+        "refused",
+        "quantised gradients have no error feedback here; remove it",
+        harmless=(None,),
+    ),
     _key(
         "zenflow",
         ANYTHING,

@@ -1,0 +1,80 @@
+"""Compressed communication: what is refused and why, and DeepSpeed's keys for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zero_ext.config import CommunicationPolicy, ConfigError, load_config, load_deepspeed_config
+
+ON: dict[str, Any] = {
+    "quantized_weights": "int8",
+    "quantized_gradients": "int4",
+    "secondary_shards": True,
+    "sharding_ranks": 2,
+}
+
+
+@pytest.mark.parametrize(("key", "least"), list(zip(ON, (3, 2, 3, 3), strict=True)))
+def test_stages_that_shard_nothing_are_refused_by_name(key: str, least: int) -> None:
+    for stage in range(4):
+        config = {"stage": stage, "communication": {key: ON[key]}}
+        if stage >= least:
+            assert getattr(load_config(config).communication, key) == ON[key]
+            continue
+        with pytest.raises(ConfigError, match=rf"communication\.{key}.*but stage is {stage}.*set stage to"):
+            load_config(config)
+
+
+@pytest.mark.parametrize("key", ["quantized_gradients", "secondary_shards"])
+def test_sharding_groups_are_not_combined_with(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}.*together with sharding_ranks = 2"):
+        CommunicationPolicy(sharding_ranks=2, **{key: ON[key]})
+
+
+@pytest.mark.parametrize(
+    "values", [{"quantized_weights": "int2"}, {"ranks_per_node": 0}, {"sharding_ranks": -1}]
+)
+def test_values_that_do_not_exist_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        CommunicationPolicy(**values)
+
+
+def translated(**keys: Any) -> tuple[CommunicationPolicy, dict[str, str]]:
+    found = load_deepspeed_config({"train_batch_size": 4, "zero_optimization": keys})
+    notes = {note.path.rpartition(".")[2]: note.why for note in found.notes}
+    return found.config.communication, notes
+
+
+def test_deepspeed_keys() -> None:
+    found, notes = translated(
+        stage=3, zero_quantized_weights=True, zero_quantized_gradients=True, zero_hpz_partition_size=8
+    )
+    assert found == CommunicationPolicy(
+        quantized_weights="int8", quantized_gradients="int4", secondary_shards=True, ranks_per_node=8
+    )
+    assert not {"zero_quantized_weights", "zero_hpz_partition_size"} & notes.keys()
+    assert translated(stage=3, mics_shard_size=4)[0] == CommunicationPolicy(sharding_ranks=4)
+    off = {"zero_quantized_weights": False, "zero_hpz_partition_size": 1, "mics_shard_size": -1}
+    assert translated(stage=3, **off) == (CommunicationPolicy(), translated(stage=3)[1])
+
+
+def test_deepspeed_keys_in_stages_without_shards_are_noted() -> None:
+    found, notes = translated(stage=2, zero_quantized_weights=True, zero_quantized_gradients=True)
+    assert found == CommunicationPolicy(quantized_gradients="int4")
+    assert "acts in stage 3, and the stage is 2" in notes["zero_quantized_weights"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"mics_shard_size": 2, "zero_quantized_gradients": True}, "together with zero_quantized_gradients"),
+        ({"mics_shard_size": 2, "zero_hpz_partition_size": 2}, "together with zero_hpz_partition_size"),
+        ({"mics_shard_size": 0}, "got 0"),
+        ({"zero_quantized_nontrainable_weights": True}, "frozen weights keep their precision"),
+    ],
+)
+def test_deepspeed_keys_that_are_refused(keys: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        translated(stage=3, **keys)
