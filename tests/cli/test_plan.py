@@ -102,3 +102,15 @@ def test_bad_options_are_refused_by_name(arguments: tuple[str, ...], words: str)
 def test_impossible_counts_are_refused_by_the_parser() -> None:
     for option in ("--gpus", "--batch", "--seq", "--micro-batch"):
         run("plan", "7B", option, "0", status=2)
+
+
+def test_bytes_between_hosts_with_and_without_codes() -> None:
+    """Of three times the parameters, each sent to every GPU of the other host, 0.78 of them once remain."""
+    text = run("plan", "llama-7b", "--gpus", "16")
+    assert "Between hosts a GPU sends" in text and "with all of 'communication' (ZeRO++)" in text
+    for row in json.loads(run("plan", "llama-7b", "--gpus", "16", "--json"))["placements"]:
+        full, less = row["crossing_bytes"]["full"], row["crossing_bytes"]["compressed"]
+        if row["stage"] == 3:
+            assert 8 * 3 / 0.78 <= full / less <= 8 * 3 / 0.75
+        assert (less < full) == (row["stage"] >= 2)
+    assert "Between hosts" not in run("plan", "llama-7b", "--gpus", "8")

@@ -14,8 +14,8 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
-from tests.zero.simulated_communication import Simulation, Ways, message_bytes
-from tests.zero.training import adamw, configuration
+from tests.zero.simulated_communication import Simulation, Ways
+from tests.zero.training import configuration
 from zero_ext.zero import Engine, engine_of
 from zero_ext.zero.whole_values import whole_state
 

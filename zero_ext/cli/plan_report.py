@@ -36,6 +36,13 @@ def print_plan(console: Console, plan: Plan) -> None:
     if plan.advice is not None:
         console.print(f"[green]take {escape(str(plan.advice.row.candidate))}[/]: ", end="")
         console.print(escape("; ".join(plan.advice.reasons)) + ".", soft_wrap=True)
+        full, less = (plan.crossing(plan.advice.row, compressed) for compressed in (False, True))
+        if less < full:
+            console.print(
+                f"Between hosts a GPU sends {short_bytes(full)} in a step of that; {short_bytes(less)} with "
+                "all of 'communication' (ZeRO++).",
+                soft_wrap=True,
+            )
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
@@ -84,6 +91,10 @@ def _row_as_json(plan: Plan, row: PlanRow) -> dict[str, Any]:
         "fits": row.fits,
         "lacks": {short.tier: short.needed - short.available for short in row.shortfalls},
         "wire_bytes": step.wire,
+        "crossing_bytes": {
+            "full": plan.crossing(row, compressed=False),
+            "compressed": plan.crossing(row, compressed=True),
+        },
         "pcie_bytes": {"to_device": step.to_device, "to_host": step.to_host},
         "nvme_bytes": {"read": step.read, "written": step.written},
         "step_seconds": step.seconds,

@@ -10,7 +10,7 @@ from .errors import show
 from .policy import KeyProblem, Policy, Positive
 
 CodeDtype = Literal["int8", "int4"]
-CODE_BITS: dict[CodeDtype, int] = {"int8": 8, "int4": 4}
+CODE_BITS: dict[CodeDtype, Literal[4, 8]] = {"int8": 8, "int4": 4}
 
 
 class CommunicationPolicy(Policy):

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 from zero_ext.config.lazy import lazily
 
-from .memory import StateBytes, TrainingState, model_state_bytes
+from .compressed import Sent, step_bytes
+from .memory import StateBytes, TrainingState, model_state_bytes, secondary_bytes
 from .slots import slot_pool_bytes
 from .wire import bytes_sent, wire_elements
 
@@ -13,13 +14,16 @@ if TYPE_CHECKING:
     from .tune.trial import Trial
 
 __all__ = [
+    "Sent",
     "StateBytes",
     "TrainingState",
     "Trial",
     "bytes_sent",
     "model_staging",
     "model_state_bytes",
+    "secondary_bytes",
     "slot_pool_bytes",
+    "step_bytes",
     "wire_elements",
 ]
 

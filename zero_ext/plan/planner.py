@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zero_ext.config import CommunicationPolicy
 from zero_ext.plan.advice import Advice, Objective, advise
 from zero_ext.plan.candidates import CANDIDATES
+from zero_ext.plan.compressed import step_bytes
 from zero_ext.plan.models import PlannedModel
 from zero_ext.plan.row import Batch, PlanRow, plan_row
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.training import Training
+from zero_ext.plan.simulation.units import unit_elements
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,21 @@ class Plan:
         if self.tokens is None:
             return None
         return -(-self.tokens // (row.samples * row.sequence)) * row.step.seconds
+
+    def crossing(self, row: PlanRow, compressed: bool) -> int:
+        """Bytes that a GPU sends to other hosts in a step of ``row``; ``compressed``: with all of ZeRO++ that
+        acts in its stage. 0 where hosts are not full."""
+        training, per_host = row.training, self.hardware.ranks_per_node
+        if self.gpus % per_host:
+            return 0
+        policy = CommunicationPolicy(ranks_per_node=per_host)
+        if compressed:
+            whole = {"quantized_weights": "int8", "secondary_shards": True} if training.stage == 3 else {}
+            policy = policy.replace(quantized_gradients="int4", **whole)
+        units = unit_elements(self.model.whole, training)
+        steps = training.accumulation_steps
+        sent = step_bytes(training.stage, self.gpus, units, policy, accumulation_steps=steps)
+        return sum(each.crossing for each in sent.values())
 
     @property
     def nearest(self) -> PlanRow:

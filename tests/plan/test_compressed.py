@@ -1,0 +1,145 @@
+"""Volumes and memory of compressed communication: as the engine counts them, and as the paper says."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.zero.training import configuration
+from zero_ext.config import CommunicationPolicy
+from zero_ext.plan import (
+    Sent,
+    TrainingState,
+    model_staging,
+    model_state_bytes,
+    secondary_bytes,
+    step_bytes,
+)
+from zero_ext.zero import Engine, engine_of
+
+WAYS = (
+    CommunicationPolicy(),
+    CommunicationPolicy(quantized_weights="int4"),
+    CommunicationPolicy(quantized_gradients="int4"),
+    CommunicationPolicy(secondary_shards=True),
+    CommunicationPolicy(quantized_weights="int8", quantized_gradients="int8", secondary_shards=True),
+)
+
+
+class Layer(nn.Module):
+    """A Llama's layer but for its attention: the sizes matter here."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attend, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * width, width, bias=False)
+        self.norm = nn.RMSNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.attend(self.norm(x)).chunk(3, -1)
+        x = x + self.out(query * key.tanh() + value)
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Decoder(nn.Module):
+    """[batch, time] ids to logits."""
+
+    def __init__(self, width: int = 64, layers: int = 2, vocabulary: int = 96) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def two_steps(world: World, stage: int, policy: CommunicationPolicy, micro_batches: int = 1) -> Engine:
+    """The engine after two steps in bf16; staging must be what was planned."""
+    config = configuration(
+        stage,
+        precision={"dtype": "bf16"},
+        communication=policy.to_mapping(),
+        batch={"gradient_accumulation_steps": micro_batches},
+        units={"bucket_elements": 40_000},
+    )
+    model = Decoder()
+    optimizer = torch.optim.AdamW(model.parameters())
+    staging = model_staging(model, optimizer, config, world.size)
+    model, optimizer = zero_ext.prepare(model, optimizer, config, process_group=world.group)
+    ids = torch.randint(0, 96, (2, 5))
+    for _ in range(2):
+        for _ in range(micro_batches):
+            model(ids).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = engine_of(model)
+    assert engine.pool.total_bytes == staging.pool.nbytes and not engine.pool.overflow.total_bytes
+    engine.keep_model_for_test = model
+    return engine
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_volumes_and_memory_are_those_counted(world: World, stage: int) -> None:
+    for way in WAYS:
+        if stage == 2 and (way.quantized_weights or way.secondary_shards):
+            continue
+        for per_node in (1, 2, 4)[: world.size // 2 + 1]:
+            policy = way.replace(ranks_per_node=per_node)
+            for micro_batches in (1, 2):
+                engine = two_steps(world, stage, policy, micro_batches)
+                lengths = [unit.layout.numel for unit in engine.units]
+                wire = engine.wire
+                counted = {
+                    kind: Sent(wire.last_bytes_sent[kind], wire.last_crossing_bytes[kind])
+                    for kind in wire.last_elements
+                    if kind != "scalars"
+                }
+                planned = step_bytes(
+                    stage, world.size, Counter(lengths), policy, accumulation_steps=micro_batches
+                )
+                assert counted == planned, (policy, micro_batches)
+                state = TrainingState({"bf16": sum(lengths)}, accumulation_steps=micro_batches)
+                kept = sum(secondary_bytes(numel, world.size, policy, 2) for numel in lengths)
+                params = model_state_bytes(stage, world.size, state).params
+                assert engine.ledger()["params"] == params + kept
+
+
+@on_ranks(4)
+def test_all_on_crosses_with_a_quarter_of_the_bytes(world: World) -> None:
+    """At most 0.78 of the parameters' fp16 bytes cross between two nodes of two ranks, scales and padding
+    included, where stage 3 sends three times all of them."""
+    policy = CommunicationPolicy(
+        ranks_per_node=2, quantized_weights="int8", quantized_gradients="int4", secondary_shards=True
+    )
+    plain = two_steps(world, 3, CommunicationPolicy(ranks_per_node=2))
+    engine = two_steps(world, 3, policy)
+    fp16 = 2 * sum(parameter.numel() for parameter in Decoder().parameters())
+
+    def crossing(one: Engine) -> float:
+        """Of a node, before the factor (nodes - 1) / nodes, over the parameters' bytes."""
+        counts = one.wire.last_crossing_bytes
+        sent = sum(sum(world.everyone(count)) for kind, count in counts.items() if kind != "scalars")
+        return sent / 2 / (1 / 2) / fp16
+
+    compressed, full = crossing(engine), crossing(plain)
+    assert 0.75 < compressed <= 0.78
+    # Flat collectives send each byte to every rank of the other node.
+    assert full >= 2 * 3.0
+    assert full / compressed >= 7.6
+
+
+def test_sharding_groups_are_not_planned() -> None:
+    with pytest.raises(ValueError, match="sharding_ranks is 2"):
+        step_bytes(3, 4, {64: 1}, CommunicationPolicy(sharding_ranks=2))

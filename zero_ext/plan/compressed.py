@@ -1,0 +1,86 @@
+"""Bytes that a step's collectives send, in codes and through nodes (ZeRO++, Wang et al., arXiv 2306.10209).
+
+With all on and nodes of equal size, P parameters cross between nodes as half of their fp16 bytes when they
+are gathered in int8, not at all when they are gathered again, and as a quarter when their gradients are
+reduced in int4: 0.75P against 3P, and scales besides (section 3).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zero_ext.config.blocks import message_bytes
+from zero_ext.config.communication import CODE_BITS, CommunicationPolicy
+from zero_ext.config.placement import Placement
+from zero_ext.plan.memory import check_count
+from zero_ext.plan.wire import bytes_sent, wire_elements
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that one rank sends in a step: all of them, and those that go to other nodes."""
+
+    all: int = 0
+    crossing: int = 0
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(self.all + other.all, self.crossing + other.crossing)
+
+
+def step_bytes(
+    stage: int,
+    world_size: int,
+    units: Mapping[int, int],
+    communication: CommunicationPolicy,
+    *,
+    bytes_per_element: int = 2,
+    accumulation_steps: int = 1,
+) -> dict[str, Sent]:
+    """What one of `world_size` ranks sends in a step, by kind of collective, as
+    `zero_ext.comm.WireLog` counts it; norms and flags (`scalars`) left out.
+
+    `units` are those that train, by the elements of their flat buffer, padding included: how many are that
+    long. Every micro-batch is reduced on its own where gradients are sharded.
+
+    Raises ValueError for a stage, world size or count that does not exist, and for sharding groups, whose
+    volumes are not planned.
+    """
+    check_count("accumulation_steps", accumulation_steps, 1)
+    if communication.sharding_ranks not in (None, world_size):
+        raise ValueError(
+            f"communication.sharding_ranks is {communication.sharding_ranks}: volumes of sharding groups are "
+            "not planned; plan for one group's ranks"
+        )
+    total: Counter[str] = Counter()
+    crossing: Counter[str] = Counter()
+    for numel, count in units.items():
+        sent = _of_unit(stage, world_size, numel, communication, bytes_per_element, accumulation_steps)
+        for kind, each in sent.items():
+            total[kind] += count * each.all
+            crossing[kind] += count * each.crossing
+    return {kind: Sent(total[kind], crossing[kind]) for kind in total}
+
+
+def _of_unit(
+    stage: int, ranks: int, numel: int, communication: CommunicationPolicy, width: int, micro_batches: int
+) -> dict[str, Sent]:
+    per_node = communication.ranks_per_node or ranks
+    flat = bytes_sent(wire_elements(stage, ranks, numel, accumulation_steps=micro_batches), ranks, width)
+    found = {kind: Sent(sent, sent * (ranks - per_node) // (ranks - 1)) for kind, sent in flat.items()}
+    nodes, shard, placement = ranks // per_node, numel // ranks, Placement.of_stage(stage)
+    weights, gradients = communication.quantized_weights, communication.quantized_gradients
+    secondary = communication.secondary_shards and nodes > 1
+    if "gather" in found and (weights is not None or secondary):
+        message = shard * width if weights is None else message_bytes(shard, CODE_BITS[weights])
+        inside = message * nodes * (per_node - 1)
+        gathers = 2 * micro_batches
+        crossing = message * (nodes - 1) * (1 if secondary else gathers)
+        found["gather"] = Sent(inside * gathers + crossing, crossing)
+    if "reduce_scatter" in found and placement.grads and gradients is not None:
+        message = message_bytes(shard, CODE_BITS[gradients])
+        crossing = message * (nodes - 1) * micro_batches
+        inside = message * nodes * (per_node - 1) * micro_batches
+        found["reduce_scatter"] = Sent(inside + crossing, crossing)
+    return found
