@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from zero_ext.integrations.prepare import prepare
     from zero_ext.optim.lamb import Lamb
     from zero_ext.optim.lion import Lion
+    from zero_ext.optim.one_bit import OneBitAdam, ZeroOneAdam
     from zero_ext.zero.gathered import (
         double_backward,
         full_gradient,
@@ -29,10 +30,12 @@ __all__ = [
     "Init",
     "Lamb",
     "Lion",
+    "OneBitAdam",
     "TiledEmbedding",
     "TiledLinear",
     "ZeroConfig",
     "ZeroModule",
+    "ZeroOneAdam",
     "checkpoint_activations",
     "double_backward",
     "full_gradient",
@@ -70,9 +73,11 @@ __getattr__ = lazily(
         "Init": "zero_ext.zero.init",
         "Lamb": "zero_ext.optim.lamb",
         "Lion": "zero_ext.optim.lion",
+        "OneBitAdam": "zero_ext.optim.one_bit",
         "TiledEmbedding": "zero_ext.zero.tiling",
         "TiledLinear": "zero_ext.zero.tiling",
         "ZeroModule": "zero_ext.zero.module",
+        "ZeroOneAdam": "zero_ext.optim.one_bit",
         "checkpoint_activations": "zero_ext.activation",
         "double_backward": "zero_ext.zero.gathered",
         "full_gradient": "zero_ext.zero.gathered",

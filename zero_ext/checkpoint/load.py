@@ -20,7 +20,13 @@ from zero_ext.checkpoint.load_plan import LoadPlan, check_requests, plan_load
 from zero_ext.checkpoint.manifest import read_manifest
 from zero_ext.checkpoint.manifest_check import check_manifest
 from zero_ext.checkpoint.session import session_of
-from zero_ext.checkpoint.source import OptimizerlessStateSource, StateSource
+from zero_ext.checkpoint.source import (
+    BUFFER,
+    MASTER,
+    OptimizerlessStateSource,
+    SelectiveStateSource,
+    StateSource,
+)
 
 _UNCHANGED = "Nothing of the model was changed"
 _HALF_LOADED = (
@@ -105,8 +111,15 @@ class _Load:
                 f"{self.path}: the ranks read different manifests; is another job saving there?"
             )
         if self.agreement.rank == 0:
-            trains = not isinstance(self.source, OptimizerlessStateSource) or self.source.trains
-            check_requests(plan.manifest, [json.loads(request) for request in requests], trains)
+            check_requests(plan.manifest, [json.loads(request) for request in requests], self._leaves_aside)
+
+    def _leaves_aside(self, kind: str) -> bool:
+        """Whether the source may leave stored state of this kind where it is."""
+        if kind in (MASTER, BUFFER):
+            return False
+        if isinstance(self.source, OptimizerlessStateSource) and not self.source.trains:
+            return True
+        return isinstance(self.source, SelectiveStateSource) and self.source.leaves(kind)
 
     def _verify(self, reader: ChunkReader, plan: LoadPlan) -> None:
         chunks: dict[Chunk, None] = {fill.chunk: None for fill in plan.fills}

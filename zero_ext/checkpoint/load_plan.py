@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from zero_ext.checkpoint.manifest import MANIFEST_NAME, Manifest
 from zero_ext.checkpoint.manifest_check import tensor_elements
 from zero_ext.checkpoint.match import match_buffers, match_parameters
 from zero_ext.checkpoint.named_state import decode
-from zero_ext.checkpoint.source import BUFFER, MASTER, LazyStateSource, StateSource
+from zero_ext.checkpoint.source import BUFFER, LazyStateSource, StateSource
 
 RunIndex = tuple[int, int, int]  # stored tensor (by its place in the sorted list), first element, elements
 
@@ -65,17 +65,17 @@ def plan_load(source: StateSource, manifest: Manifest, path: Path) -> LoadPlan:
     return LoadPlan(manifest, named, fills, requested, buffers)
 
 
-def check_requests(manifest: Manifest, parts: Iterable[Iterable[RunIndex]], trains: bool) -> None:
-    """ValueError if something is stored that no rank asks for: to drop it would change the training.
-
-    Without training, optimizer state may stay behind.
-    """
+def check_requests(
+    manifest: Manifest, parts: Iterable[Iterable[RunIndex]], leaves: Callable[[str], bool]
+) -> None:
+    """ValueError if something is stored that no rank asks for: to drop it would change the training. State of
+    a kind that the source ``leaves`` aside may stay behind."""
     runs: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for part in parts:
         for number, start, numel in part:
             runs[number].append((start, start + numel))
     for number, (kind, name) in enumerate(_stored_tensors(manifest)):
-        if not trains and kind not in (MASTER, BUFFER):
+        if leaves(kind):
             continue
         end = 0
         for low, high in sorted(runs[number]):

@@ -132,6 +132,14 @@ class LazyStateSource(Protocol):
 
 
 @runtime_checkable
+class SelectiveStateSource(Protocol):
+    """A source that leaves some kinds of state in a checkpoint aside, as what only the ranks that wrote it
+    could use; asked after :meth:`LazyStateSource.prepare_load`."""
+
+    def leaves(self, kind: str) -> bool: ...
+
+
+@runtime_checkable
 class OptimizerlessStateSource(Protocol):
     """A source that may have no optimizer: while ``trains`` is False a load leaves optimizer state aside."""
 

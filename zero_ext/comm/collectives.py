@@ -217,6 +217,23 @@ class Collectives:
         way = self._reductions if reduces else self._gathers
         return Pending(label, self.rank, lambda: way.chain(hops(way.unordered, _tag(label))), finish, told)
 
+    def all_to_all(
+        self,
+        receives: Sequence[torch.Tensor],
+        sends: Sequence[torch.Tensor],
+        kind: str,
+        elements: int,
+        label: str,
+    ) -> Pending:
+        """Sends ``sends[r]`` to every other rank ``r`` and fills ``receives[r]`` with what it sends; in the
+        order of reductions. ``elements`` is what the wire log counts."""
+        neighbours = self.nodes.neighbours
+        sent = sum(each.nbytes for rank, each in enumerate(sends) if rank != self.rank)
+        crossing = sum(each.nbytes for rank, each in enumerate(sends) if rank not in neighbours)
+        told = self._record(Traffic(kind, elements, sent, crossing), label)
+        start = functools.partial(self._reductions.all_to_all, receives, sends, _tag(label))
+        return Pending(label, self.rank, start, waited=told)
+
     def sum_(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """Sums a small tensor over the ranks in place, and returns it."""
         if self.world_size > 1:

@@ -14,10 +14,12 @@ OPTIMIZERS = (
     "Lamb",
     "Lion",
     "NAdam",
+    "OneBitAdam",
     "RAdam",
     "RMSprop",
     "Rprop",
     "SGD",
+    "ZeroOneAdam",
 )
 SCHEDULERS = (
     "WarmupLR",
@@ -39,8 +41,6 @@ SCHEDULERS = (
 _COMPRESSED = "compressed communication is not built here; use AdamW"
 _MUP = "its learning rates depend on whole shapes, through package mup; pass the optimizer object instead"
 REFUSED_OPTIMIZERS = {
-    "OneBitAdam": _COMPRESSED,
-    "ZeroOneAdam": _COMPRESSED,
     "OneBitLamb": _COMPRESSED,
     "Muon": "it orthogonalises whole matrices, which shards do not have; use AdamW",
     "Adafactor": "it factors whole matrices, which shards do not have; use AdamW",

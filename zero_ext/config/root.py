@@ -13,6 +13,7 @@ from .communication import CommunicationPolicy
 from .errors import show
 from .monitor import MonitorPolicy
 from .offload import AioPolicy, OffloadPolicy
+from .one_bit import check_one_bit
 from .policies import (
     CheckpointPolicy,
     LossScalePolicy,
@@ -112,4 +113,10 @@ class ZeroConfig(Policy):
                     f"got {show(tier)}, but stage is {self.stage} and {words} can leave the device only "
                     f"when sharded; set stage to {wanted}, or leave {words} on the device",
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _signs_need_replicas(self) -> ZeroConfig:
+        if self.optimizer is not None:
+            check_one_bit(self.optimizer.type, self)
         return self

@@ -42,7 +42,8 @@ class Tiers:
     keeps beside the master weights; None where there is no optimizer. ``shadows`` says that state in storage
     has room for what it is after a step that may be taken back, ``transit_bytes`` is the size of what passes
     between storage and an accelerator where it cannot go directly, ``delays_updates`` says that master
-    weights are updated while forward and backward use the parameters. ``bus`` hears how long storage is
+    weights are updated while forward and backward use the parameters, ``parts_masters`` that parameters are
+    never their own master weights. ``bus`` hears how long storage is
     waited for.
     """
 
@@ -56,11 +57,13 @@ class Tiers:
         device: Device = CPU,
         transit_bytes: int = 0,
         bus: Bus | None = None,
+        parts_masters: bool = False,
     ) -> None:
         self.device = device
         self.bus = Bus() if bus is None else bus
         self.transfers = TransferLog()
         self.delays_updates = policy.step == "delayed"
+        self.parts_masters = parts_masters or self.delays_updates
         self._shadows = shadows
         self.staging = StepStaging(rooms, device)
         self._store: NvmeStore | None = None

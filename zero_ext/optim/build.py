@@ -19,16 +19,17 @@ from zero_ext.config.finite import is_number
 from . import schedulers
 from .lamb import Lamb
 from .lion import Lion
+from .one_bit import OneBitAdam, ZeroOneAdam
 
 _FIVE = {kind.__name__: kind for kind in (getattr(schedulers, name) for name in schedulers.__all__)}
-_OWN: dict[str, type[Optimizer]] = {"Lamb": Lamb, "Lion": Lion}
+_OWN = {kind.__name__: kind for kind in (Lamb, Lion, OneBitAdam, ZeroOneAdam)}
 _MODE_KEYS = ("adam_w_mode", "adamw_mode", "adamw")
 _NEVER_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "lr_decay", "lambd", "alpha", "rho")
 
 
 def build_optimizer(policy: OptimizerPolicy, params: Iterable[Any]) -> Optimizer:
-    """The optimizer that `policy` names, torch's, `zero_ext.Lamb` or `zero_ext.Lion`, over `params` (tensors
-    or param groups, as torch takes them).
+    """The optimizer that `policy` names, torch's or one of `zero_ext`'s, over `params` (tensors or param
+    groups, as torch takes them).
 
     Names are torch's, with one habit of DeepSpeed's: "Adam" means AdamW (decoupled weight decay, Loshchilov
     and Hutter, arXiv 1711.05101) unless params hold adam_w_mode (or adamw) false. Missing params take

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import optim
 
+from zero_ext.config.one_bit import ONE_BIT
 from zero_ext.optim.lamb import Lamb
 from zero_ext.optim.lion import Lion
+from zero_ext.optim.one_bit.optimizer import OneBitOptimizer
 
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.Adadelta,
@@ -36,8 +38,9 @@ WHOLE_TENSOR: dict[str, str] = {
 
 
 def fusible(optimizer: optim.Optimizer) -> bool:
-    """Whether a fused op computes what ``optimizer`` would: Lamb, Lion, or what :func:`streamable` is."""
-    return type(optimizer) in (Lamb, Lion) or streamable(optimizer)
+    """Whether a fused op computes what ``optimizer`` would: Lamb, Lion, one that exchanges signs, or what
+    :func:`streamable` is."""
+    return type(optimizer) in (Lamb, Lion) or exchanges_signs(optimizer) or streamable(optimizer)
 
 
 def check_step_time(optimizer: optim.Optimizer, when: str) -> None:
@@ -49,6 +52,17 @@ def check_step_time(optimizer: optim.Optimizer, when: str) -> None:
             "which are summed up once for all layers, when all gradients are there and before any weight "
             "changes; set offload.step to 'after_backward'"
         )
+
+
+def exchanges_signs(optimizer: optim.Optimizer | None) -> bool:
+    """Whether ``optimizer`` is one of the one-bit family."""
+    return isinstance(optimizer, OneBitOptimizer)
+
+
+def resumes_from(own: str | None, saved: str | None) -> bool:
+    """Whether an optimizer of the class named ``own`` takes over state of the one named ``saved``: its own,
+    or, for one that exchanges signs, Adam's, which has the same two moments."""
+    return own == saved or (own in ONE_BIT and saved in ("Adam", "AdamW", *ONE_BIT))
 
 
 def streamable(optimizer: optim.Optimizer) -> bool:

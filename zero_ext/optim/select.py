@@ -7,13 +7,21 @@ from collections.abc import Sequence
 import torch
 
 from zero_ext.offload import StateField, Tiers
-from zero_ext.optim.compatibility import check_elementwise, elementwise_kinds, fusible, streamable
+from zero_ext.optim.compatibility import (
+    check_elementwise,
+    elementwise_kinds,
+    exchanges_signs,
+    fusible,
+    streamable,
+)
 from zero_ext.optim.elementwise import ElementwiseStepper
 from zero_ext.optim.elementwise_stream import ElementwiseStream
 from zero_ext.optim.fused import AdamStepper, LionStepper
 from zero_ext.optim.lamb import Lamb
 from zero_ext.optim.lamb_stepper import LambStepper
 from zero_ext.optim.moments import LION_MOMENTS, MomentsDtype, moment_fields
+from zero_ext.optim.one_bit.optimizer import OneBitOptimizer
+from zero_ext.optim.one_bit.stepper import OneBitStepper
 from zero_ext.optim.split import SplitStepper
 from zero_ext.optim.stepper import OwnedRange, Stepper, Total
 
@@ -26,12 +34,14 @@ def make_stepper(
     tiers: Tiers,
     total: Total,
 ) -> Stepper:
-    """The stepper for a user's optimizer: fused for Adam, AdamW, Lamb and, in memory, Lion; else the class's
-    own code on the shards. ``total`` sums up what a step has to know of all ranks.
+    """The stepper for a user's optimizer: fused for Adam, AdamW, Lamb and, in memory, Lion and the one-bit
+    family; else the class's own code on the shards. ``total`` sums up what a step has to know of all ranks.
 
     Raises ``ValueError`` if the class needs whole tensors, or is unknown and ``elementwise`` is False, or if
     moments in 8 bits are asked of any but Adam and AdamW.
     """
+    if isinstance(optimizer, OneBitOptimizer):
+        return OneBitStepper(optimizer, optimizer.param_groups, ranges, tiers.staging)
     if streamable(optimizer):
         return AdamStepper(optimizer.param_groups, ranges, moments_dtype, tiers.staging)
     if type(optimizer) is not Lamb:
@@ -60,7 +70,7 @@ def make_stepper(
 def state_kinds(optimizer: torch.optim.Optimizer, moments_dtype: MomentsDtype) -> dict[str, StateField]:
     """The state that :func:`make_stepper`'s stepper keeps beside the master weights, in the order that a
     step on NVMe wants."""
-    if streamable(optimizer):
+    if streamable(optimizer) or exchanges_signs(optimizer):
         return moment_fields(moments_dtype)
     if type(optimizer) is Lamb and moments_dtype != "8bit":
         return moment_fields(moments_dtype)

@@ -273,6 +273,8 @@ class Engine:
                 self.optimizer_step.read(self._gradients[unit], number)
 
     def _reduces_now(self) -> bool:
+        if self.optimizer_step.keeps_local:
+            return False
         sharded = any(master.unit.placement.grads for master in self.masters)
         return self._ends_accumulation() or (self._syncs and sharded)
 
@@ -284,7 +286,13 @@ class Engine:
         self._collected = False
         self.views.note_cleared()
         for gradients in self.reducer.gradients:
-            gradients.begin_pass(keep_local=not self._reduces_now())
+            gradients.begin_pass(keep_local=self._adds_up(gradients))
+
+    def _adds_up(self, gradients: UnitGradients) -> bool:
+        """Whether this pass's gradients stay with those of other passes of the same step."""
+        if self.optimizer_step.keeps_local:
+            return gradients.has_local or not self._ends_accumulation()
+        return not self._reduces_now()
 
     def _end_backward(self) -> None:
         try:
@@ -310,6 +318,7 @@ class Engine:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """See :meth:`ZeroModule.clip_grad_norm_`."""
         self.optimizer_step.refuse_pending("clip_grad_norm_")
+        self.optimizer_step.refuse_local("clip_grad_norm_")
         self.settle_gradients()
         step = self.optimizer_step
         unscale = 1.0 / step.scaler.scale if step.scales_loss else 1.0
@@ -349,9 +358,13 @@ class Engine:
 
     def settle_gradients(self) -> None:
         """Makes the reduced gradients complete on every rank; a collective. See
-        ``GradientReducer.settle``."""
+        ``GradientReducer.settle``. Raises ``RuntimeError`` where the next step leaves them unreduced."""
+        self.optimizer_step.refuse_local("reading or changing averaged gradients")
+        self._settle_gradients()
+
+    def _settle_gradients(self) -> None:
         self.views.note_cleared()
-        self.reducer.settle()
+        self.reducer.settle(reduce=not self.optimizer_step.keeps_local)
         self.norms.forget()  # where a rank holds whole gradients they may have been written to directly
         self.views.publish()
 
@@ -376,7 +389,7 @@ class Engine:
         began = self._clock.begin()
         self._refuse_early_step()
         self.residency.forget_values()  # what was fetched ahead has the values before the update
-        self.settle_gradients()
+        self._settle_gradients()
         stepped = self.optimizer_step.run()
         self._micro_steps = 0
         if self.optimizer_step.clears_gradients:
@@ -415,6 +428,8 @@ class Engine:
 
     def _follow_writes(self) -> None:
         written = [unit for unit in self.units if not unit.placement.params and unit.written()]
+        if written:
+            self.optimizer_step.refuse_drift(f"a write to parameters of {written[0].describe()}")
         if written and self.optimizer_step.under_way:
             name = written[0].layout.specs[written[0].written()[0]].name
             raise RuntimeError(

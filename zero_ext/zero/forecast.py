@@ -17,7 +17,7 @@ from zero_ext.comm import Collectives
 from zero_ext.config import Tier, ZeroConfig
 from zero_ext.offload import StateField
 from zero_ext.optim import moments_dtype_named, state_kinds
-from zero_ext.optim.compatibility import fusible
+from zero_ext.optim.compatibility import exchanges_signs, fusible
 from zero_ext.zero.construction import layout_of
 from zero_ext.zero.partition import (
     DTYPES,
@@ -60,6 +60,7 @@ class Forecast:
         self.device = device
         self.trains = trained_by(optimizer)
         self._fused = optimizer is not None and fusible(optimizer)
+        self._parts_masters = exchanges_signs(optimizer)
         self.kinds: Mapping[str, StateField] | None = None
         if optimizer is not None:
             self.kinds = state_kinds(optimizer, moments_dtype_named(config.precision.moments_dtype))
@@ -97,7 +98,8 @@ class Forecast:
         if not (used_up and placement.grads and grads_tier == "device"):
             held[grads_tier]["grads"] += numel * width
         tier, numel = place(placement.optimizer, placement.optimizer_tier)
-        shared = dtype is torch.float32 and params_tier == tier and self.config.offload.step != "delayed"
+        apart = self.config.offload.step == "delayed" or self._parts_masters
+        shared = dtype is torch.float32 and params_tier == tier and not apart
         held[tier]["optimizer"] += 0 if shared else numel * 4
         if not self._fused and tier != "nvme":  # torch's own code has tensors of its own, without padding
             begin, end = (

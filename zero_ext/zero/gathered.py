@@ -46,6 +46,8 @@ def gathered(
 def _gathered_units(units: list[tuple[Engine, Unit]], modifier_rank: int | None) -> Iterator[None]:
     for engine, _ in units:
         engine.optimizer_step.refuse_pending("gathered")
+        if modifier_rank is not None:
+            engine.optimizer_step.refuse_drift("a write to parameters")
         if modifier_rank is not None and modifier_rank not in range(engine.world_size):
             raise ValueError(
                 f"modifier_rank: {modifier_rank!r} given, a rank from 0 to {engine.world_size - 1} wanted"
@@ -186,6 +188,7 @@ def load_full_state_dict(
     engine = engine_of(model)
     _check_shapes(state, engine.wholes.shapes())
     engine.finish_updates()
+    engine.optimizer_step.refuse_drift("a write to parameters")
     state = engine.wholes.cut(state)
     names, buffers = _names_of(engine), persistent_buffers(engine.model)
     found = {parameter: [name for name in own if name in state] for parameter, own in names.items()}

@@ -61,7 +61,7 @@ class GradientViews:
 
     def norm_of(self, key: object, norm_type: float) -> torch.Tensor:
         """See :class:`GradientAccess`."""
-        self._engine.optimizer_step.refuse_pending("a norm of param.grad")
+        self._refuse("a norm of param.grad")
         gradients, number = self._find(key)
         self._settle()
         if norm_type == 2:
@@ -76,7 +76,7 @@ class GradientViews:
 
     def scale(self, key: object, factor: torch.Tensor | float) -> None:
         """See :class:`GradientAccess`."""
-        self._engine.optimizer_step.refuse_pending("scaling param.grad")
+        self._refuse("scaling param.grad")
         gradients, number = self._find(key)
         self._settle()
         gradients.scale_parameter(number, factor)
@@ -88,6 +88,10 @@ class GradientViews:
         gradients, number = self._find(key)
         gradients.zero_parameter(number)
         self._engine.norms.forget()
+
+    def _refuse(self, what: str) -> None:
+        self._engine.optimizer_step.refuse_pending(what)
+        self._engine.optimizer_step.refuse_local(what)
 
     def _settle(self) -> None:
         reducer = self._engine.reducer

@@ -147,13 +147,9 @@ class UnitGradients:
         if self._sums and self.local.dtype != self._accumulation_dtype:
             self._widen_local()
         sums, self._sums = self._sums, False
-        for index, spec in enumerate(layout.specs):
-            if index not in self._filled:
-                self.local[layout.offsets[index] : layout.offsets[index] + spec.numel].zero_()
-        for begin, end in layout.gaps():
-            self.local[begin:end].zero_()
+        local = self.local_sum()
         if unit.collectives.world_size == 1:
-            self._reduce_alone(self.local, sums)
+            self._reduce_alone(local, sums)
             return
         self._filled.clear()
         target = self.home.begin(sums)
@@ -162,7 +158,19 @@ class UnitGradients:
             self._landing_dtype = self._accumulation_dtype if sums else self.home.dtype
             self._landing = self._lend(layout.shard_numel, self._landing_dtype, "landing")
             target = self._landing.view(self._landing_dtype)[: layout.shard_numel]
-        self._pending = self._exchange.start(self.local, target, accumulate, self._borrow)
+        self._pending = self._exchange.start(local, target, accumulate, self._borrow)
+
+    def local_sum(self) -> torch.Tensor:
+        """``local``, zero where nothing arrived that is not reduced yet, and in the padding."""
+        layout, local = self.unit.layout, self.local
+        if local is None:
+            raise AssertionError("no memory for local gradients")
+        for index, spec in enumerate(layout.specs):
+            if index not in self._filled:
+                local[layout.offsets[index] : layout.offsets[index] + spec.numel].zero_()
+        for begin, end in layout.gaps():
+            local[begin:end].zero_()
+        return local
 
     def _reduce_alone(self, local: torch.Tensor, sums: bool) -> None:
         """One rank's sum is the average already."""

@@ -35,7 +35,7 @@ class MasterShard:
             layout.shard_range(unit.collectives.rank) if placement.optimizer else (0, layout.numel)
         )
         live: ShardHome = unit.home if placement.optimizer else tiers.in_memory(unit.flat)
-        shares = layout.dtype == torch.float32 and not tiers.delays_updates
+        shares = layout.dtype == torch.float32 and not tiers.parts_masters
         shared = live.memory(placement.optimizer_tier) if shares else None
         self.separate = shared is None
         self.state = tiers.state_home(placement.optimizer_tier, self.end - self.begin, shared)

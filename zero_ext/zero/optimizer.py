@@ -11,6 +11,7 @@ from zero_ext.offload import Values, copy_of, count, replace
 from zero_ext.optim import Stepper, make_stepper, moments_dtype_named
 from zero_ext.optim.compatibility import on_other_tensors
 from zero_ext.zero.engine import Engine
+from zero_ext.zero.update import AfterBackward
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -126,11 +127,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             kind, _, rest = key.partition("/")
             name = rest.rpartition("/")[0]
             kinds[name] = (*kinds.get(name, ()), kind)
-        undo = stepper.make_state(kinds)
+        undo, undo_kept = stepper.make_state(kinds), self._updates().make_kept(kinds)
         live = self._live_shards()
         problem = _mismatch(live, state_dict["shards"])
         if problem is not None:
             undo()
+            undo_kept()
             raise ValueError(f"optimizer state: {problem}")
         stepper.load_scalars(state_dict["scalars"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -138,12 +140,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for key, values in live.items():
             replace(values, state_dict["shards"][key])
         self.engine.refresh_parameters()
+        self._updates().restore()
 
     def _stepper(self) -> Stepper:
         stepper = self.engine.optimizer_step.stepper
         if stepper is None:
             raise AssertionError("an optimizer without a stepper")
         return stepper
+
+    def _updates(self) -> AfterBackward:
+        updates = self.engine.optimizer_step.updates
+        if updates is None:
+            raise AssertionError("an optimizer without updates")
+        return updates
 
     def _live_shards(self) -> dict[str, Values]:
         """All state and master weights of this rank where they lie, by kind, parameter and first element."""
@@ -155,6 +164,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for overlap in master.overlaps:
                 name = master.unit.layout.specs[overlap.index].name
                 shards[f"master/{name}/{overlap.parameter_start}"] = master.part(overlap)
+        for kept in self._updates().kept():
+            for name, start, part in kept.runs(self.engine.masters[kept.number].unit.layout):
+                shards[f"{kept.kind}/{name}/{start}"] = part
         return shards
 
 

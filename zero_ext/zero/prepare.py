@@ -17,7 +17,14 @@ from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.config.placement import Placement
 from zero_ext.offload import Device, Tiers
-from zero_ext.optim.compatibility import check_elementwise, check_step_time, fusible, was_stepped
+from zero_ext.optim.compatibility import (
+    check_elementwise,
+    check_step_time,
+    exchanges_signs,
+    fusible,
+    was_stepped,
+)
+from zero_ext.optim.one_bit import check_one_bit_optimizer
 from zero_ext.zero.activations import check_activation_group, checkpointing_of
 from zero_ext.zero.buffers import move_buffers
 from zero_ext.zero.construction import (
@@ -108,6 +115,7 @@ def prepare(
     settings = settings.replace(batch=settings.batch.resolve(collectives.world_size))
     _check_parameters(owned, optimizer)
     _check_optimizer(optimizer, {item.parameter for item in owned}, elementwise, settings)
+    check_one_bit_optimizer(optimizer, settings)
     if values == "keep":
         check_values(owned)
     check_agreement(owned, settings, collectives)
@@ -266,6 +274,7 @@ def _make_tiers(forecast: Forecast, optimizer: torch.optim.Optimizer | None, dev
             device,
             staging.transit,
             collectives.bus,
+            exchanges_signs(optimizer),
         )
         sums = DTYPES[settings.precision.grad_accum_dtype]
         reserve_storage(plans, tiers, collectives.shards.world_size, trained_by(optimizer), sums)

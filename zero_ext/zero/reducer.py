@@ -60,15 +60,16 @@ class GradientReducer:
         self._drain()
         self._next = 0
 
-    def settle(self) -> bool:
-        """Before gradients are read, on all ranks: reduces whatever any rank still holds locally.
+    def settle(self, reduce: bool = True) -> bool:
+        """Before gradients are read, on all ranks: reduces whatever any rank still holds locally, unless
+        ``reduce`` is False.
 
         Afterwards ``contributed`` names the parameters that got a gradient on any rank. Returns whether these
         were the same on every rank before. Raises :class:`FailedTogether` on all ranks where gradients on
         NVMe are lost on one.
         """
         self.settled = True
-        alike = self._settle()
+        alike = self._settle(reduce)
         if any(gradients.home.tier == "nvme" for gradients in self.gradients):
             together(
                 self._collectives,
@@ -84,7 +85,7 @@ class GradientReducer:
             if gradients.home.failure is not None:
                 raise gradients.home.failure
 
-    def _settle(self) -> bool:
+    def _settle(self, reduce: bool) -> bool:
         if self._collectives.world_size == 1:
             for gradients in self.gradients:
                 if gradients.has_local:
@@ -104,7 +105,7 @@ class GradientReducer:
             used = agreed[position : position + count]
             gradients.contributed.update(i for i, ranks in enumerate(used) if ranks)
             position += count
-            if leftover:
+            if leftover and reduce:
                 self._start(gradients)
         self._drain()
         if self._arrivals is not None and any(agreed):

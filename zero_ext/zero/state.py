@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from zero_ext.config import ZeroConfig
 from zero_ext.offload import Values, count, part_of
+from zero_ext.optim.compatibility import resumes_from
 from zero_ext.zero.buffers import persistent_buffers
+from zero_ext.zero.kept import Room
 from zero_ext.zero.packed import packed_tensors
 from zero_ext.zero.unit import Unit
 
@@ -104,12 +106,27 @@ class EngineState:
                     ShardPiece(piece.kind, piece.name, piece.start + low - begin, part)
                 )
 
+        yield from self._kept_pieces(saves=True)
+
     def load_pieces(self) -> Iterator[ShardPiece]:
         """What this rank needs filled: everything it owns, of which nothing is under way any more."""
         self._engine.residency.forget_values()
         for piece, _, _ in self._pieces():
             if count(piece.tensor):
                 yield from self._of_wholes(piece)
+        yield from self._kept_pieces(saves=False)
+
+    def _kept_pieces(self, saves: bool) -> Iterator[ShardPiece]:
+        """What the updates keep beside the optimizer's state: what is the same on all ranks is shared out
+        over them where it is saved."""
+        updates = self._engine.optimizer_step.updates
+        for kept in updates.kept() if updates is not None else ():
+            layout = self._engine.masters[kept.number].unit.layout
+            if saves and kept.room is Room.SHARED:
+                begin, end = layout.shard_range(self.rank)
+                kept = kept._replace(begin=begin, values=kept.values[begin:end])
+            for name, start, values in kept.runs(layout):
+                yield ShardPiece(kept.kind, name, start, values)
 
     def _of_wholes(self, piece: ShardPiece) -> Iterator[ShardPiece]:
         """``piece`` itself, or, of a tile, its runs of the tensor that was tiled."""
@@ -184,6 +201,8 @@ class EngineState:
             stepper.load_scalars(engine.wholes.to_tiles(state["optimizer"]))
             for live, group in zip(step.groups, state["param_groups"], strict=True):
                 for key, value in group["settings"].items():
+                    if key not in live and state["optimizer_class"] != self.optimizer_class:
+                        continue  # a setting that only the other class has
                     live[key] = _as_before(live.get(key), value)
         step.steps = int(state["steps"])
         step.skipped_steps = int(state["skipped_steps"])
@@ -192,12 +211,13 @@ class EngineState:
         own = self.scalar_state()
         if state["optimizer"] is None:
             raise ValueError("the checkpoint was saved without an optimizer, and this model has one")
-        if state["optimizer_class"] != own["optimizer_class"]:
+        if not resumes_from(own["optimizer_class"], state["optimizer_class"]):
             raise ValueError(
                 f"the checkpoint was saved with the optimizer {state['optimizer_class']}, this model has "
                 f"{own['optimizer_class']}"
             )
-        if state["optimizer"].keys() != own["optimizer"].keys():
+        same = state["optimizer_class"] == own["optimizer_class"]
+        if same and state["optimizer"].keys() != own["optimizer"].keys():
             raise ValueError(
                 f"the checkpoint's state of {own['optimizer_class']} is of another form than this model's; "
                 "was it saved with other settings, as amsgrad?"
@@ -214,9 +234,21 @@ class EngineState:
 
     def prepare_load(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
         """Makes lazily created optimizer state exist for the kinds of state a checkpoint holds."""
-        stepper = self._engine.optimizer_step.stepper
-        if stepper is not None:
-            self._undo = stepper.make_state(self._engine.wholes.to_tiles(kinds))
+        step = self._engine.optimizer_step
+        if step.stepper is not None and step.updates is not None:
+            tiles = self._engine.wholes.to_tiles(kinds)
+            undo = step.stepper.make_state(tiles), step.updates.make_kept(tiles)
+
+            def undo_all() -> None:
+                for each in undo:
+                    each()
+
+            self._undo = undo_all
+
+    def leaves(self, kind: str) -> bool:
+        """Whether state of this kind in a checkpoint has no place here and is left aside."""
+        updates = self._engine.optimizer_step.updates
+        return updates is not None and updates.leaves(kind)
 
     def abandon_load(self) -> None:
         """After a load that was refused: takes back what :meth:`prepare_load` made."""
@@ -233,6 +265,9 @@ class EngineState:
         self._engine.optimizer_step.forget_damage()
         self._engine.clear_gradients()
         self._engine.refresh_parameters()
+        updates = self._engine.optimizer_step.updates
+        if updates is not None:
+            updates.restore()
 
 
 class TrainedState(EngineState):

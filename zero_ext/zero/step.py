@@ -12,6 +12,8 @@ from zero_ext.config import ZeroConfig
 from zero_ext.config.events import StepEnd
 from zero_ext.offload import Tiers
 from zero_ext.optim import OwnedRange, Segment, Stepper, Total
+from zero_ext.optim.one_bit.stepper import OneBitStepper
+from zero_ext.zero.compressed import CompressedUpdates
 from zero_ext.zero.delayed import Delayed
 from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.in_backward import InBackward
@@ -86,6 +88,10 @@ class OptimizerStep:
         if self._when == "in_backward":
             on_trial = bool(self._clipping) or self.scales_loss
             self.updates = InBackward(*parts, groups, on_trial)
+        elif isinstance(self.stepper, OneBitStepper):
+            self.updates = CompressedUpdates(
+                self.stepper, *parts[1:], lambda: self.steps - self.skipped_steps
+            )
         elif self._when == "delayed":
             self.updates = Delayed(*parts, groups, settings, self._tiers)
         else:
@@ -108,6 +114,28 @@ class OptimizerStep:
     def under_way(self) -> bool:
         """Whether parameters are still to follow the updates of the last step."""
         return self.updates is not None and self.updates.under_way
+
+    @property
+    def keeps_local(self) -> bool:
+        """Whether the next step wants gradients unreduced."""
+        return self.updates is not None and self.updates.keeps_local
+
+    def refuse_local(self, what: str) -> None:
+        """Raises ``RuntimeError`` where the next step exchanges signs: averaged gradients do not exist."""
+        if self.keeps_local:
+            raise RuntimeError(
+                f"{what}: the ranks exchange signs in this step, so averaged gradients do not exist, nor "
+                "their norm. Clip or change gradients in steps of full precision only (1-bit Adam: up to "
+                "freeze_step), or the loss."
+            )
+
+    def refuse_drift(self, what: str) -> None:
+        """Raises ``RuntimeError`` while the parameters differ between the ranks."""
+        if self.updates is not None and self.updates.drifts:
+            raise RuntimeError(
+                f"{what} between two exchanges of 0/1 Adam, while every rank has parameters of its own; write "
+                "before var_freeze_step or after a step that exchanges, or set local_step_clipper to 1"
+            )
 
     def wait(self) -> None:
         """Returns when no update runs any more. Raises what made it fail on this rank."""
@@ -229,6 +257,8 @@ class OptimizerStep:
     def _gradient_scale(self) -> tuple[torch.Tensor, bool]:
         scale = self._unscale()
         self.grad_norm = None
+        if self.keeps_local:
+            return scale, self._refuse_local_overflow()
         if not (self._clipping or self.scales_loss):
             return scale, False
         norm = self._norms.total() * scale.double()
@@ -245,6 +275,18 @@ class OptimizerStep:
         if self._clipping:
             scale *= torch.clamp(self._clipping / (norm + 1e-6), max=1.0).float()
         return scale, False
+
+    def _refuse_local_overflow(self) -> bool:
+        """Whether unreduced gradients overflowed on any rank. Raises ``FloatingPointError`` unless they are
+        scaled."""
+        ranks = self.updates.not_finite() if self.updates is not None else []
+        if ranks and not self.scales_loss:
+            raise FloatingPointError(
+                f"rank {self._collectives.rank}: the gradients of ranks {ranks} are not finite. Nothing was "
+                "exchanged or updated, on any rank. Look for a division by zero or an overflow in the loss; "
+                "call optimizer.zero_grad() to go on without this step."
+            )
+        return bool(ranks)
 
     def end(self, skipped: bool, loss: float | None, seconds: float) -> StepEnd:
         """What is told of the step that ended."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from zero_ext.comm import Collectives
 from zero_ext.config import Tier
 from zero_ext.optim import Stepper, Update
 from zero_ext.zero.gradients import UnitGradients
+from zero_ext.zero.kept import Kept
 from zero_ext.zero.master import MasterShard
 from zero_ext.zero.together import together
 from zero_ext.zero.unit import Unit
@@ -48,6 +49,16 @@ class AfterBackward:
         self._masters = tuple(masters)
         self._gradients = [gradients[master.unit] for master in masters]
         self._collectives = collectives
+
+    @property
+    def keeps_local(self) -> bool:
+        """Whether the next step wants gradients as they are on each rank, unreduced."""
+        return False
+
+    @property
+    def drifts(self) -> bool:
+        """Whether the ranks' parameters differ, until a later step."""
+        return False
 
     def begin_backward(self, last: bool, scale: torch.Tensor) -> None:
         """A backward pass begins; ``last`` says that it is the last of its step, ``scale`` (0-d float32) what
@@ -115,6 +126,26 @@ class AfterBackward:
 
     def drop(self) -> None:
         """State and parameters were replaced, as by a checkpoint."""
+
+    def not_finite(self) -> list[int]:
+        """With unreduced gradients: the ranks that have one which is not finite. A collective."""
+        return []
+
+    def kept(self) -> Iterator[Kept]:
+        """State beside the optimizer's that a checkpoint has to hold."""
+        return iter(())
+
+    def make_kept(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
+        """Before a checkpoint is loaded that holds the state named for each parameter: makes what
+        :meth:`kept` will be. Returns what undoes it."""
+        return lambda: None
+
+    def leaves(self, kind: str) -> bool:
+        """Whether state of this kind in the checkpoint is left aside."""
+        return False
+
+    def restore(self) -> None:
+        """After a load: parameters follow what was kept, where they are not their masters rounded."""
 
     def _updates(self, done: Container[int] = ()) -> list[Update]:
         return [

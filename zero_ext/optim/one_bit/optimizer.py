@@ -1,0 +1,62 @@
+"""What 1-bit Adam and 0/1 Adam have in common as torch optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from zero_ext.optim.one_bit.phase import Phase
+
+
+class OneBitOptimizer(torch.optim.Optimizer):
+    """Hyper-parameters of Adam without bias correction, with decoupled weight decay (Loshchilov & Hutter,
+    arXiv 1711.05101). It steps where :func:`zero_ext.prepare` has put it, as it needs the other ranks.
+
+    ``policy`` says by attribute when what is exchanged, in whole steps, the same for all parameters. Raises
+    ``ValueError`` naming the hyper-parameter that is out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        **policy: float,
+    ) -> None:
+        for name, value in policy.items():
+            if isinstance(value, bool) or not (value >= 1 and (math.isinf(value) or value == int(value))):
+                raise ValueError(f"{name}: {value!r} given, a whole number of steps of at least 1 wanted")
+        vars(self).update(policy)
+        self._policy = policy
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}: {float(value)} given, a finite number of at least 0 wanted")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas: {betas} given, two numbers in [0, 1) wanted")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's own leaves out what a class adds, and with it copies would.
+        return {**super().__getstate__(), **self._policy, "_policy": self._policy}
+
+    def phase(self, step: int, sharded: bool) -> Phase:
+        """What the ranks exchange in step number ``step``, from 1 on; ``sharded`` says that the moments are
+        shared out over them."""
+        raise NotImplementedError
+
+    def check_sharded(self) -> None:
+        """Raises ``ValueError`` if this cannot run with moments that are shared out over the ranks."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Refused: the exchange needs the ranks."""
+        raise RuntimeError(
+            f"{type(self).__name__}.step() before zero_ext.prepare: it exchanges signs with the other ranks. "
+            "Step the optimizer that model, optimizer = zero_ext.prepare(model, optimizer, {'stage': 0}) "
+            "returns"
+        )

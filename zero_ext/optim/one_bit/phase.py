@@ -1,0 +1,20 @@
+"""What the ranks exchange in a step of an optimizer that compresses."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Phase(enum.Enum):
+    """One step's exchange, by the steps made before it."""
+
+    FULL = "full"  # gradients in full precision; both moments are updated
+    GRADIENT = "gradient"  # the signs of gradients; the variance stays
+    MOMENTUM = "momentum"  # the signs of the momentum, of which each rank has its own; the variance stays
+    LOCAL = "local"  # nothing: each rank steps by its own momentum; the variance stays
+    DRIFT = "drift"  # as LOCAL, and then the signs of what all steps since the last exchange did
+
+    @property
+    def compresses(self) -> bool:
+        """Whether gradients stay on their rank, unreduced."""
+        return self is not Phase.FULL
