@@ -262,7 +262,16 @@ def test_harmless_values_pass_in_silence(key: Key) -> None:
         ),
         ({"communication_data_type": "int8"}, "communication_data_type", ("'fp32', 'fp16' or 'bf16'",)),
         ({"optimizer": {"type": "Muon"}}, "optimizer.type", ("Muon is refused",)),
-        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type", ("compressed",)),
+        (
+            {"optimizer": {"type": "onebitadam"}, "zero_optimization": {"stage": 2}},
+            "zero_optimization.stage",
+            ("OneBitAdam", "stage to 0 or 1"),
+        ),
+        (
+            {"optimizer": {"type": "ZeroOneAdam", "params": {"amsgrad": True}}},
+            "optimizer.params.amsgrad",
+            ("wanted false",),
+        ),
         ({"optimizer": {"type": "AdmW"}}, "optimizer.type", ("did you mean Adam",)),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type", ("missing",)),
         (

@@ -133,7 +133,7 @@ class OptimizerStep:
         """Raises ``RuntimeError`` while the parameters differ between the ranks."""
         if self.updates is not None and self.updates.drifts:
             raise RuntimeError(
-                f"{what} between two exchanges of 0/1 Adam, while every rank has parameters of its own; write "
+                f"{what} between two exchanges of 0/1 Adam, while every rank has parameters of its own. Write "
                 "before var_freeze_step or after a step that exchanges, or set local_step_clipper to 1"
             )
 

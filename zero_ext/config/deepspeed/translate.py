@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError, Problem, show
 from ..json_file import read_json_object
+from ..one_bit import ONE_BIT
 from ..root import ZeroConfig
 from .communication import set_communication
 from .key import Key
@@ -20,6 +21,7 @@ from .sparse_attention import set_sparse_attention
 from .table import KEYS, TABLE
 from .tiers import set_tiers, settle_tiers
 
+_ONE_BIT_KINDS = tuple(name.lower() for name in ONE_BIT)
 _SOURCE = "DeepSpeed configuration"
 _CLIPPING = 1.0
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -28,6 +30,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "lion": {"lr": 1e-3, "betas": [0.9, 0.999]},
 }
 _NO_EFFECT_PARAMS = ("torch_adam", "set_grad_none", "fused", "foreach")
+# 1-bit and 0/1 Adam in DeepSpeed correct no bias, whatever this says.
+_ONE_BIT_NO_EFFECT = ("bias_correction",)
+_ONE_BIT_FALSE = ("amsgrad", "eps_inside_sqrt")
 _TRUE_PARAMS = {
     "bias_correction": "the moments are always corrected",
     "fp32_optimizer_states": "write bf16.bf16_optimizer_states true for moments in bf16",
@@ -172,6 +177,8 @@ def _set_fused(kind: str, settings: dict[str, Any], settled: Settled, notes: lis
         settled.problems.append(
             Problem("optimizer.params.max_grad_norm", "refused, as in DeepSpeed; use gradient_clipping")
         )
+    if kind.lower() in _ONE_BIT_KINDS:
+        _set_one_bit(kind, settings, settled, notes)
     if kind.lower() not in _DEFAULTS:
         return
     if settings.get("torch_adam") is not True:
@@ -189,6 +196,26 @@ def _set_fused(kind: str, settings: dict[str, Any], settled: Settled, notes: lis
             settled.problems.append(
                 Problem(f"optimizer.params.{name}", f"got {show(value)}, wanted true: {why}")
             )
+
+
+def _set_one_bit(kind: str, settings: dict[str, Any], settled: Settled, notes: list[Note]) -> None:
+    """Take out of the params of an optimizer that exchanges signs what the class here does not know."""
+    for name in _ONE_BIT_NO_EFFECT:
+        if name in settings:
+            settings.pop(name)
+            notes.append(Note(f"optimizer.params.{name}", "no effect", f"{kind} corrects no bias"))
+    for name in _ONE_BIT_FALSE:
+        value = settings.pop(name, False)
+        if value is not False:
+            settled.problems.append(
+                Problem(
+                    f"optimizer.params.{name}", f"got {show(value)}, wanted false: {kind} has no such form"
+                )
+            )
+    for name in ("cuda_aware", "comm_backend_name"):
+        if name in settings:
+            why = "the ranks' own connections are used"
+            notes.append(Note(f"optimizer.params.{name}", "no effect", why))
 
 
 def _set_leaf_modules(settled: Settled, native: dict[str, object]) -> None:

@@ -29,9 +29,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
         weight_decay: float,
         **policy: float,
     ) -> None:
-        for name, value in policy.items():
-            if isinstance(value, bool) or not (value >= 1 and (math.isinf(value) or value == int(value))):
-                raise ValueError(f"{name}: {value!r} given, a whole number of steps of at least 1 wanted")
+        for name, steps in policy.items():
+            if isinstance(steps, bool) or not (steps >= 1 and (math.isinf(steps) or steps == int(steps))):
+                raise ValueError(f"{name}: {steps!r} given, a whole number of steps of at least 1 wanted")
         vars(self).update(policy)
         self._policy = policy
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):

@@ -35,8 +35,8 @@ _SHARDED: dict[Phase, type[Way]] = {Phase.GRADIENT: ShardedSigns}
 
 class CompressedUpdates(AfterBackward):
     """Updates of an optimizer that exchanges signs in some steps. In those, gradients stay on their rank
-    (``keeps_local``), and the exchange is part of the step. ``made`` says how many steps were made; it and the
-    optimizer decide what the next one exchanges. A single rank exchanges nothing, but freezes the variance.
+    (``keeps_local``), and the exchange is part of the step. The optimizer and ``made``, the number of steps
+    made, decide what the next one exchanges. A single rank exchanges nothing, but freezes the variance.
 
     What exchanges leave behind is reset where another kind of exchange begins.
     """

@@ -60,7 +60,8 @@ class Way(ABC):
         collective if it ``exchanges``."""
 
     def restore(self) -> None:
-        """The values that are kept were loaded: the parameters follow them."""
+        """The values that are kept were loaded: the parameters follow them, where they are not the masters."""
+        return None
 
     @classmethod
     def names(cls, collectives: Collectives) -> dict[str, str]:
