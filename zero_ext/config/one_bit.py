@@ -23,8 +23,8 @@ def check_one_bit(name: str, config: ZeroConfig) -> None:
         sharded = "gradients are" if config.stage == 2 else "gradients and parameters are"
         raise KeyProblem(
             "stage",
-            f"got {config.stage}, but {name} sends signs of whole gradients for replicated parameters, and in "
-            f"stage {config.stage} {sharded} sharded; set stage to 0 or 1, or use AdamW with stage "
+            f"got {config.stage}, but {name} sends signs of whole gradients for replicated parameters, and "
+            f"in stage {config.stage} {sharded} sharded; set stage to 0 or 1, or use AdamW with stage "
             f"{config.stage}",
         )
     for key, value, wanted in (

@@ -133,8 +133,8 @@ class OptimizerStep:
         """Raises ``RuntimeError`` while the parameters differ between the ranks."""
         if self.updates is not None and self.updates.drifts:
             raise RuntimeError(
-                f"{what} between two exchanges of 0/1 Adam, while every rank has parameters of its own. Write "
-                "before var_freeze_step or after a step that exchanges, or set local_step_clipper to 1"
+                f"{what} between two exchanges of 0/1 Adam, while every rank has parameters of its own. "
+                "Write before var_freeze_step or after a step that exchanges, or set local_step_clipper to 1"
             )
 
     def wait(self) -> None:

@@ -8,6 +8,7 @@ from zero_ext.config import ZeroConfig
 from zero_ext.config.one_bit import check_one_bit, warn_of_late_freeze
 from zero_ext.optim.one_bit.adam import OneBitAdam
 from zero_ext.optim.one_bit.optimizer import OneBitOptimizer
+from zero_ext.optim.one_bit.zero_one import ZeroOneAdam
 
 
 def check_one_bit_optimizer(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> None:
@@ -17,7 +18,11 @@ def check_one_bit_optimizer(optimizer: torch.optim.Optimizer | None, config: Zer
         return
     name = type(optimizer).__name__
     check_one_bit(name, config)
-    if config.stage == 1:
-        optimizer.check_sharded()
+    if config.stage == 1 and isinstance(optimizer, ZeroOneAdam) and optimizer.local_step_clipper > 1:
+        raise ValueError(
+            f"ZeroOneAdam: local_step_clipper is {optimizer.local_step_clipper}, but in stage 1 moments are "
+            "shared out over the ranks, and no rank can step alone; set local_step_clipper to 1 (signs are "
+            "exchanged in every step), or stage to 0"
+        )
     if isinstance(optimizer, OneBitAdam):
         warn_of_late_freeze(name, optimizer.freeze_step, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from zero_ext.optim.one_bit.phase import Phase
 
 
-class OneBitOptimizer(torch.optim.Optimizer):
+class OneBitOptimizer(torch.optim.Optimizer, ABC):
     """Hyper-parameters of Adam without bias correction, with decoupled weight decay (Loshchilov & Hutter,
     arXiv 1711.05101). It steps where :func:`zero_ext.prepare` has put it, as it needs the other ranks.
 
@@ -45,13 +46,10 @@ class OneBitOptimizer(torch.optim.Optimizer):
         # torch's own leaves out what a class adds, and with it copies would.
         return {**super().__getstate__(), **self._policy, "_policy": self._policy}
 
+    @abstractmethod
     def phase(self, step: int, sharded: bool) -> Phase:
         """What the ranks exchange in step number ``step``, from 1 on; ``sharded`` says that the moments are
         shared out over them."""
-        raise NotImplementedError
-
-    def check_sharded(self) -> None:
-        """Raises ``ValueError`` if this cannot run with moments that are shared out over the ranks."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Refused: the exchange needs the ranks."""

@@ -59,15 +59,6 @@ class ZeroOneAdam(OneBitOptimizer):
             local_step_clipper=local_step_clipper,
         )
 
-    def check_sharded(self) -> None:
-        """See :class:`OneBitOptimizer`."""
-        if self.local_step_clipper > 1:
-            raise ValueError(
-                f"ZeroOneAdam: local_step_clipper is {self.local_step_clipper}, but in stage 1 the moments "
-                "are shared out over the ranks, and no rank can step alone; set local_step_clipper to 1 (signs "
-                "are exchanged in every step), or stage to 0"
-            )
-
     def phase(self, step: int, sharded: bool) -> Phase:
         """See :class:`OneBitOptimizer`."""
         if step <= self.var_freeze_step:

@@ -60,8 +60,9 @@ class Way(ABC):
         collective if it ``exchanges``."""
 
     def restore(self) -> None:
-        """The values that are kept were loaded: the parameters follow them, where they are not the masters."""
-        return None
+        """What is kept was loaded: the parameters follow it, where they are not the masters rounded."""
+        for master in self._parts.masters:
+            master.write_output()
 
     @classmethod
     def names(cls, collectives: Collectives) -> dict[str, str]:
