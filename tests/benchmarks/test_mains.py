@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import adam, aio, checkpoint, inference, load, monitor, plan, simulation, tune
+from benchmarks import adam, aio, checkpoint, inference, lamb, load, monitor, plan, simulation, tune
 from benchmarks.harness.loader import Loader
 from benchmarks.peers.storage_engines import Mover
 from tests.benchmarks.conftest import Concluded
@@ -22,6 +22,16 @@ def test_adam(concluded: Concluded) -> None:
     assert [row["name"].split(",")[0] for row in rows][-1] == "torch"
     assert all(len(row["rounds"]) == 2 and row["bytes"] > 0 for row in rows)
     assert status == int(any(row["met"] is False for row in rows))
+
+
+def test_lamb(concluded: Concluded) -> None:
+    data, status = concluded(lamb.main, 0.01, 4, 2)
+    assert [row["name"].split(",")[0] for row in data["results"]] == [
+        "read-modify-write stream",
+        "zero_ext",
+        "torch",
+    ]
+    assert status == int(data["faster_by"] < lamb.PIPELINE_BAR)
 
 
 def test_checkpoint(concluded: Concluded, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from zero_ext.zero.ledger import ledger_by_tier
 
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    "lamb": lambda parameters: zero_ext.Lamb(parameters, lr=1e-3),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
 }
 TIERS: list[dict[str, str]] = [

@@ -53,6 +53,10 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
+def lamb(parameters: Any) -> torch.optim.Optimizer:
+    return zero_ext.Lamb(parameters, lr=1e-3)
+
+
 def rmsprop(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(parameters, lr=1e-3)
 
@@ -75,7 +79,10 @@ def configurations(world_size: int) -> Iterator[list[tuple[dict[str, Any], Make]
                 offload["nvme_paths"] = [folder]
             makes = (adamw, rmsprop) if params == optimizer or optimizer == "device" else (adamw,)
             found += [({"stage": 3, "offload": offload}, make) for make in makes]
+        stored = {"params": "nvme", "grads": "host", "optimizer": "nvme"}
         found += [
+            ({"stage": 3, "offload": {**stored, "ring_bytes": 2**20, "nvme_paths": [folder]}}, lamb),
+            ({"stage": 3, "offload": {"optimizer": "host"}, "precision": {"dtype": "bf16"}}, lamb),
             ({"stage": 3, "precision": {"dtype": "bf16", "communication_dtype": "fp32"}}, adamw),
             ({"stage": 2, "units": {"bucket_elements": 100_000}, "gradient_clipping": 1.0}, adamw),
             ({"stage": 3, "units": {"persistence_threshold": 1000, "prefetch_elements": 0}}, rmsprop),
