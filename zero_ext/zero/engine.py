@@ -78,9 +78,7 @@ class Engine:
         self._clock = StepClock(self._bus, tiers.device)
         used_up = uses_up_gradients(config, (unit.layout.dtype for unit in self.units))
         self._gradients = {
-            master.unit: make_gradients(
-                master.unit, pool, landings, tiers, config, collectives.replicas, used_up
-            )
+            master.unit: make_gradients(master.unit, pool, landings, tiers, config, collectives, used_up)
             for master in self.masters
         }
         trained = list(self._gradients.values())

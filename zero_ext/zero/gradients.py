@@ -469,11 +469,11 @@ def make_gradients(
     landings: BufferPool,
     tiers: Tiers,
     config: ZeroConfig,
-    replicas: Collectives | None,
+    collectives: Collectives,
     used_up: bool,
 ) -> UnitGradients:
-    """The gradient buffers of ``unit`` in the precisions that ``config`` asks for, where ``replicas`` have
-    the same shards; ``used_up`` says that each is read once, by an update in backward."""
+    """The gradient buffers of ``unit`` in the precisions that ``config`` asks for, averaged over
+    ``collectives``; ``used_up`` says that each is read once, by an update in backward."""
     return UnitGradients(
         unit,
         pool,
@@ -481,6 +481,6 @@ def make_gradients(
         tiers,
         DTYPES[config.precision.grad_accum_dtype],
         config.batch.gradient_accumulation_steps > 1,
-        gradient_exchange(unit, config, replicas),
+        gradient_exchange(unit, config, collectives.replicas),
         used_up,
     )
