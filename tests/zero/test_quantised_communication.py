@@ -15,7 +15,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.simulated_communication import Simulation, Ways
-from tests.zero.training import configuration
+from tests.zero.training import adamw, configuration
 from zero_ext.zero import Engine, engine_of
 from zero_ext.zero.whole_values import whole_state
 
@@ -118,7 +118,47 @@ def test_shards_in_other_tiers(world: World) -> None:
 
 
 @on_ranks(4)
-def test_updates_in_backward_and_delayed_ones(world: World) -> None:
+def test_updates_in_backward(world: World) -> None:
     ways = Ways(4, 2, weights="int8", gradients="int4", secondary=True)
     check_against_simulation(world, ways, "bf16", offload={"step": "in_backward"})
     check_against_simulation(world, Ways(4, 2, group=2), "bf16", offload={"step": "in_backward"})
+
+
+def trained(world: World, ways: Ways, step: str) -> dict[str, torch.Tensor]:
+    """Whole parameters after steps, with forwards that repeat before and after each."""
+    micro_batches = 1 if step == "in_backward" else 2
+    model, optimizer = prepared(
+        world,
+        seeded(world.seed),
+        ways,
+        precision={"dtype": "bf16"},
+        batch={"gradient_accumulation_steps": micro_batches},
+        units={"persistence_threshold": 20},
+        offload={"step": step, "optimizer": "host" if step == "delayed" else "device"},
+        optimizer=adamw,
+    )
+    evaluated = language_batch(world.seed, 99, 0, 0)
+    for number in range(STEPS):
+        for micro in range(micro_batches):
+            language_loss(model, language_batch(world.seed, number, micro, world.rank)).backward()
+        for stepped in (False, True):
+            if stepped:
+                optimizer.step()
+            elif step == "in_backward":
+                continue
+            with torch.no_grad():
+                outputs = [model(evaluated) for _ in range(2)]
+            assert torch.equal(*outputs)
+            assert all(torch.equal(outputs[0], other) for other in world.everyone(outputs[0]))
+        optimizer.zero_grad()
+    return {"outputs": outputs[0], **zero_ext.full_state_dict(model)}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("step", ["after_backward", "in_backward", "delayed"])
+def test_secondary_shards_change_no_value(world: World, step: str) -> None:
+    """Whoever changes shards drops them: no forward sees values of before."""
+    ways = [Ways(4, 2, weights="int8", gradients="int8", secondary=secondary) for secondary in (False, True)]
+    runs = [trained(world, each, step) for each in ways]
+    for name, value in runs[0].items():
+        assert torch.equal(value, runs[1][name]), name

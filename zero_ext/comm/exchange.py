@@ -96,11 +96,9 @@ class PointToPoint(abc.ABC):
     ) -> Sequence[Waitable]:
         """See :class:`Exchange`."""
         peers = self._peers()
-        return self.start(
-            [(peer, sends[peer]) for peer in peers if sends[peer].numel()],
-            [(peer, receives[peer]) for peer in peers if receives[peer].numel()],
-            tag,
-        )
+        outgoing = [(peer, sends[peer]) for peer in peers if sends[peer].numel()]
+        incoming = [(peer, receives[peer]) for peer in peers if receives[peer].numel()]
+        return self.start(outgoing, incoming, tag) if outgoing or incoming else ()
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Sequence[Waitable]:
         """See :class:`Exchange`."""

@@ -21,7 +21,8 @@ class EngineBytes:
     ``memory/device``, ``memory/host`` and ``memory/nvme`` are the engine's ledger by tier, ``memory/process``
     the process's resident set, ``memory/allocated`` and ``memory/peak`` what torch's allocator has given out
     on an accelerator, now and at most so far. ``wire/...`` are bytes sent by kind of collective, units below
-    the persistence threshold included, ``moved/A_to_B`` bytes moved between tiers.
+    the persistence threshold included, ``wire/crossing`` those of all kinds that went to other nodes, where
+    there are several, and ``moved/A_to_B`` bytes moved between tiers.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -43,6 +44,8 @@ class EngineBytes:
             held["memory/peak"] = torch.accelerator.max_memory_allocated(engine.device)
         sent = engine.wire.last_bytes_sent
         held.update({f"wire/{kind}": sent[kind] + sent[f"{kind}_persistent"] for kind in WIRE})
+        if engine.collectives.nodes.nodes > 1:
+            held["wire/crossing"] = engine.wire.last_crossing_bytes.total()
         moved = engine.tiers.transfers.last_moved
         held.update(
             {f"moved/{source}_to_{target}": nbytes for (source, target), nbytes in sorted(moved.items())}

@@ -301,8 +301,6 @@ class Engine:
                     # Ranks may have used other parameters; torch.nn.utils takes the norm over those it sees.
                     self.reducer.settle()
                 self._micro_steps += 1
-            if self.config.offload.step == "in_backward":
-                self.residency.forget_values()
         finally:
             self._loss_scaled = False
             self.views.publish()

@@ -123,7 +123,10 @@ class Unit:
         self._require(UnitState.FETCHING)
         with contextlib.ExitStack() as following:
             with self._giving_up():
-                following.enter_context(self._arrival.followed())
+                if self.exact:
+                    following.enter_context(self._arrival.followed())
+                else:
+                    self._arrival.wait()  # messages are made in the current stream, as their memory is given
             self._pending = self.exchange.start(
                 self.flat,
                 self._own_slice(),
