@@ -97,7 +97,7 @@ def test_volumes_and_memory_are_those_counted(world: World, stage: int) -> None:
             continue
         for per_node in (1, 2, 4)[: world.size // 2 + 1]:
             policy = way.replace(ranks_per_node=per_node)
-            for micro_batches in (1, 2):
+            for micro_batches in (1, 2) if per_node == 2 else (1,):
                 engine = two_steps(world, stage, policy, micro_batches)
                 lengths = [unit.layout.numel for unit in engine.units]
                 wire = engine.wire

@@ -76,6 +76,14 @@ def test_the_plan_is_what_is_held(world: World, optimizer: str) -> None:
         compare(world, "cpu", config, optimizer)
 
 
+@on_ranks(2, 4)
+def test_the_plan_is_what_is_held_of_compressed_communication(world: World) -> None:
+    codes = {"quantized_weights": "int8", "quantized_gradients": "int4", "secondary_shards": True}
+    for communication in ({"ranks_per_node": 1, **codes}, {"sharding_ranks": 2}):
+        config = {"stage": 3, "communication": communication, "precision": {"dtype": "bf16"}}
+        compare(world, "cpu", config, "adamw")
+
+
 @on_ranks(2, stand_in=True)
 def test_the_plan_is_what_is_held_on_a_device(world: World) -> None:
     torch.stand_in.set_schedule("eager")  # type: ignore[attr-defined]

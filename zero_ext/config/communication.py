@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from .blocks import message_bytes
 from .errors import show
 from .policy import KeyProblem, Policy, Positive
 
@@ -50,3 +51,11 @@ class CommunicationPolicy(Policy):
                     f"the same ways, and are not combined: remove {key} or sharding_ranks",
                 )
         return self
+
+    def secondary_bytes(self, shard: int, itemsize: int, nodes: int, is_float: bool = True) -> int:
+        """Bytes that each rank of `nodes` nodes keeps of a unit beside its shard of `shard` elements: one
+        from every node, in the codes or the precision that they travel in."""
+        if not self.secondary_shards or nodes == 1:
+            return 0
+        codes = self.quantized_weights if is_float else None
+        return nodes * (shard * itemsize if codes is None else message_bytes(shard, CODE_BITS[codes]))

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from zero_ext.config.blocks import block_count, message_bytes
-from zero_ext.config.communication import CODE_BITS, CommunicationPolicy
+from zero_ext.config.blocks import block_count
+from zero_ext.config.communication import CommunicationPolicy
 from zero_ext.config.placement import Placement
 from zero_ext.config.rooms import BYTES_OF_DTYPE
 
@@ -109,10 +109,7 @@ def secondary_bytes(
     elements with padding: a node's part, in the codes or the precision that they travel in. Every node keeps
     all parameters (ZeRO++, Wang et al., arXiv 2306.10209, section 3.2)."""
     nodes = world_size // (communication.ranks_per_node or world_size)
-    if not communication.secondary_shards or nodes == 1:
-        return 0
-    shard, codes = numel // world_size, communication.quantized_weights
-    return nodes * (shard * bytes_per_element if codes is None else message_bytes(shard, CODE_BITS[codes]))
+    return communication.secondary_bytes(numel // world_size, bytes_per_element, nodes)
 
 
 def check_count(name: str, value: object, least: int) -> None:

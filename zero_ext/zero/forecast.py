@@ -90,6 +90,13 @@ class Forecast:
 
         params_tier, numel = place(placement.params, placement.params_tier)
         held[params_tier]["params"] += numel * dtype.itemsize
+        if placement.params:
+            held["device"]["params"] += self.config.communication.secondary_bytes(
+                numel,
+                dtype.itemsize,
+                self.collectives.shards.nodes.nodes,
+                dtype.is_floating_point,
+            )
         if self.kinds is None or not self.trains(plan) or not dtype.is_floating_point:
             return
         grads_tier, numel = place(placement.grads, placement.grads_tier)

@@ -41,8 +41,13 @@ class ParameterExchange:
         self._messages: torch.Tensor | None = None
         self._slots: list[torch.Tensor] = []
         self._secondary: torch.Tensor | None = None
-        if policy.secondary_shards and collectives.nodes.nodes > 1:
-            kept = collectives.nodes.nodes * self._message_bytes
+        kept = policy.secondary_bytes(
+            layout.shard_numel,
+            layout.dtype.itemsize,
+            collectives.nodes.nodes,
+            layout.dtype.is_floating_point,
+        )
+        if kept:
             self._secondary = tiers.device.allocate("device", kept, torch.uint8)
         self._knows = False  # whether the secondary shard has what was gathered last
 
@@ -72,7 +77,8 @@ class ParameterExchange:
             return self._collectives.gather(flat, own, kind, label)
         ranks, rank = self._collectives.world_size, self._collectives.rank
         if self._format is not None:
-            self._messages = self._pool.take(ranks * self._message_bytes, self._name, "messages")
+            nbytes = ranks * self._format.message_bytes(own.numel())
+            self._messages = self._pool.take(nbytes, self._name, "messages")
         self._slots = list(
             (flat.view(torch.uint8) if self._messages is None else self._messages).chunk(ranks)
         )
@@ -96,13 +102,6 @@ class ParameterExchange:
             messages, self._messages = self._messages, None
             ops.dequantise_(flat, messages, self._format, self._collectives.world_size)
             self._pool.give(messages)
-
-    @property
-    def _message_bytes(self) -> int:
-        numel = self._layout.shard_numel
-        if self._format is None:
-            return numel * self._layout.dtype.itemsize
-        return self._format.message_bytes(numel)
 
     def _kept(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each part of the secondary shard with its slot."""
