@@ -1,5 +1,5 @@
-// The device as the attention kernels see it: the instructions of a warp that are more than
-// arithmetic. csrc/tests/emulated_machine.h has the same members for the host.
+// The device as kernels of whole blocks of threads see it: the instructions of a warp that are more
+// than arithmetic. csrc/tests/emulated_machine.h has the same members for the host.
 #pragma once
 
 #include <cstddef>
@@ -122,6 +122,28 @@ class DeviceMachine {
     for (float& value : values.at[0]) {
       value += __shfl_xor_sync(0xFFFFFFFFU, value, 1);
       value += __shfl_xor_sync(0xFFFFFFFFU, value, 2);
+    }
+  }
+  // Of all lanes, the halves of the warp first, then the quarters and so on; every lane gets it.
+  __device__ __forceinline__ void sum_of_warp(Registers<float, 1, kLanes>& values) const {
+    float& value = values.at[0][0];
+    ZERO_EXT_UNROLL
+    for (int distance = kWarpLanes / 2; distance > 0; distance /= 2) {
+      value += __shfl_xor_sync(0xFFFFFFFFU, value, distance);
+    }
+  }
+
+  // Of kGroup neighbouring lanes, a power of two; every lane gets those of its group.
+  template <int kGroup, int kCount>
+  __device__ __forceinline__ void max_of_group(
+      Registers<std::uint32_t, kCount, kLanes>& values) const {
+    ZERO_EXT_UNROLL
+    for (std::uint32_t& value : values.at[0]) {
+      ZERO_EXT_UNROLL
+      for (int distance = 1; distance < kGroup; distance *= 2) {
+        const std::uint32_t other = __shfl_xor_sync(0xFFFFFFFFU, value, distance);
+        value = other > value ? other : value;
+      }
     }
   }
 

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <initializer_list>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -145,11 +146,22 @@ class EmulatedMachine {
 
   template <int kCount>
   void max_of_quad(cuda::Registers<float, kCount, kLanes>& values) const {
-    of_quad(values, [](float a, float b) { return max(a, b); });
+    exchange(values, {1, 2}, [](float a, float b) { return max(a, b); });
   }
   template <int kCount>
   void sum_of_quad(cuda::Registers<float, kCount, kLanes>& values) const {
-    of_quad(values, [](float a, float b) { return a + b; });
+    exchange(values, {1, 2}, [](float a, float b) { return a + b; });
+  }
+  void sum_of_warp(cuda::Registers<float, 1, kLanes>& values) const {
+    exchange(values, {16, 8, 4, 2, 1}, [](float a, float b) { return a + b; });
+  }
+
+  template <int kGroup, int kCount>
+  void max_of_group(cuda::Registers<std::uint32_t, kCount, kLanes>& values) const {
+    static_assert(kGroup == 8 || kGroup == 16);
+    const auto highest = [](std::uint32_t a, std::uint32_t b) { return std::max(a, b); };
+    exchange(values, {1, 2, 4}, highest);
+    if (kGroup == 16) exchange(values, {8}, highest);
   }
 
   static float exp2(float value) { return std::exp2(value); }
@@ -177,11 +189,12 @@ class EmulatedMachine {
     return core::to_float(T{static_cast<std::uint16_t>(packed >> (16 * half))});
   }
 
-  // As two exchanges with the lanes whose numbers differ in one bit.
-  template <int kCount, class Combine>
-  static void of_quad(cuda::Registers<float, kCount, kLanes>& values, const Combine& combine) {
-    for (const int distance : {1, 2}) {
-      const cuda::Registers<float, kCount, kLanes> before = values;
+  // As exchanges with the lanes whose numbers differ in one bit, each a power of two.
+  template <class T, int kCount, class Combine>
+  static void exchange(cuda::Registers<T, kCount, kLanes>& values,
+                       std::initializer_list<int> distances, const Combine& combine) {
+    for (const int distance : distances) {
+      const cuda::Registers<T, kCount, kLanes> before = values;
       for (int lane = 0; lane < kLanes; ++lane) {
         for (int i = 0; i < kCount; ++i) {
           values.at[lane][i] = combine(before.at[lane][i], before.at[lane ^ distance][i]);
@@ -203,14 +216,13 @@ class EmulatedMachine {
   mutable std::int64_t meetings_ = 0;
 };
 
-// Runs an attention kernel, block after block in a random order.
+// Runs `kernel` in `blocks` blocks of threads, each of `warps` warps and `bytes` of shared memory,
+// one after another in a random order.
 template <class Kernel>
-void emulate_blocks(const Kernel& kernel, std::mt19937_64& generator) {
+void emulate_grid(const Kernel& kernel, std::int64_t blocks, int warps, int bytes,
+                  std::mt19937_64& generator) {
   constexpr std::size_t alignment = 128;
-  const int rows = kernel.rows();
-  const int warps = rows / 16;
-  const int bytes = Kernel::template shared_bytes<EmulatedMachine>(rows);
-  std::vector<std::int64_t> order(static_cast<std::size_t>(kernel.blocks()));
+  std::vector<std::int64_t> order(static_cast<std::size_t>(blocks));
   std::iota(order.begin(), order.end(), std::int64_t{0});
   std::shuffle(order.begin(), order.end(), generator);
   struct Free {
@@ -237,6 +249,14 @@ void emulate_blocks(const Kernel& kernel, std::mt19937_64& generator) {
     }
     for (const std::int64_t count : meetings) EXPECT_EQ(count, meetings[0]);
   }
+}
+
+// Runs an attention kernel.
+template <class Kernel>
+void emulate_blocks(const Kernel& kernel, std::mt19937_64& generator) {
+  const int rows = kernel.rows();
+  emulate_grid(kernel, kernel.blocks(), rows / 16,
+               Kernel::template shared_bytes<EmulatedMachine>(rows), generator);
 }
 
 }  // namespace zero_ext::testing

@@ -117,6 +117,45 @@ def flat(device: torch.device, count: int, generator: torch.Generator) -> list[P
     return pairs
 
 
+def signs(device: torch.device, count: int, generator: torch.Generator) -> list[Pair]:
+    """The same for signs: packed, read, summed, and summed and packed again."""
+    parts, message = 3, ops.sign_message_bytes(count)
+    pairs = []
+    for dtype in DTYPES:
+        values = torch.randn(parts * count, generator=generator).to(dtype)
+        room = torch.zeros((parts + 1) * message, dtype=torch.uint8)
+        state = [room, torch.zeros(parts * count), torch.zeros(count), values]
+        here = moved(device, state)
+        for bytes_of, errors, error, of in (here, state):
+            messages, reduced = bytes_of[: parts * message], bytes_of[parts * message :]
+            ops.compress_signs_(messages, errors, of, 0.5, parts)
+            ops.expand_signs_(of, messages, 2.0, True, parts)
+            ops.reduce_signs_(reduced, error, messages, 1 / parts)
+            ops.sum_signs_(error, messages, 1 / parts, True)
+        pairs += [Pair(*each) for each in zip(here, state, strict=True)]
+    return pairs
+
+
+def integers(device: torch.device, count: int, generator: torch.Generator) -> list[Pair]:
+    """The same for blocks of integers."""
+    pairs = []
+    for dtype in DTYPES:
+        for bits, symmetric in ((4, True), (8, False)):
+            form = ops.BlockFormat(bits, symmetric)
+            message = form.message_bytes(count)
+            values = torch.randn(4 * count, generator=generator).to(dtype)
+            state = [torch.zeros(6 * message, dtype=torch.uint8), torch.zeros(count), values]
+            here = moved(device, state)
+            for bytes_of, total, of in (here, state):
+                messages, again = bytes_of[: 4 * message], bytes_of[4 * message :]
+                ops.quantise_(messages, of, form, 4, [3, 1, 0, 2])
+                ops.dequantise_(of, messages, form, 4)
+                ops.sum_quantised_(total, messages, form, 0.25, True)
+                ops.requantise_(again, messages, form, form, 0.5, 2)
+            pairs += [Pair(*each) for each in zip(here, state, strict=True)]
+    return pairs
+
+
 def attention(device: torch.device, count: int, generator: torch.Generator) -> list[Pair]:
     """The same for block-sparse attention, whose sums the CPU makes in another order."""
     length, pairs = min(count, LONGEST_ATTENTION), []
@@ -151,7 +190,7 @@ def main() -> int:
     generator = torch.Generator().manual_seed(seed)
     compared, different = 0, 0
     for count in SIZES:
-        for kernels in (adam, lion, eight_bit, flat, attention):
+        for kernels in (adam, lion, eight_bit, flat, signs, integers, attention):
             for pair in kernels(device, count, generator):
                 compared += 1
                 if pair.differs():

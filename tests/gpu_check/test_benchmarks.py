@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu import adam, attention, capped, copies, step, trial
+from benchmarks.gpu import adam, attention, capped, compression, copies, step, trial
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.gpt import GPT, GPT_13B, TOY, XL, build
 from benchmarks.gpu.overlap import hidden_share
@@ -53,6 +53,7 @@ def test_every_benchmark_runs_at_toy_size(quick: None, capsys: pytest.CaptureFix
     for result in (
         copies.measure(CPU, 0.01, True),
         adam.measure(CPU, 0.01, True),
+        compression.measure(CPU, 0.01, True),
         attention.measure(CPU, 0.01, True),
         step.measure(CPU, 12.0, True),
         capped.measure(CPU, 32, "13b", 0.0, 60.0, True),
@@ -64,6 +65,7 @@ def test_every_benchmark_runs_at_toy_size(quick: None, capsys: pytest.CaptureFix
     for title, count in (
         ("Copy rates", 5),
         ("Adam on 65,536 elements", 8),
+        ("Compression of 65,536 elements", 13),
         ("Block-sparse attention", 8),
         ("Under a cap", 3),
     ):

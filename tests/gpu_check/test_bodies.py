@@ -23,6 +23,11 @@ from tests.gpu.test_compile import (
     test_blocks_captured_after_prepare,
     test_compiled_blocks_train_like_plain_ones,
 )
+from tests.gpu.test_compression import (
+    test_blocks_of_integers,
+    test_signs,
+    test_what_is_not_finite_spreads_over_its_block,
+)
 from tests.gpu.test_direct_storage import test_direct_storage_changes_no_bit
 from tests.gpu.test_eight_bit import test_adam_is_the_cpus, test_quantized_values_are_the_cpus
 from tests.gpu.test_equivalence import (
@@ -58,6 +63,7 @@ __all__ = [
     "test_a_thousand_pieces_in_one_call",
     "test_adam_is_the_cpus",
     "test_blocks_captured_after_prepare",
+    "test_blocks_of_integers",
     "test_compiled_blocks_train_like_plain_ones",
     "test_delayed_updates_follow_the_cpus",
     "test_direct_storage_changes_no_bit",
@@ -70,6 +76,7 @@ __all__ = [
     "test_replays_equal_steps_made_one_by_one",
     "test_results_are_the_same_bits_again",
     "test_rows_that_begin_anywhere",
+    "test_signs",
     "test_squared_norm_is_exact",
     "test_sums_of_shards",
     "test_tensors_of_two_devices_are_refused",
@@ -77,6 +84,7 @@ __all__ = [
     "test_tiers_train_bit_for_bit_alike",
     "test_tiers_train_bit_for_bit_alike_by_lion",
     "test_trains_as_without_a_group",
+    "test_what_is_not_finite_spreads_over_its_block",
     "world",
 ]
 

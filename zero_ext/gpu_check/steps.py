@@ -113,6 +113,7 @@ def gpu_steps(memory: float = 0.0) -> list[Step]:
         test_step("cuda"),
         benchmark_step("copies", "copy rates: on the device and to and from pinned memory", 20, 10),
         benchmark_step("adam", "fused Adam, the bf16 pipeline, 8-bit moments", 40, 15),
+        benchmark_step("compression", "signs and blocks of integers against a copy", 30, 12),
         benchmark_step("attention", "block-sparse attention against dense flash and FlexAttention", 160, 40),
         sanitizer_step("memcheck"),
         benchmark_step("step", "a step of a 1.3B GPT, hooks, what the offload hides", 150, 40),

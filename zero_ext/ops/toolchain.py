@@ -91,8 +91,11 @@ CUDA_SHARED_SOURCES: tuple[str, ...] = (
     "csrc/ops/blockwise_arguments.cpp",
     "csrc/ops/checks.cpp",
     "csrc/ops/flat_arguments.cpp",
+    "csrc/ops/integer_block_arguments.cpp",
     "csrc/ops/lion_buffers.cpp",
+    "csrc/ops/message_arguments.cpp",
     "csrc/ops/norm_arguments.cpp",
+    "csrc/ops/sign_arguments.cpp",
     "csrc/ops/step_tensors.cpp",
 )
 
