@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from benchmarks.harness.network import Network
 from benchmarks.peers import Contender
 from zero_ext.monitor import MemoryCap
 
@@ -59,7 +60,8 @@ def environment(rank: int, ranks: int, threads: int, port: int) -> dict[str, str
 class Team:
     """The ranks of one contender. Use as a context manager: leaving ends the processes.
 
-    `worker` is the module they run; all of them together are held to `cap`.
+    `worker` is the module they run; all of them together are held to `cap`. They run on the nodes of
+    `network`, if there is one, which must have room for `ranks`.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Team:
         timeout_seconds: float = 900.0,
         worker: str = "benchmarks.harness.worker",
         cap: MemoryCap | None = None,
+        network: Network | None = None,
     ) -> None:
         self.name = name
         self.ranks = ranks
@@ -77,16 +80,24 @@ class Team:
         self.timeout_seconds = timeout_seconds
         self._worker = worker
         self._cap = cap
+        self._network = network
         self._logs = tempfile.TemporaryDirectory(prefix="zero_ext_bench_")
         port = free_port()
         self._processes = [self._spawn(rank, port) for rank in range(ranks)]
 
     def _spawn(self, rank: int, port: int) -> subprocess.Popen[bytes]:
+        command, variables = (
+            [sys.executable, "-m", self._worker],
+            environment(rank, self.ranks, self.threads, port),
+        )
+        if self._network is not None:
+            command = [*self._network.prefix(rank), *command]
+            variables |= self._network.environment(rank)
         with self._log(rank).open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", self._worker],
+                command,
                 cwd=REPOSITORY,
-                env=environment(rank, self.ranks, self.threads, port),
+                env=variables,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
