@@ -1,0 +1,111 @@
+"""The ways to train over a slow network that benchmarks set side by side, each with what it is judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import zero_ext
+
+WARM_UP_PART = 0.15  # of the run, in full precision
+BETAS = (0.9, 0.99)
+Optimizer = Callable[[Iterable[nn.Parameter], int, float], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way: an optimizer made of parameters, the steps of the run and the learning rate, and a config.
+
+    `against` is the uncompressed way that it is judged by, `tolerance` the part by which its held-out loss
+    may be above that one's where the spread of seeds is not larger.
+    """
+
+    name: str
+    title: str
+    optimizer: Optimizer
+    config: dict[str, Any] = field(default_factory=dict)
+    against: str | None = None
+    tolerance: float = 0.01
+    rate_factor: float = 1.0  # of the learning rate that Adam takes
+
+
+def _adam(parameters: Iterable[nn.Parameter], steps: int, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=rate, betas=BETAS, weight_decay=0.0)
+
+
+def _one_bit_adam(parameters: Iterable[nn.Parameter], steps: int, rate: float) -> torch.optim.Optimizer:
+    return zero_ext.OneBitAdam(parameters, lr=rate, betas=BETAS, freeze_step=warm_up(steps))
+
+
+def _zero_one_adam(parameters: Iterable[nn.Parameter], steps: int, rate: float) -> torch.optim.Optimizer:
+    """The published policy for a run of 118,000 steps (Lu et al., arXiv 2202.06009, section 6), made shorter
+    with the run: local steps begin where the variance is frozen and double their number four times."""
+    return zero_ext.ZeroOneAdam(
+        parameters,
+        lr=rate,
+        betas=BETAS,
+        var_freeze_step=warm_up(steps),
+        var_update_scaler=16,
+        local_step_scaler=max(1, steps // 4),
+        local_step_clipper=16,
+    )
+
+
+def _lamb(parameters: Iterable[nn.Parameter], steps: int, rate: float) -> torch.optim.Optimizer:
+    return zero_ext.Lamb(parameters, lr=rate, betas=BETAS, weight_decay=0.0)
+
+
+def _one_bit_lamb(parameters: Iterable[nn.Parameter], steps: int, rate: float) -> torch.optim.Optimizer:
+    return zero_ext.OneBitLamb(parameters, lr=rate, betas=BETAS, freeze_step=warm_up(steps))
+
+
+def warm_up(steps: int) -> int:
+    """Steps in full precision of a run of so many."""
+    return max(1, round(WARM_UP_PART * steps))
+
+
+ZEROPP = {
+    "ranks_per_node": 2,
+    "quantized_weights": "int8",
+    "quantized_gradients": "int4",
+    "secondary_shards": True,
+}
+_IN_NODES = {"ranks_per_node": 2}
+
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode("adam", "Adam", _adam, {"stage": 0, "communication": _IN_NODES}),
+        Mode("onebit_adam", "1-bit Adam", _one_bit_adam, {"stage": 0, "communication": _IN_NODES}, "adam"),
+        Mode(
+            "onebit_adam1",
+            "1-bit Adam, ZeRO-1",
+            _one_bit_adam,
+            {"stage": 1, "communication": _IN_NODES},
+            "adam",
+        ),
+        Mode("zero_one_adam", "0/1 Adam", _zero_one_adam, {"stage": 0, "communication": _IN_NODES}, "adam"),
+        Mode("lamb", "LAMB", _lamb, {"stage": 1, "communication": _IN_NODES}, rate_factor=5.0),
+        Mode(
+            "onebit_lamb",
+            "1-bit LAMB",
+            _one_bit_lamb,
+            {"stage": 0, "communication": _IN_NODES},
+            "lamb",
+            rate_factor=5.0,
+        ),
+        Mode("zero3", "ZeRO-3", _adam, {"stage": 3, "communication": _IN_NODES}, "adam"),
+        Mode("zeropp", "ZeRO++", _adam, {"stage": 3, "communication": ZEROPP}, "zero3", tolerance=0.015),
+    )
+}
+
+
+def mode_named(name: str) -> Mode:
+    """The mode called `name`; ValueError with the known names otherwise."""
+    if name not in MODES:
+        raise ValueError(f"unknown mode {name!r}; known: {', '.join(MODES)}")
+    return MODES[name]

@@ -1,0 +1,83 @@
+"""Byte models on real text, the windows that a step trains on, and the learning rate at each step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness.shapes import LlamaShape, shape_named
+
+WARM_UP_STEPS_PART = 1 / 30
+LEAST_FACTOR = 0.1
+
+
+@dataclass(frozen=True)
+class TextRun:
+    """What is trained, on how much, and where it is judged.
+
+    `batch` windows of `window` bytes a rank and step; the held-out loss is a mean over `held_out_windows`.
+    """
+
+    name: str
+    shape: LlamaShape
+    steps: int
+    batch: int
+    window: int
+    learning_rate: float
+    held_out_windows: int = 128
+
+    def factor(self, step: int) -> float:
+        """Of the learning rate at a step from 0: a linear rise, then a cosine to a tenth."""
+        rise = max(1, round(self.steps * WARM_UP_STEPS_PART))
+        done = min(step / self.steps, 1.0)
+        fall = LEAST_FACTOR + (1 - LEAST_FACTOR) * 0.5 * (1 + math.cos(math.pi * done))
+        return min((step + 1) / rise, fall)
+
+    def windows(self, text: Tensor, seed: int, step: int, rank: int, ranks: int) -> Tensor:
+        """What a rank trains on in a step, int64 [batch, window]; ranks draw different windows of `text`."""
+        drawn = torch.Generator().manual_seed((seed << 32) + step)
+        starts = torch.randint(text.numel() - self.window, (ranks, self.batch), generator=drawn)[rank]
+        return torch.stack([text[start : start + self.window] for start in starts]).to(torch.int64)
+
+    def held_out(self, text: Tensor, rank: int, ranks: int) -> Tensor:
+        """A rank's part of the windows spread over `text`, int64 [held_out_windows / ranks, window]."""
+        places = torch.arange(self.held_out_windows) * (text.numel() - self.window) // self.held_out_windows
+        chosen = places.chunk(ranks)[rank]
+        return torch.stack([text[place : place + self.window] for place in chosen]).to(torch.int64)
+
+    def model(self, seed: int) -> nn.Module:
+        """The model with random weights of this seed, fp32."""
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(self.shape.configuration()).train()
+
+
+BYTE_LLAMA = LlamaShape("8m-bytes", hidden=320, layers=6, feed_forward=928, vocabulary=256, heads=5)
+
+
+def text_run(name: str) -> TextRun:
+    """The 8M-parameter byte model over 3,000 steps, or the Llama of 34M over 500, bytes as its tokens.
+
+    ValueError for another name.
+    """
+    runs = {
+        "8m-bytes": TextRun("8m-bytes", BYTE_LLAMA, steps=3000, batch=1, window=128, learning_rate=2e-3),
+        "34m": TextRun("34m", shape_named("34m"), steps=500, batch=1, window=128, learning_rate=1e-3),  # type: ignore[arg-type]
+    }
+    if name not in runs:
+        raise ValueError(f"unknown run {name!r}; known: {', '.join(runs)}")
+    return runs[name]
+
+
+def mean_loss(model: Any, windows: Tensor) -> Tensor:
+    """Mean loss in nats per byte over `windows`, without gradients, float64 []; stage 3 gathers."""
+    model.eval()
+    with torch.no_grad():
+        losses = [model(input_ids=part, labels=part).loss.double() for part in windows.split(16)]
+    model.train()
+    return torch.stack(losses).mean()
