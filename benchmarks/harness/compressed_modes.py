@@ -80,6 +80,7 @@ MODES = {
     mode.name: mode
     for mode in (
         Mode("adam", "Adam", _adam, {"stage": 0, "communication": _IN_NODES}),
+        Mode("adam1", "Adam, ZeRO-1", _adam, {"stage": 1, "communication": _IN_NODES}),
         Mode("onebit_adam", "1-bit Adam", _one_bit_adam, {"stage": 0, "communication": _IN_NODES}, "adam"),
         Mode(
             "onebit_adam1",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.shapes import LlamaShape, shape_named
+from benchmarks.harness.shapes import LlamaShape
 
 WARM_UP_STEPS_PART = 1 / 30
 LEAST_FACTOR = 0.1
@@ -58,20 +58,28 @@ class TextRun:
 
 
 BYTE_LLAMA = LlamaShape("8m-bytes", hidden=320, layers=6, feed_forward=928, vocabulary=256, heads=5)
+TINY = LlamaShape("tiny", hidden=64, layers=2, feed_forward=192, vocabulary=256, heads=4)
+LLAMA_34M = LlamaShape("34m", hidden=512, layers=8, feed_forward=1408, vocabulary=8192, heads=8)
+
+RUNS = {
+    run.name: run
+    for run in (
+        TextRun("8m-bytes", BYTE_LLAMA, steps=3000, batch=1, window=128, learning_rate=2e-3),
+        TextRun("34m", LLAMA_34M, steps=500, batch=1, window=128, learning_rate=1e-3),
+        TextRun("tiny", TINY, steps=200, batch=1, window=64, learning_rate=3e-3, held_out_windows=16),
+    )
+}
 
 
 def text_run(name: str) -> TextRun:
-    """The 8M-parameter byte model over 3,000 steps, or the Llama of 34M over 500, bytes as its tokens.
+    """The 8M-parameter byte model over 3,000 steps, the Llama of 34M over 500 with bytes as its tokens, or a
+    tiny one to try.
 
     ValueError for another name.
     """
-    runs = {
-        "8m-bytes": TextRun("8m-bytes", BYTE_LLAMA, steps=3000, batch=1, window=128, learning_rate=2e-3),
-        "34m": TextRun("34m", shape_named("34m"), steps=500, batch=1, window=128, learning_rate=1e-3),  # type: ignore[arg-type]
-    }
-    if name not in runs:
-        raise ValueError(f"unknown run {name!r}; known: {', '.join(runs)}")
-    return runs[name]
+    if name not in RUNS:
+        raise ValueError(f"unknown run {name!r}; known: {', '.join(RUNS)}")
+    return RUNS[name]
 
 
 def mean_loss(model: Any, windows: Tensor) -> Tensor:

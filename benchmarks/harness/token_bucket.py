@@ -59,9 +59,10 @@ class ModelledNetwork:
         return Path(self._folder.name) / f"node{node}"
 
 
-def open_network(
-    nodes: int, ranks_per_node: int, bits_per_second: float | None = None
-) -> EmulatedNetwork | ModelledNetwork:
+AnyNetwork = EmulatedNetwork | ModelledNetwork
+
+
+def open_network(nodes: int, ranks_per_node: int, bits_per_second: float | None = None) -> AnyNetwork:
     """Emulated links where the machine permits them, modelled ones elsewhere; a context manager."""
     try:
         with EmulatedNetwork(nodes, ranks_per_node):

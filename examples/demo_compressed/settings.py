@@ -1,0 +1,54 @@
+"""Every number of the demonstration in one place."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from demo.settings import ModelShape
+
+FILE = "settings.json"
+
+
+@dataclass(frozen=True)
+class CompressedSettings(ModelShape):
+    """A byte-level Llama of about 1.5 million parameters on four ranks, two on each of two simulated nodes.
+
+    Attributes:
+        steps, warm_up: optimizer steps of every way, and how many of them the one-bit ways send in full.
+        batch: windows of a rank and step.
+        held_out_every: steps between two points of the held-out curve, over `held_out_windows` windows.
+        loss_tolerance: part by which a compressed way's held-out loss may end above its uncompressed one's.
+        one_bit_bar, zeropp_bar: how many times fewer bytes must cross between nodes after the warm-up.
+    """
+
+    hidden_size: int = 192
+    layers: int = 3
+    feed_forward_size: int = 512
+    heads: int = 3
+    window: int = 96
+    ranks: int = 4
+    ranks_per_node: int = 2
+    steps: int = 240
+    warm_up: int = 48
+    batch: int = 2
+    learning_rate: float = 3e-3
+    held_out_every: int = 24
+    held_out_windows: int = 32
+    loss_tolerance: float = 0.03
+    one_bit_bar: float = 15.0
+    zeropp_bar: float = 3.5
+
+    def factor(self, step: int) -> float:
+        """Of the learning rate at a step from 0: a linear rise, then a straight fall to a fifth."""
+        return min((step + 1) / 24, 1 - 0.8 * step / self.steps)
+
+    def write(self, folder: Path) -> None:
+        """Leaves the settings in `folder` for the ranks, which are processes of their own."""
+        (folder / FILE).write_text(json.dumps(asdict(self), indent=1))
+
+    @staticmethod
+    def read(folder: Path) -> CompressedSettings:
+        """What `write` left."""
+        return CompressedSettings(**json.loads((folder / FILE).read_text()))
