@@ -2,6 +2,7 @@
 #   make demo      run the main job          make test      C++ and Python tests
 #   make demo-offload  train under a memory cap, state on NVMe
 #   make demo-long  train on windows of 16,384 bytes under a memory cap, by sparse attention
+#   make demo-compressed  train over two simulated nodes with a fraction of the bytes, beside the same without
 #   make test-integrations  with the real transformers, DeepSpeed, Lightning, Ray and others, and the examples
 #   make bench     measure against peers     make sanitize  C++ tests under ASan+UBSan and TSan
 #   make lint      what CI checks            make format    rewrite files to the house style
@@ -36,7 +37,7 @@ BENCHMARK_PEERS := $(VENV)/.stamp-benchmark-peers
 INTEGRATIONS := $(VENV)/.stamp-integrations
 DOCUMENTATION := $(VENV)/.stamp-documentation
 
-.PHONY: setup test test-cpp test-python test-integrations demo demo-offload demo-long bench sanitize cuda-check gpu-check lint format \
+.PHONY: setup test test-cpp test-python test-integrations demo demo-offload demo-long demo-compressed bench sanitize cuda-check gpu-check lint format \
         docs wheel clean
 
 setup: $(EXTENSION)
@@ -82,6 +83,9 @@ demo-offload: setup
 
 demo-long: setup
 	$(BIN)/python examples/demo_long.py
+
+demo-compressed: setup
+	$(BIN)/python examples/demo_compressed.py
 
 bench: $(BENCHMARK_PEERS)
 	for script in benchmarks/*.py; do \

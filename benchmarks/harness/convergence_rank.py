@@ -40,6 +40,7 @@ class ConvergenceRank:
         config = {**way.config, "precision": {"dtype": dtype}}
         self.model, self.optimizer = zero_ext.prepare(model, optimizer, config)
         self.engine = engine_of(self.model)
+        self.engine.wire.begin_step()  # what made the ranks alike is no step
         slow_down(self.engine.wire)
         corpus = Corpus.read(Path(text))
         self.text, self.judged = corpus.training, self.run.held_out(corpus.held_out, self.rank, self.ranks)

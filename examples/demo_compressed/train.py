@@ -38,6 +38,7 @@ def train(name: str, settings: CompressedSettings, corpus: Corpus) -> dict[str, 
         ByteWindows(corpus.held_out, settings.window).spread(settings.held_out_windows).chunk(ranks)[rank]
     )
     record: dict[str, Any] = {"losses": [], "seconds": [], "sent": [], "crossing": []}
+    engine.wire.begin_step()  # what made the ranks alike is no step
     record["held_out"] = [(0, _judge(model, judged))]
     for step, batch in zip(range(settings.steps), loader, strict=False):
         began = time.perf_counter()
