@@ -44,6 +44,14 @@ struct Avx2Vector {
     _mm_stream_si128(reinterpret_cast<__m128i*>(target),
                      _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
   }
+  // Whole vectors, both aligned.
+  static void stream_bytes(void* target, const void* source, std::size_t bytes) {
+    auto* to = static_cast<__m256i*>(target);
+    const auto* from = static_cast<const __m256i*>(source);
+    for (std::size_t i = 0; i < bytes / sizeof(__m256i); ++i) {
+      _mm256_stream_si256(to + i, _mm256_load_si256(from + i));
+    }
+  }
   static void fence() { _mm_sfence(); }
 
   // Float32 to bfloat16, nearest even. Integer arithmetic, because the bfloat16 instructions flush
@@ -82,10 +90,40 @@ struct Avx2Vector {
   static std::uint32_t lanes_at_least(Float a, Float b) {
     return static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ)));
   }
-  static Float choose(std::uint32_t chosen, Float then, Float otherwise) {
+  static __m256i lane_mask(std::uint32_t chosen) {
     const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     const __m256i own = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(chosen)), bit);
-    return _mm256_blendv_ps(otherwise, then, _mm256_castsi256_ps(_mm256_cmpeq_epi32(own, bit)));
+    return _mm256_cmpeq_epi32(own, bit);
+  }
+  static Float add_signed(Float sum, std::uint32_t chosen, float term) {
+    const __m256 sign = _mm256_andnot_ps(_mm256_castsi256_ps(lane_mask(chosen)), set(-0.0F));
+    return _mm256_add_ps(sum, _mm256_xor_ps(set(term), sign));
+  }
+  static __m256i chosen_of(std::uint32_t chosen, float then, float otherwise) {
+    return _mm256_castps_si256(
+        _mm256_blendv_ps(set(otherwise), set(then), _mm256_castsi256_ps(lane_mask(chosen))));
+  }
+  template <class T>
+  static __m128i chosen_of(std::uint32_t chosen, T then, T otherwise) {
+    const __m128i bit = _mm_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m128i own = _mm_and_si128(_mm_set1_epi16(static_cast<short>(chosen)), bit);
+    return _mm_blendv_epi8(_mm_set1_epi16(static_cast<short>(otherwise.bits)),
+                           _mm_set1_epi16(static_cast<short>(then.bits)),
+                           _mm_cmpeq_epi16(own, bit));
+  }
+  static void store_chosen(float* target, std::uint32_t chosen, float then, float otherwise) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), chosen_of(chosen, then, otherwise));
+  }
+  template <class T>
+  static void store_chosen(T* target, std::uint32_t chosen, T then, T otherwise) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), chosen_of(chosen, then, otherwise));
+  }
+  static void stream_chosen(float* target, std::uint32_t chosen, float then, float otherwise) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(target), chosen_of(chosen, then, otherwise));
+  }
+  template <class T>
+  static void stream_chosen(T* target, std::uint32_t chosen, T then, T otherwise) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(target), chosen_of(chosen, then, otherwise));
   }
   static std::uint32_t load_lanes(const std::uint32_t* words, std::int64_t i) {
     return reinterpret_cast<const std::uint8_t*>(words)[i / 8];

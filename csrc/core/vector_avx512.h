@@ -44,6 +44,14 @@ struct Avx512Vector {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(target),
                         _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
   }
+  // Whole vectors, both aligned.
+  static void stream_bytes(void* target, const void* source, std::size_t bytes) {
+    auto* to = static_cast<__m512i*>(target);
+    const auto* from = static_cast<const __m512i*>(source);
+    for (std::size_t i = 0; i < bytes / sizeof(__m512i); ++i) {
+      _mm512_stream_si512(to + i, _mm512_load_si512(from + i));
+    }
+  }
   static void fence() { _mm_sfence(); }
 
   // Float32 to bfloat16, nearest even. Integer arithmetic, because the bfloat16 instructions flush
@@ -82,8 +90,33 @@ struct Avx512Vector {
   static std::uint32_t lanes_at_least(Float a, Float b) {
     return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ);
   }
-  static Float choose(std::uint32_t chosen, Float then, Float otherwise) {
-    return _mm512_mask_blend_ps(static_cast<__mmask16>(chosen), otherwise, then);
+  static Float add_signed(Float sum, std::uint32_t chosen, float term) {
+    const __m512 difference = _mm512_sub_ps(sum, set(term));
+    return _mm512_mask_add_ps(difference, static_cast<__mmask16>(chosen), sum, set(term));
+  }
+  static __m512i chosen_of(std::uint32_t chosen, float then, float otherwise) {
+    return _mm512_castps_si512(
+        _mm512_mask_blend_ps(static_cast<__mmask16>(chosen), set(otherwise), set(then)));
+  }
+  template <class T>
+  static __m256i chosen_of(std::uint32_t chosen, T then, T otherwise) {
+    return _mm256_mask_blend_epi16(static_cast<__mmask16>(chosen),
+                                   _mm256_set1_epi16(static_cast<short>(otherwise.bits)),
+                                   _mm256_set1_epi16(static_cast<short>(then.bits)));
+  }
+  static void store_chosen(float* target, std::uint32_t chosen, float then, float otherwise) {
+    _mm512_storeu_si512(target, chosen_of(chosen, then, otherwise));
+  }
+  template <class T>
+  static void store_chosen(T* target, std::uint32_t chosen, T then, T otherwise) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), chosen_of(chosen, then, otherwise));
+  }
+  static void stream_chosen(float* target, std::uint32_t chosen, float then, float otherwise) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(target), chosen_of(chosen, then, otherwise));
+  }
+  template <class T>
+  static void stream_chosen(T* target, std::uint32_t chosen, T then, T otherwise) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(target), chosen_of(chosen, then, otherwise));
   }
   static std::uint32_t load_lanes(const std::uint32_t* words, std::int64_t i) {
     return (words[i / 32] >> (i % 32)) & 0xFFFFU;
@@ -101,6 +134,11 @@ struct Avx512Vector {
   static Bits put_field(Bits words, Float number, std::uint32_t mask) {
     return _mm512_ternarylogic_epi32(words, _mm512_slli_epi32(_mm512_castps_si512(number), Shift),
                                      set_bits<float>(mask << Shift), 0xF8);
+  }
+  // Entry of a table of 16 by the field of four bits that starts at bit `Shift`.
+  template <int Shift>
+  static Float lookup_field(Float table, Bits words) {
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(words, Shift), table);
   }
   static Float lookup(const float (&table)[8], Bits index) {
     return _mm512_permutexvar_ps(index, _mm512_broadcast_f32x8(_mm256_loadu_ps(table)));
@@ -170,6 +208,7 @@ struct Avx512Vector {
   static float highest(Float value) { return _mm512_reduce_max_ps(value); }
   template <class T>
   static UnsignedOf<T> highest(Bits value) {
+    if constexpr (sizeof(T) == 4) return _mm512_reduce_max_epu32(value);
     UnsignedOf<T> each[lanes<T>];
     _mm512_storeu_si512(each, value);
     return *std::max_element(each, each + lanes<T>);

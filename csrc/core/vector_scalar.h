@@ -10,7 +10,9 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "numeric_types.h"
 #include "portability.h"
@@ -37,6 +39,9 @@ struct ScalarVector {
   static ZERO_EXT_HOST_DEVICE void stream(T* target, Float value) {
     store(target, value);
   }
+  static void stream_bytes(void* target, const void* source, std::size_t bytes) {
+    std::memcpy(target, source, bytes);
+  }
   static ZERO_EXT_HOST_DEVICE void fence() {}
 
   static ZERO_EXT_HOST_DEVICE Float set(float value) { return value; }
@@ -62,8 +67,19 @@ struct ScalarVector {
   }
   // One bit for each lane, the first lane's lowest.
   static ZERO_EXT_HOST_DEVICE std::uint32_t lanes_at_least(Float a, Float b) { return a >= b; }
-  static ZERO_EXT_HOST_DEVICE Float choose(std::uint32_t chosen, Float then, Float otherwise) {
-    return chosen != 0 ? then : otherwise;
+  // sum + term in the chosen lanes, sum - term in the others.
+  static ZERO_EXT_HOST_DEVICE Float add_signed(Float sum, std::uint32_t chosen, float term) {
+    return chosen != 0 ? sum + term : sum - term;
+  }
+  template <class T>
+  static ZERO_EXT_HOST_DEVICE void store_chosen(T* target, std::uint32_t chosen, T then,
+                                                T otherwise) {
+    *target = chosen != 0 ? then : otherwise;
+  }
+  template <class T>
+  static ZERO_EXT_HOST_DEVICE void stream_chosen(T* target, std::uint32_t chosen, T then,
+                                                 T otherwise) {
+    store_chosen(target, chosen, then, otherwise);
   }
   // The bits from bit `i` on, a multiple of the width.
   static ZERO_EXT_HOST_DEVICE std::uint32_t load_lanes(const std::uint32_t* words, std::int64_t i) {

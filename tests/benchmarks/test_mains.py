@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 
-from benchmarks import adam, aio, checkpoint, inference, lamb, load, monitor, plan, simulation, tune
+from benchmarks import (
+    adam,
+    aio,
+    checkpoint,
+    compression,
+    inference,
+    lamb,
+    load,
+    monitor,
+    plan,
+    simulation,
+    tune,
+)
 from benchmarks.harness.loader import Loader
 from benchmarks.peers.storage_engines import Mover
 from tests.benchmarks.conftest import Concluded
@@ -32,6 +44,14 @@ def test_lamb(concluded: Concluded) -> None:
         "torch",
     ]
     assert status == int(data["faster_by"] < lamb.PIPELINE_BAR)
+
+
+def test_compression(concluded: Concluded) -> None:
+    data, status = concluded(compression.main, 0.01, 2, 2)
+    rows = data["results"]
+    assert {row["name"].split("_")[0] for row in rows} >= {"compress", "quantise", "requantise"}
+    assert all(len(row["seconds"]) == len(row["copy_seconds"]) == 2 for row in rows)
+    assert status == int(any(row["met"] is False for row in rows))
 
 
 def test_checkpoint(concluded: Concluded, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 #include "integer_blocks.h"
 
+#include <algorithm>
+
 #include "../kernels.h"
 
 namespace zero_ext::core {
@@ -38,8 +40,9 @@ void requantize_blocks(std::span<const MessageSource> messages, std::int64_t fir
   const auto quantize =
       kernels.quantize_blocks[index_of(to)][static_cast<int>(NumericType::float32)];
   alignas(64) float values[kHighestIntegerBlock];
-  for (std::int64_t begin = 0; begin < count; begin += to.block) {
-    const std::int64_t length = std::min(to.block, count - begin);
+  const std::int64_t group = kHighestIntegerBlock / to.block * to.block;
+  for (std::int64_t begin = 0; begin < count; begin += group) {
+    const std::int64_t length = std::min(group, count - begin);
     const std::int64_t block = begin / to.block;
     sum(messages, first_block + block, length, from.block, factor, false, values);
     quantize(values, length, to.block,

@@ -10,6 +10,9 @@
 // for bit: lane l of 256 adds elements l, l + 256, l + 512 ... in that order to zero; then, for
 // span = 128, 64 ... 1, each lane below the span adds the lane `span` further on.
 //
+// The sum of what messages stand for starts from zero and adds +-scale in the order of messages;
+// then it is multiplied by the factor, and added to what is there.
+//
 // Source: Tang, Gan, Awan, Rajbhandari et al., "1-bit Adam", section 4.2 (arXiv 2102.02888).
 #pragma once
 
@@ -35,9 +38,6 @@ struct SignRule {
   static ZERO_EXT_HOST_DEVICE Float left_behind(Float corrected, float scale) {
     return V::sub(corrected,
                   V::if_at_least(corrected, V::set(0.0F), V::set(scale), V::set(-scale)));
-  }
-  static ZERO_EXT_HOST_DEVICE Float expanded(std::uint32_t bits, float scale) {
-    return V::choose(bits, V::set(scale), V::set(-scale));
   }
 };
 

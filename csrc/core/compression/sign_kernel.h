@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <span>
 
+#include "../streamed_stores.h"
 #include "../vector_scalar.h"
 #include "message.h"
 #include "sign_formula.h"
@@ -12,42 +13,45 @@
 namespace zero_ext::core {
 namespace {
 
-// The elements of one message from one of its blocks on.
-template <class V>
-struct SignLanes {
-  static typename V::Float at(MessageSource message, std::int64_t i, float scale) {
-    return SignRule<V>::expanded(V::load_lanes(message.words, i), scale);
-  }
-};
-
-// Terms to be compressed, `vector<W>(i)` being those of W's lanes from element i of the block on.
+// Terms of which elements are made: read<W>(i, terms) gives those of a few vectors of type W, from
+// element i of the block on.
 template <class T>
 struct SignValues {
   const T* values;
 
-  template <class W>
-  typename W::Float vector(std::int64_t i) const {
-    return W::load(values + i);
+  template <class W, int Count>
+  inline __attribute__((always_inline)) void read(std::int64_t i,
+                                                  typename W::Float (&terms)[Count]) const {
+    for (int v = 0; v < Count; ++v) terms[v] = W::load(values + i + v * W::width);
   }
 };
 
+// The sum of what messages stand for.
 struct SignSum {
   std::span<const MessageSource> messages;
   std::int64_t block;
 
-  template <class W>
-  typename W::Float vector(std::int64_t i) const {
-    typename W::Float sum = W::set(0.0F);
+  template <class W, int Count>
+  inline __attribute__((always_inline)) void read(std::int64_t i,
+                                                  typename W::Float (&terms)[Count]) const {
+    for (int v = 0; v < Count; ++v) terms[v] = W::set(0.0F);
     for (const MessageSource& message : messages) {
-      sum = W::add(sum, SignLanes<W>::at(message, block * kSignBlock + i, message.scales[block]));
+      const std::uint32_t* words = message.words + block * (kSignBlock / 32);
+      for (int v = 0; v < Count; ++v) {
+        terms[v] =
+            W::add_signed(terms[v], W::load_lanes(words, i + v * W::width), message.scales[block]);
+      }
     }
-    return sum;
   }
 };
 
 template <class V>
 struct SignBlock {
+  using Float = typename V::Float;
   static constexpr std::int64_t kVectors = kSignLanes / V::width;
+  // Elements that are worked on together: two words of bits.
+  static constexpr std::int64_t kGroup = 64;
+  static constexpr int kGroupVectors = kGroup / V::width;
 
   // Magnitudes by lane, see sign_formula.h.
   struct Lanes {
@@ -61,13 +65,13 @@ struct SignBlock {
     }
   };
 
-  // Corrects W's lanes from element i on, in `error`; returns their bits.
-  template <class W, class Terms>
-  static std::uint32_t correct(const Terms& terms, float factor, float* error, std::int64_t i,
-                               typename W::Float& sum) {
-    const auto corrected =
-        SignRule<W>::corrected(terms.template vector<W>(i), W::set(factor), W::load(error + i));
-    W::store(error + i, corrected);
+  // Corrects a vector of type W, in `error`; returns its bits.
+  template <class W>
+  static inline __attribute__((always_inline)) std::uint32_t correct(typename W::Float term,
+                                                                     float factor, float* error,
+                                                                     typename W::Float& sum) {
+    const auto corrected = SignRule<W>::corrected(term, W::set(factor), W::load(error));
+    W::store(error, corrected);
     sum = W::add(sum, W::abs(corrected));
     return SignRule<W>::bits(corrected);
   }
@@ -76,23 +80,31 @@ struct SignBlock {
   template <class Terms>
   static float pack(const Terms& terms, float factor, std::int64_t count, float* error,
                     std::uint32_t* words) {
-    typename V::Float sums[kVectors];
+    Float sums[kVectors];
     std::fill(sums, sums + kVectors, V::set(0.0F));
     std::int64_t i = 0;
     for (; i + kSignLanes <= count; i += kSignLanes) {
-      for (std::int64_t j = 0; j < kSignLanes; j += 32) {
-        std::uint32_t word = 0;
-        for (std::int64_t l = 0; l < 32; l += V::width) {
-          word |= correct<V>(terms, factor, error, i + j + l, sums[(j + l) / V::width]) << l;
+      ZERO_EXT_UNROLL_BY(4)
+      for (std::int64_t j = 0; j < kSignLanes; j += kGroup) {
+        Float group[kGroupVectors];
+        terms.template read<V>(i + j, group);
+        std::uint64_t bits = 0;
+        for (std::int64_t v = 0; v < kGroupVectors; ++v) {
+          const std::uint64_t own =
+              correct<V>(group[v], factor, error + i + j + v * V::width, sums[j / V::width + v]);
+          bits |= own << (v * V::width);
         }
-        words[(i + j) / 32] = word;
+        words[(i + j) / 32] = static_cast<std::uint32_t>(bits);
+        words[(i + j) / 32 + 1] = static_cast<std::uint32_t>(bits >> 32);
       }
     }
     Lanes lanes;
     for (std::int64_t j = 0; j < kVectors; ++j) V::store(lanes.sums + j * V::width, sums[j]);
     std::fill(words + i / 32, words + sign_words(count), 0U);
     for (; i < count; ++i) {
-      words[i / 32] |= correct<ScalarVector>(terms, factor, error, i, lanes.sums[i % kSignLanes])
+      float term[1];
+      terms.template read<ScalarVector>(i, term);
+      words[i / 32] |= correct<ScalarVector>(term[0], factor, error + i, lanes.sums[i % kSignLanes])
                        << i % 32;
     }
     return sign_scale(lanes.fold(), count);
@@ -109,22 +121,45 @@ struct SignBlock {
     for (; i < count; ++i) error[i] = SignRule<ScalarVector>::left_behind(error[i], *scale);
   }
 
-  // out = factor * terms [+ out], of one block.
-  template <class W, class T, class Terms>
-  static void write_lanes(const Terms& terms, float factor, bool accumulate, T* out,
-                          std::int64_t i) {
-    auto value = W::mul(terms.template vector<W>(i), W::set(factor));
-    if (accumulate) value = W::add(value, W::load(out + i));
-    W::store(out + i, value);
+  // out = factor * terms [+ out], of a few vectors of type W from element i on.
+  template <class W, int Count, bool Streamed, class T>
+  static inline __attribute__((always_inline)) void write_group(const SignSum& terms, float factor,
+                                                                bool accumulate, T* out,
+                                                                std::int64_t i) {
+    typename W::Float group[Count];
+    terms.template read<W>(i, group);
+    for (int v = 0; v < Count; ++v) {
+      T* const target = out + i + v * W::width;
+      const auto value = W::mul(group[v], W::set(factor));
+      store_or_stream<W, Streamed>(target, accumulate ? W::add(value, W::load(target)) : value);
+    }
   }
 
-  template <class T, class Terms>
-  static void write(const Terms& terms, std::int64_t count, float factor, bool accumulate, T* out) {
+  template <bool Streamed, class T>
+  static void write(const SignSum& terms, std::int64_t count, float factor, bool accumulate,
+                    T* out) {
+    std::int64_t i = 0;
+    for (; i + kGroup <= count; i += kGroup) {
+      write_group<V, kGroupVectors, Streamed>(terms, factor, accumulate, out, i);
+    }
+    for (; i < count; ++i) write_group<ScalarVector, 1, false>(terms, factor, accumulate, out, i);
+  }
+
+  // out = either of two values, by the bits of one message.
+  template <bool Streamed, class T>
+  static void choose(const std::uint32_t* words, std::int64_t count, T then, T otherwise, T* out) {
     std::int64_t i = 0;
     for (; i + V::width <= count; i += V::width) {
-      write_lanes<V>(terms, factor, accumulate, out, i);
+      const std::uint32_t bits = V::load_lanes(words, i);
+      if constexpr (Streamed) {
+        V::stream_chosen(out + i, bits, then, otherwise);
+      } else {
+        V::store_chosen(out + i, bits, then, otherwise);
+      }
     }
-    for (; i < count; ++i) write_lanes<ScalarVector>(terms, factor, accumulate, out, i);
+    for (; i < count; ++i) {
+      ScalarVector::store_chosen(out + i, ScalarVector::load_lanes(words, i), then, otherwise);
+    }
   }
 };
 
@@ -133,6 +168,17 @@ template <class Visit>
 inline void over_sign_blocks(std::int64_t count, const Visit& visit) {
   for (std::int64_t begin = 0; begin < count; begin += kSignBlock) {
     visit(begin / kSignBlock, begin, std::min(kSignBlock, count - begin));
+  }
+}
+
+// Calls write(std::bool_constant<whether to stream>).
+template <class V, class T, class Write>
+inline void write_streamed(const T* out, std::int64_t count, const Write& write) {
+  if (are_streamed<V>(out, count)) {
+    write(std::true_type());
+    V::fence();
+  } else {
+    write(std::false_type());
   }
 }
 
@@ -159,18 +205,32 @@ void run_reduce_signs(std::span<const MessageSource> messages, std::int64_t firs
 template <class V, class T>
 void run_expand_signs(MessageSource message, std::int64_t count, float factor, bool accumulate,
                       void* out) {
-  over_sign_blocks(count, [&](std::int64_t block, std::int64_t begin, std::int64_t length) {
-    const SignSum terms{{&message, 1}, block};
-    SignBlock<V>::write(terms, length, factor, accumulate, static_cast<T*>(out) + begin);
+  T* const target = static_cast<T*>(out);
+  if (accumulate) {
+    over_sign_blocks(count, [&](std::int64_t block, std::int64_t begin, std::int64_t length) {
+      SignBlock<V>::template write<false>({{&message, 1}, block}, length, factor, true,
+                                          target + begin);
+    });
+    return;
+  }
+  write_streamed<V>(target, count, [&]<bool Streamed>(std::bool_constant<Streamed>) {
+    over_sign_blocks(count, [&](std::int64_t block, std::int64_t begin, std::int64_t length) {
+      const float value = message.scales[block] * factor;
+      SignBlock<V>::template choose<Streamed>(message.words + begin / 32, length,
+                                              from_float<T>(value), from_float<T>(-value),
+                                              target + begin);
+    });
   });
 }
 
 template <class V>
 void run_sum_signs(std::span<const MessageSource> messages, std::int64_t first_block,
                    std::int64_t count, float factor, bool accumulate, float* out) {
-  over_sign_blocks(count, [&](std::int64_t block, std::int64_t begin, std::int64_t length) {
-    const SignSum terms{messages, first_block + block};
-    SignBlock<V>::write(terms, length, factor, accumulate, out + begin);
+  write_streamed<V>(out, count, [&]<bool Streamed>(std::bool_constant<Streamed>) {
+    over_sign_blocks(count, [&](std::int64_t block, std::int64_t begin, std::int64_t length) {
+      SignBlock<V>::template write<Streamed>({messages, first_block + block}, length, factor,
+                                             accumulate, out + begin);
+    });
   });
 }
 
