@@ -144,8 +144,8 @@ class QuantisedGradients(GradientExchange):
             return [inside] * (nodes.ranks_per_node > 1) + [between] * (nodes.nodes > 1)
 
         crossing = message * (nodes.nodes - 1)
-        inside = message * nodes.nodes * (nodes.ranks_per_node - 1)
-        traffic = Traffic(self._kind, local.numel(), inside + crossing, crossing)
+        in_node = message * nodes.nodes * (nodes.ranks_per_node - 1)
+        traffic = Traffic(self._kind, local.numel(), in_node + crossing, crossing)
         # Nobody needs the gradient itself once it is quantised: its memory holds the sum that is rounded.
         direct = out.dtype is torch.float32
         total = out if direct else local.view(torch.float32)[: out.numel()]

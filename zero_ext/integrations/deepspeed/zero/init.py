@@ -21,12 +21,11 @@ from zero_ext.zero.init import Init as NativeInit
 
 # What says where parameters are born; everything else counts from initialize on.
 _KEYS = ("stage", "offload_param")
-_WITHOUT_EFFECT = ("mem_efficient_linear", "pin_memory", "tensor_overrides")
+_WITHOUT_EFFECT = ("mem_efficient_linear", "pin_memory", "tensor_overrides", "zero_quantized_weights")
 _MISSING = {
     "mpu": "model parallelism",
-    "zero_param_parallel_group": "hierarchical partitioning (ZeRO++)",
-    "zero_quantized_weights": "quantized weights (ZeRO++)",
-    "zero_quantized_nontrainable_weights": "quantized weights (ZeRO++)",
+    "zero_param_parallel_group": "a node's group of the caller's; write zero_hpz_partition_size in the JSON",
+    "zero_quantized_nontrainable_weights": "frozen weights kept in codes",
     "sequence_data_parallel_group": "sequence parallelism",
     "param_swapper": "a swapper of the caller's; write offload_param in the JSON",
 }
