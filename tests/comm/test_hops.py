@@ -100,3 +100,17 @@ def test_groups_of_ranks(world: World) -> None:
     assert not any(collectives.wire.crossing_bytes.values())
     check_group(collectives.among(range(world.rank % 2, 4, 2)), range(world.rank % 2, 4, 2))
     assert collectives.wire.crossing_bytes["gather"] == 4
+
+
+@on_ranks(2, 3, stand_in=True)
+def test_messages_of_a_device_go_through_host_memory(world: World) -> None:
+    """Also where a rank has nobody to exchange with in a hop."""
+    device = torch.device("stand_in:0")
+    wanted = torch.stack([message_of(world.seed, rank) for rank in range(world.size)])
+    for size in node_sizes(world.size):
+        collectives = make_collectives(world.group, 20.0, device, ranks_per_node=size)
+        slots = list(torch.full((world.size, 37), 255, dtype=torch.uint8, device=device))
+        slots[world.rank].copy_(wanted[world.rank])
+        for in_node in (False, True):
+            collectives.gather_messages(slots, "gather", 5, "test", in_node=in_node).wait()
+            assert torch.equal(torch.stack([slot.cpu() for slot in slots]), wanted)

@@ -28,6 +28,7 @@ TIERS: list[dict[str, str]] = [
     {"optimizer": "host"},
     {"optimizer": "host", "grads": "host", "params": "host"},
 ]
+CODES = {"quantized_weights": "int8", "quantized_gradients": "int4", "secondary_shards": True}
 
 
 def compare(world: World, device: str, config: dict[str, Any], optimizer: str) -> None:
@@ -78,8 +79,7 @@ def test_the_plan_is_what_is_held(world: World, optimizer: str) -> None:
 
 @on_ranks(2, 4)
 def test_the_plan_is_what_is_held_of_compressed_communication(world: World) -> None:
-    codes = {"quantized_weights": "int8", "quantized_gradients": "int4", "secondary_shards": True}
-    for communication in ({"ranks_per_node": 1, **codes}, {"sharding_ranks": 2}):
+    for communication in ({"ranks_per_node": 1, **CODES}, {"sharding_ranks": 2}):
         config = {"stage": 3, "communication": communication, "precision": {"dtype": "bf16"}}
         compare(world, "cpu", config, "adamw")
 
@@ -89,4 +89,7 @@ def test_the_plan_is_what_is_held_on_a_device(world: World) -> None:
     torch.stand_in.set_schedule("eager")  # type: ignore[attr-defined]
     for tiers in TIERS:
         compare(world, "stand_in:0", {"stage": 3, "offload": tiers, "precision": {"dtype": "bf16"}}, "adamw")
+    for tiers in ({}, {"params": "host"}):
+        config = {"stage": 3, "offload": tiers, "precision": {"dtype": "bf16"}}
+        compare(world, "stand_in:0", {**config, "communication": {"ranks_per_node": 1, **CODES}}, "adamw")
     torch.stand_in.set_schedule("random")  # type: ignore[attr-defined]
