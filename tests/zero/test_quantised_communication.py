@@ -71,23 +71,23 @@ def check_against_simulation(
     return engine
 
 
-def ways_of(ranks: int) -> list[Ways]:
-    sizes = [size for size in (1, 2, 4) if ranks % size == 0 and size <= ranks]
+def ways_of(ranks: int) -> list[tuple[Ways, str]]:
+    """On nodes of every size, each in another precision than on those before."""
     found = []
-    for size in sizes:
-        found += [
+    for number, size in enumerate(size for size in (1, 2, 3, 4) if ranks % size == 0):
+        ways = [
             Ways(ranks, size, weights="int8"),
             Ways(ranks, size, gradients="int4"),
             Ways(ranks, size, secondary=True),
             Ways(ranks, size, weights="int4", gradients="int8", secondary=True),
         ]
+        found += [(each, ("fp32", "bf16")[(number + place) % 2]) for place, each in enumerate(ways)]
     return found
 
 
 @on_ranks(2, 3, 4)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_every_way_has_the_bits_of_the_simulation(world: World, dtype: str) -> None:
-    for ways in ways_of(world.size):
+def test_every_way_has_the_bits_of_the_simulation(world: World) -> None:
+    for ways, dtype in ways_of(world.size):
         check_against_simulation(world, ways, dtype, micro_batches=2 if ways.secondary else 1)
 
 
@@ -162,3 +162,37 @@ def test_secondary_shards_change_no_value(world: World, step: str) -> None:
     runs = [trained(world, each, step) for each in ways]
     for name, value in runs[0].items():
         assert torch.equal(value, runs[1][name]), name
+
+
+@on_ranks(2, 3, stand_in=True)
+def test_a_device_has_the_bits_of_the_host(world: World) -> None:
+    """Whatever order its streams run in."""
+    torch.stand_in.set_schedule("random", world.seed)  # type: ignore[attr-defined]
+    codes = {"weights": "int8", "gradients": "int4", "secondary": True}
+    for ways in (Ways(world.size, 1, **codes), Ways(world.size, world.size, **codes)):
+        for tier in ("device", "host"):
+            found = []
+            for device in ("cpu", "stand_in:0"):
+                model = seeded(world.seed)
+                model, optimizer = zero_ext.prepare(
+                    model,
+                    sgd(list(model.parameters())),
+                    configuration(
+                        3,
+                        communication=ways.communication(),
+                        offload={"params": tier},
+                        precision={"dtype": "bf16"},
+                        batch={"gradient_accumulation_steps": 2},
+                    ),
+                    process_group=world.group,
+                    device=device,
+                )
+                for step in range(4):
+                    inputs = language_batch(world.seed, step, 0, world.rank).to(device)
+                    language_loss(model, inputs).backward()
+                    if step % 2:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                found.append(zero_ext.full_state_dict(model))
+            for name, value in found[0].items():
+                assert torch.equal(value, found[1][name]), (ways, tier, name)
