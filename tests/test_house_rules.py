@@ -26,6 +26,7 @@ ARGUMENTS_OF_A_FUNCTION = 9
 TAKES_A_WHOLE_JSON_SECTION = {
     "zero_ext/integrations/deepspeed/ops/lamb.py: __new__",
     "zero_ext/optim/lamb.py: __init__",
+    "zero_ext/optim/one_bit/lamb.py: __init__",
     "zero_ext/optim/one_bit/zero_one.py: __init__",
     "zero_ext/optim/one_cycle.py: __init__",
 }

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from zero_ext.integrations.prepare import prepare
     from zero_ext.optim.lamb import Lamb
     from zero_ext.optim.lion import Lion
-    from zero_ext.optim.one_bit import OneBitAdam, ZeroOneAdam
+    from zero_ext.optim.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
     from zero_ext.zero.gathered import (
         double_backward,
         full_gradient,
@@ -31,6 +31,7 @@ __all__ = [
     "Lamb",
     "Lion",
     "OneBitAdam",
+    "OneBitLamb",
     "TiledEmbedding",
     "TiledLinear",
     "ZeroConfig",
@@ -74,6 +75,7 @@ __getattr__ = lazily(
         "Lamb": "zero_ext.optim.lamb",
         "Lion": "zero_ext.optim.lion",
         "OneBitAdam": "zero_ext.optim.one_bit",
+        "OneBitLamb": "zero_ext.optim.one_bit",
         "TiledEmbedding": "zero_ext.zero.tiling",
         "TiledLinear": "zero_ext.zero.tiling",
         "ZeroModule": "zero_ext.zero.module",

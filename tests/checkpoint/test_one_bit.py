@@ -26,6 +26,8 @@ STOPS = [
     ("0/1 Adam", 15),  # between two exchanges
     ("0/1 Adam, bf16", 8),
     ("0/1 Adam, moments sharded", 10),
+    ("1-bit LAMB", 3),
+    ("1-bit LAMB", 8),
 ]
 
 

@@ -15,6 +15,7 @@ OPTIMIZERS = (
     "Lion",
     "NAdam",
     "OneBitAdam",
+    "OneBitLamb",
     "RAdam",
     "RMSprop",
     "Rprop",
@@ -38,10 +39,8 @@ SCHEDULERS = (
     "PolynomialLR",
     "StepLR",
 )
-_COMPRESSED = "compressed communication is not built here; use AdamW"
 _MUP = "its learning rates depend on whole shapes, through package mup; pass the optimizer object instead"
 REFUSED_OPTIMIZERS = {
-    "OneBitLamb": _COMPRESSED,
     "Muon": "it orthogonalises whole matrices, which shards do not have; use AdamW",
     "Adafactor": "it factors whole matrices, which shards do not have; use AdamW",
     "LBFGS": "it needs a closure and the inner products of whole parameters; use AdamW",

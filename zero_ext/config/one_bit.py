@@ -10,7 +10,7 @@ from .policy import KeyProblem
 if TYPE_CHECKING:
     from .root import ZeroConfig
 
-ONE_BIT = ("OneBitAdam", "ZeroOneAdam")
+ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 _LENGTHS = ("total_num_steps", "total_steps")
 
 
@@ -26,6 +26,12 @@ def check_one_bit(name: str, config: ZeroConfig) -> None:
             f"got {config.stage}, but {name} sends signs of whole gradients for replicated parameters, and "
             f"in stage {config.stage} {sharded} sharded; set stage to 0 or 1, or use AdamW with stage "
             f"{config.stage}",
+        )
+    if config.stage == 1 and name == "OneBitLamb":
+        raise KeyProblem(
+            "stage",
+            "got 1, but OneBitLamb reads norms and extremes of whole parameters after every exchange, which "
+            "shards do not have; set stage to 0, or use OneBitAdam",
         )
     for key, value, wanted in (
         ("offload.optimizer", config.offload.optimizer, "device"),

@@ -129,9 +129,9 @@ class OptimizerPolicy(_TypeWithParams):
     """Which optimizer `initialize` builds.
 
     Attributes:
-        type: the name of a torch optimizer or of one of `zero_ext`'s (Lamb, Lion, OneBitAdam, ZeroOneAdam) in
-            any case, kept in its proper one. "Adam" means AdamW, as in DeepSpeed, unless params hold
-            adam_w_mode (or adamw) false.
+        type: the name of a torch optimizer or of one of `zero_ext`'s (Lamb, Lion, OneBitAdam, OneBitLamb,
+            ZeroOneAdam) in any case, kept in its proper one. "Adam" means AdamW, as in DeepSpeed, unless
+            params hold adam_w_mode (or adamw) false.
         params: its keyword arguments.
     """
 

@@ -19,10 +19,10 @@ from zero_ext.config.finite import is_number
 from . import schedulers
 from .lamb import Lamb
 from .lion import Lion
-from .one_bit import OneBitAdam, ZeroOneAdam
+from .one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
 
 _FIVE = {kind.__name__: kind for kind in (getattr(schedulers, name) for name in schedulers.__all__)}
-_OWN = {kind.__name__: kind for kind in (Lamb, Lion, OneBitAdam, ZeroOneAdam)}
+_OWN = {kind.__name__: kind for kind in (Lamb, Lion, OneBitAdam, OneBitLamb, ZeroOneAdam)}
 _MODE_KEYS = ("adam_w_mode", "adamw_mode", "adamw")
 _NEVER_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "lr_decay", "lambd", "alpha", "rho")
 

@@ -61,8 +61,10 @@ def exchanges_signs(optimizer: optim.Optimizer | None) -> bool:
 
 def resumes_from(own: str | None, saved: str | None) -> bool:
     """Whether an optimizer of the class named ``own`` takes over state of the one named ``saved``: its own,
-    or, for one that exchanges signs, Adam's, which has the same two moments."""
-    return own == saved or (own in ONE_BIT and saved in ("Adam", "AdamW", *ONE_BIT))
+    or, for one that exchanges signs, that of one with the same two moments."""
+    if own == "OneBitLamb":
+        return saved in ("Lamb", "OneBitLamb")
+    return own == saved or (own in ONE_BIT and saved in ("Adam", "AdamW", "OneBitAdam", "ZeroOneAdam"))
 
 
 def streamable(optimizer: optim.Optimizer) -> bool:

@@ -20,6 +20,8 @@ from zero_ext.optim.fused import AdamStepper, LionStepper
 from zero_ext.optim.lamb import Lamb
 from zero_ext.optim.lamb_stepper import LambStepper
 from zero_ext.optim.moments import LION_MOMENTS, MomentsDtype, moment_fields
+from zero_ext.optim.one_bit.lamb import OneBitLamb
+from zero_ext.optim.one_bit.lamb_stepper import OneBitLambStepper
 from zero_ext.optim.one_bit.optimizer import OneBitOptimizer
 from zero_ext.optim.one_bit.stepper import OneBitStepper
 from zero_ext.optim.split import SplitStepper
@@ -40,6 +42,8 @@ def make_stepper(
     Raises ``ValueError`` if the class needs whole tensors, or is unknown and ``elementwise`` is False, or if
     moments in 8 bits are asked of any but Adam and AdamW.
     """
+    if isinstance(optimizer, OneBitLamb):
+        return OneBitLambStepper(optimizer, optimizer.param_groups, ranges, tiers.staging)
     if isinstance(optimizer, OneBitOptimizer):
         return OneBitStepper(optimizer, optimizer.param_groups, ranges, tiers.staging)
     if streamable(optimizer):

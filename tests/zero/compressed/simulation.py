@@ -32,10 +32,10 @@ class Course(NamedTuple):
 
 def exchanges(course: Course) -> Iterator[str]:
     """What every step exchanges: DeepSpeed's counters for 0/1 Adam, run through."""
-    if course.kind == "OneBitAdam":
+    if course.kind != "ZeroOneAdam":
+        then = "scaled" if course.kind == "OneBitLamb" else "gradient" if course.stage else "momentum"
         for step in range(1, course.steps + 1):
-            warm = step <= course.policy["freeze_step"]
-            yield "full" if warm else ("gradient" if course.stage else "momentum")
+            yield "full" if step <= course.policy["freeze_step"] else then
         return
     var_interval, var_counter, local_interval, local_counter = 1, 0, 1, 0
     for step in range(1, course.steps + 1):
@@ -93,9 +93,17 @@ class Simulated:
             self.begin_errors(of)
             self.replica = self.parameters[0].float()
             self.own_momentum = [self.momentum.clone() for _ in range(self.ranks)]
-        {"momentum": self._momentum, "local": self._local, "drift": self._meet}.get(
-            what, self._sharded if self.course.stage else self._gradient
-        )([gradient.float() for gradient in gradients])
+        exchange = {
+            "momentum": self._momentum,
+            "scaled": self._scaled,
+            "local": self._local,
+            "drift": self._meet,
+            "gradient": self._sharded if self.course.stage else self._gradient,
+        }[what]
+        exchange([gradient.float() for gradient in gradients])
+
+    def _scaled(self, gradients: list[torch.Tensor]) -> None:
+        raise AssertionError("this is 1-bit LAMB's")
 
     def _momentum(self, gradients: list[torch.Tensor]) -> None:
         sent = [self._where(self._averaged(self.momentum, each), self.momentum) for each in gradients]
@@ -228,8 +236,15 @@ def simulate(
 ) -> tuple[list[list[float]], list[dict[str, torch.Tensor]]]:
     """Every rank's losses [steps x micro-batches] and final parameters by name. ``model`` holds the first
     parameters, in float32."""
+    from tests.zero.compressed.lamb_simulation import SimulatedLamb
+
     named = dict(model.named_parameters())
-    units = [Simulated(layout, _flat(layout, named), ranks, course) for layout in layouts]
+    kind = SimulatedLamb if course.kind == "OneBitLamb" else Simulated
+    units = [kind(layout, _flat(layout, named), ranks, course) for layout in layouts]
+    scalings: dict[str, float] = {}
+    for unit in units:
+        if isinstance(unit, SimulatedLamb):
+            unit.ratios, unit.factors, unit.scalings = {}, {}, scalings
     if course.dtype == "bf16":
         model.bfloat16()
     losses: list[list[float]] = [[] for _ in range(ranks)]
@@ -246,6 +261,10 @@ def simulate(
                     found[name] = found[name].float() + gradient.float() if name in found else gradient
             sums.append(found)
         used = {name for found in sums for name in found}
+        if what == "scaled" and not scalings:
+            sizes = {k: v for unit in units for k, v in unit.sizes().items()}
+            united = sum(sizes.values()) / len(sizes)
+            scalings.update((name, united / size if size else 1.0) for name, size in sizes.items())
         for unit in units:
             wide = torch.float32 if course.micro_batches > 1 else unit.layout.dtype
             unit.step(what, [_flat(unit.layout, found).to(wide) for found in sums], used)

@@ -124,6 +124,25 @@ def test_parameters_written_by_the_user_are_followed(world: World, dtype: str) -
         check_same(other, values)
 
 
+@pytest.mark.parametrize("name", ["1-bit Adam", "1-bit Adam, moments sharded", "1-bit LAMB", "0/1 Adam"])
+@on_ranks(2)
+def test_a_step_leaves_gradients_as_they_are(world: World, name: str) -> None:
+    course = COURSES[name]
+    model, optimizer, _ = prepared(world, course, world.seed)
+    train(world, course, world.seed, model, optimizer, range(course.steps - 1))
+    for micro in range(course.micro_batches):
+        branching_loss(world.seed, model, course.steps, micro, world.rank).backward()
+    before = [gradients.local.clone() for gradients in engine_of(model).reducer.gradients]
+    optimizer.step()
+    for gradients, local in zip(engine_of(model).reducer.gradients, before, strict=True):
+        for number in gradients._filled:
+            part = slice(
+                gradients.unit.layout.offsets[number],
+                gradients.unit.layout.offsets[number] + gradients.unit.layout.specs[number].numel,
+            )
+            assert torch.equal(gradients.local[part], local[part])
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @on_ranks(2)

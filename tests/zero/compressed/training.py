@@ -18,6 +18,8 @@ COURSES = {
     "1-bit Adam, bf16, accumulated": Course("OneBitAdam", 0, "bf16", 2, {"freeze_step": 2}, 8),
     "1-bit Adam, moments sharded": Course("OneBitAdam", 1, "fp32", 2, {"freeze_step": 3}, 8),
     "1-bit Adam, moments sharded, bf16": Course("OneBitAdam", 1, "bf16", 1, {"freeze_step": 3}),
+    "1-bit LAMB": Course("OneBitLamb", 0, "fp32", 1, {"freeze_step": 4}),
+    "1-bit LAMB, bf16, accumulated": Course("OneBitLamb", 0, "bf16", 2, {"freeze_step": 3}, 8),
     "0/1 Adam": Course(
         "ZeroOneAdam",
         0,

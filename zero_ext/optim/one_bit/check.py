@@ -7,6 +7,7 @@ import torch
 from zero_ext.config import ZeroConfig
 from zero_ext.config.one_bit import check_one_bit, warn_of_late_freeze
 from zero_ext.optim.one_bit.adam import OneBitAdam
+from zero_ext.optim.one_bit.lamb import OneBitLamb
 from zero_ext.optim.one_bit.optimizer import OneBitOptimizer
 from zero_ext.optim.one_bit.zero_one import ZeroOneAdam
 
@@ -24,5 +25,5 @@ def check_one_bit_optimizer(optimizer: torch.optim.Optimizer | None, config: Zer
             "shared out over the ranks, and no rank can step alone; set local_step_clipper to 1 (signs are "
             "exchanged in every step), or stage to 0"
         )
-    if isinstance(optimizer, OneBitAdam):
+    if isinstance(optimizer, OneBitAdam | OneBitLamb):
         warn_of_late_freeze(name, optimizer.freeze_step, config)

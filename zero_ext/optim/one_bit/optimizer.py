@@ -1,4 +1,4 @@
-"""What 1-bit Adam and 0/1 Adam have in common as torch optimizers."""
+"""What the optimizers that exchange signs have in common as torch optimizers."""
 
 from __future__ import annotations
 
@@ -33,14 +33,19 @@ class OneBitOptimizer(torch.optim.Optimizer, ABC):
         for name, steps in policy.items():
             if isinstance(steps, bool) or not (steps >= 1 and (math.isinf(steps) or steps == int(steps))):
                 raise ValueError(f"{name}: {steps!r} given, a whole number of steps of at least 1 wanted")
-        vars(self).update(policy)
-        self._policy = policy
+        self._policy: dict[str, Any] = {}
+        self._keep(**policy)
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}: {float(value)} given, a finite number of at least 0 wanted")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas: {betas} given, two numbers in [0, 1) wanted")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def _keep(self, **settings: Any) -> None:
+        """Attributes that copies have as well."""
+        vars(self).update(settings)
+        self._policy.update(settings)
 
     def __getstate__(self) -> dict[str, Any]:
         # torch's own leaves out what a class adds, and with it copies would.

@@ -11,6 +11,7 @@ class Phase(enum.Enum):
     FULL = "full"  # gradients in full precision; both moments are updated
     GRADIENT = "gradient"  # the signs of gradients; the variance stays
     MOMENTUM = "momentum"  # the signs of the momentum, of which each rank has its own; the variance stays
+    SCALED = "scaled"  # as MOMENTUM, of parameters whose momenta were brought to one magnitude
     LOCAL = "local"  # nothing: each rank steps by its own momentum; the variance stays
     DRIFT = "drift"  # as LOCAL, and then the signs of what all steps since the last exchange did
 

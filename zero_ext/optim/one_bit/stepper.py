@@ -26,6 +26,7 @@ class Run(NamedTuple):
     end: int
     lr: float
     beta1: float
+    beta2: float
     eps: float
     weight_decay: float
     rate: float
@@ -69,7 +70,7 @@ class OneBitStepper(AdamStepper):
                 continue
             group = self._groups[segment.group]
             rate = self.rates.get(segment.name, 0.0)
-            numbers = (group["lr"], group["betas"][0], group["eps"], group["weight_decay"], rate)
+            numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], rate)
             hyper = tuple(float(number) for number in numbers)
             end = segment.begin + segment.numel
             if found and found[-1].end == segment.begin and found[-1][2:] == hyper:
@@ -97,7 +98,7 @@ class OneBitStepper(AdamStepper):
         dtype)."""
         for run in runs:
             for piece in run.pieces():
-                brought = gradient[piece].float().mul_(scale).mul_(1 - run.beta1)
+                brought = (gradient[piece].float() * scale).mul_(1 - run.beta1)
                 momentum[piece].mul_(run.beta1).add_(brought)
 
     def descend(self, index: int, runs: Sequence[Run]) -> None:

@@ -13,6 +13,7 @@ from zero_ext.config import Tier
 from zero_ext.optim.one_bit.phase import Phase
 from zero_ext.optim.one_bit.stepper import OneBitStepper
 from zero_ext.zero.compressed.drift import LocalSteps
+from zero_ext.zero.compressed.lamb import LambSigns
 from zero_ext.zero.compressed.replicated import GradientSigns, MomentumSigns
 from zero_ext.zero.compressed.sharded import ShardedSigns
 from zero_ext.zero.compressed.way import PREFIX, Parts, Way
@@ -27,6 +28,7 @@ _log = logging.getLogger(__name__)
 _REPLICATED: dict[Phase, type[Way]] = {
     Phase.GRADIENT: GradientSigns,
     Phase.MOMENTUM: MomentumSigns,
+    Phase.SCALED: LambSigns,
     Phase.LOCAL: LocalSteps,
     Phase.DRIFT: LocalSteps,
 }
@@ -98,7 +100,7 @@ class CompressedUpdates(AfterBackward):
             super().run(scale, used)
             return
         self._one_bit.count(used)
-        if self._collectives.world_size == 1:
+        if self._collectives.world_size == 1 and not self._ways[phase].ALONE:
             self._step_alone(float(scale), used)
             return
         if type(self._way) is not self._ways[phase]:
@@ -126,7 +128,8 @@ class CompressedUpdates(AfterBackward):
         stored = {kind for each in kinds.values() for kind in each if kind.startswith(PREFIX)}
         before, self._way = self._way, None
         for way in self._ways.values():
-            if stored and stored.issuperset(way.names(self._collectives).values()):
+            alone = self._collectives.world_size == 1 and not way.ALONE
+            if stored and not alone and stored.issuperset(way.names(self._collectives).values()):
                 self._way = way(self._parts)
         if stored and self._way is None and self._collectives.rank == 0:
             _log.warning(

@@ -36,6 +36,7 @@ class Way(ABC):
     first."""
 
     ROOMS: ClassVar[Mapping[str, Room]]
+    ALONE: ClassVar[bool] = False  # whether it is for a single rank as well
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
