@@ -56,6 +56,10 @@ def test_copies_keep_the_schedule() -> None:
         ("OneBitAdam", {"freeze_step": math.nan}, "freeze_step: nan given"),
         ("OneBitAdam", {"lr": -1.0}, "lr: -1.0 given"),
         ("OneBitAdam", {"betas": (0.9, 1.0)}, "betas: "),
+        ("OneBitLamb", {"freeze_step": 0}, "freeze_step: 0 given"),
+        ("OneBitLamb", {"min_coeff": 2.0, "max_coeff": 1.0}, "min_coeff: 2.0 given"),
+        ("OneBitLamb", {"factor_min": -1.0}, "factor_min: -1.0 given"),
+        ("OneBitLamb", {"coeff_beta": 1.0}, "coeff_beta: 1.0 given"),
         ("ZeroOneAdam", {"var_update_scaler": 0}, "var_update_scaler: 0 given"),
         ("ZeroOneAdam", {"local_step_clipper": 0}, "local_step_clipper: 0 given"),
         ("ZeroOneAdam", {"eps": math.inf}, "eps: inf given"),
@@ -110,6 +114,12 @@ def test_local_steps_with_sharded_moments_are_refused() -> None:
     with pytest.raises(ValueError, match="set local_step_clipper to 1"):
         check_one_bit_optimizer(made("ZeroOneAdam"), config)
     check_one_bit_optimizer(made("ZeroOneAdam", local_step_clipper=1), config)
+
+
+def test_lamb_with_sharded_moments_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"stage: got 1, but OneBitLamb reads norms.*set stage to 0"):
+        check_one_bit_optimizer(made("OneBitLamb"), ZeroConfig(stage=1))
+    check_one_bit_optimizer(made("OneBitLamb"), ZeroConfig(stage=0))
 
 
 def test_a_schedule_that_ends_before_the_freeze_is_told() -> None:

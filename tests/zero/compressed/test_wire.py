@@ -45,14 +45,17 @@ def all_reduce_bytes(world: World) -> float:
     return 2 * 2 * elements * (world.size - 1) / world.size
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "stage", "warm_up", "wanted"),
+    [("OneBitAdam", 0, 0.15, 4.9), ("OneBitAdam", 1, 0.15, 4.9), ("OneBitLamb", 0, 0.16, 4.6)],
+)
 @on_ranks(2, 4)
-def test_1_bit_adam_sends_a_sixteenth(world: World, stage: int) -> None:
-    found = sent_by_phase(world, stage, lambda params: zero_ext.OneBitAdam(params, freeze_step=2), 3)
+def test_signs_are_a_sixteenth(world: World, kind: str, stage: int, warm_up: float, wanted: float) -> None:
+    found = sent_by_phase(world, stage, lambda params: getattr(zero_ext, kind)(params, freeze_step=2), 3)
     full = all_reduce_bytes(world)
     (after,) = (sent for phase, sent in found.items() if phase is not Phase.FULL)
     assert full / after >= 15.8
-    assert full / (0.15 * found[Phase.FULL] + 0.85 * after) >= 4.9
+    assert full / (warm_up * found[Phase.FULL] + (1 - warm_up) * after) >= wanted
 
 
 @on_ranks(2)

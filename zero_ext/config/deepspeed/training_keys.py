@@ -178,7 +178,7 @@ OPTIMIZER_KEYS = (
         "keyword arguments. When missing, as in DeepSpeed: lr 0.001 and weight_decay 0 for Adam and AdamW, "
         "lr 0.001 and betas 0.9, 0.999 for Lion. For these torch_adam, set_grad_none, foreach, fused have no "
         "effect; bias_correction and fp32_optimizer_states must be true; max_grad_norm is refused, use "
-        "gradient_clipping. For OneBitAdam and ZeroOneAdam bias_correction, cuda_aware and comm_backend_name "
+        "gradient_clipping. For the one-bit family bias_correction, cuda_aware and comm_backend_name "
         "have no effect; amsgrad and eps_inside_sqrt must be false",
     ),
     Key("optimizer.legacy_fusion", FLAG, "no effect", "there is one implementation", harmless=(False,)),

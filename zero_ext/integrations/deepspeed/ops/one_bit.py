@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
-from zero_ext.optim.one_bit import OneBitAdam, OneBitOptimizer, ZeroOneAdam
+from zero_ext.optim.one_bit import OneBitAdam, OneBitLamb, OneBitOptimizer, ZeroOneAdam
 
 
 class OnebitAdam:
@@ -16,6 +16,16 @@ class OnebitAdam:
     ) -> OneBitOptimizer:
         """See the class; ``deepspeed`` and ``bias_correction`` change nothing."""
         return OneBitAdam(params, lr=lr, freeze_step=freeze_step, **_known("OnebitAdam", more))
+
+
+class OnebitLamb:
+    """``OnebitLamb(params, ...)`` makes :class:`zero_ext.OneBitLamb`."""
+
+    def __new__(  # type: ignore[misc]  # the class is a name for another one
+        cls, params: Any, deepspeed: Any = None, lr: float = 1e-3, freeze_step: float = 100000, **more: Any
+    ) -> OneBitOptimizer:
+        """See the class; ``deepspeed`` and ``bias_correction`` change nothing."""
+        return OneBitLamb(params, lr=lr, freeze_step=freeze_step, **_known("OnebitLamb", more))
 
 
 class ZeroOneAdamByName:

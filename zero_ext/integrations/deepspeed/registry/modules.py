@@ -81,7 +81,7 @@ REFUSED_MODULES: dict[str, str] = {
     "deepspeed.ops.transformer": _INFERENCE,
     "deepspeed.profiling": "set flops_profiler in the JSON, or use torch.profiler with_flops=True",
     "deepspeed.runtime.bf16_optimizer": _OWN,
-    "deepspeed.runtime.comm": "its collectives are the optimizers' own: use OnebitAdam or ZeroOneAdam",
+    "deepspeed.runtime.comm": "its collectives belong to optimizers here: use OnebitAdam or ZeroOneAdam",
     "deepspeed.runtime.data_pipeline": "no curriculum learning here: choose samples in the data set",
     "deepspeed.runtime.fp16": _OWN,
     "deepspeed.runtime.hybrid_engine": _INFERENCE,

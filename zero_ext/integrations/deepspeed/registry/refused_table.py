@@ -8,7 +8,6 @@ _PIPELINE = "there are no pipelines here; sharded parameters (stage 3) give the 
 _INFERENCE = "no inference engine here; zero_ext.prepare(model, None, config) runs what exceeds the device"
 _TENSOR = "there is no tensor parallelism here; use stage 3"
 _SEQUENCE = "there is no sequence parallelism here"
-_ONE_BIT = "it is not built here; use OnebitAdam or AdamW"
 _EXPERTS = "there is no expert parallelism here"
 _COUNTED = "the engine always counts the bytes it sends: zero_ext.zero.engine_of(engine).wire"
 _ZENFLOW = (
@@ -54,7 +53,6 @@ REFUSED: tuple[Entry, ...] = (
     *refused(
         "deepspeed.ops.adam", "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3", _ZENFLOW
     ),
-    *refused("deepspeed.ops.lamb", "OnebitLamb", _ONE_BIT),
     *refused("deepspeed.ops.aio", "GDSBuilder", "such transfers are the engine's own: set aio.use_gds"),
     *refused(
         "deepspeed.ops.aio",

@@ -90,6 +90,7 @@ SERVED: tuple[Entry, ...] = (
     *served("deepspeed.ops.lamb", "FusedLamb", "makes zero_ext.Lamb"),
     *served("deepspeed.ops.adam", "OnebitAdam", "makes zero_ext.OneBitAdam"),
     *served("deepspeed.ops.adam", "ZeroOneAdam", "makes zero_ext.ZeroOneAdam"),
+    *served("deepspeed.ops.lamb", "OnebitLamb", "makes zero_ext.OneBitLamb"),
     *served("deepspeed.ops.lion", "DeepSpeedCPULion FusedLion", "make zero_ext.Lion"),
     *served("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad", "makes torch's Adagrad"),
     *served("deepspeed.ops.aio", "AsyncIOBuilder aio_handle aio_read aio_write", _CHECKED),
