@@ -77,6 +77,24 @@ def lion(device: torch.device, count: int, generator: torch.Generator) -> list[P
     return [Pair(*each) for each in zip([*here[:2], here[3]], [*state, param], strict=True)]
 
 
+def lamb(device: torch.device, count: int, generator: torch.Generator) -> list[Pair]:
+    """The same of LAMB, with its norms."""
+    state = [torch.randn(count, generator=generator) for _ in range(3)]
+    state[2].square_()
+    grad, param = torch.randn(count, generator=generator).bfloat16(), torch.zeros(count).bfloat16()
+    row = torch.tensor([[1e-3, 0.9, 0.99, 1e-6, 0.1, 0.5, 0.5, 0.0, 0.0, 1.5]], dtype=torch.float64)
+    rest = [torch.tensor([[0, count]]), row, torch.tensor(0.5)]
+    norms = torch.zeros(1, 2, 33, dtype=torch.int64)
+    results = []
+    for where in (device, torch.device("cpu")):
+        *buffers, out, sums = moved(where, [*state, grad, param, norms])
+        hyper = moved(where, rest)
+        ops.lamb_norms_(*buffers, *hyper, sums)
+        ops.lamb_step_(*buffers, out, *hyper)
+        results.append([*buffers[:3], out, sums])
+    return [Pair(*each) for each in zip(*results, strict=True)]
+
+
 def eight_bit(device: torch.device, count: int, generator: torch.Generator) -> list[Pair]:
     """The same for quantizing, an update of what was quantized, and reading back."""
     values = torch.randn(count, generator=generator)
@@ -190,7 +208,7 @@ def main() -> int:
     generator = torch.Generator().manual_seed(seed)
     compared, different = 0, 0
     for count in SIZES:
-        for kernels in (adam, lion, eight_bit, flat, signs, integers, attention):
+        for kernels in (adam, lion, lamb, eight_bit, flat, signs, integers, attention):
             for pair in kernels(device, count, generator):
                 compared += 1
                 if pair.differs():

@@ -50,6 +50,7 @@ from tests.gpu.test_graphs import (
     test_replays_equal_steps_made_one_by_one,
 )
 from tests.gpu.test_groups import test_trains_as_without_a_group, world
+from tests.gpu.test_lamb import test_lamb_is_the_cpus, test_norms_of_long_segments
 from tests.gpu.test_lion import test_is_the_cpus
 from tests.gpu.test_memory import OFFLOADS, test_a_second_hundred_steps_take_no_more
 from tests.gpu.test_memory import test_device_bytes_are_the_ledgers as check_device_bytes
@@ -69,8 +70,10 @@ __all__ = [
     "test_direct_storage_changes_no_bit",
     "test_each_of_a_hundred_steps_is_the_cpus",
     "test_is_the_cpus",
+    "test_lamb_is_the_cpus",
     "test_long_ranges_of_any_alignment",
     "test_narrow_moments_train_alike_in_every_tier",
+    "test_norms_of_long_segments",
     "test_pieces",
     "test_quantized_values_are_the_cpus",
     "test_replays_equal_steps_made_one_by_one",

@@ -92,6 +92,7 @@ CUDA_SHARED_SOURCES: tuple[str, ...] = (
     "csrc/ops/checks.cpp",
     "csrc/ops/flat_arguments.cpp",
     "csrc/ops/integer_block_arguments.cpp",
+    "csrc/ops/lamb_buffers.cpp",
     "csrc/ops/lion_buffers.cpp",
     "csrc/ops/message_arguments.cpp",
     "csrc/ops/norm_arguments.cpp",
