@@ -55,7 +55,8 @@ class Buffers:
         values[torch.float32].normal_(generator=torch.Generator().manual_seed(1))
         values[torch.bfloat16].copy_(values[torch.float32])
         out = {dtype: buffer(count, dtype) for dtype in DTYPES}
-        largest = FORMATS["int8 asymmetric"].message_bytes(count)
+        # The largest format, and room for the padding of as many messages as a sum has.
+        largest = FORMATS["int8 asymmetric"].message_bytes(count) + 4096
         messages = (buffer(largest, torch.uint8), buffer(largest, torch.uint8))
         return cls(values, out, buffer(count, torch.float32), *messages)
 
