@@ -70,11 +70,14 @@ class Sometimes(nn.Module):
 def branching_loss(seed: int, model: nn.Module, step: int, micro: int, rank: int) -> torch.Tensor:
     """The loss of rank ``rank`` on a micro-batch of its own."""
     chosen = Sometimes(model, rank == 0 and step % 2 == 0)
-    return language_loss(chosen, language_batch(seed, step, micro, rank))
+    ids = language_batch(seed, step, micro, rank).to(next(model.parameters()).device)
+    return language_loss(chosen, ids)
 
 
 def prepared(world: World, course: Course, seed: int, **more: Any) -> tuple[Any, Any, nn.Module]:
-    """A prepared model and optimizer of ``course``, and a plain twin of the model as it was before."""
+    """A prepared model and optimizer of ``course``, and a plain twin of the model as it was before.
+    ``device`` among the configuration's keys is where it trains."""
+    device = more.pop("device", None)
     torch.manual_seed(seed)
     model, twin = Branching(), Branching()
     twin.load_state_dict(model.state_dict())
@@ -90,7 +93,7 @@ def prepared(world: World, course: Course, seed: int, **more: Any) -> tuple[Any,
         "batch": {"gradient_accumulation_steps": course.micro_batches},
         **more,
     }
-    return *zero_ext.prepare(model, optimizer, config, process_group=world.group), twin
+    return *zero_ext.prepare(model, optimizer, config, process_group=world.group, device=device), twin
 
 
 def train(world: World, course: Course, seed: int, model: Any, optimizer: Any, steps: range) -> list[float]:
