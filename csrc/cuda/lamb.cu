@@ -10,10 +10,10 @@ namespace {
 
 using ops::Tensor;
 
-template <class Moment, class Grad>
+template <class Add>
 __global__ void __launch_bounds__(kThreads, kLeastBlocksOfProcessor)
-    run_lamb_norms(const __grid_constant__ AddLambSquares<Moment, Grad> add) {
-  __shared__ typename AddLambSquares<Moment, Grad>::Memory own[kWarpsOfBlock];
+    run_lamb_norms(const __grid_constant__ Add add) {
+  __shared__ typename Add::Memory own[kWarpsOfBlock];
   static_assert(sizeof(own) <= kSharedBytes);
   const auto warp = threadIdx.x / kWarpLanes;
   add(std::int64_t{blockIdx.x} * kWarpsOfBlock + warp, std::int64_t{gridDim.x} * kWarpsOfBlock,
