@@ -19,7 +19,8 @@ class CompressedSettings(ModelShape):
         steps, warm_up: optimizer steps of every way, and how many of them the one-bit ways send in full.
         batch: windows of a rank and step.
         held_out_every: steps between two points of the held-out curve, over `held_out_windows` windows.
-        loss_tolerance: part by which a compressed way's held-out loss may end above its uncompressed one's.
+        loss_tolerance: part by which a compressed way's held-out loss may end above its uncompressed one's:
+            wide, as in so short a run gradients still change when the variance is frozen.
         one_bit_bar, zeropp_bar: how many times fewer bytes must cross between nodes after the warm-up.
     """
 
@@ -31,12 +32,12 @@ class CompressedSettings(ModelShape):
     ranks: int = 4
     ranks_per_node: int = 2
     steps: int = 240
-    warm_up: int = 48
+    warm_up: int = 96
     batch: int = 2
     learning_rate: float = 3e-3
     held_out_every: int = 24
     held_out_windows: int = 32
-    loss_tolerance: float = 0.03
+    loss_tolerance: float = 0.1
     one_bit_bar: float = 15.0
     zeropp_bar: float = 3.5
 

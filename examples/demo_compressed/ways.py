@@ -12,7 +12,7 @@ from torch import nn
 import zero_ext
 from demo_compressed.settings import CompressedSettings
 
-BETAS = (0.9, 0.99)
+BETAS = (0.9, 0.95)  # a variance that soon forgets the first, large gradients may be frozen early
 
 
 @dataclass(frozen=True)

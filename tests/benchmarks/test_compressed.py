@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from benchmarks import compressed
 from benchmarks.harness import slow_steps
 from benchmarks.harness.slow_steps import Duel, Side, run_duel
 from benchmarks.harness.token_bucket import ModelledNetwork
+from examples.demo.corpus import Corpus
 from tests.benchmarks.conftest import Concluded
 
 # Of all ranks in a step; a node sends half of it.
@@ -57,7 +59,9 @@ class PretendedNetwork(ModelledNetwork):
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedNetwork]:
+    nothing = torch.zeros(1, dtype=torch.uint8)
     monkeypatch.setattr(slow_steps, "Team", PretendedTeam)
+    monkeypatch.setattr(slow_steps, "gather_corpus", lambda: Corpus(nothing, nothing))
     with PretendedNetwork(2, 2, None, "a test") as made:
         yield made
 
