@@ -187,8 +187,9 @@ def test_logsumexp(generator: torch.Generator) -> None:
 
 @pytest.mark.parametrize("dim", [16, 64])
 def test_large_scores_are_as_exact_as_in_torch(dim: int, generator: torch.Generator) -> None:
-    rows = [randn(1, 2, 256, dim, generator=generator) * size for size in (32, 32, 1)]
-    grad_output = randn(1, 2, 256, dim, generator=generator)
+    # One row in a hundred has two scores near each other, and all the error: many rows make enough of them.
+    rows = [randn(4, 8, 256, dim, generator=generator) * size for size in (32, 32, 1)]
+    grad_output = randn(4, 8, 256, dim, generator=generator)
     case = Case(*rows, torch.ones(1, 4, 4, dtype=torch.bool), 64)
     wanted, found = reference(case, grad_output).values, results(case, grad_output)
     leaves = [row.requires_grad_() for row in rows]
