@@ -54,11 +54,11 @@ class ExchangeRank:
         receives = torch.empty_like(sends)
 
         def exchange() -> None:
-            self.collectives.exchange_messages(
+            self.collectives.all_to_all(
                 receives.chunk(ranks), sends.chunk(ranks), "signs_to_owners", self.elements, "signs"
             ).wait()
             self.collectives.gather_messages(
-                sends.chunk(ranks), "signs_to_all", self.elements, "signs", may_be_nan=True
+                sends.chunk(ranks), "signs_to_all", self.elements, "signs"
             ).wait()
 
         return self._timed(repeats, exchange)

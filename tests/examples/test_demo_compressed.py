@@ -91,7 +91,8 @@ def test_a_tiny_run_on_four_ranks(demo: Any, tmp_path: Path, monkeypatch: pytest
     for name in demo.ways.WAYS:
         outcome = demo.outcome.Outcome.read(folder, name)
         assert len(outcome.losses) == 6 and [step for step, _ in outcome.held_out] == [0, 3, 6]
-        assert outcome.held_out[0] == demo.outcome.Outcome.read(folder, "adam").held_out[0]
+        start = demo.outcome.Outcome.read(folder, "adam").held_out[0][1]
+        assert outcome.held_out[0][1] == pytest.approx(start, rel=1e-3 if name == "zeropp" else 1e-12)
     one_bit, adam = (demo.outcome.Outcome.read(folder, name) for name in ("onebit_adam", "adam"))
     assert one_bit.crossing[:2] == adam.crossing[:2] and one_bit.crossing[2] < adam.crossing[2]
     assert (folder / "report.md").exists()
