@@ -217,7 +217,7 @@ class Collectives:
         way = self._reductions if reduces else self._gathers
         return Pending(label, self.rank, lambda: way.chain(hops(way.unordered, _tag(label))), finish, told)
 
-    def all_to_all(
+    def exchange_messages(
         self,
         receives: Sequence[torch.Tensor],
         sends: Sequence[torch.Tensor],
@@ -225,12 +225,9 @@ class Collectives:
         elements: int,
         label: str,
     ) -> Pending:
-        """Sends ``sends[r]`` to every other rank ``r`` and fills ``receives[r]`` with what it sends; in the
-        order of reductions. ``elements`` is what the wire log counts."""
-        neighbours = self.nodes.neighbours
-        sent = sum(each.nbytes for rank, each in enumerate(sends) if rank != self.rank)
-        crossing = sum(each.nbytes for rank, each in enumerate(sends) if rank not in neighbours)
-        told = self._record(Traffic(kind, elements, sent, crossing), label)
+        """Sends ``sends[r]`` to every other rank ``r`` and fills ``receives[r]`` with what it sends, messages
+        equally long; in the order of reductions. ``elements`` is what the wire log counts."""
+        told = self._record(self._flat_traffic(kind, elements, sends[0].nbytes), label)
         start = functools.partial(self._reductions.all_to_all, receives, sends, _tag(label))
         return Pending(label, self.rank, start, waited=told)
 

@@ -40,7 +40,7 @@ class SignExchange:
         ops.compress_signs_(self._messages, errors, values, factor, ranks)
         sends, receives = self._messages.chunk(ranks), self._received.chunk(ranks)
         receives[rank].copy_(sends[rank])
-        self._pending = self._collectives.all_to_all(
+        self._pending = self._collectives.exchange_messages(
             receives, sends, "signs_to_owners", self._numel, f"exchange of the signs of {self._name}"
         )
 
@@ -52,8 +52,9 @@ class SignExchange:
     def gather(self) -> None:
         """Begins to send ``own`` to all ranks."""
         slots = self._messages.chunk(self._collectives.world_size)
+        # Scales may be NaN, and codes look like it.
         self._pending = self._collectives.gather_messages(
-            slots, "signs_to_all", self._numel, f"gather of the signs of {self._name}"
+            slots, "signs_to_all", self._numel, f"gather of the signs of {self._name}", may_be_nan=True
         )
 
     def gathered(self) -> torch.Tensor:
