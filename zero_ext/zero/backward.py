@@ -10,6 +10,7 @@ import torch
 from zero_ext.zero.frames import Call
 from zero_ext.zero.residency import Residency
 from zero_ext.zero.step_clock import Beginning, StepClock
+from zero_ext.zero.unit import Unit
 
 
 def in_backward() -> bool:
@@ -22,7 +23,8 @@ class BackwardPass:
 
     ``on_begin`` runs when the first hook of a pass fires and may refuse it by raising, ``on_end`` after the
     last gradient, ``on_abandon`` when a new forward or ``zero_grad`` finds a pass that an exception has cut
-    off.
+    off. ``on_passed`` hears of a unit that no call will need in backward any more: gradients that are still
+    missing will not come.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class BackwardPass:
         on_begin: Callable[[], None],
         on_end: Callable[[], None],
         on_abandon: Callable[[], None],
+        on_passed: Callable[[Unit], None],
     ) -> None:
         self._residency = residency
         self._clock = clock
@@ -39,6 +42,9 @@ class BackwardPass:
         self._on_begin = on_begin
         self._on_end = on_end
         self._on_abandon = on_abandon
+        self._on_passed = on_passed
+        # Of each unit the calls whose backward is to come; one that never comes goes with its graph.
+        self._expected: dict[Unit, weakref.WeakSet[Call]] = {}
         self._holding: set[Call] = set()
         self.running = False
 
@@ -60,6 +66,11 @@ class BackwardPass:
         self._residency.release_idle()  # fetched ahead by a forward without autograd: updates may run in here
         self._residency.backward_order.begin()
 
+    def expect(self, call: Call) -> None:
+        """Notes that a forward has ended ``call``, which a backward may run through."""
+        for unit in call.touched:
+            self._expected.setdefault(unit, weakref.WeakSet()).add(call)
+
     def hold(self, call: Call) -> None:
         """Notes that ``call`` holds units until :meth:`let_go` or the end."""
         if call not in self._holding:
@@ -71,6 +82,12 @@ class BackwardPass:
         self._holding.discard(call)
         for unit in call.touched:
             self._residency.let_go(unit, call)
+            expected = self._expected.get(unit)
+            if call.takes_leaves or expected is None or not (call.repeats or call in expected):
+                continue
+            expected.discard(call)
+            if not expected and not unit.holders:
+                self._on_passed(unit)
 
     def end(self) -> None:
         """Closes the pass: releases every unit, then finishes the gradients."""

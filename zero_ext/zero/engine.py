@@ -7,7 +7,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,8 @@ from zero_ext.zero.step_clock import StepClock
 from zero_ext.zero.tiling import Wholes
 from zero_ext.zero.together import FailedTogether
 from zero_ext.zero.unit import Unit
+
+_Arguments = ParamSpec("_Arguments")
 
 
 class Engine:
@@ -93,7 +95,8 @@ class Engine:
             self.units, config.units.live_elements, config.units.prefetch_elements, self._bus
         )
         events = (self._begin_backward, self._end_backward, self._abandon_backward)
-        self.backward_pass = BackwardPass(self.residency, self._clock, *(_weakly(event) for event in events))
+        weak_events = (_weakly(event) for event in events)
+        self.backward_pass = BackwardPass(self.residency, self._clock, *weak_events, _weakly(self._passed))
         check = _weakly(self._check_parameters)
         self.hooks = ForwardHooks(self.residency, self.backward_pass, check, self._clock)
         self.index = {
@@ -292,6 +295,11 @@ class Engine:
             return gradients.has_local or not self._ends_accumulation()
         return not self._reduces_now()
 
+    def _passed(self, unit: Unit) -> None:
+        gradients = self._gradients.get(unit)
+        if gradients is not None and self._reduces_now():
+            self.reducer.passed(gradients)
+
     def _end_backward(self) -> None:
         try:
             if self._collected:
@@ -467,13 +475,13 @@ def _first_places(owned: Sequence[Owned], units: Sequence[Unit]) -> list[int]:
     return [min(place_of[parameter] for parameter in unit.parameters) for unit in units]
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+def _weakly(method: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
     """``method`` without keeping its object alive."""
     weak = weakref.WeakMethod(method)
 
-    def call() -> None:
+    def call(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> None:
         alive = weak()
         if alive is not None:
-            alive()
+            alive(*arguments, **named)
 
     return call

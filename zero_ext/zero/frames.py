@@ -15,14 +15,18 @@ class Call:
     """One call of a block: a holder of units, in forward and again in its backward.
 
     ``inputs`` counts the block's gradient-requiring inputs, ``awaited`` those whose gradient has not arrived
-    in this backward pass; at zero the backward of this call is over and its units may go.
+    in this backward pass; at zero the backward of this call is over and its units may go. ``repeats`` says
+    that backward runs a call of the forward again; ``takes_leaves`` that the gradient of an input may
+    arrive before those of the parameters.
     """
 
-    def __init__(self, home: nn.Module, name: str) -> None:
+    def __init__(self, home: nn.Module, name: str, repeats: bool) -> None:
         self.home = home
         self.name = name
+        self.repeats = repeats
         self.touched: list[Unit] = []
         self.inputs = 0
+        self.takes_leaves = False
         self.awaited = 0
 
     def touch(self, unit: Unit) -> None:

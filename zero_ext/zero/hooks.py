@@ -53,7 +53,7 @@ class ForwardHooks:
 
     def enter(self, home: nn.Module, name: str, inputs: object) -> None:
         """Before a block's forward."""
-        call = Call(home, name)
+        call = Call(home, name, in_backward())
         outermost = not self.calls and not in_backward()
         self.calls.push(call)  # first, for torch calls `leave` also when a check here raises
         if outermost:
@@ -73,6 +73,8 @@ class ForwardHooks:
         try:
             if torch.is_grad_enabled() and not forward_only and (call.touched or not self.calls):
                 self._watch_outputs(call, outputs)
+                if not recomputing:
+                    self._backward.expect(call)
         finally:
             if recomputing:
                 # The gradients of this call are yet to come: hooks of its inputs, or the end, let go.
@@ -95,6 +97,7 @@ class ForwardHooks:
     def _watch_inputs(self, call: Call, inputs: object) -> None:
         watched = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}
         call.inputs = len(watched)
+        call.takes_leaves = any(tensor.grad_fn is None for tensor in watched.values())
 
         def arrived(_: torch.Tensor) -> None:
             call.awaited -= 1

@@ -21,7 +21,9 @@ class GradientReducer:
     The order must be the same on every rank although gradients may arrive in different ones (unused
     parameters, other branches). At first it is the reverse of the registration of the units' first parameters
     (``starts``); after the first step, rank 0's order of arrival. Gradients that come after their unit's
-    reduction stay local until the next backward pass or :meth:`settle`. ``on_reduced`` hears of every
+    reduction stay local until the next backward pass or :meth:`settle`. A unit that backward has passed is
+    not waited for: the other ranks may have its gradients, wait for this one's part, and come to none of the
+    gathers that it needs to go on. ``on_reduced`` hears of every
     reduction that is finished, of one that is late once some others are.
     """
 
@@ -41,6 +43,7 @@ class GradientReducer:
         self._position = {id(unit): index for index, unit in enumerate(self.gradients)}
         self._arrivals: list[int] | None = []
         self._next = 0
+        self._passed: set[int] = set()  # units that bring no more gradients in this backward pass
         self._flying: deque[UnitGradients] = deque()
         self._moving: deque[UnitGradients] = deque()
         self.settled = False  # since the last gradient: every rank holds all and knows whose there are
@@ -50,7 +53,18 @@ class GradientReducer:
         index = self._position[id(gradients)]
         if self._arrivals is not None and index not in self._arrivals:
             self._arrivals.append(index)
-        while self._next < len(self._order) and self.gradients[self._order[self._next]].complete:
+        self._start_ready()
+
+    def passed(self, gradients: UnitGradients) -> None:
+        """Tells that ``gradients`` brings no more in this backward pass; what is missing counts as zero."""
+        self._passed.add(self._position[id(gradients)])
+        self._start_ready()
+
+    def _start_ready(self) -> None:
+        while self._next < len(self._order):
+            index = self._order[self._next]
+            if not (self.gradients[index].complete or index in self._passed):
+                return
             self._start_next()
 
     def end_backward(self, reduce: bool) -> None:
@@ -59,6 +73,7 @@ class GradientReducer:
             self._start_next()
         self._drain()
         self._next = 0
+        self._passed.clear()
 
     def settle(self, reduce: bool = True) -> bool:
         """Before gradients are read, on all ranks: reduces whatever any rank still holds locally, unless
