@@ -1,0 +1,72 @@
+"""Coordinates, ranks and groups of a grid, against numpy's own counting."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from zero_ext.parallel import RankGrid
+
+SIZES = {"pp": 3, "dp": 2, "tp": 4}
+
+
+def shuffled_grid() -> tuple[RankGrid, np.ndarray]:
+    ranks = list(range(24))
+    random.shuffle(ranks)
+    return RankGrid(SIZES, tuple(ranks)), np.array(ranks).reshape(3, 2, 4)
+
+
+def test_every_rank_stands_at_its_coordinate() -> None:
+    grid, box = shuffled_grid()
+    for (pp, dp, tp), rank in np.ndenumerate(box):
+        assert grid.coordinate(int(rank)) == {"pp": pp, "dp": dp, "tp": tp}
+        assert grid.rank(tp=tp, pp=pp, dp=dp) == rank
+
+
+def test_groups_are_the_lines_of_the_box() -> None:
+    grid, box = shuffled_grid()
+    assert grid.groups("tp") == box.reshape(-1, 4).tolist()
+    assert grid.groups("pp") == box.reshape(3, -1).T.tolist()
+    assert grid.groups("pp", "tp") == [box[:, dp, :].reshape(-1).tolist() for dp in range(2)]
+    assert grid.groups() == [[rank] for rank in grid.ranks]
+
+
+def test_matching_filters() -> None:
+    grid, box = shuffled_grid()
+    assert grid.matching(dp=1) == box[:, 1, :].reshape(-1).tolist()
+    assert grid.matching(dp=1, pp=2) == box[2, 1, :].tolist()
+    assert grid.matching() == box.reshape(-1).tolist()
+
+
+def test_counted_has_neighbours_on_the_last_axis() -> None:
+    assert RankGrid.counted({"pp": 2, "tp": 3}).groups("tp") == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "named"),
+    [
+        ({"pp": 0}, (), "axis 'pp' has length 0"),
+        ({"pp": 2}, (0, 1, 2), "2 places"),
+        ({"pp": 2}, (0, 0), "1 different"),
+        ({"pp": 2}, (0, 2), "the largest 2"),
+    ],
+)
+def test_what_is_no_grid_is_refused(sizes: dict[str, int], ranks: tuple[int, ...], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        RankGrid(sizes, ranks)
+
+
+def test_places_outside_are_refused_by_name() -> None:
+    grid = RankGrid.counted({"pp": 2, "tp": 2})
+    with pytest.raises(ValueError, match="tp=2 lies outside 0 to 1"):
+        grid.rank(pp=0, tp=2)
+    with pytest.raises(ValueError, match=r"\['pp'\] given"):
+        grid.rank(pp=0)
+    with pytest.raises(ValueError, match="rank 4 lies outside"):
+        grid.coordinate(4)
+    with pytest.raises(ValueError, match="no axis 'dp'"):
+        grid.groups("dp")
+    with pytest.raises(ValueError, match="no axis 'dp'"):
+        grid.matching(dp=0)

@@ -1,0 +1,98 @@
+"""A grid of ranks with named axes: who stands where, and who stands in line with whom."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """Ranks 0 to N - 1 in a box of ``sizes`` (axis name to length); ``ranks`` are listed with the last axis
+    varying fastest.
+
+    ``ValueError`` for an axis shorter than 1, and for ranks that are not each there once.
+    """
+
+    sizes: Mapping[str, int]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def counted(cls, sizes: Mapping[str, int]) -> RankGrid:
+        """Ranks in counting order: the last axis has neighbours."""
+        return cls(sizes, tuple(range(math.prod(sizes.values()))))
+
+    def __post_init__(self) -> None:
+        for axis, length in self.sizes.items():
+            if length < 1:
+                raise ValueError(f"axis '{axis}' has length {length}, at least 1 wanted")
+        volume = math.prod(self.sizes.values())
+        if len(self.ranks) != volume or set(self.ranks) != set(range(volume)):
+            raise ValueError(
+                f"axes {dict(self.sizes)} have {volume} places for ranks 0 to {volume - 1}, each once; given "
+                f"are {len(self.ranks)} ranks, {len(set(self.ranks))} different ones, the largest "
+                f"{max(self.ranks, default=None)}"
+            )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes in order."""
+        return tuple(self.sizes)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where ``rank`` stands. ``ValueError`` for a rank outside the grid."""
+        if not 0 <= rank < len(self.ranks):
+            raise ValueError(f"rank {rank} lies outside 0 to {len(self.ranks) - 1}")
+        place = self.ranks.index(rank)
+        found = {}
+        for axis in reversed(self.axes):
+            place, found[axis] = divmod(place, self.sizes[axis])
+        return {axis: found[axis] for axis in self.axes}
+
+    def rank(self, **coordinate: int) -> int:
+        """Who stands at a full coordinate. ``ValueError`` for a partial one or one outside the grid."""
+        if set(coordinate) != set(self.sizes):
+            raise ValueError(
+                f"a coordinate on each of {list(self.sizes)} wanted, {sorted(coordinate)} given; matching() "
+                "takes fewer"
+            )
+        place = 0
+        for axis, length in self.sizes.items():
+            if not 0 <= coordinate[axis] < length:
+                raise ValueError(f"{axis}={coordinate[axis]} lies outside 0 to {length - 1}")
+            place = place * length + coordinate[axis]
+        return self.ranks[place]
+
+    def matching(self, **coordinate: int) -> list[int]:
+        """The ranks that stand at all of the coordinates given, in the order of the grid. ``ValueError`` for
+        an axis that there is not."""
+        unknown = sorted(set(coordinate) - set(self.sizes))
+        if unknown:
+            raise ValueError(f"no axis {unknown[0]!r}; there are {list(self.sizes)}")
+        return [
+            rank
+            for at, rank in self._places()
+            if all(at[axis] == wanted for axis, wanted in coordinate.items())
+        ]
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """The ranks that differ in ``axes`` alone, a list for each place on the others, in the order of the
+        grid. ``ValueError`` for an axis that there is not."""
+        unknown = [axis for axis in axes if axis not in self.sizes]
+        if unknown:
+            raise ValueError(f"no axis {unknown[0]!r}; there are {list(self.sizes)}")
+        found: dict[tuple[int, ...], list[int]] = {}
+        for at, rank in self._places():
+            found.setdefault(_without(at, axes), []).append(rank)
+        return list(found.values())
+
+    def _places(self) -> Iterator[tuple[dict[str, int], int]]:
+        places = product(*(range(length) for length in self.sizes.values()))
+        for at, rank in zip(places, self.ranks, strict=True):
+            yield dict(zip(self.sizes, at, strict=True)), rank
+
+
+def _without(at: Mapping[str, int], axes: Sequence[str]) -> tuple[int, ...]:
+    return tuple(place for axis, place in at.items() if axis not in axes)

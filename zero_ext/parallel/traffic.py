@@ -1,0 +1,69 @@
+"""What the ranks of each axis send one another in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from zero_ext.config.placement import Placement
+
+
+@dataclass(frozen=True)
+class AxisTraffic:
+    """The exchanges along one axis in one step.
+
+    ``line`` "all": collectives over all ranks of the axis, of buffers of ``nbytes`` bytes together, each of
+    which every rank ends up with or contributes to (an all-reduce counts twice: a reduce-scatter and a
+    gather). "next": every rank but the last sends ``nbytes`` bytes to the one that follows it, and as many
+    come back. ``messages`` counts the exchanges, for their latency.
+    """
+
+    line: Literal["all", "next"]
+    nbytes: float
+    messages: int = 0
+
+
+def transformer_traffic(
+    sizes: dict[str, int],
+    *,
+    parameters: float,
+    layers: int,
+    hidden: int,
+    sequence: int,
+    micro_batch: int,
+    micro_batches: int,
+    stage: int,
+    itemsize: int = 2,
+    recomputes: bool = True,
+) -> dict[str, AxisTraffic]:
+    """The traffic of a transformer's step on each axis of ``sizes`` ("pp", "dp", "cp", "tp").
+
+    Tensor parallelism: two all-reduces of the activations a layer in forward and in backward each, and in a
+    recomputed forward (Shoeybi et al., arXiv 1909.08053, section 3). Sequence parallelism: four all-to-alls
+    of a rank's activations, in forward, backward and a recomputed forward (Jacobs et al., arXiv 2309.14509,
+    section 3.2). Pipeline: a micro-batch's activations to the next stage, their gradient back. Data: the
+    gradients reduced, and parameters gathered as the ZeRO ``stage`` wants, per step where they are not
+    sharded, per micro-batch where they are. All in ``itemsize`` bytes an element.
+    """
+    tp, pp, cp = (sizes.get(axis, 1) for axis in ("tp", "pp", "cp"))
+    placement = Placement.of_stage(stage)
+    own_layers = layers / pp
+    activation = itemsize * hidden * sequence * micro_batch / cp
+    passes = 3 if recomputes else 2
+    own_parameters = itemsize * parameters / (tp * pp)
+    gathers = 2 * micro_batches if placement.params else 1
+    found = {
+        "tp": AxisTraffic(
+            "all",
+            2 * 2 * passes * own_layers * micro_batches * activation,
+            round(2 * passes * own_layers * micro_batches),
+        ),
+        "cp": AxisTraffic(
+            "all",
+            4 * passes * own_layers * micro_batches * activation / tp,
+            round(4 * passes * own_layers * micro_batches),
+        ),
+        "pp": AxisTraffic("next", micro_batches * activation, 2 * micro_batches),
+        "dp": AxisTraffic("all", (1 + gathers) * own_parameters, round((1 + gathers) * own_layers)),
+    }
+    return {axis: found[axis] for axis in sizes}
