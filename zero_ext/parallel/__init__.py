@@ -3,6 +3,7 @@
 from zero_ext.parallel.grid import RankGrid
 from zero_ext.parallel.mapping import Mapping, all_mappings, best_mapping, naive_mapping
 from zero_ext.parallel.mesh import make_mesh
+from zero_ext.parallel.partition import split_stages
 from zero_ext.parallel.topology import Level, Topology
 from zero_ext.parallel.traffic import AxisTraffic, transformer_traffic
 
@@ -16,5 +17,6 @@ __all__ = [
     "best_mapping",
     "make_mesh",
     "naive_mapping",
+    "split_stages",
     "transformer_traffic",
 ]

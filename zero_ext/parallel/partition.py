@@ -1,0 +1,67 @@
+"""Which layers form a pipeline stage: neighbouring ones, so that the heaviest stage is as light as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+
+def split_stages(weights: Sequence[float], stages: int) -> list[range]:
+    """Cuts layers into ``stages`` runs, none empty, whose largest sum of ``weights`` is the least possible.
+
+    ``weights`` are what a layer costs: 1 each, its parameters, its seconds. Exact, by dynamic programming
+    over the cuts; where several are as good, smaller squares of the sums count, so that the lighter stages
+    are even too.
+
+    Raises ``ValueError`` for fewer layers than stages, less than one stage, or a weight that is negative or
+    not finite.
+    """
+    layers = len(weights)
+    if stages < 1:
+        raise ValueError(f"{stages} stages given, at least 1 wanted")
+    if layers < stages:
+        raise ValueError(
+            f"{layers} layers cannot make {stages} pipeline stages, each of which needs one; use fewer "
+            "stages or cut the model into more layers"
+        )
+    for number, weight in enumerate(weights):
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"layer {number} weighs {weight}; a finite number of at least 0 is wanted")
+    sums = [0.0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    # best[count]: the largest sum and the sum of squares of the first ``count`` layers in the stages so far.
+    best = [(sums[count], sums[count] ** 2) if count else None for count in range(layers + 1)]
+    cuts: list[list[int]] = []
+    for stage in range(1, stages):
+        best, chosen = _one_more_stage(best, sums, stage)
+        cuts.append(chosen)
+    ends = [layers]
+    for chosen in reversed(cuts):
+        ends.append(chosen[ends[-1]])
+    ends.append(0)
+    ends.reverse()
+    return [range(begin, end) for begin, end in pairwise(ends)]
+
+
+_Cost = tuple[float, float]
+
+
+def _one_more_stage(
+    best: Sequence[_Cost | None], sums: Sequence[float], stage: int
+) -> tuple[list[_Cost | None], list[int]]:
+    """The costs with one stage more, and where that stage begins for each number of layers."""
+    found: list[_Cost | None] = [None] * len(best)
+    begins = [0] * len(best)
+    for count in range(stage + 1, len(best)):
+        for begin in range(count - 1, stage - 1, -1):
+            before, own = best[begin], sums[count] - sums[begin]
+            known = found[count]
+            if known is not None and own > known[0]:
+                break  # it only grows from here
+            if before is None:
+                continue
+            cost = (max(before[0], own), before[1] + own**2)
+            if known is None or cost < known:
+                found[count], begins[count] = cost, begin
+    return found, begins
