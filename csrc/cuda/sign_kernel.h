@@ -55,7 +55,7 @@ struct SignMessages {
       const std::uint32_t bits = *codes;
       ZERO_EXT_UNROLL
       for (int k = 0; k < kPackElements; ++k) {
-        terms[k] += ScalarSignRule::expanded(bits >> k & 1U, scale);
+        terms[k] = core::ScalarVector::add_signed(terms[k], bits >> k & 1U, scale);
       }
     }
   }
