@@ -13,18 +13,19 @@ from zero_ext.parallel import (
     Level,
     Mapping,
     Topology,
+    TransformerStep,
     all_mappings,
     best_mapping,
     naive_mapping,
     transformer_traffic,
 )
 
-MODEL = {"parameters": 7e9, "layers": 32, "hidden": 4096, "sequence": 2048, "micro_batch": 1}
+STEP = TransformerStep(parameters=7e9, layers=32, hidden=4096, sequence=2048, micro_batches=8)
 INSIDE, BETWEEN = 230e9, 25e9
 
 
 def traffic_of(sizes: dict[str, int], stage: int = 1) -> dict[str, AxisTraffic]:
-    return transformer_traffic(sizes, **MODEL, micro_batches=8, stage=stage)
+    return transformer_traffic(sizes, STEP, stage)
 
 
 def cost(mapping: Mapping, topology: Topology, traffic: dict[str, AxisTraffic]) -> float:

@@ -5,7 +5,7 @@ from zero_ext.parallel.mapping import Mapping, all_mappings, best_mapping, naive
 from zero_ext.parallel.mesh import make_mesh
 from zero_ext.parallel.partition import split_stages
 from zero_ext.parallel.topology import Level, Topology
-from zero_ext.parallel.traffic import AxisTraffic, transformer_traffic
+from zero_ext.parallel.traffic import AxisTraffic, TransformerStep, transformer_traffic
 
 __all__ = [
     "AxisTraffic",
@@ -13,6 +13,7 @@ __all__ = [
     "Mapping",
     "RankGrid",
     "Topology",
+    "TransformerStep",
     "all_mappings",
     "best_mapping",
     "make_mesh",

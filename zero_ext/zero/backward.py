@@ -31,10 +31,10 @@ class BackwardPass:
         self,
         residency: Residency,
         clock: StepClock,
+        on_passed: Callable[[Unit], None],
         on_begin: Callable[[], None],
         on_end: Callable[[], None],
         on_abandon: Callable[[], None],
-        on_passed: Callable[[Unit], None],
     ) -> None:
         self._residency = residency
         self._clock = clock

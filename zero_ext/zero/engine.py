@@ -94,9 +94,8 @@ class Engine:
         self.residency = Residency(
             self.units, config.units.live_elements, config.units.prefetch_elements, self._bus
         )
-        events = (self._begin_backward, self._end_backward, self._abandon_backward)
-        weak_events = (_weakly(event) for event in events)
-        self.backward_pass = BackwardPass(self.residency, self._clock, *weak_events, _weakly(self._passed))
+        events = map(_weakly, (self._begin_backward, self._end_backward, self._abandon_backward))
+        self.backward_pass = BackwardPass(self.residency, self._clock, _weakly(self._passed), *events)
         check = _weakly(self._check_parameters)
         self.hooks = ForwardHooks(self.residency, self.backward_pass, check, self._clock)
         self.index = {
