@@ -42,9 +42,12 @@ class Way:
         if self.optimizer == "onebit":
             return zero_ext.OneBitAdam(parameters, freeze_step=settings.warm_up, **common)
         if self.optimizer == "zero_one":
+            # The published policy updates the variance ever more seldom after 16 steps: meant for runs
+            # hundreds of times as long, it leaves too few updates here.
             return zero_ext.ZeroOneAdam(
                 parameters,
                 var_freeze_step=settings.warm_up,
+                var_update_scaler=settings.warm_up,
                 local_step_scaler=settings.steps // 4,
                 local_step_clipper=4,
                 **common,
