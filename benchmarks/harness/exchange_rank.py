@@ -54,7 +54,7 @@ class ExchangeRank:
         receives = torch.empty_like(sends)
 
         def exchange() -> None:
-            self.collectives.all_to_all(
+            self.collectives.exchange_messages(
                 receives.chunk(ranks), sends.chunk(ranks), "signs_to_owners", self.elements, "signs"
             ).wait()
             self.collectives.gather_messages(
