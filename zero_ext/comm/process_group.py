@@ -72,8 +72,7 @@ def make_collectives(
     do not fill.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        NodeMap(0, 1, ranks_per_node or 1)
-        return alone()
+        return alone(ranks_per_node)
     parent = group if group is not None else dist.group.WORLD
     if parent is None:
         raise AssertionError("torch.distributed runs without a default group")
@@ -82,8 +81,7 @@ def make_collectives(
     if rank < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the process group given, ranks {ranks}")
     if world_size == 1:
-        NodeMap(0, 1, ranks_per_node or 1)
-        return alone()
+        return alone(ranks_per_node)
     nodes = NodeMap(rank, world_size, ranks_of_a_node(world_size, ranks_per_node))
     way = _way(str(dist.get_backend(group)), device)
     if way == "fake":
@@ -171,9 +169,10 @@ def _shared_name(parent: dist.ProcessGroup, device: torch.device) -> str:
     return f"zero_ext/{int(name):x}"
 
 
-def alone() -> Collectives:
-    """The collectives of a single rank."""
-    return Collectives(0, 1, _NoPeers(0, 1), _NoPeers(0, 1), WireLog())
+def alone(ranks_per_node: int | None = None) -> Collectives:
+    """The collectives of a single rank. Raises ``ValueError`` for a node of several."""
+    nodes = NodeMap(0, 1, ranks_per_node or 1)
+    return Collectives(0, 1, _NoPeers(0, 1), _NoPeers(0, 1), WireLog(), nodes)
 
 
 class _NoPeers(PointToPoint):
