@@ -12,7 +12,7 @@ from torch import nn
 import zero_ext
 
 WARM_UP_PART = 0.15  # of the run, in full precision
-BETAS = (0.9, 0.95)  # a variance that soon forgets the first, large gradients may be frozen early
+BETAS = (0.9, 0.99)  # a memory shorter than the warm-up: the first, large gradients are forgotten at its end
 Optimizer = Callable[[Iterable[nn.Parameter], int, float], torch.optim.Optimizer]
 
 

@@ -54,7 +54,10 @@ class TextRun:
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(self.shape.configuration()).train()
+        # In windows this short torch's fused attention on CPUs takes longer than its parts, backward in bf16.
+        return AutoModelForCausalLM.from_config(
+            self.shape.configuration(), attn_implementation="eager"
+        ).train()
 
 
 BYTE_LLAMA = LlamaShape("8m-bytes", hidden=320, layers=6, feed_forward=928, vocabulary=256, heads=5)
@@ -64,8 +67,8 @@ LLAMA_34M = LlamaShape("34m", hidden=512, layers=8, feed_forward=1408, vocabular
 RUNS = {
     run.name: run
     for run in (
-        TextRun("8m-bytes", BYTE_LLAMA, steps=3000, batch=1, window=128, learning_rate=2e-3),
-        TextRun("34m", LLAMA_34M, steps=500, batch=1, window=128, learning_rate=1e-3),
+        TextRun("8m-bytes", BYTE_LLAMA, steps=3000, batch=1, window=128, learning_rate=5e-4),
+        TextRun("34m", LLAMA_34M, steps=500, batch=1, window=128, learning_rate=3e-4),
         TextRun("tiny", TINY, steps=200, batch=1, window=64, learning_rate=3e-3, held_out_windows=16),
     )
 }

@@ -43,6 +43,13 @@ class SimulatedLamb(Simulated):
             for name, part in self.places()
         }
 
+    def _raise_variance(self) -> None:
+        super()._raise_variance()
+        self.fresh = self.variance
+
+    def _floors(self) -> list[slice]:
+        return [part for _, part in self.places()]
+
     def _warm_up(self, gradient: torch.Tensor, used: set[str]) -> None:
         self._set_momentum(self._averaged(self.momentum, gradient))
         variance = self.variance * BETA2 + gradient * gradient * (1 - BETA2)

@@ -6,6 +6,7 @@ what to whom, whose error it is, and what is averaged when, is its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -72,6 +73,7 @@ class Simulated:
         self.replica = zeros()
         self.drift, self.rate = [zeros() for _ in range(ranks)], zeros()
         self.own_momentum: list[torch.Tensor] = []
+        self.is_raised = False
         self.begin_errors("")
 
     def begin_errors(self, of: str) -> None:
@@ -87,7 +89,11 @@ class Simulated:
             for gradient in gradients:
                 total = total + gradient.float()
             self._adam((total * (1 / self.ranks)).to(gradients[0].dtype).float())
+            self.is_raised = False
             return
+        if not self.is_raised:
+            self.is_raised = True
+            self._raise_variance()
         of = "drift" if what in ("local", "drift") else what
         if self.errors_of != of:
             self.begin_errors(of)
@@ -149,6 +155,21 @@ class Simulated:
         self.drift = [torch.zeros_like(each) for each in self.drift]
         self.rate = torch.zeros_like(self.rate)
         self.parameters = [self.master.to(self.layout.dtype)] * self.ranks
+
+    def _raise_variance(self) -> None:
+        self.variance = self.variance.clone()
+        for part in self._floors():
+            squares = math.fsum((self.momentum[part].double() ** 2).tolist())
+            self.variance[part].clamp_(min=math.sqrt(squares) ** 2 / (part.stop - part.start))
+
+    def _floors(self) -> list[slice]:
+        """The blocks of one scale: of every rank's part, 8,192 elements at a time."""
+        shard = self.layout.shard_numel
+        return [
+            slice(start, min(start + 8192, begin + shard))
+            for begin in range(0, self.layout.numel, shard)
+            for start in range(begin, begin + shard, 8192)
+        ]
 
     # -- exchanges ----------------------------------------------------------------------------------------
 

@@ -54,7 +54,9 @@ def frozen_adam(
 def test_without_loss_it_is_adam_with_its_variance_frozen(world: World, stage: int) -> None:
     model = Slopes(world.seed)
     first, slope = model.weight.detach().clone(), model.slope.clone()
-    optimizer = zero_ext.OneBitAdam(model.parameters(), lr=2**-7, betas=(0.5, 0.75), freeze_step=4)
+    optimizer = zero_ext.OneBitAdam(
+        model.parameters(), lr=2**-7, betas=(0.5, 0.75), freeze_step=4, variance_floor=0.0
+    )
     prepared_model, stepped = zero_ext.prepare(
         model, optimizer, {"stage": stage, "timeout_seconds": 30}, process_group=world.group
     )
@@ -93,3 +95,20 @@ def test_without_correction_the_first_step_is_as_in_the_formula(world: World) ->
     stepped.step()
     update = (1 - 0.9) * 3.0 / (math.sqrt((1 - 0.99) * 9.0) + 1e-3)
     assert torch.allclose(parameters(prepared_model)["weight"], first - 0.1 * update, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@on_ranks(2)
+def test_rare_gradients_do_not_make_steps_without_bounds(world: World, stage: int) -> None:
+    torch.manual_seed(world.seed)
+    embedding = nn.Embedding(50, 16)
+    first = embedding.weight.detach().clone()
+    optimizer = zero_ext.OneBitAdam(embedding.parameters(), lr=1e-3, betas=(0.9, 0.99), freeze_step=5)
+    model, stepped = zero_ext.prepare(embedding, optimizer, {"stage": stage}, process_group=world.group)
+    for step in range(40):
+        words = torch.randint(20 if step % 10 else 50, (64,))  # those above are rare, some never come
+        model(words.remainder(45)).square().sum().backward()
+        stepped.step()
+        stepped.zero_grad()
+    moved = (parameters(model)["weight"] - first).abs().max()
+    assert moved < 40 * 1e-3 * 10

@@ -15,7 +15,8 @@ class OneBitAdam(OneBitOptimizer):
 
     The first ``freeze_step`` steps are Adam's without bias correction, with gradients in full precision;
     ``freeze_step`` may be ``math.inf``. Names and defaults are DeepSpeed's; ``cuda_aware`` and
-    ``comm_backend_name`` have no effect: the ranks' own connections are used. ZeRO stages 0 and 1.
+    ``comm_backend_name`` have no effect: the ranks' own connections are used. ``variance_floor``: see
+    :class:`OneBitOptimizer`. ZeRO stages 0 and 1.
 
     Raises ``ValueError`` naming the hyper-parameter that is out of range.
 
@@ -35,8 +36,9 @@ class OneBitAdam(OneBitOptimizer):
         *,
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
+        variance_floor: float = 1.0,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, freeze_step=freeze_step)
+        super().__init__(params, lr, betas, eps, weight_decay, variance_floor, freeze_step=freeze_step)
 
     def phase(self, step: int, sharded: bool) -> Phase:
         """See :class:`OneBitOptimizer`. The momentum of a rank's own gradients is never whole where moments

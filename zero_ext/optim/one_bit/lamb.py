@@ -47,12 +47,13 @@ class OneBitLamb(OneBitOptimizer):
         *,
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
+        variance_floor: float = 1.0,
         coeff_beta: float = 0.9,
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, freeze_step=freeze_step)
+        super().__init__(params, lr, betas, eps, weight_decay, variance_floor, freeze_step=freeze_step)
         for name, low, high in (("coeff", min_coeff, max_coeff), ("factor", factor_min, factor_max)):
             if not (0 <= low <= high and math.isfinite(high)):
                 names = (f"min_{name}", f"max_{name}") if name == "coeff" else (f"{name}_min", f"{name}_max")

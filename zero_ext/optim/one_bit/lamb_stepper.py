@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from zero_ext import ops
 from zero_ext.offload import MASTER, StepStaging, put
 from zero_ext.optim.one_bit.lamb import OneBitLamb
-from zero_ext.optim.one_bit.stepper import OneBitStepper, Run, denominator
+from zero_ext.optim.one_bit.stepper import OneBitStepper, Run, denominator, norm
 from zero_ext.optim.stepper import OwnedRange, Update
 
 
@@ -47,6 +46,14 @@ class OneBitLambStepper(OneBitStepper):
                     self._average_ratio(name, ratio)
                 self.descend_along(update.index, run, direction, ratio)
             yield self.write(update.index)
+
+    def raise_variance(self, index: int, message: int) -> None:
+        """See :class:`OneBitStepper`; parameters are scaled to one magnitude before signs are taken, so each
+        has a floor of its own."""
+        for _, run in self.each(index, self.names):
+            part = slice(run.begin, run.end)
+            momentum, variance = (self.state(index, kind)[part] for kind in ("exp_avg", "exp_avg_sq"))
+            variance.clamp_(min=(self.optimizer.variance_floor * norm(momentum)) ** 2 / momentum.numel())
 
     def each(self, index: int, used: frozenset[str]) -> Iterator[tuple[str, Run]]:
         """The parameters named in ``used``, one at a time."""
@@ -138,10 +145,3 @@ def square_average(variance: torch.Tensor, gradient: torch.Tensor, scale: float,
     for piece in run.pieces():
         brought = gradient[piece].float() * scale
         variance[piece].mul_(run.beta2).add_(brought.square_().mul_(1 - run.beta2))
-
-
-def norm(values: torch.Tensor) -> float:
-    """The 2-norm, of an exact sum."""
-    accumulator = torch.zeros(ops.ACCUMULATOR_ENTRIES, dtype=torch.int64, device=values.device)
-    ops.squared_norm_(values, accumulator)
-    return float(ops.squared_norm_value(accumulator.cpu()).sqrt())

@@ -17,9 +17,15 @@ class OneBitOptimizer(torch.optim.Optimizer, ABC):
     """Hyper-parameters of Adam without bias correction, with decoupled weight decay (Loshchilov & Hutter,
     arXiv 1711.05101). It steps where :func:`zero_ext.prepare` has put it, as it needs the other ranks.
 
-    ``policy`` says by attribute when what is exchanged, in whole steps, the same for all parameters. Raises
-    ``ValueError`` naming the hyper-parameter that is out of range.
+    ``policy`` says by attribute when what is exchanged, in whole steps, the same for all parameters.
+    ``variance_floor``: signs give all elements of a block one step, over the root of the variance of each.
+    Where gradients are rare, as of seldom words, that goes too far by orders of magnitude, and training
+    diverges. So when signs follow upon a step in full precision, that root is raised to at least this times
+    the root mean square of the block's momentum; 0 leaves it as it is in the papers. Raises ``ValueError``
+    naming the hyper-parameter that is out of range.
     """
+
+    variance_floor: float
 
     def __init__(
         self,
@@ -28,14 +34,16 @@ class OneBitOptimizer(torch.optim.Optimizer, ABC):
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
+        variance_floor: float,
         **policy: float,
     ) -> None:
         for name, steps in policy.items():
             if isinstance(steps, bool) or not (steps >= 1 and (math.isinf(steps) or steps == int(steps))):
                 raise ValueError(f"{name}: {steps!r} given, a whole number of steps of at least 1 wanted")
         self._policy: dict[str, Any] = {}
-        self._keep(**policy)
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        self._keep(variance_floor=variance_floor, **policy)
+        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "variance_floor": variance_floor}
+        for name, value in numbers.items():
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}: {float(value)} given, a finite number of at least 0 wanted")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):

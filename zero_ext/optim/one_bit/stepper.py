@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zero_ext import ops
 from zero_ext.offload import MASTER, StepStaging
 from zero_ext.optim.fused import AdamStepper
 from zero_ext.optim.one_bit.optimizer import OneBitOptimizer
@@ -91,6 +92,16 @@ class OneBitStepper(AdamStepper):
                 lr = float(self._groups[segment.group]["lr"])
                 self.rates[segment.name] = self.rates.get(segment.name, 0.0) + lr
 
+    def raise_variance(self, index: int, message: int) -> None:
+        """The variance has just been updated, and signs will follow, in messages of ``message`` elements of
+        the range. No element's root stays below the optimizer's ``variance_floor`` x the root mean square of
+        the momentum in its block, for all of which they will have one scale."""
+        momentum, variance = self.state(index, "exp_avg"), self.state(index, "exp_avg_sq")
+        floor = self.optimizer.variance_floor
+        for part, raised in zip(momentum.split(message), variance.split(message), strict=True):
+            for block, elements in zip(part.split(ops.SIGN_BLOCK), raised.split(ops.SIGN_BLOCK), strict=True):
+                elements.clamp_(min=(floor * norm(block)) ** 2 / block.numel())
+
     def average(
         self, momentum: torch.Tensor, gradient: torch.Tensor, scale: float, runs: Sequence[Run]
     ) -> None:
@@ -126,6 +137,13 @@ class OneBitStepper(AdamStepper):
         numbers = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
         decoupled, maximize = 1.0, 0.0
         return [*map(float, numbers), _NO_BIAS, decoupled, maximize]
+
+
+def norm(values: torch.Tensor) -> float:
+    """The 2-norm, of an exact sum: alike on all ranks and devices."""
+    accumulator = torch.zeros(ops.ACCUMULATOR_ENTRIES, dtype=torch.int64, device=values.device)
+    ops.squared_norm_(values, accumulator)
+    return float(ops.squared_norm_value(accumulator.cpu()).sqrt())
 
 
 def denominator(variance: torch.Tensor, eps: float) -> torch.Tensor:

@@ -46,6 +46,7 @@ class ZeroOneAdam(OneBitOptimizer):
         *,
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
+        variance_floor: float = 1.0,
     ) -> None:
         super().__init__(
             params,
@@ -53,6 +54,7 @@ class ZeroOneAdam(OneBitOptimizer):
             betas,
             eps,
             weight_decay,
+            variance_floor,
             var_freeze_step=var_freeze_step,
             var_update_scaler=var_update_scaler,
             local_step_scaler=local_step_scaler,

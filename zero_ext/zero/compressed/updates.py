@@ -100,12 +100,19 @@ class CompressedUpdates(AfterBackward):
             super().run(scale, used)
             return
         self._one_bit.count(used)
+        if not self._one_bit.optimizer.phase(self._made(), self._sharded).compresses:
+            self._raise_variance()
         if self._collectives.world_size == 1 and not self._ways[phase].ALONE:
             self._step_alone(float(scale), used)
             return
         if type(self._way) is not self._ways[phase]:
             self._way = self._ways[phase](self._parts)
         self._way.step(float(scale), used & self._one_bit.names, phase is not Phase.LOCAL)
+
+    def _raise_variance(self) -> None:
+        if self._one_bit.optimizer.variance_floor:
+            for number, master in enumerate(self._masters):
+                self._one_bit.raise_variance(number, master.unit.layout.shard_numel)
 
     def _step_alone(self, scale: float, used: frozenset[str]) -> None:
         for number, gradients in enumerate(self._gradients):
