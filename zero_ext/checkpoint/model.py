@@ -110,6 +110,12 @@ def load_checkpoint(
 
 
 def _state_of(engine: Engine, frozen: bool) -> EngineState:
+    if engine.collectives.model is not None:
+        raise RuntimeError(
+            "checkpoints of a model whose parts are on several ranks (a mesh with 'pp' or 'tp') cannot be "
+            "written or read yet: each part would overwrite the others. zero_ext.full_state_dict(model) gives "
+            "every rank its part, under names of the whole model"
+        )
     return engine.state if frozen else engine.trained_state
 
 

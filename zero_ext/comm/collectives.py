@@ -41,7 +41,8 @@ class Collectives:
     These are separate transports, so that the order of parameter gathers relative to gradient reductions need
     not agree between ranks; within each the order must agree. Whoever listens to ``bus`` hears of the end of
     each. ``nodes`` says which ranks share a node; without it all do. All ranks share the state, unless
-    :meth:`shard_among` says otherwise.
+    :meth:`shard_among` says otherwise. ``model`` are the collectives of the ranks with the other parts of the
+    model (pipeline stages, parts of tensors); None where it is whole.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Collectives:
         self._gathers = OrderedExchange(gathers)
         self._reductions = OrderedExchange(reductions)
         self._groups: tuple[Collectives, Collectives] | None = None
+        self.model: Collectives | None = None
 
     @property
     def reductions(self) -> Exchange:
@@ -99,6 +101,11 @@ class Collectives:
             self.among(range(first, first + ranks)),
             self.among(range(self.rank - first, self.world_size, ranks)),
         )
+
+    def join_model(self, model: Collectives) -> None:
+        """Names the ranks with the other parts of the model; what they exchange is counted and told here."""
+        model.wire, model.bus = self.wire, self.bus
+        self.model = model
 
     def among(self, ranks: Sequence[int]) -> Collectives:
         """The collectives of a group of ``ranks``, this one among them, over the same connections and counted

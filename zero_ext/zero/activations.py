@@ -12,6 +12,7 @@ from zero_ext.activation.counters import Counters
 from zero_ext.activation.partition import check_group
 from zero_ext.config import ActivationPolicy
 from zero_ext.zero.engine import Engine
+from zero_ext.zero.rank_groups import RankGroups
 
 
 def checkpointing_of(engine: Engine, group: dist.ProcessGroup | None) -> Checkpointing:
@@ -35,16 +36,18 @@ def checkpointing_of(engine: Engine, group: dist.ProcessGroup | None) -> Checkpo
     )
 
 
-def check_activation_group(
-    policy: ActivationPolicy, group: dist.ProcessGroup | None, data_parallel: dist.ProcessGroup | None
-) -> None:
-    """``ValueError`` for a group that nothing is partitioned over, or whose ranks see different samples."""
+def activation_group_of(
+    policy: ActivationPolicy, group: dist.ProcessGroup | None, groups: RankGroups
+) -> dist.ProcessGroup | None:
+    """The ranks to partition activations over: the ``group`` given, else those with other parts of the same
+    tensors. ``ValueError`` for a group that nothing is partitioned over, or whose ranks see other samples."""
     if group is None:
-        return
+        return groups.tensor if policy.partition_activations else None
     if not policy.partition_activations:
         raise ValueError(
             "activation_group is given, which has no effect: activation_checkpointing.partition_activations "
             "is false; set it to true, or leave the group out"
         )
     if dist.is_initialized():
-        check_group(group, data_parallel or dist.group.WORLD)
+        check_group(group, groups.data or dist.group.WORLD)
+    return group

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -52,9 +53,7 @@ class BackwardPass:
         """Called by every hook that fires in backward; the first call of a pass begins it."""
         if self.running:
             return
-        self._began = self._clock.begin()
-        self._on_begin()
-        self.running = True
+        self._start()
         weak = weakref.ref(self)
 
         def end() -> None:
@@ -63,6 +62,18 @@ class BackwardPass:
                 alive.end()
 
         torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    @contextlib.contextmanager
+    def by_hand(self) -> Iterator[None]:
+        """A pass that begins and ends here, and not with autograd's own, which are part of it."""
+        self._start()
+        yield
+        self.end()
+
+    def _start(self) -> None:
+        self._began = self._clock.begin()
+        self._on_begin()
+        self.running = True
         self._residency.release_idle()  # fetched ahead by a forward without autograd: updates may run in here
         self._residency.backward_order.begin()
 

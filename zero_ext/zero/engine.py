@@ -24,6 +24,7 @@ from zero_ext.zero.gradients import UnitGradients, make_gradients
 from zero_ext.zero.hooks import ForwardHooks
 from zero_ext.zero.ledger import ledger_of
 from zero_ext.zero.master import MasterShard, follow_writes
+from zero_ext.zero.model_ranks import together_in_model
 from zero_ext.zero.norms import GradientNorms
 from zero_ext.zero.partition import Owned, uses_up_gradients
 from zero_ext.zero.pool import BufferPool
@@ -33,6 +34,7 @@ from zero_ext.zero.residency import Residency
 from zero_ext.zero.state import EngineState, TrainedState
 from zero_ext.zero.step import OptimizerStep
 from zero_ext.zero.step_clock import StepClock
+from zero_ext.zero.tied_gradients import TiedGradients
 from zero_ext.zero.tiling import Wholes
 from zero_ext.zero.together import FailedTogether
 from zero_ext.zero.unit import Unit
@@ -85,7 +87,9 @@ class Engine:
         }
         trained = list(self._gradients.values())
         starts = _first_places(owned, [each.unit for each in trained])
-        self.norms = GradientNorms(trained, collectives)
+        uncounted = [item.parameter for item in owned if not item.counted]
+        self.norms = GradientNorms(trained, collectives, uncounted)
+        self._tied = TiedGradients(trained, collectives.model)
         scales_loss = any(unit.layout.dtype is torch.float16 for unit in self.units)
         self.optimizer_step = OptimizerStep(
             self.masters, self._gradients, self.norms, collectives, tiers, config, scales_loss
@@ -234,6 +238,14 @@ class Engine:
         finally:
             self._syncs = before
 
+    @contextlib.contextmanager
+    def scaled_pass(self, reduces: bool) -> Iterator[None]:
+        """Around a backward pass from gradients of a loss that some rank has scaled; unless it ``reduces``,
+        as inside :meth:`no_sync`."""
+        self._loss_scaled = True
+        with contextlib.nullcontext() if reduces else self.no_sync():
+            yield
+
     def gradient_comes(self, parameter: nn.Parameter) -> None:
         """See :class:`GradientSink`."""
         self.backward_pass.enter()
@@ -258,6 +270,7 @@ class Engine:
                 "model.scale_loss(loss).backward(), instead of loss.backward()"
             )
         self._collected = True
+        self._tied.forget()
         self.optimizer_step.came(gradients)
         self.reducer.settled = False
         self.norms.forget()
@@ -328,12 +341,7 @@ class Engine:
         if norm_type == 2:
             norm = self.norms.total().double() * unscale
         elif norm_type == float("inf"):
-            values = [
-                self.norms.largest(gradients, number)
-                for gradients in self.reducer.gradients
-                for number in gradients.contributed
-            ]
-            norm = torch.tensor([0.0, *values], dtype=torch.float64, device="cpu").amax() * unscale
+            norm = torch.tensor(self.norms.largest_of_all(), dtype=torch.float64, device="cpu") * unscale
         else:
             raise ValueError(f"norm_type: {norm_type!r} given; sharded gradients offer 2 and inf")
         factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
@@ -368,6 +376,7 @@ class Engine:
     def _settle_gradients(self) -> None:
         self.views.note_cleared()
         self.reducer.settle(reduce=not self.optimizer_step.keeps_local)
+        self._tied.sum_()
         self.norms.forget()  # where a rank holds whole gradients they may have been written to directly
         self.views.publish()
 
@@ -392,8 +401,9 @@ class Engine:
         began = self._clock.begin()
         self._refuse_early_step()
         self.residency.forget_values()  # what was fetched ahead has the values before the update
-        self._settle_gradients()
-        stepped = self.optimizer_step.run()
+        with together_in_model(self.collectives.model):
+            self._settle_gradients()
+            stepped = self.optimizer_step.run()
         self._micro_steps = 0
         if self.optimizer_step.clears_gradients:
             self.clear_gradients()

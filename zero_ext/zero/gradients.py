@@ -256,7 +256,7 @@ class UnitGradients:
     def zero_parameter(self, index: int) -> None:
         """Sets the gradient of one parameter to zero, where it is held here."""
         layout = self.unit.layout
-        self._change(index, lambda part: part.zero_())
+        self.change_parameter(index, lambda part: part.zero_())
         if self.local is not None and index in self._filled:
             self.local[layout.offsets[index] : layout.offsets[index] + layout.specs[index].numel].zero_()
 
@@ -279,7 +279,7 @@ class UnitGradients:
         """Multiplies the reduced gradient of one parameter, where it is held here."""
         if isinstance(factor, torch.Tensor):
             factor = factor.item()  # it may be on another device than what it scales
-        self._change(index, lambda part: part.mul_(factor))
+        self.change_parameter(index, lambda part: part.mul_(factor))
 
     def replace_parameter(self, index: int, flat: torch.Tensor) -> None:
         """Makes ``flat``, whole and in memory order, the reduced gradient of one parameter, where it is held
@@ -295,7 +295,7 @@ class UnitGradients:
             taken = _Taken(flat[start : start + end - begin])
             self.home.change(begin, end, taken)
 
-    def _change(self, index: int, change: Callable[[torch.Tensor], object]) -> None:
+    def change_parameter(self, index: int, change: Callable[[torch.Tensor], object]) -> None:
         """Applies ``change`` to what this rank holds of one parameter's reduced gradient: all of it if
         replicated."""
         layout, whole = self.unit.layout, self._whole()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from zero_ext import ops
 from zero_ext.comm import Collectives
 from zero_ext.zero.gradients import UnitGradients
+from zero_ext.zero.model_ranks import largest_over_model, sum_over_model
 from zero_ext.zero.squares import Squares
 from zero_ext.zero.together import together
 
@@ -19,13 +21,20 @@ Result = TypeVar("Result")
 class GradientNorms:
     """Norms of the reduced gradients over all ranks; each rank adds the squares of its own shard.
 
-    The sum is an integer superaccumulator, so its value does not depend on where shards or buckets end.
+    The sum is an integer superaccumulator, so its value does not depend on where shards or buckets end, nor
+    on how the model is spread over ranks; parameters ``uncounted`` are counted by another one of these.
     Every method is a collective unless its result is known since the last :meth:`forget`.
     """
 
-    def __init__(self, gradients: Sequence[UnitGradients], collectives: Collectives) -> None:
+    def __init__(
+        self,
+        gradients: Sequence[UnitGradients],
+        collectives: Collectives,
+        uncounted: Collection[nn.Parameter] = (),
+    ) -> None:
         self._gradients = tuple(gradients)
         self._collectives = collectives
+        self._uncounted = frozenset(uncounted)
         self._total: torch.Tensor | None = None
         self._each: dict[tuple[int, int], float] | None = None
         self._largest: dict[tuple[int, int], float] | None = None
@@ -39,14 +48,20 @@ class GradientNorms:
         if self._total is None:
             accumulator = self.read_together(lambda: self._own_squares().total())
             self._collectives.shards.sum_(accumulator, "global gradient norm")
+            sum_over_model(self._collectives.model, accumulator, "gradient norm of the whole model")
             self._total = ops.squared_norm_value(accumulator).sqrt()
         return self._total
 
     def _own_squares(self) -> Squares:
         squares = Squares()
         for gradients in self._gradients:
-            if gradients.contributed:
-                gradients.add_squared_norm(squares)
+            if self._uncounted.isdisjoint(gradients.unit.parameters):
+                if gradients.contributed:
+                    gradients.add_squared_norm(squares)
+                continue
+            for number in gradients.contributed:
+                if gradients.unit.parameters[number] not in self._uncounted:
+                    gradients.add_squared_norm(squares, number)
         return squares
 
     def of(self, gradients: UnitGradients, index: int) -> float:
@@ -82,11 +97,23 @@ class GradientNorms:
             self._largest = dict(zip(keys, table.amax(0).tolist(), strict=True))
         return self._largest[self._gradients.index(gradients), index]
 
+    def largest_of_all(self) -> float:
+        """The inf-norm over all gradients."""
+        own = [
+            self.largest(gradients, number)
+            for gradients in self._gradients
+            for number in gradients.contributed
+        ]
+        largest = float(torch.tensor([0.0, *own], dtype=torch.float64, device="cpu").amax())
+        return largest_over_model(self._collectives.model, largest, "largest gradient of the whole model")
+
     def first_non_finite(self) -> str:
-        """Full name of the first parameter whose gradient is not finite."""
+        """Full name of the first parameter whose gradient is not finite, or where to look for it."""
         for unit, number in self._keys():
             if self.of(self._gradients[unit], number) != self.of(self._gradients[unit], number):
                 return f"'{self._gradients[unit].unit.layout.specs[number].name}'"
+        if self._collectives.model is not None:
+            return "a part of the model that other ranks hold; see their messages"
         return "the sum over all parameters"
 
     def read_together(self, read: Callable[[], Result]) -> Result:

@@ -6,6 +6,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from zero_ext.config.placement import Placement, within
 from zero_ext.zero.layout import ParameterSpec, memory_order
 from zero_ext.zero.packed import is_packed
 from zero_ext.zero.staging import bucket_groups
+from zero_ext.zero.tie import tie_of
 from zero_ext.zero.tiling import Tile
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -23,12 +25,14 @@ STACKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class Owned:
-    """A parameter and every place of the module tree that owns it."""
+    """A parameter and every place of the module tree that owns it; ``counted`` unless another rank of the
+    same model has it as well, and adds its gradient to the norm."""
 
     parameter: nn.Parameter
     names: tuple[str, ...]  # full names, the first one is the parameter's name
     owners: tuple[nn.Module, ...]
     spec: ParameterSpec
+    counted: bool = True
 
     def places(self) -> Iterator[tuple[str, nn.Module]]:
         """Every full name with its owner."""
@@ -179,14 +183,29 @@ def trained_by(optimizer: torch.optim.Optimizer | None) -> Callable[[UnitPlan], 
     return trains
 
 
-def _kind(item: Owned) -> tuple[torch.dtype, bool]:
-    return item.spec.dtype, item.parameter.requires_grad
+class _Kind(NamedTuple):
+    """What the parameters of one unit have in common."""
+
+    dtype: torch.dtype
+    trainable: bool
+    tie: str  # of a parameter that several ranks of the model have, in a unit that is alike on all of them
+
+    def __str__(self) -> str:
+        tied = f", tied as '{self.tie}'" if self.tie else ""
+        return (
+            f"{str(self.dtype).removeprefix('torch.')}, {'trainable' if self.trainable else 'frozen'}{tied}"
+        )
+
+
+def _kind(item: Owned) -> _Kind:
+    found = tie_of(item.parameter)
+    return _Kind(item.spec.dtype, item.parameter.requires_grad, found.name if found is not None else "")
 
 
 def _buckets(
     label: str, owned: Iterable[Owned], placement: Placement, limit: int, persistent: bool
 ) -> Iterator[UnitPlan]:
-    by_kind: dict[tuple[torch.dtype, bool], list[Owned]] = defaultdict(list)
+    by_kind: dict[_Kind, list[Owned]] = defaultdict(list)
     for item in owned:
         by_kind[_kind(item)].append(item)
     number = 0
@@ -202,7 +221,7 @@ def _blocks(
 ) -> Iterator[UnitPlan]:
     # Tiles are the last of the blocks, and so their own block where another one contains them.
     block_of = {inner: (name, block) for name, block in blocks.items() for inner in block.modules()}
-    groups: dict[tuple[str, torch.dtype, bool], tuple[nn.Module, list[Owned]]] = {}
+    groups: dict[tuple[str, _Kind], tuple[nn.Module, list[Owned]]] = {}
     for item in owned:
         tiled = all(isinstance(owner, Tile) for owner in item.owners)
         homes = {block_of.get(owner) for owner in (item.owners[:1] if tiled else item.owners)}
@@ -213,10 +232,10 @@ def _blocks(
             name, home = item.names[0].rpartition(".")[0], item.owners[0]
         else:
             name, home = "", model
-        groups.setdefault((name, *_kind(item)), (home, []))[1].append(item)
-    for (name, dtype, trainable), (home, members) in groups.items():
+        groups.setdefault((name, _kind(item)), (home, []))[1].append(item)
+    for (name, kind), (home, members) in groups.items():
         label = name or type(model).__name__
         others = [key for key in groups if key[0] == name]
         if len(others) > 1:
-            label += f" ({str(dtype).removeprefix('torch.')}, {'trainable' if trainable else 'frozen'})"
+            label += f" ({kind})"
         yield UnitPlan(label, tuple(members), home, placement, False)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_ext import ops
@@ -25,7 +26,7 @@ from zero_ext.optim.compatibility import (
     was_stepped,
 )
 from zero_ext.optim.one_bit import check_one_bit_optimizer
-from zero_ext.zero.activations import check_activation_group, checkpointing_of
+from zero_ext.zero.activations import activation_group_of, checkpointing_of
 from zero_ext.zero.buffers import move_buffers
 from zero_ext.zero.construction import (
     broadcast_buffers,
@@ -43,6 +44,7 @@ from zero_ext.zero.hooks import install, watch_reads
 from zero_ext.zero.input_cast import cast_inputs, cast_running_statistics
 from zero_ext.zero.lookup import MODULE_ATTRIBUTE, PARAMETER_ATTRIBUTE, attach_engine
 from zero_ext.zero.meta import leave_meta
+from zero_ext.zero.model_ranks import counted_once
 from zero_ext.zero.module import ZeroModule
 from zero_ext.zero.optimizer import ZeroOptimizer
 from zero_ext.zero.packed import is_packed
@@ -56,6 +58,7 @@ from zero_ext.zero.partition import (
 )
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.pool_plan import PoolPlan
+from zero_ext.zero.rank_groups import RankGroups, rank_groups
 from zero_ext.zero.tiling.replace import apply_tiling, plan_tiling
 from zero_ext.zero.together import together
 
@@ -65,7 +68,7 @@ def prepare(
     optimizer: torch.optim.Optimizer | None = None,
     config: ZeroConfig | Mapping[str, Any] | str | Path | None = None,
     *,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
     wrap: bool = True,
     elementwise: bool = False,
     values: Literal["keep", "empty"] = "keep",
@@ -84,7 +87,10 @@ def prepare(
         optimizer: over the model's own parameters, not yet stepped. Adam, AdamW, Lamb and Lion run fused;
             torch's other element-wise optimizers run unchanged on the fp32 shards.
         config: :class:`ZeroConfig`, a mapping, or the path of a JSON file; default ZeRO-3.
-        process_group: the data-parallel ranks; default all, or a single rank without a launcher.
+        process_group: the data-parallel ranks; default all, or a single rank without a launcher. Or a mesh of
+            :func:`zero_ext.parallel.make_mesh`, where ``model`` is this rank's part of the whole: ranks along
+            "dp" and "cp" share its state; norms, clipping and overflow are those of the parts along "pp" and
+            "tp" together.
         wrap: return the model inside :class:`ZeroModule`; False returns the user's own object.
         elementwise: declares an unknown optimizer class to be element-wise; it is checked by trial.
         values: "empty" skips initial values: parameters are zero until a checkpoint is loaded, and may be
@@ -104,21 +110,24 @@ def prepare(
     """
     settings = _settings(config, optimizer)
     _check_model(model)
-    check_activation_group(settings.activation_checkpointing, activation_group, process_group)
+    groups = rank_groups(process_group)
+    activation_group = activation_group_of(settings.activation_checkpointing, activation_group, groups)
     tiling = plan_tiling(model, settings.units.tiles)
     owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
     if not owned:
         raise ValueError(f"{type(model).__name__} has no parameters; there is nothing to shard")
     place = Device(device_of(owned, device))
-    collectives = _join(process_group, settings, owned, place)
+    collectives = _join(groups, settings, owned, place)
     collectives.shard_among(settings.communication.sharding_ranks)
     settings = settings.replace(batch=settings.batch.resolve(collectives.world_size))
     _check_parameters(owned, optimizer)
     _check_optimizer(optimizer, {item.parameter for item in owned}, elementwise, settings)
-    check_one_bit_optimizer(optimizer, settings)
+    check_one_bit_optimizer(optimizer, settings, collectives.model is not None)
     if values == "keep":
         check_values(owned)
     check_agreement(owned, settings, collectives)
+    if collectives.model is not None:
+        check_agreement((), settings, collectives.model)
     _see_to_swaps(settings, collectives)
     if settings.stage == 3:
         apply_tiling(model, optimizer, tiling, collectives)
@@ -127,19 +136,18 @@ def prepare(
     if any(item.parameter.device != place.device for item in owned):
         move_buffers(model, place.device)
     owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
+    owned = counted_once(owned, collectives.model, groups.tensor_rank)
     forecast = Forecast(model, optimizer, owned, settings, collectives, place.device)
     with forecast.watching():
         engine = _shard(model, owned, optimizer, forecast, place, values)
-        engine.group = (process_group or dist.group.WORLD) if collectives.world_size > 1 else None
+        engine.group = (groups.data or dist.group.WORLD) if collectives.world_size > 1 else None
         prepared = _prepared_optimizer(engine, optimizer, elementwise) if optimizer is not None else None
     engine.hooks.checkpointing = checkpointing_of(engine, activation_group)
     engine.tiers.transfers.clear()
     return (ZeroModule(model) if wrap else model), prepared
 
 
-def _join(
-    process_group: dist.ProcessGroup | None, settings: ZeroConfig, owned: Sequence[Owned], device: Device
-) -> Collectives:
+def _join(groups: RankGroups, settings: ZeroConfig, owned: Sequence[Owned], device: Device) -> Collectives:
     """The ranks' collectives on tensors of ``device``."""
     join_world(settings.timeout_seconds)
     # A loss scale that is too large makes NaN, which ends a step and not the job; stage 0 gathers gradients.
@@ -147,14 +155,17 @@ def _join(
     expects_nan = settings.stage == 0 or any(
         item.spec.dtype is torch.float16 or is_packed(item.parameter) for item in owned
     )
-    return make_collectives(
-        process_group,
+    collectives = make_collectives(
+        groups.data,
         settings.timeout_seconds,
         device.device,
         reduction=settings.precision.reduction,
         checks_nan=not expects_nan,
         ranks_per_node=settings.communication.ranks_per_node,
     )
+    if groups.model is not None:
+        collectives.join_model(make_collectives(groups.model, settings.timeout_seconds))
+    return collectives
 
 
 def _see_to_swaps(settings: ZeroConfig, collectives: Collectives) -> None:

@@ -12,12 +12,21 @@ from zero_ext.optim.one_bit.optimizer import OneBitOptimizer
 from zero_ext.optim.one_bit.zero_one import ZeroOneAdam
 
 
-def check_one_bit_optimizer(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> None:
-    """Raises ``ValueError`` if ``optimizer`` is of the one-bit family and ``config`` does not serve it; warns
-    if it would never compress. Nothing is asked of other optimizers."""
+def check_one_bit_optimizer(
+    optimizer: torch.optim.Optimizer | None, config: ZeroConfig, in_parts: bool = False
+) -> None:
+    """Raises ``ValueError`` if ``optimizer`` is of the one-bit family and ``config`` does not serve it, or
+    the model is ``in_parts`` on several ranks; warns if it would never compress. Nothing is asked of others.
+    """
     if not isinstance(optimizer, OneBitOptimizer):
         return
     name = type(optimizer).__name__
+    if in_parts:
+        raise ValueError(
+            f"{name} with a model whose parts are on several ranks (the mesh has a 'pp' or 'tp' axis): where "
+            "signs are exchanged, the data-parallel ranks alone agree on whether gradients overflow. Use "
+            "torch.optim.AdamW, or a mesh with 'dp' only"
+        )
     check_one_bit(name, config)
     if config.stage == 1 and isinstance(optimizer, ZeroOneAdam) and optimizer.local_step_clipper > 1:
         raise ValueError(

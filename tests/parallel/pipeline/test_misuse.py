@@ -1,0 +1,157 @@
+"""What pipelines refuse, and how they end when a stage fails."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.parallel.pipeline.stages import WIDTH, WORDS, mean_loss, mesh_of, specifications, train
+from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layers": 1}, "1 layers cannot make 2 pipeline stages"),
+        ({"schedule": "2f2b"}, "schedule: '2f2b' given; known: gpipe, 1f1b"),
+        ({"chunks": 2}, "chunks: 2 given, but a rank has 1 in schedule '1f1b'"),
+        ({"schedule": "zbv", "chunks": 1}, "a rank has 2 in schedule 'zbv'"),
+        ({"schedule": "interleaved", "chunks": 9}, "10 layers cannot make 18 pipeline stages"),
+        ({"split": "fast"}, "split: 'fast' given"),
+        ({"split": [1.0, 2.0]}, "2 weights given for 10 layers"),
+        ({"split": [1.0] * 9 + [-1.0]}, "weighs -1.0"),
+    ],
+)
+def test_modules_that_cannot_be(world: World, settings: dict[str, Any], message: str) -> None:
+    layers = specifications()[: settings.pop("layers", None)]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        PipelineModule(layers, mesh_of(2), loss=mean_loss, **settings)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("config", "settings", "message"),
+    [
+        ({}, {"micro_batches": 0}, "micro_batches: 0 given"),
+        ({}, {"micro_batches": True}, "micro_batches: True given"),
+        ({}, {"micro_batches": 4, "reduce": "never"}, "reduce: 'never' given"),
+        ({}, {"micro_batches": 4, "reduce": "each"}, "needs batch.gradient_accumulation_steps"),
+        (
+            {"batch": {"gradient_accumulation_steps": 3}},
+            {"micro_batches": 4},
+            "micro_batches is 4, but batch.gradient_accumulation_steps 3",
+        ),
+        ({"offload": {"step": "in_backward"}}, {"micro_batches": 4}, "offload.step is 'in_backward'"),
+    ],
+)
+def test_settings_that_do_not_fit(
+    world: World, config: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    module = PipelineModule(specifications(), mesh_of(2), loss=mean_loss)
+    optimizer = torch.optim.AdamW(module.parameters())
+    model, _ = zero_ext.prepare(module, optimizer, {"stage": 2, **config}, process_group=mesh_of(2))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Pipeline(model, **settings)
+
+
+def test_another_module_is_refused() -> None:
+    with pytest.raises(ValueError, match="Linear given, a prepared PipelineModule wanted"):
+        Pipeline(nn.Linear(1, 1), micro_batches=1)
+
+
+@on_ranks(4)
+def test_batches_that_do_not_divide_are_refused_by_all_stages(world: World) -> None:
+    trained = train(world.seed, 2, {"stage": 2}, steps=1)
+    pipeline, good = trained.pipeline, torch.zeros(8, 5, dtype=torch.int64)
+    for words, targets, own in (
+        (good[:6], good[:6], "shape (6, 5): the batch does not divide into 4 micro-batches"),
+        (good, good[:7], "targets of shape (7, 5)"),
+        (good, None, "a batch without targets"),
+        (None, good, "a batch without inputs"),
+        ("text", good, "inputs: str given"),
+    ):
+        with pytest.raises(ValueError, match="batch") as caught:
+            pipeline.train_batch(*([] if words is None else [words]), targets=targets)
+        told = world.everyone(str(caught.value))
+        assert any(own in each for each in told), told
+        assert all(own in each or "another stage of the pipeline" in each for each in told)
+    # Nothing was sent, and nothing has changed.
+    assert torch.isfinite(pipeline.train_batch(good, targets=good))
+
+
+class Failing(nn.Module):
+    """Raises at a call."""
+
+    def __init__(self, call: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.call, self.calls = call, 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == self.call:
+            raise ArithmeticError("the layer gave up")
+        return hidden * self.weight
+
+
+@on_ranks(4, timeout=120)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_stage_that_fails_ends_the_step_on_all_ranks(world: World, stage: int) -> None:
+    layers = [
+        LayerSpec(nn.Embedding, WORDS, WIDTH),
+        LayerSpec(Failing, 5),
+        LayerSpec(nn.Linear, WIDTH, WORDS),
+    ]
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        train(world.seed, 2, {"stage": stage, "timeout_seconds": 60}, layers=layers, split="uniform")
+    assert time.monotonic() - began < 50  # not the time-out
+    told = world.everyone(str(caught.value))
+    assert any("the layer gave up" in each for each in told)
+    assert all("stopped" in each for each in told), told
+
+
+@on_ranks(4)
+def test_overflow_is_agreed_on_by_all_stages(world: World) -> None:
+    config = {"stage": 2, "precision": {"dtype": "fp16"}, "loss_scale": {"initial_power": 24}}
+    trained = train(world.seed, 2, config, steps=3)
+    skipped = world.everyone(trained.engine.skipped_steps)
+    assert skipped[0] > 0
+    assert len(set(skipped)) == 1
+    assert len(set(world.everyone(trained.engine.optimizer_step.scaler.scale))) == 1
+    config["loss_scale"] = {"initial_power": 8}
+    trained = train(world.seed, 2, config, steps=3)
+    assert trained.engine.skipped_steps == 0
+    assert trained.losses[0] > trained.losses[-1] or all(torch.isfinite(torch.tensor(trained.losses)))
+
+
+@on_ranks(4)
+def test_gradients_that_are_not_finite_end_the_step_on_all_stages(world: World) -> None:
+    trained = train(world.seed, 2, {"stage": 2, "gradient_clipping": 1.0}, steps=1)
+    module = trained.pipeline._module
+    own = module.loss
+
+    def broken(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        return own(scores, words) * float("nan")
+
+    module.loss = broken
+    words = torch.zeros(8, 5, dtype=torch.int64)
+    with pytest.raises(FloatingPointError, match="Nothing was updated"):
+        trained.pipeline.train_batch(words, targets=words)
+
+
+@on_ranks(4)
+def test_checkpoints_of_parts_are_refused(world: World) -> None:
+    trained = train(world.seed, 2, {"stage": 1}, steps=1)
+    for call in (zero_ext.save_checkpoint, zero_ext.load_checkpoint):
+        with pytest.raises(RuntimeError, match="each part would overwrite the others"):
+            call("/nowhere", trained.pipeline._prepared)

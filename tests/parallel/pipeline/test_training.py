@@ -1,0 +1,85 @@
+"""Pipelines with ZeRO in every stage: as one process, on every schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.parallel.pipeline.stages import Trained, train, train_alone
+
+STAGES = [0, 1, 2, 3]
+
+
+def assert_as_alone(trained: Trained, seed: int, samples: int, clip: float = 0.0) -> None:
+    """Losses, norms and this rank's parameters are those of one process."""
+    alone = train_alone(seed, samples, clip)
+    torch.testing.assert_close(trained.losses, alone.losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(trained.evaluated, alone.evaluated, rtol=1e-5, atol=0)
+    if clip:
+        torch.testing.assert_close(trained.norms, alone.norms, rtol=1e-5, atol=0)
+    assert trained.parameters
+    for name, value in trained.parameters.items():
+        torch.testing.assert_close(value, alone.parameters[name], rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_steps_are_those_of_one_process(world: World, pp: int, stage: int) -> None:
+    trained = train(world.seed, pp, {"stage": stage, "gradient_clipping": 0.5})
+    assert_as_alone(trained, world.seed, 8 * 4 // pp, clip=0.5)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [("gpipe", None), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2), ("zbv", None)],
+)
+def test_schedules(world: World, schedule: str, chunks: int | None, stage: int) -> None:
+    trained = train(
+        world.seed, 2, {"stage": stage, "gradient_clipping": 0.5}, schedule=schedule, chunks=chunks
+    )
+    assert_as_alone(trained, world.seed, 16, clip=0.5)
+    passes = [(slot.what, slot.stage, slot.micro_batch) for slot in trained.pipeline.slots]
+    assert len(set(passes)) == len(passes)
+    assert passes.count(passes[0]) == 1
+    forwards = [slot for slot in trained.pipeline.slots if slot.what == "forward"]
+    assert len(forwards) == 4 * (chunks or (2 if schedule == "zbv" else 1))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_are_reduced_once_a_step(world: World, stage: int) -> None:
+    config = {"stage": stage, "batch": {"gradient_accumulation_steps": 4}}
+    sent = {}
+    for reduce in ("once", "each"):
+        trained = train(world.seed, 2, config, reduce=reduce)
+        assert_as_alone(trained, world.seed, 16)
+        sent[reduce] = trained.engine.wire.last_bytes_sent["reduce_scatter"]
+    layout = sum(unit.layout.numel for unit in trained.engine.units)
+    assert sent["once"] == 4 * layout // 2  # float32, half of it to the other rank
+    assert sent["each"] == 4 * sent["once"]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "tiers", [{"optimizer": "host"}, {"optimizer": "host", "grads": "host", "params": "host"}]
+)
+def test_host_tiers(world: World, tiers: dict[str, Any]) -> None:
+    trained = train(world.seed, 2, {"stage": 3, "gradient_clipping": 0.5, "offload": tiers})
+    assert_as_alone(trained, world.seed, 16, clip=0.5)
+
+
+@on_ranks(4)
+def test_another_batch_size_is_another_schedule(world: World) -> None:
+    trained = train(world.seed, 2, {"stage": 2})
+    words = torch.randint(16, (12, 5))
+    first = float(trained.pipeline.train_batch(words, targets=words))
+    again = float(trained.pipeline.train_batch(words, targets=words))
+    assert again < first
+    assert all(value == first for value in world.everyone(first))

@@ -1,0 +1,17 @@
+"""Pipeline parallelism: a model cut into stages, each of whose state ZeRO shards, on torch's schedules."""
+
+from zero_ext.parallel.pipeline.layers import LayerSpec, TiedLayerSpec
+from zero_ext.parallel.pipeline.module import PipelineModule
+from zero_ext.parallel.pipeline.pipeline import Pipeline
+from zero_ext.parallel.pipeline.schedules import SCHEDULES
+from zero_ext.parallel.pipeline.timeline import Slot, plot_timeline
+
+__all__ = [
+    "SCHEDULES",
+    "LayerSpec",
+    "Pipeline",
+    "PipelineModule",
+    "Slot",
+    "TiedLayerSpec",
+    "plot_timeline",
+]

@@ -1,0 +1,61 @@
+"""When a rank computed what in a pipeline's step, and the picture of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A forward, backward or weight gradient ("forward", "backward", "weights") of a micro-batch in a stage;
+    ``began`` and ``seconds`` on the rank's own clock."""
+
+    what: str
+    stage: int
+    micro_batch: int
+    began: float
+    seconds: float
+
+
+_COLOURS = {"forward": "C0", "backward": "C1", "weights": "C2"}
+
+
+def plot_timeline(ranks: Sequence[Sequence[Slot]], path: Path, title: str = "") -> Path:
+    """Draws the slots of each rank of a pipeline, a row a rank, numbered by micro-batch; returns ``path``.
+
+    The ranks' clocks are taken for one, as they are on one machine.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    began = min(slot.began for slots in ranks for slot in slots)
+    figure, axes = pyplot.subplots(figsize=(12.0, 1.0 + 0.6 * len(ranks)))
+    for row, slots in enumerate(ranks):
+        for slot in slots:
+            start = 1e3 * (slot.began - began)
+            axes.barh(
+                row,
+                1e3 * slot.seconds,
+                left=start,
+                color=_COLOURS[slot.what],
+                edgecolor="white",
+                linewidth=0.5,
+            )
+            axes.text(
+                start + 500 * slot.seconds, row, str(slot.micro_batch), ha="center", va="center", fontsize=7
+            )
+    axes.set_yticks(range(len(ranks)), [f"rank {row}" for row in range(len(ranks))])
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds")
+    axes.set_title(title)
+    axes.legend(handles=[Patch(color=colour, label=what) for what, colour in _COLOURS.items()], fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return path
