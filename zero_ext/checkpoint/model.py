@@ -17,8 +17,10 @@ from zero_ext.checkpoint.inspect import open_checkpoint
 from zero_ext.checkpoint.load import LoadedCheckpoint
 from zero_ext.checkpoint.named_state import decode
 from zero_ext.checkpoint.session import SaveHandle, session_of
+from zero_ext.comm import Collectives
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.lookup import engine_of
+from zero_ext.zero.parts_state import PartsState
 from zero_ext.zero.state import EngineState
 
 
@@ -109,18 +111,20 @@ def load_checkpoint(
     return loaded
 
 
-def _state_of(engine: Engine, frozen: bool) -> EngineState:
-    if engine.collectives.model is not None:
-        raise RuntimeError(
-            "checkpoints of a model whose parts are on several ranks (a mesh with 'pp' or 'tp') cannot be "
-            "written or read yet: each part would overwrite the others. zero_ext.full_state_dict(model) gives "
-            "every rank its part, under names of the whole model"
-        )
-    return engine.state if frozen else engine.trained_state
+def _state_of(engine: Engine, frozen: bool) -> EngineState | PartsState:
+    """What is saved and loaded: the engine's state, or, where it has a part of the model, all parts'."""
+    state = engine.state if frozen else engine.trained_state
+    if state.parts is None:
+        return state
+    state.parts.meet()
+    return state.parts
 
 
 def _saved_states(
-    directory: str | os.PathLike[str], source: EngineState, step: int | None, names: Iterable[str]
+    directory: str | os.PathLike[str],
+    source: EngineState | PartsState,
+    step: int | None,
+    names: Iterable[str],
 ) -> dict[str, Any]:
     """The saved states of ``names``; none if the manifest cannot be read, which the load itself tells."""
     session_of(source).finish_previous()
@@ -141,17 +145,24 @@ def _saved_states(
 
 
 def _of_all_ranks(engine: Engine, own: torch.Tensor) -> torch.Tensor:
-    """The random states [world size, n] of all ranks, of which ``own`` (uint8 [n]) is this one's."""
-    table = torch.zeros(engine.world_size, own.numel(), dtype=torch.int32, device="cpu")
-    table[engine.rank] = own.int()
-    return engine.collectives.sum_(table, "random states for the checkpoint").to(torch.uint8)
+    """The random states [ranks, n] of all ranks that save together, of which ``own`` (uint8 [n]) is this
+    one's."""
+    ranks = _saving_ranks(engine)
+    table = torch.zeros(ranks.world_size, own.numel(), dtype=torch.int32, device="cpu")
+    table[ranks.rank] = own.int()
+    return ranks.sum_(table, "random states for the checkpoint").to(torch.uint8)
 
 
 def _restore_random_states(engine: Engine, extra: Mapping[str, Any]) -> None:
+    ranks = _saving_ranks(engine)
     states = extra.get("random")
-    if states is not None and len(states) == engine.world_size:
-        torch.set_rng_state(states[engine.rank].clone())
+    if states is not None and len(states) == ranks.world_size:
+        torch.set_rng_state(states[ranks.rank].clone())
     states = extra.get("device_random", {}).get(engine.device.type)
-    if states is not None and len(states) == engine.world_size:
+    if states is not None and len(states) == ranks.world_size:
         module = torch.get_device_module(engine.device)
-        module.set_rng_state(states[engine.rank].clone(), engine.device)
+        module.set_rng_state(states[ranks.rank].clone(), engine.device)
+
+
+def _saving_ranks(engine: Engine) -> Collectives:
+    return engine.collectives if engine.state.parts is None else engine.state.parts.everyone

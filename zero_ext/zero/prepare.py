@@ -56,9 +56,11 @@ from zero_ext.zero.partition import (
     trained_by,
     updates_on_trial,
 )
+from zero_ext.zero.parts_state import PartsState
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.pool_plan import PoolPlan
 from zero_ext.zero.rank_groups import RankGroups, rank_groups
+from zero_ext.zero.tie import tie_of
 from zero_ext.zero.tiling.replace import apply_tiling, plan_tiling
 from zero_ext.zero.together import together
 
@@ -142,6 +144,10 @@ def prepare(
         engine = _shard(model, owned, optimizer, forecast, place, values)
         engine.group = (groups.data or dist.group.WORLD) if collectives.world_size > 1 else None
         prepared = _prepared_optimizer(engine, optimizer, elementwise) if optimizer is not None else None
+    if collectives.model is not None and groups.whole is not None:
+        ties = {item.spec.name: tie for item in owned if (tie := tie_of(item.parameter)) is not None}
+        for state in (engine.state, engine.trained_state):
+            state.parts = PartsState(state, groups.whole, collectives.model.rank, ties)
     engine.hooks.checkpointing = checkpointing_of(engine, activation_group)
     engine.tiers.transfers.clear()
     return (ZeroModule(model) if wrap else model), prepared

@@ -16,13 +16,14 @@ class RankGroups:
 
     ``data`` hold the same part of the model and see other samples, or other parts of a sequence; ``model``
     hold the other parts of the same model, of which ``tensor`` hold other parts of the same tensors.
-    ``tensor_rank`` is the rank in ``tensor``.
+    ``tensor_rank`` is the rank in ``tensor``. ``whole`` are all of the mesh, None without one.
     """
 
     data: dist.ProcessGroup | None
     model: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
     tensor_rank: int = 0
+    whole: dist.ProcessGroup | None = None
 
 
 def rank_groups(given: dist.ProcessGroup | DeviceMesh | None) -> RankGroups:
@@ -47,6 +48,7 @@ def rank_groups(given: dist.ProcessGroup | DeviceMesh | None) -> RankGroups:
         _group(given, _MODEL),
         tensor,
         dist.get_rank(tensor) if tensor is not None else 0,
+        _group(given, tuple(names), always=True),
     )
 
 

@@ -19,6 +19,7 @@ from zero_ext.zero.unit import Unit
 
 if TYPE_CHECKING:
     from zero_ext.zero.engine import Engine
+    from zero_ext.zero.parts_state import PartsState
 
 
 class ShardPiece(NamedTuple):
@@ -50,6 +51,7 @@ class EngineState:
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.proxy(engine)
         self.optimizer_class: str | None = None  # the user's, None without an optimizer
+        self.parts: PartsState | None = None  # of the whole model, where this is a part of it
         self._undo: Callable[[], None] | None = None  # what a load made that has not changed anything yet
 
     @property

@@ -143,7 +143,7 @@ def train_alone(seed: int, samples: int, clip: float = 0.0, steps: int = 4) -> A
         norms.append(float(nn.utils.clip_grad_norm_(layers.parameters(), clip or float("inf"))))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     with torch.no_grad():
         evaluated = float(mean_loss(through(layers, words), wanted))
     parameters = {f"layers.{name}": each for name, each in layers.state_dict().items()}

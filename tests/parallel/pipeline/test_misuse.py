@@ -147,11 +147,3 @@ def test_gradients_that_are_not_finite_end_the_step_on_all_stages(world: World) 
     words = torch.zeros(8, 5, dtype=torch.int64)
     with pytest.raises(FloatingPointError, match="Nothing was updated"):
         trained.pipeline.train_batch(words, targets=words)
-
-
-@on_ranks(4)
-def test_checkpoints_of_parts_are_refused(world: World) -> None:
-    trained = train(world.seed, 2, {"stage": 1}, steps=1)
-    for call in (zero_ext.save_checkpoint, zero_ext.load_checkpoint):
-        with pytest.raises(RuntimeError, match="each part would overwrite the others"):
-            call("/nowhere", trained.pipeline._prepared)
