@@ -4,7 +4,7 @@
 #include "adam_kernel.h"
 #include "blockwise/adam_8bit_kernel.h"
 #include "blockwise/blockwise_kernel.h"
-#include "compression/integer_block_kernel.h"
+#include "compression/integer_blocks_kernel.h"
 #include "compression/sign_kernel.h"
 #include "flat_kernel.h"
 #include "kernels.h"
@@ -108,6 +108,10 @@ constexpr void fill_integer_blocks(Kernels& table, int format) {
   table.dequantize_blocks[format][1] = &Blocks::template dequantize<BFloat16>;
   table.dequantize_blocks[format][2] = &Blocks::template dequantize<Float16>;
   table.sum_quantized[format] = &Blocks::sum;
+  table.requantize_blocks[format][0] = &Blocks::template requantize<IntegerCode<4, false>>;
+  table.requantize_blocks[format][1] = &Blocks::template requantize<IntegerCode<4, true>>;
+  table.requantize_blocks[format][2] = &Blocks::template requantize<IntegerCode<8, false>>;
+  table.requantize_blocks[format][3] = &Blocks::template requantize<IntegerCode<8, true>>;
 }
 
 template <class V>

@@ -39,6 +39,8 @@ using QuantizeBlocksKernel = void (*)(const void*, std::int64_t, std::int64_t, M
 using DequantizeBlocksKernel = void (*)(MessageSource, std::int64_t, std::int64_t, void*);
 using SumQuantizedKernel = void (*)(std::span<const MessageSource>, std::int64_t, std::int64_t,
                                     std::int64_t, float, bool, float*);
+using RequantizeBlocksKernel = void (*)(std::span<const MessageSource>, std::int64_t, std::int64_t,
+                                        std::int64_t, float, MessageTarget);
 
 // Formats of integer blocks: 4 bits asymmetric and symmetric, 8 bits asymmetric and symmetric.
 inline constexpr int kBlockFormats = 4;
@@ -63,6 +65,7 @@ struct Kernels {
   QuantizeBlocksKernel quantize_blocks[kBlockFormats][kNumericTypes];
   DequantizeBlocksKernel dequantize_blocks[kBlockFormats][kNumericTypes];
   SumQuantizedKernel sum_quantized[kBlockFormats];
+  RequantizeBlocksKernel requantize_blocks[kBlockFormats][kBlockFormats];  // [from][to]
 };
 
 extern const Kernels kScalarKernels;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "numeric_types.h"
 
@@ -128,21 +129,25 @@ struct Avx2Vector {
   static std::uint32_t load_lanes(const std::uint32_t* words, std::int64_t i) {
     return reinterpret_cast<const std::uint8_t*>(words)[i / 8];
   }
-  static Bits load_words(const std::uint32_t* source) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+  static Bits load_words(const void* source) {
+    return _mm256_loadu_si256(static_cast<const __m256i*>(source));
   }
   static void store_words(std::uint32_t* target, Bits value) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), value);
+  }
+  static void stream_words(std::uint32_t* target, Bits value) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(target), value);
   }
   template <int Shift>
   static Float get_field(Bits words, std::uint32_t mask) {
     const __m256i field = _mm256_and_si256(_mm256_srli_epi32(words, Shift), set_bits<float>(mask));
     return _mm256_castsi256_ps(_mm256_or_si256(field, set_bits<float>(0x4B000000U)));
   }
-  template <int Shift>
-  static Bits put_field(Bits words, Float number, std::uint32_t mask) {
-    const __m256i field = _mm256_and_si256(_mm256_castps_si256(number), set_bits<float>(mask));
-    return _mm256_or_si256(words, _mm256_slli_epi32(field, Shift));
+  template <int First, int Second>
+  static Bits xor_shifted(Bits words, Float a, Float b) {
+    const __m256i first = _mm256_slli_epi32(_mm256_castps_si256(a), First);
+    const __m256i second = _mm256_slli_epi32(_mm256_castps_si256(b), Second);
+    return _mm256_xor_si256(_mm256_xor_si256(words, first), second);
   }
   static Float lookup(const float (&table)[8], Bits index) {
     return _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);
@@ -199,6 +204,51 @@ struct Avx2Vector {
   static Bits magnitudes(const T* source) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
     return _mm256_and_si256(bits, set_bits<T>(0x7FFFFFFFU >> (32 - 8 * sizeof(T))));
+  }
+  template <class T>
+  static Bits ordered(const T* source) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+    const __m256i flipped = _mm256_or_si256(_mm256_srai_epi16(bits, 15), set_bits<T>(0x8000));
+    return _mm256_xor_si256(bits, flipped);
+  }
+  static Bits ordered_of(Float value) {
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i flipped =
+        _mm256_or_si256(_mm256_srai_epi32(bits, 31), set_bits<float>(0x80000000U));
+    return _mm256_xor_si256(bits, flipped);
+  }
+  static Bits unordered(Bits ordered) {
+    const __m256i positive = _mm256_srai_epi32(ordered, 31);
+    const __m256i flipped = _mm256_andnot_si256(positive, set_bits<float>(0x7FFFFFFFU));
+    return _mm256_xor_si256(ordered, _mm256_or_si256(flipped, set_bits<float>(0x80000000U)));
+  }
+  static Bits low_halves(Bits value) { return _mm256_slli_epi32(value, 16); }
+  static Bits high_halves(Bits value) {
+    return _mm256_and_si256(value, set_bits<float>(0xFFFF0000U));
+  }
+  template <class T>
+  static Float value_of_upper(Bits bits) {
+    if constexpr (std::is_same_v<T, Float16>) {
+      const __m256i halves = _mm256_srli_epi32(bits, 16);
+      return _mm256_cvtph_ps(
+          _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
+    }
+    return _mm256_castsi256_ps(sizeof(T) == 2 ? high_halves(bits) : bits);
+  }
+  template <class Operation>
+  static Bits across(const Bits* each, const Operation& both) {
+    __m256i halves[2];
+    for (int i = 0; i < 2; ++i) {
+      const __m256i* const own = each + 4 * i;
+      const __m256 first = _mm256_castsi256_ps(
+          both(_mm256_unpacklo_epi64(own[0], own[1]), _mm256_unpackhi_epi64(own[0], own[1])));
+      const __m256 second = _mm256_castsi256_ps(
+          both(_mm256_unpacklo_epi64(own[2], own[3]), _mm256_unpackhi_epi64(own[2], own[3])));
+      halves[i] = both(_mm256_castps_si256(_mm256_shuffle_ps(first, second, 0x88)),
+                       _mm256_castps_si256(_mm256_shuffle_ps(first, second, 0xDD)));
+    }
+    return both(_mm256_permute2x128_si256(halves[0], halves[1], 0x20),
+                _mm256_permute2x128_si256(halves[0], halves[1], 0x31));
   }
   static Bits magnitudes_of(Float value) { return _mm256_castps_si256(abs(value)); }
   template <class T>

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "numeric_types.h"
 
@@ -121,19 +122,23 @@ struct Avx512Vector {
   static std::uint32_t load_lanes(const std::uint32_t* words, std::int64_t i) {
     return (words[i / 32] >> (i % 32)) & 0xFFFFU;
   }
-  static Bits load_words(const std::uint32_t* source) { return _mm512_loadu_si512(source); }
+  static Bits load_words(const void* source) { return _mm512_loadu_si512(source); }
   static void store_words(std::uint32_t* target, Bits value) { _mm512_storeu_si512(target, value); }
-  // The last argument of a ternary operation is its truth table: (a & b) | c, then a | (b & c).
+  static void stream_words(std::uint32_t* target, Bits value) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(target), value);
+  }
+  // The last argument of a ternary operation is its truth table: (a & b) | c, then a | (b & c);
+  // below, a ^ (b | c) and a ^ (~b | c).
   template <int Shift>
   static Float get_field(Bits words, std::uint32_t mask) {
     return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_srli_epi32(words, Shift),
                                                          set_bits<float>(mask),
                                                          set_bits<float>(0x4B000000U), 0xEA));
   }
-  template <int Shift>
-  static Bits put_field(Bits words, Float number, std::uint32_t mask) {
-    return _mm512_ternarylogic_epi32(words, _mm512_slli_epi32(_mm512_castps_si512(number), Shift),
-                                     set_bits<float>(mask << Shift), 0xF8);
+  template <int First, int Second>
+  static Bits xor_shifted(Bits words, Float a, Float b) {
+    return _mm512_ternarylogic_epi32(words, _mm512_slli_epi32(_mm512_castps_si512(a), First),
+                                     _mm512_slli_epi32(_mm512_castps_si512(b), Second), 0x96);
   }
   // Entry of a table of 16 by the field of four bits that starts at bit `Shift`.
   template <int Shift>
@@ -188,6 +193,58 @@ struct Avx512Vector {
     const __m512i bits = _mm512_loadu_si512(source);
     return _mm512_and_si512(bits, set_bits<T>(0x7FFFFFFFU >> (32 - 8 * sizeof(T))));
   }
+  template <class T>
+  static Bits ordered(const T* source) {
+    const __m512i bits = _mm512_loadu_si512(source);
+    return _mm512_ternarylogic_epi32(bits, _mm512_srai_epi16(bits, 15), set_bits<T>(0x8000), 0x1E);
+  }
+  static Bits ordered_of(Float value) {
+    const __m512i bits = _mm512_castps_si512(value);
+    return _mm512_ternarylogic_epi32(bits, _mm512_srai_epi32(bits, 31),
+                                     set_bits<float>(0x80000000U), 0x1E);
+  }
+  static Bits unordered(Bits ordered) {
+    const __m512i positive = _mm512_srai_epi32(ordered, 31);
+    return _mm512_ternarylogic_epi32(ordered, positive, set_bits<float>(0x80000000U), 0x4B);
+  }
+  static Bits low_halves(Bits value) { return _mm512_slli_epi32(value, 16); }
+  static Bits high_halves(Bits value) {
+    return _mm512_and_si512(value, set_bits<float>(0xFFFF0000U));
+  }
+  template <class T>
+  static Float value_of_upper(Bits bits) {
+    if constexpr (std::is_same_v<T, Float16>) {
+      const __m512i halves = _mm512_srli_epi32(bits, 16);
+      return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(halves));
+    }
+    return _mm512_castsi512_ps(sizeof(T) == 2 ? high_halves(bits) : bits);
+  }
+  template <class Operation>
+  static Bits across(const Bits* each, const Operation& both) {
+    __m512i quarters[4];
+    for (int i = 0; i < 4; ++i) {
+      const __m512i* const own = each + 4 * i;
+      const __m512i first =
+          both(_mm512_unpacklo_epi64(own[0], own[1]), _mm512_unpackhi_epi64(own[0], own[1]));
+      const __m512i second =
+          both(_mm512_unpacklo_epi64(own[2], own[3]), _mm512_unpackhi_epi64(own[2], own[3]));
+      quarters[i] = fold_pairs<0x88, 0xDD>(first, second, both);
+    }
+    return across_quarters<0x88, 0xDD>(across_quarters<0x44, 0xEE>(quarters[0], quarters[1], both),
+                                       across_quarters<0x44, 0xEE>(quarters[2], quarters[3], both),
+                                       both);
+  }
+  template <int Low, int High, class Operation>
+  static Bits fold_pairs(Bits a, Bits b, const Operation& both) {
+    const __m512 first = _mm512_castsi512_ps(a);
+    const __m512 second = _mm512_castsi512_ps(b);
+    return both(_mm512_castps_si512(_mm512_shuffle_ps(first, second, Low)),
+                _mm512_castps_si512(_mm512_shuffle_ps(first, second, High)));
+  }
+  template <int Low, int High, class Operation>
+  static Bits across_quarters(Bits a, Bits b, const Operation& both) {
+    return both(_mm512_shuffle_i32x4(a, b, Low), _mm512_shuffle_i32x4(a, b, High));
+  }
   static Bits magnitudes_of(Float value) { return _mm512_castps_si512(abs(value)); }
   template <class T>
   static Bits decrement(Bits value) {
@@ -204,14 +261,20 @@ struct Avx512Vector {
     if constexpr (sizeof(T) == 2) return _mm512_min_epu16(a, b);
     return _mm512_min_epu32(a, b);
   }
+  static std::uint16_t highest_of_eight(__m128i value) {
+    const __m128i ones = _mm_set1_epi32(-1);
+    const __m128i lowest = _mm_minpos_epu16(_mm_xor_si128(value, ones));
+    return static_cast<std::uint16_t>(~_mm_extract_epi16(lowest, 0));
+  }
   static float lowest(Float value) { return _mm512_reduce_min_ps(value); }
   static float highest(Float value) { return _mm512_reduce_max_ps(value); }
   template <class T>
   static UnsignedOf<T> highest(Bits value) {
     if constexpr (sizeof(T) == 4) return _mm512_reduce_max_epu32(value);
-    UnsignedOf<T> each[lanes<T>];
-    _mm512_storeu_si512(each, value);
-    return *std::max_element(each, each + lanes<T>);
+    const __m256i half =
+        _mm256_max_epu16(_mm512_castsi512_si256(value), _mm512_extracti64x4_epi64(value, 1));
+    return highest_of_eight(
+        _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
   }
   template <class T>
   static UnsignedOf<T> lowest(Bits value) {

@@ -86,19 +86,27 @@ struct ScalarVector {
     return (words[i / 32] >> (i % 32)) & 1U;
   }
 
-  static ZERO_EXT_HOST_DEVICE Bits load_words(const std::uint32_t* source) { return *source; }
+  static ZERO_EXT_HOST_DEVICE Bits load_words(const void* source) {
+    Bits words;
+    std::memcpy(&words, source, sizeof words);
+    return words;
+  }
   static ZERO_EXT_HOST_DEVICE void store_words(std::uint32_t* target, Bits value) {
     *target = value;
+  }
+  static ZERO_EXT_HOST_DEVICE void stream_words(std::uint32_t* target, Bits value) {
+    store_words(target, value);
   }
   // 2^23 plus the field of a word that starts at bit `Shift`.
   template <int Shift>
   static ZERO_EXT_HOST_DEVICE Float get_field(Bits words, std::uint32_t mask) {
     return std::bit_cast<float>(((words >> Shift) & mask) | 0x4B000000U);
   }
-  // Adds the field that starts at bit `Shift`: the lowest bits of a number in [2^23, 2^24).
-  template <int Shift>
-  static ZERO_EXT_HOST_DEVICE Bits put_field(Bits words, Float number, std::uint32_t mask) {
-    return words | ((std::bit_cast<std::uint32_t>(number) & mask) << Shift);
+  // Combines words and the bits of two numbers, shifted, by exclusive or.
+  template <int First, int Second>
+  static ZERO_EXT_HOST_DEVICE Bits xor_shifted(Bits words, Float a, Float b) {
+    return words ^ (std::bit_cast<std::uint32_t>(a) << First) ^
+           (std::bit_cast<std::uint32_t>(b) << Second);
   }
 
   // Entry of a table by the index modulo 8.
@@ -151,6 +159,33 @@ struct ScalarVector {
   template <class T>
   static ZERO_EXT_HOST_DEVICE Bits magnitudes(const T* source) {
     return std::bit_cast<UnsignedOf<T>>(*source) & (0x7FFFFFFFU >> (32 - 8 * sizeof(T)));
+  }
+  // Unsigned integers in the order of the values; NaNs lie beyond the infinities.
+  template <class T>
+  static ZERO_EXT_HOST_DEVICE Bits ordered(const T* source) {
+    static_assert(sizeof(T) == 2);
+    const Bits bits = source->bits;
+    return bits ^ (bits >> 15 != 0 ? 0xFFFFU : 0x8000U);
+  }
+  static ZERO_EXT_HOST_DEVICE Bits ordered_of(Float value) {
+    const auto bits = std::bit_cast<std::uint32_t>(value);
+    return bits ^ (bits >> 31 != 0 ? 0xFFFFFFFFU : 0x80000000U);
+  }
+  static ZERO_EXT_HOST_DEVICE Bits unordered(Bits ordered) {
+    return ordered ^ (ordered >> 31 != 0 ? 0x80000000U : 0xFFFFFFFFU);
+  }
+  // Each half of every 32 bits, in the upper half; a vector of one lane has but one of 16 bits.
+  static ZERO_EXT_HOST_DEVICE Bits low_halves(Bits value) { return value << 16; }
+  static ZERO_EXT_HOST_DEVICE Bits high_halves(Bits value) { return value << 16; }
+  // Of a bit pattern whose first bits are the value's.
+  template <class T>
+  static ZERO_EXT_HOST_DEVICE Float value_of_upper(Bits bits) {
+    return to_float(std::bit_cast<T>(static_cast<UnsignedOf<T>>(bits >> (32 - 8 * sizeof(T)))));
+  }
+  // Lane i: the operation on all lanes of vector i, of as many vectors as lanes.
+  template <class Operation>
+  static ZERO_EXT_HOST_DEVICE Bits across(const Bits* each, const Operation&) {
+    return each[0];
   }
   static ZERO_EXT_HOST_DEVICE Bits magnitudes_of(Float value) {
     return std::bit_cast<std::uint32_t>(value) & 0x7FFFFFFFU;

@@ -27,27 +27,35 @@
 
 #include "../numeric_types.h"
 #include "../portability.h"
+#include "../vector_scalar.h"
 
 namespace zero_ext::core {
 
-// What a block's elements are made of; `lowest` is zero in a symmetric format. The inverse is zero
-// where all codes are zero's.
-struct BlockScale {
-  float scale;
-  float lowest;
-  float inverse;
+// What blocks' elements are made of, a block in each lane; `lowest` is zero in a symmetric format.
+// The inverse is zero where all codes are zero's.
+template <class V>
+struct BlockScales {
+  typename V::Float scale;
+  typename V::Float lowest;
+  typename V::Float inverse;
+};
 
+struct BlockScale : BlockScales<ScalarVector> {
   ZERO_EXT_HOST_DEVICE bool divides() const { return inverse != 0.0F; }
 };
 
-ZERO_EXT_HOST_DEVICE BlockScale block_scale(float scale, float lowest) {
-  if (scale < std::numeric_limits<float>::min()) return {0.0F, lowest, 0.0F};
-  return {scale, lowest, 1.0F / scale};
-}
-
-ZERO_EXT_HOST_DEVICE BlockScale non_finite_block_scale() {
-  const float nan = std::numeric_limits<float>::quiet_NaN();
-  return {nan, nan, 0.0F};
+// Of blocks that are finite where `magnitude` is a finite number.
+template <class V>
+ZERO_EXT_HOST_DEVICE BlockScales<V> block_scales(typename V::Float scale, typename V::Float lowest,
+                                                 typename V::Float magnitude) {
+  const auto zero = V::set(0.0F);
+  const auto nan = V::set(std::numeric_limits<float>::quiet_NaN());
+  const auto most = V::set(std::numeric_limits<float>::max());
+  const auto least = V::set(std::numeric_limits<float>::min());
+  const auto inverse = V::if_at_least(scale, least, V::div(V::set(1.0F), scale), zero);
+  return {V::if_at_least(most, magnitude, V::if_at_least(scale, least, scale, zero), nan),
+          V::if_at_least(most, magnitude, lowest, nan),
+          V::if_at_least(most, magnitude, inverse, zero)};
 }
 
 template <int Bits, bool IsSymmetric>
@@ -63,18 +71,37 @@ struct IntegerCode {
   static constexpr std::uint32_t kZeroWord =
       IsSymmetric ? (0xFFFFFFFFU / kMask) * ((kMask + 1) / 2) : 0U;
 
-  // From the highest of the elements' magnitudes' bit patterns.
+  // What a word is left with when the numbers of all fields, see encode(), are shifted to their
+  // places and combined by exclusive or, besides the codes.
+  static constexpr std::uint32_t kNoise = [] {
+    std::uint32_t noise = 0;
+    for (int field = 0; field < kFields; ++field) noise ^= 0x4B400000U << (field * Bits);
+    return noise;
+  }();
+
+  // From the highest of the elements' magnitudes.
+  template <class V>
+  static ZERO_EXT_HOST_DEVICE BlockScales<V> scales_of_magnitude(typename V::Float highest) {
+    return block_scales<V>(V::div(highest, V::set(kSteps)), V::set(0.0F), highest);
+  }
+  // From its bit pattern.
   static ZERO_EXT_HOST_DEVICE BlockScale scale_of_magnitude(std::uint32_t highest) {
-    if (highest >= kInfinityBits<float>) return non_finite_block_scale();
-    return block_scale(std::bit_cast<float>(highest) / kSteps, 0.0F);
+    return {scales_of_magnitude<ScalarVector>(std::bit_cast<float>(highest))};
   }
 
-  // From the extreme elements; `zero` is the sum of all elements times zero. Zero is added so that
-  // a zero's sign does not depend on the order in which the extremes were found.
+  // From the extreme elements; `zero` is the sum of all elements times zero, or zero if the
+  // extremes show what is not finite. Zero is added so that a zero's sign does not depend on the
+  // order in which the extremes were found.
+  template <class V>
+  static ZERO_EXT_HOST_DEVICE BlockScales<V> scales_of_range(typename V::Float lowest,
+                                                             typename V::Float highest,
+                                                             typename V::Float zero) {
+    lowest = V::add(lowest, V::set(0.0F));
+    const auto range = V::sub(V::add(highest, V::set(0.0F)), lowest);
+    return block_scales<V>(V::div(range, V::set(kSteps)), lowest, V::add(range, zero));
+  }
   static ZERO_EXT_HOST_DEVICE BlockScale scale_of_range(float lowest, float highest, float zero) {
-    const float range = (highest + 0.0F) - (lowest + 0.0F);
-    if (!(range + zero <= std::numeric_limits<float>::max())) return non_finite_block_scale();
-    return block_scale(range / kSteps, lowest + 0.0F);
+    return {scales_of_range<ScalarVector>(lowest, highest, zero)};
   }
 
   // A number of [2^23, 2^24) whose lowest bits are the code.

@@ -35,19 +35,8 @@ void sum_quantized(std::span<const MessageSource> messages, std::int64_t first_b
 void requantize_blocks(std::span<const MessageSource> messages, std::int64_t first_block,
                        std::int64_t count, const BlockFormat& from, const BlockFormat& to,
                        float factor, MessageTarget message) {
-  const Kernels& kernels = active_kernels();
-  const auto sum = kernels.sum_quantized[index_of(from)];
-  const auto quantize =
-      kernels.quantize_blocks[index_of(to)][static_cast<int>(NumericType::float32)];
-  alignas(64) float values[kHighestIntegerBlock];
-  const std::int64_t group = kHighestIntegerBlock / to.block * to.block;
-  for (std::int64_t begin = 0; begin < count; begin += group) {
-    const std::int64_t length = std::min(group, count - begin);
-    const std::int64_t block = begin / to.block;
-    sum(messages, first_block + block, length, from.block, factor, false, values);
-    quantize(values, length, to.block,
-             {message.words + to.words(begin), message.scales + block * to.scales()});
-  }
+  active_kernels().requantize_blocks[index_of(from)][index_of(to)](messages, first_block, count,
+                                                                   to.block, factor, message);
 }
 
 }  // namespace zero_ext::core

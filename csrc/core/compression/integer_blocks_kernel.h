@@ -1,0 +1,198 @@
+// Messages of blocks of integers. See step_kernel.h on inclusion.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+
+#include "../streamed_stores.h"
+#include "../vector_scalar.h"
+#include "integer_block_formula.h"
+#include "integer_block_kernel.h"
+#include "integer_block_range.h"
+#include "message.h"
+
+namespace zero_ext::core {
+namespace {
+
+// All blocks of a message, the last of which may be short.
+template <class V, class Code>
+struct IntegerBlocks {
+  using Whole = IntegerBlock<V, Code>;
+  // Short blocks have any number of words, and fields past their last element.
+  using Short = IntegerBlock<ScalarVector, Code>;
+  static constexpr int kFields = Code::kFields;
+
+  static constexpr std::int64_t words_of(std::int64_t count) {
+    return BlockFormat{Code::kBits, Code::kIsSymmetric, 0}.words(count);
+  }
+  // Blocks whose scales are found at once, and that stay in the first cache together.
+  static constexpr std::int64_t group_of(std::int64_t block) {
+    return std::clamp<std::int64_t>(kHighestIntegerBlock / block, 1, V::width);
+  }
+
+  // For each group calls begin(its first block, how many), for each block extremes_of(b, slot) and,
+  // a group later, encode(b, slot, its scale): what a group's scales wait for is done while the
+  // next one is read. Until then a slot, of group + 1, is the block's own.
+  template <class Block, class Begin, class ExtremesOf, class Encode>
+  static inline __attribute__((always_inline)) void two_passes(std::int64_t blocks,
+                                                               std::int64_t group, float* target,
+                                                               const Begin& begin,
+                                                               const ExtremesOf& extremes_of,
+                                                               const Encode& encode) {
+    GroupScales<typename Block::Vectors, decltype(extremes_of(0, 0))> scales;
+    std::int64_t slot = 0;
+    for (std::int64_t first = 0;; first += group) {
+      const std::int64_t count = std::min(group, blocks - first);
+      if (count > 0) begin(first, count);
+      for (std::int64_t b = 0; b < group; ++b) {
+        if (b < count) scales.put(b, extremes_of(first + b, slot));
+        slot = slot == group ? 0 : slot + 1;
+        const std::int64_t previous = first + b - group;
+        if (previous >= 0 && previous < blocks) encode(previous, slot, scales[b]);
+      }
+      if (count <= 0) return;
+      scales.find();
+      scales.template write<typename Block::Format>(count, target + first * Block::Format::kScales);
+    }
+  }
+
+  template <class T>
+  static void quantize(const void* values, std::int64_t count, std::int64_t block,
+                       MessageTarget message) {
+    const auto* source = static_cast<const T*>(values);
+    const std::int64_t whole = count / block;
+    if (are_streamed<V>(message.words, words_of(count))) {
+      quantize_blocks<Whole, true>(source, whole, block, message);
+      V::fence();
+    } else {
+      quantize_blocks<Whole, false>(source, whole, block, message);
+    }
+    const std::int64_t rest = count % block;
+    if (rest == 0) return;
+    source += whole * block;
+    T padded[kHighestIntegerBlock];
+    std::copy(source, source + rest, padded);
+    const std::int64_t padded_count = words_of(rest) * kFields;
+    std::fill(padded + rest, padded + padded_count, source[0]);
+    quantize_blocks<Short, false>(
+        padded, 1, padded_count,
+        {message.words + whole * words_of(block), message.scales + whole * Code::kScales});
+  }
+
+  template <class Block, bool Streamed, class T>
+  static void quantize_blocks(const T* values, std::int64_t blocks, std::int64_t block,
+                              MessageTarget message) {
+    const std::int64_t words = words_of(block);
+    const std::int64_t group = std::min<std::int64_t>(group_of(block), Block::Vectors::width);
+    two_passes<Block>(
+        blocks, group, message.scales, [](std::int64_t, std::int64_t) {},
+        [&](std::int64_t b, std::int64_t) __attribute__((always_inline)) {
+          return Block::extremes_of(values + b * block, block);
+        },
+        [&](std::int64_t b, std::int64_t, const BlockScale& by) __attribute__((always_inline)) {
+          Block::template encode<Streamed>(values + b * block, words, by,
+                                           message.words + b * words);
+        });
+  }
+
+  template <class T>
+  static void dequantize(MessageSource message, std::int64_t count, std::int64_t block, void* out) {
+    auto* target = static_cast<T*>(out);
+    auto [words, scales] = message;
+    const bool streamed = are_streamed<V>(target, count);
+    for (; count >= block; count -= block) {
+      if (streamed) {
+        Whole::template dequantize<true>(words, scales, words_of(block), target);
+      } else {
+        Whole::template dequantize<false>(words, scales, words_of(block), target);
+      }
+      target += block;
+      words += words_of(block);
+      scales += Code::kScales;
+    }
+    if (streamed) V::fence();
+    if (count == 0) return;
+    T padded[kHighestIntegerBlock];
+    Short::template dequantize<false>(words, scales, words_of(count), padded);
+    std::copy(padded, padded + count, target);
+  }
+
+  static void sum(std::span<const MessageSource> messages, std::int64_t first_block,
+                  std::int64_t count, std::int64_t block, float factor, bool accumulate,
+                  float* out) {
+    const bool streamed = are_streamed<V>(out, count);
+    const std::int64_t words = words_of(block);
+    BlockOfMessages of{messages, first_block * words, first_block};
+    for (; count >= block; count -= block) {
+      if (streamed) {
+        Whole::template sum<true>(of, words, factor, accumulate, out);
+      } else {
+        Whole::template sum<false>(of, words, factor, accumulate, out);
+      }
+      out += block;
+      of.first_word += words;
+      ++of.number;
+    }
+    if (streamed) V::fence();
+    if (count == 0) return;
+    float padded[kHighestIntegerBlock];
+    std::copy(out, out + count, padded);
+    Short::template sum<false>(of, words_of(count), factor, accumulate, padded);
+    std::copy(padded, padded + count, out);
+  }
+
+  // The last whole block goes with the rest: what comes before it may be read ahead.
+  template <class To>
+  static void requantize(std::span<const MessageSource> messages, std::int64_t first_block,
+                         std::int64_t count, std::int64_t block, float factor,
+                         MessageTarget message) {
+    using Target = IntegerBlocks<V, To>;
+    const std::int64_t blocks = std::max<std::int64_t>(count / block - 1, 0);
+    if (are_streamed<V>(message.words, Target::words_of(count))) {
+      requantize_blocks<To, true>(messages, first_block, blocks, block, factor, message);
+      V::fence();
+    } else {
+      requantize_blocks<To, false>(messages, first_block, blocks, block, factor, message);
+    }
+    alignas(64) float sums[2 * kHighestIntegerBlock];
+    const std::int64_t rest = count - blocks * block;
+    sum(messages, first_block + blocks, rest, block, factor, false, sums);
+    Target::template quantize<float>(
+        sums, rest, block,
+        {message.words + blocks * Target::words_of(block), message.scales + blocks * To::kScales});
+  }
+
+  template <class To, bool Streamed>
+  static void requantize_blocks(std::span<const MessageSource> messages, std::int64_t first_block,
+                                std::int64_t blocks, std::int64_t block, float factor,
+                                MessageTarget message) {
+    using Target = IntegerBlock<V, To>;
+    const std::int64_t words = words_of(block);
+    const std::int64_t target_words = IntegerBlocks<V, To>::words_of(block);
+    const std::int64_t group = group_of(block);
+    // Slots are no whole pages apart: a load waits for stores to the same place of another page.
+    constexpr std::int64_t apart = 32;
+    alignas(64) float sums[2 * (kHighestIntegerBlock + apart)];
+    const auto at = [&](std::int64_t slot) { return sums + slot * (block + apart); };
+    bool is_finite = false;
+    two_passes<Target>(
+        blocks, group, message.scales,
+        [&](std::int64_t first, std::int64_t several) {
+          is_finite = Whole::sums_are_finite(messages, first_block + first, several, factor);
+        },
+        [&](std::int64_t b, std::int64_t slot) __attribute__((always_inline)) {
+          const std::int64_t number = first_block + b;
+          return Whole::template sum_and_extremes<To>({messages, number * words, number}, words,
+                                                      factor, is_finite, at(slot));
+        },
+        [&](std::int64_t b, std::int64_t slot, const BlockScale& by)
+            __attribute__((always_inline)) {
+              Target::template encode<Streamed>(at(slot), target_words, by,
+                                                message.words + b * target_words);
+            });
+  }
+};
+
+}  // namespace
+}  // namespace zero_ext::core
