@@ -233,6 +233,38 @@ TEST(IntegerBlockBits, RequantizedOfAnyMessages) {
   }
 }
 
+// All but one are zeros, so that no other element shows what is not finite.
+TEST(IntegerBlockBits, InfinitiesThatMeetInOneSumAreSeenInEveryPlace) {
+  constexpr std::int64_t size = 128;
+  for (const BlockFormat& from : formats_of(size)) {
+    const std::uint32_t mask = (1U << from.bits) - 1;
+    const std::uint32_t zeros =
+        from.is_symmetric ? 0xFFFFFFFFU / mask * ((mask + 1) / 2) : std::uint32_t{0};
+    for (std::int64_t place = 0; place < size; ++place) {
+      std::vector<Message> messages;
+      std::vector<MessageSource> sources;
+      for (const float scale : {kLargest, -kLargest}) {
+        Message& message = messages.emplace_back(from, 2 * size);
+        std::fill_n(message.words(), from.words(2 * size), zeros);
+        std::fill_n(message.scales(), 2 * from.scales(), 0.0F);
+        message.scales()[0] = scale;
+        const std::int64_t words = from.words(size);
+        message.words()[place % words] |= mask << (place / words * from.bits);
+      }
+      for (Message& message : messages) sources.push_back(message.source());
+      for (const BlockFormat& to : formats_of(size)) {
+        for (const Isa isa : available_isas()) {
+          const SelectedIsa selected(isa);
+          Message again(to, 2 * size);
+          requantize_blocks(sources, 0, 2 * size, from, to, 0.5F, again.from(0, to));
+          ASSERT_TRUE(std::isnan(again.scales()[0])) << place;
+          ASSERT_EQ(again.scales()[to.scales()], 0.0F) << place;
+        }
+      }
+    }
+  }
+}
+
 TEST(IntegerBlockBits, RequantizedPastTheCaches) {
   auto generator = fresh_generator();
   for (const BlockFormat& from : {BlockFormat{4, true, 256}, BlockFormat{8, false, 256}}) {
