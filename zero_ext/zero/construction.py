@@ -17,6 +17,7 @@ from zero_ext.offload import STORAGE_ALIGNMENT, Tiers
 from zero_ext.zero.born import PIECE_BYTES, REBUILD, born_shard, forget_birth
 from zero_ext.zero.heap import trim_heap
 from zero_ext.zero.layout import ALIGNMENT_BYTES, FlatLayout, in_memory_order
+from zero_ext.zero.local_part import local_part
 from zero_ext.zero.master import MasterShard
 from zero_ext.zero.packed import packed_shapes, packed_tensors
 from zero_ext.zero.partition import Owned, UnitPlan
@@ -230,7 +231,7 @@ def _pieces(item: Owned, collectives: Collectives, failures: Postponed) -> Itera
     if born is not None:
         yield from born.pieces(collectives, failures)
         return
-    flattened = in_memory_order(parameter.data, item.spec)
+    flattened = in_memory_order(local_part(parameter), item.spec)
     if flattened.numel():
         collectives.broadcast_(flattened, 0, f"first value of parameter '{item.spec.name}' from rank 0")
     step = PIECE_BYTES // flattened.element_size()

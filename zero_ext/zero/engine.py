@@ -23,6 +23,7 @@ from zero_ext.zero.gradient_view import GradientViews
 from zero_ext.zero.gradients import UnitGradients, make_gradients
 from zero_ext.zero.hooks import ForwardHooks
 from zero_ext.zero.ledger import ledger_of
+from zero_ext.zero.local_part import local_gradient
 from zero_ext.zero.master import MasterShard, follow_writes
 from zero_ext.zero.model_ranks import together_in_model
 from zero_ext.zero.norms import GradientNorms
@@ -274,7 +275,7 @@ class Engine:
         self.optimizer_step.came(gradients)
         self.reducer.settled = False
         self.norms.forget()
-        gradients.add(number, gradient)
+        gradients.add(number, local_gradient(parameter, gradient))
         if self._reduces_now() and gradients.complete:
             self.reducer.arrived(gradients)
 

@@ -15,6 +15,7 @@ from zero_ext.zero.engine import Engine
 from zero_ext.zero.gather_order import GatherOrder
 from zero_ext.zero.gathered_born import gathered_born
 from zero_ext.zero.layout import in_memory_order
+from zero_ext.zero.local_part import is_split, local_value, whole_of
 from zero_ext.zero.lookup import engine_of, engine_of_parameter
 from zero_ext.zero.master import MasterShard
 from zero_ext.zero.unit import Unit, UnitState
@@ -159,7 +160,8 @@ def full_state_dict(
                 if parameter not in chosen:
                     continue
                 place, value = engine.wholes.place(engine.names[parameter][0]), unit.view_of(number).detach()
-                if place is None:
+                if place is None or is_split(parameter):
+                    value = whole_of(parameter, value)
                     whole[parameter] = value.to("cpu", copy=True)
                     continue
                 if place.name not in tiled:
@@ -237,7 +239,7 @@ def fill_unit(engine: Engine, unit: Unit, values: list[torch.Tensor | None]) -> 
         ]
         for number, (value, spec) in enumerate(zip(values, unit.layout.specs, strict=True)):
             if value is not None:
-                flattened = in_memory_order(value, spec)
+                flattened = in_memory_order(local_value(unit.parameters[number], value), spec)
                 for target in targets:
                     target.put(number, 0, flattened)
         unit.publish()
@@ -267,7 +269,7 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
         label = f"gradient of '{layout.specs[number].name}'"
         unit.collectives.gather(flat, own, "gather_gradients", label, may_be_nan=True).wait()
     spec = layout.specs[number]
-    return flat.as_strided(spec.shape, spec.stride, layout.offsets[number]).clone()
+    return whole_of(parameter, flat.as_strided(spec.shape, spec.stride, layout.offsets[number])).clone()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zero_ext.zero.gradients import UnitGradients
+from zero_ext.zero.local_part import is_split, like_parameter, local_gradient
 from zero_ext.zero.sharded_gradient import ShardedGradient
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class GradientViews:
                 shown = gradients.full_view(number) if gradients.reduced_valid and readable else None
                 if shown is None:
                     shown = self._placeholder(parameter, gradients, number)
+                else:
+                    shown = like_parameter(parameter, shown)
                 self._shown[parameter] = shown
                 parameter.grad = shown
 
@@ -63,6 +66,11 @@ class GradientViews:
         """See :class:`GradientAccess`."""
         self._refuse("a norm of param.grad")
         gradients, number = self._find(key)
+        if is_split(gradients.unit.parameters[number]):
+            raise RuntimeError(
+                f"a norm of '{gradients.unit.layout.specs[number].name}'.grad, of which this rank has a part "
+                "only; call model.clip_grad_norm_(max_norm), which takes the norm of the whole model"
+            )
         self._settle()
         if norm_type == 2:
             value = self._engine.norms.of(gradients, number)
@@ -123,6 +131,6 @@ class GradientViews:
                 "NVMe or ends with its update inside backward. Scale it in place "
                 "(param.grad.mul_(factor)) or change it inside the loss."
             )
-        gradients.assign(number, view, value)
+        gradients.assign(number, view, local_gradient(gradients.unit.parameters[number], value))
         self._shown[gradients.unit.parameters[number]] = value
         self._engine.norms.forget()

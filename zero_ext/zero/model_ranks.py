@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from zero_ext.comm import Collectives
+from zero_ext.zero.local_part import is_split
 from zero_ext.zero.partition import Owned
 from zero_ext.zero.tie import tie_of
 
@@ -23,7 +24,8 @@ def counted_once(owned: Sequence[Owned], model: Collectives | None, tensor_rank:
     for item in owned:
         tie = tie_of(item.parameter)
         first = tie is None or tie.ranks[0] == model.rank
-        found.append(replace(item, counted=first and tensor_rank == 0))
+        here = tensor_rank == 0 or is_split(item.parameter)
+        found.append(replace(item, counted=first and here))
     return found
 
 

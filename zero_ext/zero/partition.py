@@ -14,6 +14,7 @@ from torch import nn
 from zero_ext.config import ZeroConfig
 from zero_ext.config.placement import Placement, within
 from zero_ext.zero.layout import ParameterSpec, memory_order
+from zero_ext.zero.local_part import local_part
 from zero_ext.zero.packed import is_packed
 from zero_ext.zero.staging import bucket_groups
 from zero_ext.zero.tie import tie_of
@@ -60,10 +61,10 @@ def owned_parameters(model: nn.Module, precision: str) -> list[Owned]:
     found = []
     for parameter, owners in places.items():
         names = tuple(name for name, _ in owners)
-        dtype = parameter.dtype
+        local, dtype = local_part(parameter), parameter.dtype
         if precision != "keep" and dtype.is_floating_point and not is_packed(parameter):
             dtype = DTYPES[precision]
-        spec = ParameterSpec(names[0], tuple(parameter.shape), memory_order(parameter), dtype)
+        spec = ParameterSpec(names[0], tuple(local.shape), memory_order(local), dtype)
         found.append(Owned(parameter, names, tuple(module for _, module in owners), spec))
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,24 +13,26 @@ from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import make_collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.zero.state import EngineState, ParameterInfo, ShardPiece
-from zero_ext.zero.tie import Tie
 
 
 class PartsState:
     """Implements the checkpoint's ``StateSource`` for all ranks of ``group``, each with its part, ``own``, of
     one model.
 
-    Names are the whole model's. A parameter of several parts, which ``ties`` has under its name here, is
-    saved once, under its tie's name, by the first of them, and filled in all. :meth:`meet`, a collective of
+    Names are the whole model's; ``whole_names`` are those of parameters that have another one here. Those
+    that are saved ``elsewhere``, as several parts have them, are filled in all. :meth:`meet`, a collective of
     all ranks before every save and load, tells each of them what the others have.
     """
 
     def __init__(
-        self, own: EngineState, group: dist.ProcessGroup, model_rank: int, ties: Mapping[str, Tie]
+        self,
+        own: EngineState,
+        group: dist.ProcessGroup,
+        whole_names: Mapping[str, str],
+        elsewhere: Collection[str],
     ) -> None:
         self._own = own
-        self._whole_names = {name: tie.name for name, tie in ties.items()}
-        self._elsewhere = {name for name, tie in ties.items() if tie.ranks[0] != model_rank}
+        self._whole_names, self._elsewhere = dict(whole_names), frozenset(elsewhere)
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._everyone: Collectives | None = None
@@ -146,7 +148,7 @@ class PartsState:
         return self._buffers
 
     def save_pieces(self) -> Iterator[ShardPiece]:
-        """See :class:`EngineState`; of tied parameters on their first rank alone."""
+        """See :class:`EngineState`; each parameter in one of the parts that have it."""
         for piece in self._own.save_pieces():
             if piece.name not in self._elsewhere:
                 yield piece._replace(name=self._whole(piece.name))

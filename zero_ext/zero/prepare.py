@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_ext import ops
@@ -42,6 +43,7 @@ from zero_ext.zero.forecast import Forecast
 from zero_ext.zero.guards import guard_module
 from zero_ext.zero.hooks import install, watch_reads
 from zero_ext.zero.input_cast import cast_inputs, cast_running_statistics
+from zero_ext.zero.local_part import problem_of
 from zero_ext.zero.lookup import MODULE_ATTRIBUTE, PARAMETER_ATTRIBUTE, attach_engine
 from zero_ext.zero.meta import leave_meta
 from zero_ext.zero.model_ranks import counted_once
@@ -122,7 +124,7 @@ def prepare(
     collectives = _join(groups, settings, owned, place)
     collectives.shard_among(settings.communication.sharding_ranks)
     settings = settings.replace(batch=settings.batch.resolve(collectives.world_size))
-    _check_parameters(owned, optimizer)
+    _check_parameters(owned, optimizer, groups)
     _check_optimizer(optimizer, {item.parameter for item in owned}, elementwise, settings)
     check_one_bit_optimizer(optimizer, settings, collectives.model is not None)
     if values == "keep":
@@ -145,9 +147,10 @@ def prepare(
         engine.group = (groups.data or dist.group.WORLD) if collectives.world_size > 1 else None
         prepared = _prepared_optimizer(engine, optimizer, elementwise) if optimizer is not None else None
     if collectives.model is not None and groups.whole is not None:
-        ties = {item.spec.name: tie for item in owned if (tie := tie_of(item.parameter)) is not None}
+        names = {item.spec.name: tie.name for item in owned if (tie := tie_of(item.parameter)) is not None}
+        elsewhere = [item.spec.name for item in owned if not item.counted]
         for state in (engine.state, engine.trained_state):
-            state.parts = PartsState(state, groups.whole, collectives.model.rank, ties)
+            state.parts = PartsState(state, groups.whole, names, elsewhere)
     engine.hooks.checkpointing = checkpointing_of(engine, activation_group)
     engine.tiers.transfers.clear()
     return (ZeroModule(model) if wrap else model), prepared
@@ -254,7 +257,9 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _check_parameters(owned: Sequence[Owned], optimizer: torch.optim.Optimizer | None) -> None:
+def _check_parameters(
+    owned: Sequence[Owned], optimizer: torch.optim.Optimizer | None, groups: RankGroups
+) -> None:
     for item in owned:
         name, parameter, dtype = item.spec.name, item.parameter, item.spec.dtype
         if getattr(parameter, PARAMETER_ATTRIBUTE, None) is not None:
@@ -266,8 +271,12 @@ def _check_parameters(owned: Sequence[Owned], optimizer: torch.optim.Optimizer |
                 f"parameter '{name}' is trainable and {dtype}; sharded training is in float32, bfloat16 or "
                 "float16. Convert the model, set 'precision.dtype', or freeze the parameter."
             )
+        ranks = dist.get_process_group_ranks(groups.tensor) if groups.tensor is not None else []
+        problem = problem_of(parameter, ranks)
+        if problem:
+            raise ValueError(f"parameter '{name}' {problem}")
         value: Any = parameter
-        if is_traceable_wrapper_subclass(value):
+        if not isinstance(parameter, DTensor) and is_traceable_wrapper_subclass(value):
             raise ValueError(
                 f"parameter '{name}' is a {type(value).__name__}, a tensor made of several others, which has "
                 "no flat memory to shard. Quantise with bitsandbytes, whose 4-bit weights are bytes, keep "

@@ -15,6 +15,7 @@ from zero_ext.config.placement import Placement
 from zero_ext.offload import HERE, Arrival, Tiers, put
 from zero_ext.zero.blank import Blanks
 from zero_ext.zero.layout import FlatLayout
+from zero_ext.zero.local_part import local_part, point_at
 from zero_ext.zero.parameter_exchange import ParameterExchange
 from zero_ext.zero.placeholder import allow_use, blanks, has_nan, refuse_use
 from zero_ext.zero.pool import BufferPool, attach, detach
@@ -244,7 +245,7 @@ class Unit:
         self._require(UnitState.GATHERED)
         for parameter, view in zip(self.parameters, self._views, strict=True):
             allow_use(parameter)
-            if not torch._has_compatible_shallow_copy_type(parameter, view):
+            if not torch._has_compatible_shallow_copy_type(local_part(parameter), view):
                 _move(parameter, view.device)
         self._point_at(self._views)
 
@@ -298,7 +299,7 @@ class Unit:
         refuses = tensors is self._placeholders and not has_nan(self.layout.dtype)
         for parameter, tensor, spec in zip(self.parameters, tensors, self.layout.specs, strict=True):
             allow_use(parameter)
-            parameter.data = tensor
+            point_at(parameter, tensor)
             if refuses:
                 refuse_use(
                     parameter,
@@ -317,7 +318,8 @@ class Unit:
     def _moved(self) -> RuntimeError | None:
         wanted = self._placeholders if self.state is not UnitState.GATHERED else self._views
         for parameter, tensor, spec in zip(self.parameters, wanted, self.layout.specs, strict=True):
-            if parameter.dtype != tensor.dtype or parameter.data_ptr() != tensor.data_ptr():
+            local = local_part(parameter)
+            if local.dtype != tensor.dtype or local.data_ptr() != tensor.data_ptr():
                 return RuntimeError(
                     f"rank {self.collectives.rank}: the data of parameter '{spec.name}' was replaced after "
                     "zero_ext.prepare (by .half(), .to() or param.data = ...). Convert the model before "

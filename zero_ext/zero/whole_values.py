@@ -12,6 +12,7 @@ from zero_ext.offload import Values, copy_of, count, part_of, replace
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.gathered import fill_unit
 from zero_ext.zero.layout import in_memory_order
+from zero_ext.zero.local_part import local_value, whole_of
 from zero_ext.zero.lookup import engine_of_parameter
 from zero_ext.zero.together import together
 
@@ -56,7 +57,7 @@ def whole_state(parameter: nn.Parameter, kind: str = MASTER) -> torch.Tensor | N
     if not found.item():
         return None
     unit.collectives.sum_(flat, f"{kind} of '{spec.name}'")
-    return flat.as_strided(spec.shape, spec.stride)
+    return whole_of(parameter, flat.as_strided(spec.shape, spec.stride))
 
 
 def replace_master(parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -78,7 +79,7 @@ def replace_state(parameter: nn.Parameter, kind: str, value: torch.Tensor) -> No
     engine = engine_of_parameter(parameter)
     unit, number = engine.index[parameter]
     _check_shape(engine, parameter, value)
-    flat = in_memory_order(value.detach(), unit.layout.specs[number])
+    flat = in_memory_order(local_value(parameter, value.detach()), unit.layout.specs[number])
     parts = owned_parts(parameter, kind)
     known = torch.full((1,), float(len(parts)), dtype=torch.float32, device="cpu")
     engine.collectives.sum_(known, "whether there is state to replace")
@@ -107,7 +108,7 @@ def replace_gradient(parameter: nn.Parameter, value: torch.Tensor) -> None:
     gradients = engine.gradients_of(unit) if unit in {master.unit for master in engine.masters} else None
     if gradients is None or number not in gradients.contributed:
         raise ValueError(f"'{spec.name}' has no gradient to replace; call backward first")
-    gradients.replace_parameter(number, in_memory_order(value.detach(), spec))
+    gradients.replace_parameter(number, in_memory_order(local_value(parameter, value.detach()), spec))
     engine.norms.forget()
 
 

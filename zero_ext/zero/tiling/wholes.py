@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_ext.zero.local_part import box_of
 from zero_ext.zero.tiling.place import Place
 from zero_ext.zero.tiling.tiled import Tiled
 
 
 class Wholes:
-    """The whole tensors of all tiled layers of a model, by full names; parameters that are no tile are their
-    own whole. What is saved under a whole tensor's name does not depend on how it is tiled."""
+    """The whole tensors of all tiled layers of a model and of parameters that are split over ranks, by full
+    names; others are their own whole. What is saved under a whole tensor's name does not depend on how it is
+    tiled or split."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places: dict[str, Place] = {}
@@ -25,6 +27,10 @@ class Wholes:
                 whole = Place(dot + place.name, place.shape, place.corner, place.sizes)
                 self._places[dot + name] = whole
                 self._tiles.setdefault(whole.name, []).append(dot + name)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            box = box_of(parameter)
+            if box is not None:
+                self._places[name] = Place(name, *box)
 
     def place(self, name: str) -> Place | None:
         """Where the parameter ``name`` belongs in its whole tensor; None if it is no tile."""

@@ -1,0 +1,113 @@
+"""Parameters that are split over tensor-parallel ranks (``DTensor``): the part of one that is here.
+
+ZeRO shards that part over the data-parallel ranks as it would any tensor; others are their own part.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """The part of ``parameter`` that is here, without autograd."""
+    local: torch.Tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+    return local
+
+
+def point_at(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+    """Makes ``tensor`` the part of ``parameter`` that is here."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = tensor
+    else:
+        parameter.data = tensor
+
+
+def is_split(parameter: torch.Tensor) -> bool:
+    """Whether other ranks have other parts of ``parameter``."""
+    return isinstance(parameter, DTensor) and any(each.is_shard() for each in parameter.placements)
+
+
+class Box(NamedTuple):
+    """A part of ``sizes`` at ``corner`` of a tensor of ``shape``."""
+
+    shape: tuple[int, ...]
+    corner: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def box_of(parameter: torch.Tensor) -> Box | None:
+    """Where the part that is here lies in ``parameter``; None if it is all of it."""
+    if not (isinstance(parameter, DTensor) and is_split(parameter)):
+        return None
+    sizes, corner = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return Box(tuple(parameter.shape), tuple(corner), tuple(sizes))
+
+
+def like_parameter(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """``local``, a value of the part that is here, as a tensor of the kind of ``parameter``."""
+    if not isinstance(parameter, DTensor):
+        return local
+    made: torch.Tensor = DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return made
+
+
+def whole_of(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """The whole of what ``local`` is the part here of; a collective of the tensor-parallel ranks."""
+    value: Any = like_parameter(parameter, local)
+    whole: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole
+
+
+def local_value(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """The part here of a ``whole`` value of ``parameter``."""
+    box = box_of(parameter)
+    if box is None:
+        return whole
+    for axis, (begin, size) in enumerate(zip(box.corner, box.sizes, strict=True)):
+        whole = whole.narrow(axis, begin, size)
+    return whole.contiguous()
+
+
+def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The part here of a gradient as autograd brings it; a collective of the tensor-parallel ranks where they
+    have terms of a sum, or where it is split otherwise than ``parameter``."""
+    if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+        return gradient
+    if gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    local: torch.Tensor = gradient._local_tensor
+    return local
+
+
+def problem_of(parameter: torch.Tensor, ranks: list[int]) -> str:
+    """Why the part of ``parameter`` that is here cannot be sharded, empty if it can; ``ranks`` are the
+    tensor-parallel ones."""
+    if not isinstance(parameter, DTensor):
+        return ""
+    mesh = parameter.device_mesh
+    if mesh.ndim != 1 or (mesh.size() > 1 and mesh.mesh.tolist() != ranks):
+        return (
+            f"is split over the ranks {mesh.mesh.tolist()}, but the tensor-parallel ones are {ranks}; split "
+            "it over mesh['tp'] of the mesh that is given to zero_ext.prepare"
+        )
+    if not all(isinstance(each, Shard | Replicate) for each in parameter.placements):
+        return f"is placed as {parameter.placements}; Shard or Replicate wanted"
+    if is_split(parameter) and parameter.dim() > 2:
+        return f"has {parameter.dim()} dimensions and is split; 1 or 2 wanted"
+    if not parameter._local_tensor.is_contiguous():
+        return "has a part here that is not contiguous; split it with distribute_tensor or parallelize_module"
+    return ""
