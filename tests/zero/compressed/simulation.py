@@ -160,7 +160,7 @@ class Simulated:
         self.variance = self.variance.clone()
         for part in self._floors():
             squares = math.fsum((self.momentum[part].double() ** 2).tolist())
-            self.variance[part].clamp_(min=math.sqrt(squares) ** 2 / (part.stop - part.start))
+            self.variance[part].clamp_(min=(0.5 * math.sqrt(squares)) ** 2 / (part.stop - part.start))
 
     def _floors(self) -> list[slice]:
         """The blocks of one scale: of every rank's part, 8,192 elements at a time."""

@@ -36,7 +36,7 @@ class OneBitAdam(OneBitOptimizer):
         *,
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
-        variance_floor: float = 1.0,
+        variance_floor: float = 0.5,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, variance_floor, freeze_step=freeze_step)
 

@@ -47,7 +47,7 @@ class OneBitLamb(OneBitOptimizer):
         *,
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
-        variance_floor: float = 1.0,
+        variance_floor: float = 0.5,
         coeff_beta: float = 0.9,
         factor_max: float = 4.0,
         factor_min: float = 0.5,

@@ -46,7 +46,7 @@ class ZeroOneAdam(OneBitOptimizer):
         *,
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
-        variance_floor: float = 1.0,
+        variance_floor: float = 0.5,
     ) -> None:
         super().__init__(
             params,
