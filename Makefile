@@ -3,6 +3,7 @@
 #   make demo-offload  train under a memory cap, state on NVMe
 #   make demo-long  train on windows of 16,384 bytes under a memory cap, by sparse attention
 #   make demo-compressed  train over two simulated nodes with a fraction of the bytes, beside the same without
+#   make demo-3d   train as pipeline stages, as parts of tensors and as ZeRO's shards, held to one process
 #   make test-integrations  with the real transformers, DeepSpeed, Lightning, Ray and others, and the examples
 #   make bench     measure against peers     make sanitize  C++ tests under ASan+UBSan and TSan
 #   make lint      what CI checks            make format    rewrite files to the house style
@@ -37,7 +38,7 @@ BENCHMARK_PEERS := $(VENV)/.stamp-benchmark-peers
 INTEGRATIONS := $(VENV)/.stamp-integrations
 DOCUMENTATION := $(VENV)/.stamp-documentation
 
-.PHONY: setup test test-cpp test-python test-integrations demo demo-offload demo-long demo-compressed bench sanitize cuda-check gpu-check lint format \
+.PHONY: setup test test-cpp test-python test-integrations demo demo-offload demo-long demo-compressed demo-3d bench sanitize cuda-check gpu-check lint format \
         docs wheel clean
 
 setup: $(EXTENSION)
@@ -86,6 +87,9 @@ demo-long: setup
 
 demo-compressed: setup
 	$(BIN)/python examples/demo_compressed.py
+
+demo-3d: setup
+	$(BIN)/python examples/demo_3d.py
 
 bench: $(BENCHMARK_PEERS)
 	for script in benchmarks/*.py; do \

@@ -1,7 +1,7 @@
 """Pipeline parallelism: a model cut into stages, each of whose state ZeRO shards, on torch's schedules."""
 
 from zero_ext.parallel.pipeline.layers import LayerSpec, TiedLayerSpec
-from zero_ext.parallel.pipeline.module import PipelineModule
+from zero_ext.parallel.pipeline.module import PipelineModule, layer_seed
 from zero_ext.parallel.pipeline.pipeline import Pipeline
 from zero_ext.parallel.pipeline.schedules import SCHEDULES
 from zero_ext.parallel.pipeline.timeline import Slot, plot_timeline
@@ -13,5 +13,6 @@ __all__ = [
     "PipelineModule",
     "Slot",
     "TiedLayerSpec",
+    "layer_seed",
     "plot_timeline",
 ]

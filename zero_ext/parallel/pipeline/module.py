@@ -80,11 +80,11 @@ class PipelineModule(nn.Module):
         if isinstance(layer, TiedLayerSpec):
             if layer.key not in self._tied:
                 numbers = (i for i, other in enumerate(listed) if getattr(other, "key", None) == layer.key)
-                self._tied[layer.key] = layer.build(_seed(next(numbers)))
+                self._tied[layer.key] = layer.build(layer_seed(next(numbers)))
             module = self.layers[str(number)] = self._tied[layer.key]
             return module if layer.forward is None else partial(layer.forward, module)
         if isinstance(layer, LayerSpec):
-            layer = layer.build(_seed(number))
+            layer = layer.build(layer_seed(number))
         if isinstance(layer, nn.Module):
             self.layers[str(number)] = layer
         return layer
@@ -121,6 +121,6 @@ def _weights(layers: Sequence[Layer], split: str | Sequence[float]) -> list[floa
     raise ValueError(f"split: {split!r} given; 'parameters', 'uniform' or a weight for every layer wanted")
 
 
-def _seed(number: int) -> int:
-    """The seed of layer ``number``, of torch's own."""
+def layer_seed(number: int) -> int:
+    """The seed that layer ``number`` is built with, of torch's own."""
     return (torch.initial_seed() + 1_000_003 * (number + 1)) % 2**63

@@ -1,0 +1,68 @@
+"""Trains one model as pipeline stages, as parts of tensors and as ZeRO's shards, on four ranks.
+
+`python examples/demo_3d.py [FOLDER]` takes under five minutes on two cores and exits with 1 if a promise is
+broken: in every layout each step's loss must be that of one process. FOLDER (default runs/demo-3d-report)
+receives a report with the losses and a timeline of a pipeline's step; an earlier demonstration's is replaced.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from demo.corpus import gather_corpus
+from demo.launch import launch
+from demo_3d.report import HEADINGS, Outcome, failures, rows, write_report
+from demo_3d.settings import ALONE, FILE, WAYS, ThreeDSettings
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+DEFAULT_FOLDER = Path("runs") / "demo-3d-report"
+
+
+def demonstrate(folder: Path, settings: ThreeDSettings, console: Console) -> int:
+    """Runs all layouts; returns the exit status."""
+    began = time.perf_counter()
+    _clear(folder)
+    settings.write(folder)
+    gather_corpus().write(folder)
+    console.rule(f"{settings.ranks} ranks, {settings.steps} steps in each layout")
+    try:
+        launch("demo_3d.train", 1, folder)
+        launch("demo_3d.train", settings.ranks, folder)
+    except subprocess.CalledProcessError as error:
+        console.print(f"FAILED: training ended with status {error.returncode}", markup=False)
+        return 1
+    outcomes = {name: Outcome.read(folder, name) for name in (ALONE, *WAYS)}
+    broken = failures(outcomes, settings)
+    table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for place, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if place else "left")
+    for row in rows(outcomes, broken):
+        table.add_row(*row)
+    console.print(table)
+    seconds = time.perf_counter() - began
+    page = write_report(folder, outcomes, settings, broken, seconds)
+    for name, lines in broken.items():
+        for line in lines:
+            console.print(f"FAILED: {WAYS[name].title}: {line}", markup=False)
+    failed = any(broken.values())
+    console.print(f"{'FAILED' if failed else 'passed'} in {seconds:.0f} s; report: {page}", markup=False)
+    return int(failed)
+
+
+def _clear(folder: Path) -> None:
+    """Removes what an earlier demonstration left; refuses a folder that holds anything else."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / FILE).exists():
+        raise SystemExit(f"{folder} holds something else than a demonstration's report; give another folder")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+if __name__ == "__main__":
+    where = Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT_FOLDER
+    sys.exit(demonstrate(where, ThreeDSettings(), Console(highlight=False)))

@@ -1,0 +1,157 @@
+"""What came of the layouts, every broken promise in words, the pictures and the page."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from demo.record import read_records
+from demo.report import markdown_table
+
+from demo_3d.settings import ALONE, WAYS, ThreeDSettings
+from zero_ext.parallel.pipeline import Slot, plot_timeline
+
+HEADINGS = (
+    "layout",
+    "last loss",
+    "largest difference to one process",
+    "parameters of a rank",
+    "model state of a rank, MB",
+    "verdict",
+)
+TIMELINE = "pp_dp"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One layout: every step's loss, a step's median seconds, and the most that any rank has."""
+
+    losses: list[float]
+    seconds: float
+    parameters: int
+    state_bytes: int
+    records: list[dict[str, Any]]
+
+    @staticmethod
+    def read(folder: Path, name: str) -> Outcome:
+        """Puts the records of all ranks together, which must have told the same losses."""
+        records = read_records(folder, name)
+        if any(record["losses"] != records[0]["losses"] for record in records):
+            raise RuntimeError(f"{name}: the ranks disagree on the losses")
+        return Outcome(
+            records[0]["losses"],
+            statistics.median(records[0]["seconds"]),
+            max(record.get("parameters", 0) for record in records),
+            max(record.get("state_bytes", 0) for record in records),
+            records,
+        )
+
+
+def difference(one: list[float], other: list[float]) -> float:
+    """The largest difference of two courses of losses at any step, as a part of the second's."""
+    return max(abs(own / its - 1) for own, its in zip(one, other, strict=True))
+
+
+def failures(outcomes: dict[str, Outcome], settings: ThreeDSettings) -> dict[str, list[str]]:
+    """Every broken promise in words, by layout."""
+    found: dict[str, list[str]] = {name: [] for name in WAYS}
+    alone = outcomes[ALONE].losses
+    for name in WAYS:
+        away = difference(outcomes[name].losses, alone)
+        if not away <= settings.loss_tolerance:
+            found[name].append(
+                f"a loss differs from one process by {away:.2e} of it; at most "
+                f"{settings.loss_tolerance:g} wanted"
+            )
+        if not outcomes[name].losses[-1] < alone[0]:
+            found[name].append(f"the loss ended at {outcomes[name].losses[-1]:.3f}, above its start")
+    return found
+
+
+def rows(outcomes: dict[str, Outcome], broken: dict[str, list[str]]) -> list[list[str]]:
+    """A row for each layout, cells as HEADINGS has them."""
+    alone = outcomes[ALONE]
+    found = [["one process, plain torch", f"{alone.losses[-1]:.5f}", "", "", "", ""]]
+    for name, way in WAYS.items():
+        outcome = outcomes[name]
+        found.append(
+            [
+                way.title,
+                f"{outcome.losses[-1]:.5f}",
+                f"{difference(outcome.losses, alone.losses):.1e}",
+                f"{outcome.parameters:,}",
+                f"{outcome.state_bytes / 1e6:.1f}",
+                "FAILED" if broken[name] else "kept",
+            ]
+        )
+    return found
+
+
+def draw_losses(outcomes: dict[str, Outcome], path: Path) -> Path:
+    """The courses of losses, and how far each is from one process; returns `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12.0, 4.4))
+    alone = outcomes[ALONE].losses
+    steps = range(1, len(alone) + 1)
+    left.plot(steps, alone, color="black", linewidth=2.5, alpha=0.4, label="one process")
+    for number, (name, way) in enumerate(WAYS.items()):
+        losses = outcomes[name].losses
+        left.plot(steps, losses, "--", color=f"C{number}", linewidth=1.0, label=way.title)
+        away = [abs(own / its - 1) + 1e-9 for own, its in zip(losses, alone, strict=True)]
+        right.plot(steps, away, color=f"C{number}", linewidth=1.0, label=way.title)
+    left.set_ylabel("loss, nats per byte")
+    right.set_ylabel("difference to one process, as a part")
+    right.set_yscale("log")
+    for axes in (left, right):
+        axes.set_xlabel("step")
+        axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return path
+
+
+def write_report(
+    folder: Path,
+    outcomes: dict[str, Outcome],
+    settings: ThreeDSettings,
+    broken: dict[str, list[str]],
+    seconds: float,
+) -> Path:
+    """Writes `report.md` with the pictures beside it; returns its path."""
+    draw_losses(outcomes, folder / "loss.png")
+    first = [record for record in outcomes[TIMELINE].records if record["coordinate"]["dp"] == 0]
+    slots = [[Slot(**slot) for slot in record["slots"]] for record in first]
+    plot_timeline(slots, folder / "timeline.png", f"{WAYS[TIMELINE].title}: one step of one replica")
+    lines = [f"- {WAYS[name].title}: {line}" for name, found in broken.items() for line in found]
+    page = folder / "report.md"
+    page.write_text(
+        "\n".join(
+            [
+                "# Demonstration of 3D parallelism",
+                "",
+                f"A byte-level transformer in fp32, {settings.steps} steps of {settings.batch} windows with "
+                f"clipping, on {settings.ranks} ranks",
+                f"in every layout, held to the same steps in one process. The whole took {seconds:.0f} s.",
+                "",
+                *(["**Failed:**", "", *lines] if lines else ["**All promises were kept.**"]),
+                "",
+                *markdown_table(HEADINGS, rows(outcomes, broken)),
+                "",
+                "The largest difference is that of any step's loss, as a part of it.",
+                "",
+                "![loss](loss.png)",
+                "",
+                "![timeline](timeline.png)",
+                "",
+            ]
+        ),
+        encoding="utf-8",
+    )
+    return page

@@ -1,0 +1,64 @@
+"""Every number of the demonstration, and the layouts that it compares."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILE = "settings.json"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A layout of the ranks: lengths of the mesh's axes, and ZeRO's configuration."""
+
+    title: str
+    axes: dict[str, int]
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+WAYS = {
+    "pp_dp": Way("2 stages × 2 replicas, ZeRO-2", {"pp": 2, "dp": 2}, {"stage": 2}),
+    "pp_tp": Way("2 stages × 2 parts of tensors", {"pp": 2, "tp": 2}, {"stage": 0}),
+    "tp_dp": Way(
+        "2 parts of tensors × 2 replicas, ZeRO-3, state in host memory",
+        {"tp": 2, "dp": 2},
+        {"stage": 3, "offload": {"params": "host", "grads": "host", "optimizer": "host"}},
+    ),
+}
+ALONE = "alone"
+
+
+@dataclass(frozen=True)
+class ThreeDSettings:
+    """A byte-level transformer of about 0.8 million parameters, fp32, on four ranks.
+
+    Attributes:
+        batch: windows of `window` bytes a step, over all ranks; a replica cuts its part into `micro_batches`.
+        loss_tolerance: part by which a step's loss may differ from that of one process: in fp32 sums of other
+            orders round otherwise.
+    """
+
+    width: int = 128
+    blocks: int = 4
+    heads: int = 4
+    window: int = 64
+    ranks: int = 4
+    steps: int = 60
+    batch: int = 16
+    micro_batches: int = 4
+    learning_rate: float = 1e-3
+    clipping: float = 1.0
+    seed: int = 7
+    loss_tolerance: float = 1e-3
+
+    def write(self, folder: Path) -> None:
+        """Leaves the settings in `folder` for the ranks, which are processes of their own."""
+        (folder / FILE).write_text(json.dumps(asdict(self), indent=1))
+
+    @staticmethod
+    def read(folder: Path) -> ThreeDSettings:
+        """What `write` left."""
+        return ThreeDSettings(**json.loads((folder / FILE).read_text()))
