@@ -26,6 +26,7 @@ from zero_ext.optim.compatibility import (
     fusible,
     was_stepped,
 )
+from zero_ext.optim.lamb import Lamb
 from zero_ext.optim.one_bit import check_one_bit_optimizer
 from zero_ext.zero.activations import activation_group_of, checkpointing_of
 from zero_ext.zero.buffers import move_buffers
@@ -126,6 +127,11 @@ def prepare(
     settings = settings.replace(batch=settings.batch.resolve(collectives.world_size))
     _check_parameters(owned, optimizer, groups)
     _check_optimizer(optimizer, {item.parameter for item in owned}, elementwise, settings)
+    if groups.tensor is not None and isinstance(optimizer, Lamb):
+        raise ValueError(
+            "Lamb with a mesh whose 'tp' is longer than 1: a trust ratio needs the norm of a parameter, "
+            "and ranks with parts of it do not add theirs up. Use torch.optim.AdamW, or 'tp' 1"
+        )
     check_one_bit_optimizer(optimizer, settings, collectives.model is not None)
     if values == "keep":
         check_values(owned)

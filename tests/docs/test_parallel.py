@@ -1,0 +1,66 @@
+"""The page on pipelines and split tensors: its code runs, in order, on four ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from zero_ext.parallel import make_mesh
+from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule, TiedLayerSpec
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallel.md"
+
+
+class Blocks(nn.Module):
+    """What the page calls model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        for _ in range(2):
+            self.blocks.append(nn.Module())
+            self.blocks[-1].wide, self.blocks[-1].narrow = nn.Linear(8, 16), nn.Linear(16, 8)
+
+
+def cross_entropy(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(scores.flatten(0, 1), words.flatten())
+
+
+@on_ranks(4)
+def test_the_page_runs(world: World) -> None:
+    meshes, splits, pipelines = re.findall(
+        r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
+    )
+    torch.manual_seed(world.seed)
+    words = torch.randint(256, (8, 3))
+    names: dict[str, Any] = {
+        "make_mesh": make_mesh,
+        "parallelize_module": parallelize_module,
+        "ColwiseParallel": ColwiseParallel,
+        "RowwiseParallel": RowwiseParallel,
+        "TiedLayerSpec": TiedLayerSpec,
+        "LayerSpec": LayerSpec,
+        "PipelineModule": PipelineModule,
+        "Pipeline": Pipeline,
+        "cross_entropy": cross_entropy,
+        "zero_ext": zero_ext,
+        "torch": torch,
+        "nn": nn,
+        "model": Blocks(),
+        "inputs": words,
+        "targets": words,
+    }
+    exec(meshes, names)
+    assert dict(zip(names["mesh"].mesh_dim_names, names["mesh"].shape, strict=True))["dp"] == 1
+    exec(splits, names)
+    names["mesh"] = make_mesh(pp=2)
+    exec(pipelines, names)
+    assert torch.isfinite(names["loss"]) and names["held_out"] < names["loss"]
