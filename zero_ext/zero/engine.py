@@ -77,10 +77,8 @@ class Engine:
         self.masters = tuple(master for _, master in units if master is not None)
         self._model = weakref.ref(model)
         self._began = time.perf_counter()
-        self._micro_steps, self._syncs = 0, True
-        self._loss_scaled = self._collected = False
-        self._bus = collectives.bus
-        self._clock = StepClock(self._bus, tiers.device)
+        self._micro_steps, self._syncs, self._loss_scaled, self._collected = 0, True, False, False
+        self._bus, self._clock = collectives.bus, StepClock(collectives.bus, tiers.device)
         used_up = uses_up_gradients(config, (unit.layout.dtype for unit in self.units))
         self._gradients = {
             master.unit: make_gradients(master.unit, pool, landings, tiers, config, collectives, used_up)
@@ -88,7 +86,7 @@ class Engine:
         }
         trained = list(self._gradients.values())
         starts = _first_places(owned, [each.unit for each in trained])
-        uncounted = [item.parameter for item in owned if not item.counted]
+        uncounted = {item.parameter for item in owned if not item.counted}
         self.norms = GradientNorms(trained, collectives, uncounted)
         self._tied = TiedGradients(trained, collectives.model)
         scales_loss = any(unit.layout.dtype is torch.float16 for unit in self.units)

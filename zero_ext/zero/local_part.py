@@ -5,23 +5,31 @@ ZeRO shards that part over the data-parallel ranks as it would any tensor; other
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_distributed(tensor: object) -> TypeGuard[DTensor]:
+    """Whether ``tensor`` is one that ranks hold together. Who has made none does not import what they are."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
     """The part of ``parameter`` that is here, without autograd."""
-    local: torch.Tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+    local: torch.Tensor = parameter._local_tensor if is_distributed(parameter) else parameter.data
     return local
 
 
 def point_at(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
     """Makes ``tensor`` the part of ``parameter`` that is here."""
-    if isinstance(parameter, DTensor):
+    if is_distributed(parameter):
         parameter._local_tensor = tensor
     else:
         parameter.data = tensor
@@ -29,7 +37,7 @@ def point_at(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
 
 def is_split(parameter: torch.Tensor) -> bool:
     """Whether other ranks have other parts of ``parameter``."""
-    return isinstance(parameter, DTensor) and any(each.is_shard() for each in parameter.placements)
+    return is_distributed(parameter) and any(each.is_shard() for each in parameter.placements)
 
 
 class Box(NamedTuple):
@@ -42,8 +50,10 @@ class Box(NamedTuple):
 
 def box_of(parameter: torch.Tensor) -> Box | None:
     """Where the part that is here lies in ``parameter``; None if it is all of it."""
-    if not (isinstance(parameter, DTensor) and is_split(parameter)):
+    if not (is_distributed(parameter) and is_split(parameter)):
         return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     sizes, corner = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
@@ -52,8 +62,10 @@ def box_of(parameter: torch.Tensor) -> Box | None:
 
 def like_parameter(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """``local``, a value of the part that is here, as a tensor of the kind of ``parameter``."""
-    if not isinstance(parameter, DTensor):
+    if not is_distributed(parameter):
         return local
+    from torch.distributed.tensor import DTensor
+
     made: torch.Tensor = DTensor.from_local(
         local,
         parameter.device_mesh,
@@ -68,7 +80,7 @@ def like_parameter(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor
 def whole_of(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """The whole of what ``local`` is the part here of; a collective of the tensor-parallel ranks."""
     value: Any = like_parameter(parameter, local)
-    whole: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    whole: torch.Tensor = value.full_tensor() if is_distributed(value) else value
     return whole
 
 
@@ -85,7 +97,7 @@ def local_value(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The part here of a gradient as autograd brings it; a collective of the tensor-parallel ranks where they
     have terms of a sum, or where it is split otherwise than ``parameter``."""
-    if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+    if not is_distributed(parameter) or not is_distributed(gradient):
         return gradient
     if gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
@@ -96,7 +108,7 @@ def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
 def problem_of(parameter: torch.Tensor, ranks: list[int]) -> str:
     """Why the part of ``parameter`` that is here cannot be sharded, empty if it can; ``ranks`` are the
     tensor-parallel ones."""
-    if not isinstance(parameter, DTensor):
+    if not is_distributed(parameter):
         return ""
     mesh = parameter.device_mesh
     if mesh.ndim != 1 or (mesh.size() > 1 and mesh.mesh.tolist() != ranks):
@@ -104,7 +116,7 @@ def problem_of(parameter: torch.Tensor, ranks: list[int]) -> str:
             f"is split over the ranks {mesh.mesh.tolist()}, but the tensor-parallel ones are {ranks}; split "
             "it over mesh['tp'] of the mesh that is given to zero_ext.prepare"
         )
-    if not all(isinstance(each, Shard | Replicate) for each in parameter.placements):
+    if not all(type(each).__name__ in ("Shard", "Replicate") for each in parameter.placements):
         return f"is placed as {parameter.placements}; Shard or Replicate wanted"
     if is_split(parameter) and parameter.dim() > 2:
         return f"has {parameter.dim()} dimensions and is split; 1 or 2 wanted"

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_ext import ops
@@ -44,7 +43,7 @@ from zero_ext.zero.forecast import Forecast
 from zero_ext.zero.guards import guard_module
 from zero_ext.zero.hooks import install, watch_reads
 from zero_ext.zero.input_cast import cast_inputs, cast_running_statistics
-from zero_ext.zero.local_part import problem_of
+from zero_ext.zero.local_part import is_distributed, problem_of
 from zero_ext.zero.lookup import MODULE_ATTRIBUTE, PARAMETER_ATTRIBUTE, attach_engine
 from zero_ext.zero.meta import leave_meta
 from zero_ext.zero.model_ranks import counted_once
@@ -282,7 +281,7 @@ def _check_parameters(
         if problem:
             raise ValueError(f"parameter '{name}' {problem}")
         value: Any = parameter
-        if not isinstance(parameter, DTensor) and is_traceable_wrapper_subclass(value):
+        if not is_distributed(parameter) and is_traceable_wrapper_subclass(value):
             raise ValueError(
                 f"parameter '{name}' is a {type(value).__name__}, a tensor made of several others, which has "
                 "no flat memory to shard. Quantise with bitsandbytes, whose 4-bit weights are bytes, keep "

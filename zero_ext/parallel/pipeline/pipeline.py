@@ -155,10 +155,10 @@ class Pipeline:
 
     def _mean_loss(self, losses: list[torch.Tensor], scale: float) -> torch.Tensor:
         """Of the micro-batches and data-parallel ranks, on all ranks."""
-        own = sum(
-            (loss.detach().double().cpu() / scale for loss in losses), torch.zeros((), dtype=torch.float64)
-        )
-        total = self._ranks.sum(own.view(1))
+        own = torch.zeros(1, dtype=torch.float64, device="cpu")
+        for loss in losses:
+            own += loss.detach().double().cpu() / scale
+        total = self._ranks.sum(own)
         self._engine.collectives.sum_(total, "mean loss of a batch")
         return (total / self._engine.world_size).float()[0]
 

@@ -128,7 +128,7 @@ class _Outline(nn.Module):
             return outputs
         through = _Through.apply
         floating = [each for each in inputs if isinstance(each, torch.Tensor) and each.requires_grad]
-        anchor = torch.ones((), requires_grad=True)
+        anchor = torch.ones((), device="cpu", requires_grad=True)
         if isinstance(outputs, tuple):
             return tuple(
                 through(each, anchor, *floating) if each.is_floating_point() else each for each in outputs
