@@ -4,6 +4,7 @@ from zero_ext.parallel.grid import RankGrid
 from zero_ext.parallel.mapping import Mapping, all_mappings, best_mapping, naive_mapping
 from zero_ext.parallel.mesh import make_mesh
 from zero_ext.parallel.partition import split_stages
+from zero_ext.parallel.tensor import split_tensors
 from zero_ext.parallel.topology import Level, Topology
 from zero_ext.parallel.traffic import AxisTraffic, TransformerStep, transformer_traffic
 
@@ -19,5 +20,6 @@ __all__ = [
     "make_mesh",
     "naive_mapping",
     "split_stages",
+    "split_tensors",
     "transformer_traffic",
 ]
