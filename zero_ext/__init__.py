@@ -64,6 +64,7 @@ _PACKAGES = (
     "offload",
     "ops",
     "optim",
+    "parallel",
     "plan",
     "zero",
 )

@@ -114,3 +114,43 @@ def test_bytes_between_hosts_with_and_without_codes() -> None:
             assert 8 * 3 / 0.78 <= full / less <= 8 * 3 / 0.75
         assert (less < full) == (row["stage"] >= 2)
     assert "Between hosts" not in run("plan", "llama-7b", "--gpus", "8")
+
+
+def test_places_of_ranks_by_what_links_cost() -> None:
+    arguments = (
+        "plan",
+        "llama-7b",
+        "--gpus",
+        "32",
+        "--gpus-per-host",
+        "4",
+        "--3d",
+        "pp=4,tp=4",
+        "--batch",
+        "64",
+    )
+    text = run(*arguments)
+    assert "Places of the ranks" in text and "count ranks as" in text and "4 to a host" in text
+    told = json.loads(run(*arguments, "--json"))["places"]
+    assert sorted(map(tuple, told["mapping"])) == [("dp", 2), ("pp", 4), ("tp", 4)]
+    assert sum(told["seconds"].values()) <= sum(told["naive_seconds"].values())
+    assert set(told["seconds"]) == {"pp", "dp", "cp", "tp"} and told["seconds"]["cp"] == 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [
+        ("pp=3", "--3d is 'pp=3', which makes 6 ranks with dp=2, but there are 8 GPUs"),
+        ("ep=2", "--3d is 'ep=2'; lengths of pp, dp, cp, tp wanted"),
+        ("pp=2,pp=2", "each once"),
+        ("tp=0", "--3d is 'tp=0'"),
+        ("tp", "--3d is 'tp'"),
+        ("pp=8,dp=1", "8 stages"),
+    ],
+)
+def test_lengths_that_cannot_be(lengths: str, words: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 100}
+    config.write_text(json.dumps({"model_type": "llama", "intermediate_size": 128, **sizes}))
+    text = run("plan", str(config), "--gpus", "8", "--micro-batch", "1", "--3d", lengths, status=1)
+    assert words in text

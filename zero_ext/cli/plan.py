@@ -11,10 +11,12 @@ import typer
 
 from zero_ext.cli.console import errors_on_stderr, terminal
 from zero_ext.cli.options import taking
+from zero_ext.cli.places_report import places_as_json, print_places
 from zero_ext.config.quantities import bytes_of, count_of, rate_of
 from zero_ext.plan.advice import OBJECTIVES
 from zero_ext.plan.cluster import DEFAULT_MACHINE, ClusterOptions
 from zero_ext.plan.models import model_named
+from zero_ext.plan.places import Places, lengths_of, places_of
 from zero_ext.plan.planner import Plan, make_plan
 from zero_ext.plan.row import Batch
 
@@ -53,6 +55,9 @@ class PlanOptions:
         list[str] | None, typer.Option(help="Folder on NVMe for --write; may be repeated.")
     ] = None
     plot: Annotated[Path | None, typer.Option(help="Picture of the bytes against what there is.")] = None
+    three_d: Annotated[
+        Text, typer.Option("--3d", help="Lengths of pp, tp and cp, like pp=4,tp=2: shows the ranks' places.")
+    ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
 
 
@@ -66,10 +71,14 @@ def plan(options: PlanOptions) -> None:
 
     with errors_on_stderr():
         found = plan_of(options)
+        places = _places(options, found)
         if options.as_json:
-            print(json.dumps(report.plan_as_json(found), indent=2))
+            told = {} if places is None else {"places": places_as_json(places)}
+            print(json.dumps(report.plan_as_json(found) | told, indent=2))
         else:
             report.print_plan(terminal(), found)
+            if places is not None:
+                print_places(terminal(), places, found.hardware.ranks_per_node)
         if options.plot is not None:
             from zero_ext.plan.plot import plot_plan
 
@@ -100,6 +109,14 @@ def plan_of(options: PlanOptions) -> Plan:
         moments_dtype=options.moments,
         tokens=tokens,
     )
+
+
+def _places(options: PlanOptions, found: Plan) -> Places | None:
+    if options.three_d is None:
+        return None
+    stage = 1 if found.advice is None else found.advice.row.training.stage
+    sizes = lengths_of(options.three_d, options.gpus)
+    return places_of(found.model, found.hardware, sizes, found.batch.samples, options.micro_batch or 1, stage)
 
 
 def _cluster(options: PlanOptions) -> ClusterOptions:

@@ -1,12 +1,17 @@
 """Several kinds of parallelism at once: which rank takes which part in each, and the meshes they run on."""
 
-from zero_ext.parallel.grid import RankGrid
-from zero_ext.parallel.mapping import Mapping, all_mappings, best_mapping, naive_mapping
-from zero_ext.parallel.mesh import make_mesh
-from zero_ext.parallel.partition import split_stages
-from zero_ext.parallel.tensor import split_tensors
-from zero_ext.parallel.topology import Level, Topology
-from zero_ext.parallel.traffic import AxisTraffic, TransformerStep, transformer_traffic
+from typing import TYPE_CHECKING
+
+from zero_ext.config.lazy import lazily
+
+if TYPE_CHECKING:
+    from zero_ext.parallel.grid import RankGrid
+    from zero_ext.parallel.mapping import Mapping, all_mappings, best_mapping, naive_mapping
+    from zero_ext.parallel.mesh import make_mesh
+    from zero_ext.parallel.partition import split_stages
+    from zero_ext.parallel.tensor import split_tensors
+    from zero_ext.parallel.topology import Level, Topology
+    from zero_ext.parallel.traffic import AxisTraffic, TransformerStep, transformer_traffic
 
 __all__ = [
     "AxisTraffic",
@@ -23,3 +28,24 @@ __all__ = [
     "split_tensors",
     "transformer_traffic",
 ]
+
+# Mappings are computed without torch, whose split tensors take a second to import.
+__getattr__ = lazily(
+    __name__,
+    {
+        "AxisTraffic": "zero_ext.parallel.traffic",
+        "Level": "zero_ext.parallel.topology",
+        "Mapping": "zero_ext.parallel.mapping",
+        "RankGrid": "zero_ext.parallel.grid",
+        "Topology": "zero_ext.parallel.topology",
+        "TransformerStep": "zero_ext.parallel.traffic",
+        "all_mappings": "zero_ext.parallel.mapping",
+        "best_mapping": "zero_ext.parallel.mapping",
+        "make_mesh": "zero_ext.parallel.mesh",
+        "naive_mapping": "zero_ext.parallel.mapping",
+        "pipeline": "",
+        "split_stages": "zero_ext.parallel.partition",
+        "split_tensors": "zero_ext.parallel.tensor",
+        "transformer_traffic": "zero_ext.parallel.traffic",
+    },
+)

@@ -231,7 +231,7 @@ def _pieces(item: Owned, collectives: Collectives, failures: Postponed) -> Itera
     if born is not None:
         yield from born.pieces(collectives, failures)
         return
-    flattened = in_memory_order(local_part(parameter), item.spec)
+    flattened = in_memory_order(local_part(parameter).data, item.spec)
     if flattened.numel():
         collectives.broadcast_(flattened, 0, f"first value of parameter '{item.spec.name}' from rank 0")
     step = PIECE_BYTES // flattened.element_size()

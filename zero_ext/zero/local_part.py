@@ -22,8 +22,8 @@ def is_distributed(tensor: object) -> TypeGuard[DTensor]:
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """The part of ``parameter`` that is here, without autograd."""
-    local: torch.Tensor = parameter._local_tensor if is_distributed(parameter) else parameter.data
+    """The part of ``parameter`` that is here: itself, if nobody else has others."""
+    local: torch.Tensor = parameter._local_tensor if is_distributed(parameter) else parameter
     return local
 
 
@@ -105,9 +105,9 @@ def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
     return local
 
 
-def problem_of(parameter: torch.Tensor, ranks: list[int]) -> str:
-    """Why the part of ``parameter`` that is here cannot be sharded, empty if it can; ``ranks`` are the
-    tensor-parallel ones."""
+def problem_of(parameter: torch.Tensor, ranks: list[int], dtype: torch.dtype) -> str:
+    """Why the part of ``parameter`` that is here cannot be sharded in ``dtype``, empty if it can; ``ranks``
+    are the tensor-parallel ones."""
     if not is_distributed(parameter):
         return ""
     mesh = parameter.device_mesh
@@ -115,6 +115,11 @@ def problem_of(parameter: torch.Tensor, ranks: list[int]) -> str:
         return (
             f"is split over the ranks {mesh.mesh.tolist()}, but the tensor-parallel ones are {ranks}; split "
             "it over mesh['tp'] of the mesh that is given to zero_ext.prepare"
+        )
+    if parameter.dtype != dtype:
+        return (
+            f"is {parameter.dtype} and split already, but 'precision.dtype' wants {dtype}; convert the model "
+            f"before it is split (model.to({dtype}))"
         )
     if not all(type(each).__name__ in ("Shard", "Replicate") for each in parameter.placements):
         return f"is placed as {parameter.placements}; Shard or Replicate wanted"

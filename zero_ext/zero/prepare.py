@@ -277,7 +277,7 @@ def _check_parameters(
                 "float16. Convert the model, set 'precision.dtype', or freeze the parameter."
             )
         ranks = dist.get_process_group_ranks(groups.tensor) if groups.tensor is not None else []
-        problem = problem_of(parameter, ranks)
+        problem = problem_of(parameter, ranks, dtype)
         if problem:
             raise ValueError(f"parameter '{name}' {problem}")
         value: Any = parameter
