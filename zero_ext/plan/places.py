@@ -67,8 +67,8 @@ def places_of(
     micro_batch: int,
     stage: int,
 ) -> Places:
-    """The best places for ``samples`` a step, which the replicas share out in micro-batches of ``micro_batch``,
-    with ZeRO's ``stage``.
+    """The best places for ``samples`` a step, shared out over the replicas in micro-batches of
+    ``micro_batch``, with ZeRO's ``stage``.
 
     Raises ``ValueError`` for more stages than layers.
     """
