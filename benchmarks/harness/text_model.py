@@ -67,7 +67,7 @@ LLAMA_34M = LlamaShape("34m", hidden=512, layers=8, feed_forward=1408, vocabular
 RUNS = {
     run.name: run
     for run in (
-        TextRun("8m-bytes", BYTE_LLAMA, steps=3000, batch=1, window=128, learning_rate=5e-4),
+        TextRun("8m-bytes", BYTE_LLAMA, steps=3000, batch=1, window=128, learning_rate=3e-4),
         TextRun("34m", LLAMA_34M, steps=500, batch=1, window=128, learning_rate=3e-4),
         TextRun("tiny", TINY, steps=200, batch=1, window=64, learning_rate=3e-3, held_out_windows=16),
     )

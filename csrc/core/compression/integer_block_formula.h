@@ -38,11 +38,12 @@ struct BlockScales {
   typename V::Float scale;
   typename V::Float lowest;
   typename V::Float inverse;
-};
 
-struct BlockScale : BlockScales<ScalarVector> {
+  // Of a single block.
   ZERO_EXT_HOST_DEVICE bool divides() const { return inverse != 0.0F; }
 };
+
+using BlockScale = BlockScales<ScalarVector>;
 
 // Of blocks that are finite where `magnitude` is a finite number.
 template <class V>
@@ -86,7 +87,7 @@ struct IntegerCode {
   }
   // From its bit pattern.
   static ZERO_EXT_HOST_DEVICE BlockScale scale_of_magnitude(std::uint32_t highest) {
-    return {scales_of_magnitude<ScalarVector>(std::bit_cast<float>(highest))};
+    return scales_of_magnitude<ScalarVector>(std::bit_cast<float>(highest));
   }
 
   // From the extreme elements; `zero` is the sum of all elements times zero, or zero if the
@@ -101,7 +102,7 @@ struct IntegerCode {
     return block_scales<V>(V::div(range, V::set(kSteps)), lowest, V::add(range, zero));
   }
   static ZERO_EXT_HOST_DEVICE BlockScale scale_of_range(float lowest, float highest, float zero) {
-    return {scales_of_range<ScalarVector>(lowest, highest, zero)};
+    return scales_of_range<ScalarVector>(lowest, highest, zero);
   }
 
   // A number of [2^23, 2^24) whose lowest bits are the code.

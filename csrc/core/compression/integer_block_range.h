@@ -198,7 +198,7 @@ class GroupScales {
  public:
   GroupScales() : extremes_{}, scale_{}, lowest_{}, inverse_{} {}
   void put(std::int64_t b, const Extremes& of) { extremes_[b] = of; }
-  BlockScale operator[](std::int64_t b) const { return {{scale_[b], lowest_[b], inverse_[b]}}; }
+  BlockScale operator[](std::int64_t b) const { return {scale_[b], lowest_[b], inverse_[b]}; }
   void find() {
     const BlockScales<V> found = Extremes::scales(extremes_);
     V::store(scale_, found.scale);
