@@ -8,7 +8,6 @@ FOLDER (default runs/demo-report) receives a report with pictures; an earlier de
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from demo.comparison import HEADINGS, Row, cells, compare
 from demo.comparison import failures as comparison_failures
 from demo.corpus import gather_corpus
+from demo.folder import clear
 from demo.launch import launch
 from demo.report import summary, write_report
 from demo.settings import SETTINGS
@@ -33,7 +33,7 @@ def main(folder: Path) -> int:
     """Runs all parts; returns the exit status."""
     began = time.perf_counter()
     console = Console(highlight=False)
-    _clear(folder)
+    clear(folder, "training.txt")
 
     console.rule("text")
     corpus = gather_corpus()
@@ -80,14 +80,6 @@ def _table(rows: list[Row]) -> Table:
     for row in rows:
         table.add_row(*cells(row, rows[0]))
     return table
-
-
-def _clear(folder: Path) -> None:
-    """Removes what an earlier demonstration left; refuses a folder that holds anything else."""
-    if folder.exists() and any(folder.iterdir()) and not (folder / "training.txt").exists():
-        raise SystemExit(f"{folder} holds something else than a demonstration's report; give another folder")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
 
 
 if __name__ == "__main__":

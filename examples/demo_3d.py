@@ -7,13 +7,13 @@ receives a report with the losses and a timeline of a pipeline's step; an earlie
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from demo.corpus import gather_corpus
+from demo.folder import clear
 from demo.launch import launch
 from demo_3d.report import HEADINGS, Outcome, failures, rows, write_report
 from demo_3d.settings import ALONE, FILE, WAYS, ThreeDSettings
@@ -27,7 +27,7 @@ DEFAULT_FOLDER = Path("runs") / "demo-3d-report"
 def demonstrate(folder: Path, settings: ThreeDSettings, console: Console) -> int:
     """Runs all layouts; returns the exit status."""
     began = time.perf_counter()
-    _clear(folder)
+    clear(folder, FILE)
     settings.write(folder)
     gather_corpus().write(folder)
     console.rule(f"{settings.ranks} ranks, {settings.steps} steps in each layout")
@@ -53,14 +53,6 @@ def demonstrate(folder: Path, settings: ThreeDSettings, console: Console) -> int
     failed = any(broken.values())
     console.print(f"{'FAILED' if failed else 'passed'} in {seconds:.0f} s; report: {page}", markup=False)
     return int(failed)
-
-
-def _clear(folder: Path) -> None:
-    """Removes what an earlier demonstration left; refuses a folder that holds anything else."""
-    if folder.exists() and any(folder.iterdir()) and not (folder / FILE).exists():
-        raise SystemExit(f"{folder} holds something else than a demonstration's report; give another folder")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ loss curves and bytes step by step; an earlier demonstration's is replaced.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from demo.corpus import gather_corpus, unigram_entropy
+from demo.folder import clear
 from demo.launch import launch
 from demo_compressed.outcome import Outcome, failures
 from demo_compressed.report import HEADINGS, rows, write_report
@@ -30,7 +30,7 @@ DEFAULT_FOLDER = Path("runs") / "demo-compressed-report"
 def demonstrate(folder: Path, settings: CompressedSettings, console: Console) -> int:
     """Runs all ways; returns the exit status."""
     began = time.perf_counter()
-    _clear(folder)
+    clear(folder, FILE)
     settings.write(folder)
     corpus = gather_corpus()
     corpus.write(folder)
@@ -67,14 +67,6 @@ def _table(cells: list[list[str]]) -> Table:
     for row in cells:
         table.add_row(*row)
     return table
-
-
-def _clear(folder: Path) -> None:
-    """Removes what an earlier demonstration left; refuses a folder that holds anything else."""
-    if folder.exists() and any(folder.iterdir()) and not (folder / FILE).exists():
-        raise SystemExit(f"{folder} holds something else than a demonstration's report; give another folder")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
 
 
 if __name__ == "__main__":

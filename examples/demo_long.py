@@ -8,7 +8,6 @@ a report with pictures of the layouts; an earlier demonstration's is replaced.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.corpus import gather_corpus, unigram_entropy
+from demo.folder import clear
 from demo.record import read_records
 from demo_long.processes import Ending, run
 from demo_long.report import HEADINGS, TITLES, Result, failures, rows, write_report
@@ -33,7 +33,7 @@ MEGA = 1e6
 def demonstrate(folder: Path, settings: LongSettings, console: Console) -> int:
     """Runs all parts; returns the exit status."""
     began = time.perf_counter()
-    _clear(folder)
+    clear(folder, FILE)
     settings.write(folder)
     try:
         result = _run_all(folder, settings, console)
@@ -92,14 +92,6 @@ def _table(result: Result) -> Table:
     for row in rows(result):
         table.add_row(*row)
     return table
-
-
-def _clear(folder: Path) -> None:
-    """Removes what an earlier demonstration left; refuses a folder that holds anything else."""
-    if folder.exists() and any(folder.iterdir()) and not (folder / FILE).exists():
-        raise SystemExit(f"{folder} holds something else than a demonstration's report; give another folder")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from demo.folder import clear
 from demo.record import read_records
 from demo_offload.processes import Ending, run
 from demo_offload.report import write_report
@@ -36,7 +37,7 @@ CAPTION = "the most at any time, MB: the process, state and staging by tier"
 def demonstrate(folder: Path, nvme_path: Path, settings: OffloadSettings, console: Console) -> int:
     """Runs all parts with a folder of its own below `nvme_path`; returns the exit status."""
     began = time.perf_counter()
-    _clear(folder)
+    clear(folder, FILE)
     settings.write(folder)
     nvme_path.mkdir(parents=True, exist_ok=True)
     nvme = Path(tempfile.mkdtemp(prefix="demo-offload-", dir=nvme_path))
@@ -105,14 +106,6 @@ def _table(result: Result) -> Table:
     for row in rows(result):
         table.add_row(*row)
     return table
-
-
-def _clear(folder: Path) -> None:
-    """Removes what an earlier demonstration left; refuses a folder that holds anything else."""
-    if folder.exists() and any(folder.iterdir()) and not (folder / FILE).exists():
-        raise SystemExit(f"{folder} holds something else than a demonstration's report; give another folder")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
 
 
 def _terminated(*_: object) -> NoReturn:
