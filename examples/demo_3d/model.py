@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from demo_3d.settings import ThreeDSettings
 from zero_ext.parallel.pipeline import LayerSpec, TiedLayerSpec
+
+if TYPE_CHECKING:
+    from demo_3d.settings import ThreeDSettings
 
 BYTES = 256
 

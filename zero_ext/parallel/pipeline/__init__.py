@@ -3,6 +3,7 @@
 from zero_ext.parallel.pipeline.layers import LayerSpec, TiedLayerSpec
 from zero_ext.parallel.pipeline.module import PipelineModule, layer_seed
 from zero_ext.parallel.pipeline.pipeline import Pipeline
+from zero_ext.parallel.pipeline.replay import bubble_bound, busy_part, replay
 from zero_ext.parallel.pipeline.schedules import SCHEDULES
 from zero_ext.parallel.pipeline.timeline import Slot, plot_timeline
 
@@ -13,6 +14,9 @@ __all__ = [
     "PipelineModule",
     "Slot",
     "TiedLayerSpec",
+    "bubble_bound",
+    "busy_part",
     "layer_seed",
     "plot_timeline",
+    "replay",
 ]

@@ -1,0 +1,205 @@
+"""Pipelines and split tensors: how full a pipeline is, what the engine costs over torch's own parts, and
+what ZeRO sends inside a pipeline.
+
+Run from the repository root: python -m benchmarks.parallel [--width 512] [--blocks 12] [--rounds 9]
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.harness.environment import describe
+from benchmarks.harness.parallel_trainers import Shape
+from benchmarks.harness.ranks import Team
+from benchmarks.harness.report import Table, conclude, terminal
+from benchmarks.harness.statistics import Ratio, ratio_of_rounds
+from zero_ext.parallel.pipeline import Slot, bubble_bound, busy_part, replay
+
+WORKER = "benchmarks.harness.parallel_rank"
+PIPELINE = "zero-pp-2"
+EFFICIENCY_BAR, OVERHEAD_BAR = 0.95, 1.05
+# The contenders of two ranks: torch's own, and zero_ext's under ZeRO's stages.
+AGAINST = {
+    "torch-pp": ("zero-pp-0", "zero-pp-2", "zero-pp-3"),
+    "torch-tp": ("zero-tp-0", "zero-tp-2", "zero-tp-3"),
+}
+TRAFFIC = ((0, "once"), (1, "once"), (2, "once"), (2, "each"), (3, "once"), (3, "each"))
+
+
+@dataclass(frozen=True)
+class Fullness:
+    """The part of a step that ranks compute, and what the order of the schedule allows."""
+
+    what: str
+    ranks: int
+    micro_batches: int
+    busy: float
+    bound: float
+
+    @property
+    def reached(self) -> float:
+        """Of the bound."""
+        return self.busy / self.bound
+
+
+def slots_of(team: Team) -> list[list[Slot]]:
+    """What every rank ran in its last step."""
+    return [[Slot(**slot) for slot in slots] for slots in team.ask("slots", kind=PIPELINE)]
+
+
+def simulated(shape: Shape) -> tuple[Fullness, float]:
+    """Four stages: the order that four ranks ran, with the seconds that each stage takes alone, and the
+    measured seconds of an exchange, which come second."""
+    with Team("four stages", 4, 1, worker=WORKER) as team:
+        team.ask("start", shape=asdict(shape))
+        team.ask("make", kind=PIPELINE)
+        team.ask("steps", kind=PIPELINE, count=2)
+        order = slots_of(team)
+        exchange = max(team.ask("exchange_seconds", repeats=21)[:2])
+        team.ask("stage_seconds", kind=PIPELINE)  # the first passes of a rank that was idle
+        taken = team.ask("stage_seconds", kind=PIPELINE)
+    placed = replay(order, lambda slot: taken[slot.stage][slot.what][slot.micro_batch], exchange)
+    found = Fullness("4 stages, simulated", 4, shape.micro_batches, busy_part(placed), bubble_bound(placed))
+    return found, exchange
+
+
+def real(team: Team, micro_batches: int, rounds: int) -> list[Fullness]:
+    """Two ranks as they ran, a step a round."""
+    found = []
+    for _ in range(rounds):
+        team.ask("steps", kind=PIPELINE, count=1)
+        slots = slots_of(team)
+        found.append(Fullness("2 stages, real", 2, micro_batches, busy_part(slots), bubble_bound(slots)))
+    return found
+
+
+def overheads(team: Team, rounds: int) -> dict[str, dict[str, Any]]:
+    """Step times of torch's own parts and of zero_ext, in turn."""
+    kinds = [kind for peer, own in AGAINST.items() for kind in (peer, *own)]
+    taken: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for kind in kinds:
+        if kind != PIPELINE:
+            team.ask("make", kind=kind)
+        team.ask("steps", kind=kind, count=2)
+    for _ in range(rounds):
+        for kind in kinds:
+            taken[kind].append(max(team.ask("steps", kind=kind, count=1)))
+    return {
+        kind: {"seconds": taken[kind], "peer": peer, "ratio": ratio_of_rounds(taken[kind], taken[peer])}
+        for peer, own in AGAINST.items()
+        for kind in own
+    } | {peer: {"seconds": taken[peer]} for peer in AGAINST}
+
+
+def traffic(shape: Shape) -> list[dict[str, Any]]:
+    """What two replicas of two stages send."""
+    found = []
+    with Team("two stages, two replicas", 4, 1, worker=WORKER) as team:
+        team.ask("start", shape=asdict(shape))
+        for stage, reduce in TRAFFIC:
+            sent = team.ask("traffic", stage=stage, reduce=reduce)
+            kinds = sorted({kind for each in sent for kind in each})
+            total = {kind: sum(each.get(kind, 0) for each in sent) for kind in kinds}
+            found.append({"stage": stage, "reduce": reduce, "sent": total})
+    return found
+
+
+def fullness_table(simulation: Fullness, runs: list[Fullness], exchange: float) -> Table:
+    """How full the pipelines are."""
+    table = Table(
+        "How full a pipeline is (1F1B)",
+        ("pipeline", "micro-batches", "busy", "the schedule allows", "of that", "at least"),
+        note="Busy: the part of a step, from the first slot to the end of the last, that ranks spend in "
+        "forward and backward passes, mean over ranks. The schedule allows: the same order of slots of "
+        "equal length and exchanges in no time. Simulated: the order that four ranks ran, each slot as "
+        f"long as its stage took with the other ranks asleep, and {1e3 * exchange:.2f} ms an exchange, as "
+        "measured. Real: medians over the rounds.",
+    )
+    middle = sorted(runs, key=lambda run: run.reached)[len(runs) // 2]
+    for each in (simulation, middle):
+        row = [f"{value:.3f}" for value in (each.busy, each.bound, each.reached)]
+        table.rows.append([each.what, str(each.micro_batches), *row, f"{EFFICIENCY_BAR}"])
+    return table
+
+
+def overhead_table(found: dict[str, dict[str, Any]]) -> Table:
+    """What the engine costs."""
+    table = Table(
+        "A step of zero_ext against torch's own parts, two ranks",
+        ("contender", "ms a step", "against", "ratio", "at most"),
+        note="Medians of rounds in turn; ratios are medians of the rounds' ratios, with their range. The "
+        "same layers, schedule, splits and batches. torch: its schedule with its fused AdamW, or "
+        "parallelize_module with its AdamW as it comes, as the fused one refuses split tensors beside "
+        "others. The number is ZeRO's stage; there is one replica.",
+    )
+    for kind, each in found.items():
+        row = ["", "", ""]
+        if "peer" in each:
+            ratio: Ratio = each["ratio"]
+            spread = f"{ratio.median:.3f} ({ratio.lowest:.3f}-{ratio.highest:.3f})"
+            row = [each["peer"], spread, f"{OVERHEAD_BAR}"]
+        table.rows.append([kind, f"{1e3 * statistics.median(each['seconds']):.1f}", *row])
+    return table
+
+
+def traffic_table(found: list[dict[str, Any]]) -> Table:
+    """What ZeRO sends."""
+    table = Table(
+        "ZeRO inside a pipeline: bytes of a step, MB, 2 stages of 2 replicas, all ranks",
+        ("ZeRO", "gradients reduced", "by kind", "together"),
+    )
+    for each in found:
+        kinds = ", ".join(f"{kind} {count / 1e6:.2f}" for kind, count in each["sent"].items())
+        together = f"{sum(each['sent'].values()) / 1e6:.2f}"
+        when = "once a step" if each["reduce"] == "once" else "after every micro-batch"
+        table.rows.append([str(each["stage"]), when, kinds, together])
+    return table
+
+
+def main(
+    width: Annotated[int, typer.Option(help="Of the model.")] = 512,
+    blocks: Annotated[int, typer.Option(help="Of the model; a multiple of 4.")] = 12,
+    window: Annotated[int, typer.Option(help="Bytes in a sample.")] = 128,
+    micro_batches: Annotated[int, typer.Option(help="A step.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured.")] = 9,
+    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "parallel",
+) -> None:
+    """Measure; write benchmarks/results/parallel.{json,md}."""
+    console = terminal()
+    shape = Shape(width, blocks, 8, window, micro_batches, samples=1)
+    simulation, exchange = simulated(shape)
+    with Team("two ranks", 2, 1, worker=WORKER) as team:
+        team.ask("start", shape=asdict(shape))
+        team.ask("make", kind=PIPELINE)
+        team.ask("steps", kind=PIPELINE, count=2)
+        runs = real(team, micro_batches, rounds)
+        costs = overheads(team, rounds)
+    sent = traffic(shape)
+    reached = statistics.median(run.reached for run in runs)
+    failures = [
+        f"{what}: {value:.3f} of the schedule's bound, {EFFICIENCY_BAR} wanted"
+        for what, value in ((simulation.what, simulation.reached), ("2 stages, real", reached))
+        if value < EFFICIENCY_BAR
+    ]
+    failures += [
+        f"{kind}: {each['ratio'].median:.3f} times a step of {each['peer']}, at most {OVERHEAD_BAR} wanted"
+        for kind, each in costs.items()
+        if "peer" in each and each["ratio"].median > OVERHEAD_BAR
+    ]
+    data: dict[str, Any] = {"environment": describe(), "shape": asdict(shape), "exchange_seconds": exchange}
+    data["fullness"] = [asdict(each) for each in (simulation, *runs)]
+    data["overheads"] = {
+        kind: each | ({"ratio": asdict(each["ratio"])} if "ratio" in each else {})
+        for kind, each in costs.items()
+    }
+    data["traffic"] = sent
+    tables = [fullness_table(simulation, runs, exchange), overhead_table(costs), traffic_table(sent)]
+    conclude(console, output, "Pipelines and split tensors", tables, data, failures)
+
+
+if __name__ == "__main__":
+    typer.run(main)
