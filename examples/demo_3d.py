@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 from demo.corpus import gather_corpus
-from demo.folder import clear
+from demo.folder import SETTINGS_FILE, clear
 from demo.launch import launch
 from demo_3d.report import HEADINGS, Outcome, failures, rows, write_report
-from demo_3d.settings import ALONE, FILE, WAYS, ThreeDSettings
+from demo_3d.settings import ALONE, WAYS, ThreeDSettings
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -27,7 +27,7 @@ DEFAULT_FOLDER = Path("runs") / "demo-3d-report"
 def demonstrate(folder: Path, settings: ThreeDSettings, console: Console) -> int:
     """Runs all layouts; returns the exit status."""
     began = time.perf_counter()
-    clear(folder, FILE)
+    clear(folder, SETTINGS_FILE)
     settings.write(folder)
     gather_corpus().write(folder)
     console.rule(f"{settings.ranks} ranks, {settings.steps} steps in each layout")

@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 from demo.corpus import gather_corpus, unigram_entropy
-from demo.folder import clear
+from demo.folder import SETTINGS_FILE, clear
 from demo.launch import launch
 from demo_compressed.outcome import Outcome, failures
 from demo_compressed.report import HEADINGS, rows, write_report
-from demo_compressed.settings import FILE, CompressedSettings
+from demo_compressed.settings import CompressedSettings
 from demo_compressed.ways import WAYS
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -30,7 +30,7 @@ DEFAULT_FOLDER = Path("runs") / "demo-compressed-report"
 def demonstrate(folder: Path, settings: CompressedSettings, console: Console) -> int:
     """Runs all ways; returns the exit status."""
     began = time.perf_counter()
-    clear(folder, FILE)
+    clear(folder, SETTINGS_FILE)
     settings.write(folder)
     corpus = gather_corpus()
     corpus.write(folder)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from demo.corpus import gather_corpus, unigram_entropy
-from demo.folder import clear
+from demo.folder import SETTINGS_FILE, clear
 from demo.record import read_records
 from demo_long.processes import Ending, run
 from demo_long.report import HEADINGS, TITLES, Result, failures, rows, write_report
-from demo_long.settings import FILE, LongSettings
+from demo_long.settings import LongSettings
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -33,7 +33,7 @@ MEGA = 1e6
 def demonstrate(folder: Path, settings: LongSettings, console: Console) -> int:
     """Runs all parts; returns the exit status."""
     began = time.perf_counter()
-    clear(folder, FILE)
+    clear(folder, SETTINGS_FILE)
     settings.write(folder)
     try:
         result = _run_all(folder, settings, console)

@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from demo.folder import clear
+from demo.folder import SETTINGS_FILE, clear
 from demo.record import read_records
 from demo_offload.processes import Ending, run
 from demo_offload.report import write_report
-from demo_offload.settings import FILE, OffloadSettings
+from demo_offload.settings import OffloadSettings
 from demo_offload.verdict import HEADINGS, NAMES, Result, failures, megabytes, rows
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -37,7 +37,7 @@ CAPTION = "the most at any time, MB: the process, state and staging by tier"
 def demonstrate(folder: Path, nvme_path: Path, settings: OffloadSettings, console: Console) -> int:
     """Runs all parts with a folder of its own below `nvme_path`; returns the exit status."""
     began = time.perf_counter()
-    clear(folder, FILE)
+    clear(folder, SETTINGS_FILE)
     settings.write(folder)
     nvme_path.mkdir(parents=True, exist_ok=True)
     nvme = Path(tempfile.mkdtemp(prefix="demo-offload-", dir=nvme_path))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-FILE = "settings.json"
+from demo.folder import KeptSettings
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ ALONE = "alone"
 
 
 @dataclass(frozen=True)
-class ThreeDSettings:
+class ThreeDSettings(KeptSettings):
     """A byte-level transformer of about 0.8 million parameters, fp32, on four ranks.
 
     Attributes:
@@ -53,12 +51,3 @@ class ThreeDSettings:
     clipping: float = 1.0
     seed: int = 7
     loss_tolerance: float = 1e-3
-
-    def write(self, folder: Path) -> None:
-        """Leaves the settings in `folder` for the ranks, which are processes of their own."""
-        (folder / FILE).write_text(json.dumps(asdict(self), indent=1))
-
-    @staticmethod
-    def read(folder: Path) -> ThreeDSettings:
-        """What `write` left."""
-        return ThreeDSettings(**json.loads((folder / FILE).read_text()))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
+from demo.folder import KeptSettings
 from demo.settings import ModelShape
-
-FILE = "settings.json"
 
 
 @dataclass(frozen=True)
-class CompressedSettings(ModelShape):
+class CompressedSettings(KeptSettings, ModelShape):
     """A byte-level Llama of about 1.5 million parameters on four ranks, two on each of two simulated nodes.
 
     Attributes:
@@ -44,12 +41,3 @@ class CompressedSettings(ModelShape):
     def factor(self, step: int) -> float:
         """Of the learning rate at a step from 0: a linear rise, then a straight fall to a fifth."""
         return min((step + 1) / 24, 1 - 0.8 * step / self.steps)
-
-    def write(self, folder: Path) -> None:
-        """Leaves the settings in `folder` for the ranks, which are processes of their own."""
-        (folder / FILE).write_text(json.dumps(asdict(self), indent=1))
-
-    @staticmethod
-    def read(folder: Path) -> CompressedSettings:
-        """What `write` left."""
-        return CompressedSettings(**json.loads((folder / FILE).read_text()))

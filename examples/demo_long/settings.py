@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+from demo.folder import KeptSettings
 from demo.settings import ModelShape
-
-FILE = "settings.json"
 
 
 @dataclass(frozen=True)
-class LongSettings(ModelShape):
+class LongSettings(KeptSettings, ModelShape):
     """A byte-level Llama of about 3 million parameters that sees 16,384 bytes of text at once.
 
     Attributes:
@@ -50,12 +47,3 @@ class LongSettings(ModelShape):
             "num_local_blocks": self.num_local_blocks,
             "attention": "unidirectional",
         }
-
-    def write(self, folder: Path) -> None:
-        """Leaves the settings in `folder` for the runs, which are processes of their own."""
-        (folder / FILE).write_text(json.dumps(asdict(self), indent=1))
-
-    @staticmethod
-    def read(folder: Path) -> LongSettings:
-        """What `write` left."""
-        return LongSettings(**json.loads((folder / FILE).read_text()))

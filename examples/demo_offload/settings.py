@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
+from demo.folder import KeptSettings
 from demo.settings import ModelShape
 
-FILE = "settings.json"
 BYTES = 256  # the vocabulary
 
 
 @dataclass(frozen=True)
-class OffloadSettings(ModelShape):
+class OffloadSettings(KeptSettings, ModelShape):
     """A byte-level Llama of about 100 million parameters, one window a step.
 
     Attributes:
@@ -42,12 +40,3 @@ class OffloadSettings(ModelShape):
         hidden = self.hidden_size
         layer = 4 * hidden**2 + 3 * hidden * self.feed_forward_size + 2 * hidden
         return 2 * BYTES * hidden + self.layers * layer + hidden
-
-    def write(self, folder: Path) -> None:
-        """Leaves the settings in `folder` for the runs, which are processes of their own."""
-        (folder / FILE).write_text(json.dumps(asdict(self), indent=1))
-
-    @staticmethod
-    def read(folder: Path) -> OffloadSettings:
-        """What `write` left."""
-        return OffloadSettings(**json.loads((folder / FILE).read_text()))
