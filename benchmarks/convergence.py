@@ -22,7 +22,7 @@ from benchmarks.harness.report import RESULTS, Table, conclude, terminal
 from benchmarks.harness.text_model import TextRun, text_run
 from examples.demo.corpus import gather_corpus
 
-ALL_MODES = "adam,onebit_adam,zero_one_adam,lamb,onebit_lamb,zero3,zeropp"
+ALL_MODES = "adam,onebit_adam,zero_one_adam,zeropp,lamb,onebit_lamb"
 RUNS = Path("runs") / "convergence"
 
 

@@ -100,7 +100,7 @@ MODES = {
             rate_factor=5.0,
         ),
         Mode("zero3", "ZeRO-3", _adam, {"stage": 3, "communication": _IN_NODES}, "adam"),
-        Mode("zeropp", "ZeRO++", _adam, {"stage": 3, "communication": ZEROPP}, "zero3", tolerance=0.015),
+        Mode("zeropp", "ZeRO++", _adam, {"stage": 3, "communication": ZEROPP}, "adam", tolerance=0.015),
     )
 }
 

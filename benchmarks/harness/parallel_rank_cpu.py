@@ -1,0 +1,106 @@
+"""A rank of pipelines and split tensors; driven by a team."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.parallel_trainers import Shape, Trainer, ZeroPipeline, trainer
+from benchmarks.harness.worker import main
+from zero_ext.parallel import make_mesh
+from zero_ext.zero import engine_of
+
+COMMANDS = ("start", "make", "steps", "losses", "slots", "stage_seconds", "exchange_seconds", "traffic")
+
+
+class ParallelRank:
+    """State of this process: the contenders that it has made."""
+
+    def start(self, shape: dict[str, int]) -> None:
+        """Joins the others."""
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.shape, self.made, self.steps_done = Shape(**shape), dict[str, Trainer](), dict[str, int]()
+
+    def make(self, kind: str) -> None:
+        """Constructs a contender, over all ranks."""
+        self.made[kind], self.steps_done[kind] = trainer(kind, self.shape, self.ranks), 0
+
+    def steps(self, kind: str, count: int) -> float:
+        """Seconds of so many steps, between two barriers."""
+        batches = [self.shape.batch(self.steps_done[kind] + number) for number in range(count)]
+        self.steps_done[kind] += count
+        dist.barrier()
+        began = time.process_time()
+        for inputs, targets in batches:
+            self.made[kind].step(inputs, targets)
+        used = time.process_time() - began
+        dist.barrier()
+        return used
+
+    def slots(self, kind: str) -> list[dict[str, Any]]:
+        """What this rank computed when in the last step of one of zero_ext's pipelines."""
+        return [asdict(slot) for slot in self._pipeline(kind).pipeline.slots]
+
+    def stage_seconds(self, kind: str) -> dict[str, list[float]]:
+        """Seconds of forward and backward of this rank's stage for every micro-batch of a step, the other
+        ranks asleep."""
+        found: dict[str, list[float]] = {"forward": [], "backward": []}
+        for turn in range(self.ranks):
+            if turn == self.rank:
+                found = self._passes(self._pipeline(kind))
+            dist.barrier()
+        return found
+
+    def exchange_seconds(self, repeats: int) -> float:
+        """Median seconds in which the activations of a micro-batch come from rank 0 to rank 1."""
+        shape, taken = self.shape, []
+        hidden = torch.zeros(shape.samples, shape.window, shape.width)
+        for _ in range(repeats):
+            dist.barrier()
+            began = time.perf_counter()
+            if self.rank < 2:
+                for sender in (0, 1):
+                    other = 1 - self.rank
+                    dist.send(hidden, other) if self.rank == sender else dist.recv(hidden, other)
+            taken.append((time.perf_counter() - began) / 2)
+        return statistics.median(taken)
+
+    def traffic(self, stage: int, reduce: str) -> dict[str, int]:
+        """Bytes by kind that this rank's engine sends in a step of 2 stages over the rest as replicas."""
+        own = ZeroPipeline(self.shape, make_mesh(pp=2), stage, reduce)
+        own.step(*self.shape.batch(0))
+        own.step(*self.shape.batch(1))
+        return dict(engine_of(own.model).wire.last_bytes_sent)
+
+    def _pipeline(self, kind: str) -> ZeroPipeline:
+        made = self.made[kind]
+        if not isinstance(made, ZeroPipeline):
+            raise ValueError(f"{kind} is no pipeline of zero_ext")
+        return made
+
+    def _passes(self, made: ZeroPipeline) -> dict[str, list[float]]:
+        shape = self.shape
+        inputs: torch.Tensor = shape.batch(0)[0][: shape.samples]
+        if self.rank:
+            inputs = torch.randn(shape.samples, shape.window, shape.width, requires_grad=True)
+        found: dict[str, list[float]] = {"forward": [], "backward": []}
+        for _ in range(shape.micro_batches):
+            began = time.perf_counter()
+            output = made.model(0, inputs)
+            middle = time.perf_counter()
+            with engine_of(made.model).scaled_pass(reduces=False):
+                output.sum().backward()
+            found["forward"].append(middle - began)
+            found["backward"].append(time.perf_counter() - middle)
+        return found
+
+
+if __name__ == "__main__":
+    main(ParallelRank(), COMMANDS)
