@@ -78,6 +78,7 @@ struct Avx2Vector {
   static Float floor(Float a) { return _mm256_floor_ps(a); }
   static Float min(Float a, Float b) { return _mm256_min_ps(a, b); }
   static Float max(Float a, Float b) { return _mm256_max_ps(a, b); }
+  static Float max_magnitude(Float a, Float b) { return max(abs(a), abs(b)); }
   static Float copy_sign(Float magnitude, Float sign) {
     return _mm256_or_ps(magnitude, _mm256_and_ps(sign, _mm256_set1_ps(-0.0F)));
   }
@@ -138,10 +139,12 @@ struct Avx2Vector {
   static void stream_words(std::uint32_t* target, Bits value) {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(target), value);
   }
-  template <int Shift>
+  template <int Shift, int Place>
   static Float get_field(Bits words, std::uint32_t mask) {
-    const __m256i field = _mm256_and_si256(_mm256_srli_epi32(words, Shift), set_bits<float>(mask));
-    return _mm256_castsi256_ps(_mm256_or_si256(field, set_bits<float>(0x4B000000U)));
+    const __m256i field =
+        _mm256_and_si256(_mm256_srli_epi32(words, Shift), set_bits<float>(mask << Place));
+    const std::uint32_t base = 0x4B000000U - (static_cast<std::uint32_t>(Place) << 23);
+    return _mm256_castsi256_ps(_mm256_or_si256(field, set_bits<float>(base)));
   }
   template <int First, int Second>
   static Bits xor_shifted(Bits words, Float a, Float b) {

@@ -78,6 +78,8 @@ struct Avx512Vector {
   static Float floor(Float a) { return _mm512_floor_ps(a); }
   static Float min(Float a, Float b) { return _mm512_min_ps(a, b); }
   static Float max(Float a, Float b) { return _mm512_max_ps(a, b); }
+  // The last argument: the higher magnitude, without a sign.
+  static Float max_magnitude(Float a, Float b) { return _mm512_range_ps(a, b, 0x0B); }
   static Float copy_sign(Float magnitude, Float sign) {
     return _mm512_or_ps(magnitude, _mm512_and_ps(sign, _mm512_set1_ps(-0.0F)));
   }
@@ -129,21 +131,31 @@ struct Avx512Vector {
   }
   // The last argument of a ternary operation is its truth table: (a & b) | c, then a | (b & c);
   // below, a ^ (b | c) and a ^ (~b | c).
-  template <int Shift>
+  template <int Shift, int Place>
   static Float get_field(Bits words, std::uint32_t mask) {
-    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_srli_epi32(words, Shift),
-                                                         set_bits<float>(mask),
-                                                         set_bits<float>(0x4B000000U), 0xEA));
+    const std::uint32_t base = 0x4B000000U - (static_cast<std::uint32_t>(Place) << 23);
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+        shifted_right<Shift>(words), set_bits<float>(mask << Place), set_bits<float>(base), 0xEA));
+  }
+  template <int Shift>
+  static Bits shifted_right(Bits words) {
+    if constexpr (Shift == 0) return words;
+    return _mm512_srli_epi32(words, Shift);
+  }
+  template <int Shift>
+  static Bits shifted_left(Bits words) {
+    if constexpr (Shift == 0) return words;
+    return _mm512_slli_epi32(words, Shift);
   }
   template <int First, int Second>
   static Bits xor_shifted(Bits words, Float a, Float b) {
-    return _mm512_ternarylogic_epi32(words, _mm512_slli_epi32(_mm512_castps_si512(a), First),
-                                     _mm512_slli_epi32(_mm512_castps_si512(b), Second), 0x96);
+    return _mm512_ternarylogic_epi32(words, shifted_left<First>(_mm512_castps_si512(a)),
+                                     shifted_left<Second>(_mm512_castps_si512(b)), 0x96);
   }
   // Entry of a table of 16 by the field of four bits that starts at bit `Shift`.
   template <int Shift>
   static Float lookup_field(Float table, Bits words) {
-    return _mm512_permutexvar_ps(_mm512_srli_epi32(words, Shift), table);
+    return _mm512_permutexvar_ps(shifted_right<Shift>(words), table);
   }
   static Float lookup(const float (&table)[8], Bits index) {
     return _mm512_permutexvar_ps(index, _mm512_broadcast_f32x8(_mm256_loadu_ps(table)));

@@ -55,6 +55,7 @@ struct ScalarVector {
   static ZERO_EXT_HOST_DEVICE Float floor(Float a) { return ::floorf(a); }
   static ZERO_EXT_HOST_DEVICE Float min(Float a, Float b) { return a < b ? a : b; }
   static ZERO_EXT_HOST_DEVICE Float max(Float a, Float b) { return a > b ? a : b; }
+  static ZERO_EXT_HOST_DEVICE Float max_magnitude(Float a, Float b) { return max(abs(a), abs(b)); }
   // Of a magnitude, which has no sign of its own.
   static ZERO_EXT_HOST_DEVICE Float copy_sign(Float magnitude, Float sign) {
     return ::copysignf(magnitude, sign);
@@ -97,10 +98,11 @@ struct ScalarVector {
   static ZERO_EXT_HOST_DEVICE void stream_words(std::uint32_t* target, Bits value) {
     store_words(target, value);
   }
-  // 2^23 plus the field of a word that starts at bit `Shift`.
-  template <int Shift>
+  // 2^(23 - Place) plus the field of a word, shifted right, that starts at bit `Place`.
+  template <int Shift, int Place>
   static ZERO_EXT_HOST_DEVICE Float get_field(Bits words, std::uint32_t mask) {
-    return std::bit_cast<float>(((words >> Shift) & mask) | 0x4B000000U);
+    return std::bit_cast<float>(((words >> Shift) & (mask << Place)) |
+                                (0x4B000000U - (static_cast<std::uint32_t>(Place) << 23)));
   }
   // Combines words and the bits of two numbers, shifted, by exclusive or.
   template <int First, int Second>

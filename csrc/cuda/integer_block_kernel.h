@@ -131,8 +131,8 @@ struct IntegerSum {
   static ZERO_EXT_HOST_DEVICE float decode(std::uint32_t word, int shift, const float* scales) {
     using Code = core::IntegerCode<Bits, kIsSymmetric>;
     const float number = std::bit_cast<float>((word >> shift & kMask) | 0x4B000000U);
-    return Code::template decode<core::ScalarVector>(number, scales[0],
-                                                     kIsSymmetric ? 0.0F : scales[1]);
+    return Code::template decode<core::ScalarVector, 0>(number, scales[0],
+                                                        kIsSymmetric ? 0.0F : scales[1]);
   }
 
   ZERO_EXT_HOST_DEVICE const float* scales(const IntegerPlace& at, std::int64_t message) const {

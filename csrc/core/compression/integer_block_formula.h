@@ -79,6 +79,8 @@ struct IntegerCode {
     for (int field = 0; field < kFields; ++field) noise ^= 0x4B400000U << (field * Bits);
     return noise;
   }();
+  // And when the halves of a word are, each in the lowest bits of 2^23 and more.
+  static constexpr std::uint32_t kHalvesNoise = 0x4B000000U ^ (0x4B000000U << 16);
 
   // From the highest of the elements' magnitudes.
   template <class V>
@@ -113,13 +115,15 @@ struct IntegerCode {
     return V::fma(value, V::set(by.inverse), V::set(0x1.8p23F + kZero));
   }
 
-  // From 2^23 plus the code.
-  template <class V>
-  static ZERO_EXT_HOST_DEVICE typename V::Float decode(typename V::Float number, float scale,
-                                                       float lowest) {
-    const auto steps = V::sub(number, V::set(0x1p23F + kZero));
-    if constexpr (IsSymmetric) return V::mul(steps, V::set(scale));
-    return V::fma(steps, V::set(scale), V::set(lowest));
+  // From 2^(23 - Place) plus the code, whose lowest bit is number `Place`.
+  template <class V, int Place>
+  static ZERO_EXT_HOST_DEVICE typename V::Float decode(typename V::Float number,
+                                                       typename V::Float scale,
+                                                       typename V::Float lowest) {
+    constexpr float kBase = static_cast<float>(1 << (23 - Place));
+    const auto steps = V::sub(number, V::set(kBase + kZero));
+    if constexpr (IsSymmetric) return V::mul(steps, scale);
+    return V::fma(steps, scale, lowest);
   }
 };
 

@@ -5,6 +5,7 @@
 // are the extremes; those of 16-bit values are in the upper half of a lane of 32 bits.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <limits>
 #include <type_traits>
@@ -37,6 +38,14 @@ struct Higher {
   }
   inline __attribute__((always_inline)) Bits operator()(Bits a, Bits b) const {
     return V::template max<T>(a, b);
+  }
+};
+
+template <class V>
+struct HigherMagnitude {
+  using Float = typename V::Float;
+  inline __attribute__((always_inline)) Float operator()(Float a, Float b) const {
+    return V::max_magnitude(a, b);
   }
 };
 
@@ -141,12 +150,28 @@ struct OrderedRange {
   }
 };
 
-// Of float32, in either format, where no element is NaN.
+// Of float32 where no element is NaN, in a symmetric format.
+template <class V, class Code>
+struct NumberMagnitudes {
+  using Vector = typename V::Float;
+  using Extremes = MagnitudeExtremes<V, Code, float>;
+  Vector highest;
+
+  NumberMagnitudes() : highest(V::set(0.0F)) {}
+
+  template <int Count>
+  inline __attribute__((always_inline)) void include(const Vector (&some)[Count]) {
+    const HigherMagnitude<V> higher;
+    highest = higher(highest, fold<Count>(some, higher));
+  }
+  Extremes extremes() const { return {V::magnitudes_of(highest)}; }
+};
+
+// And in an asymmetric one.
 template <class V, class Code>
 struct NumberRange {
   using Vector = typename V::Float;
-  using Extremes = std::conditional_t<Code::kIsSymmetric, MagnitudeExtremes<V, Code, float>,
-                                      OrderedExtremes<V, Code, float>>;
+  using Extremes = OrderedExtremes<V, Code, float>;
   Vector lowest;
   Vector highest;
 
@@ -161,14 +186,12 @@ struct NumberRange {
     lowest = lower(lowest, fold<Count>(some, lower));
     highest = higher(highest, fold<Count>(some, higher));
   }
-  Extremes extremes() const {
-    if constexpr (Code::kIsSymmetric) {
-      return {Higher<V, float>()(V::magnitudes_of(lowest), V::magnitudes_of(highest))};
-    } else {
-      return {V::ordered_of(lowest), V::ordered_of(highest)};
-    }
-  }
+  Extremes extremes() const { return {V::ordered_of(lowest), V::ordered_of(highest)}; }
 };
+
+template <class V, class Code>
+using SumRange =
+    std::conditional_t<Code::kIsSymmetric, NumberMagnitudes<V, Code>, NumberRange<V, Code>>;
 
 // Of float32. Comparisons may lose a NaN, the sum of the elements times zero does not.
 template <class V, class Code>
@@ -192,6 +215,29 @@ struct FloatRange : NumberRange<V, Code> {
   }
 };
 
+// The magnitudes of some scales; zeros are left out of the lowest.
+template <class V>
+class Magnitudes {
+ public:
+  Magnitudes()
+      : before_lowest_(V::template set_bits<float>(0xFFFFFFFFU)),
+        highest_(V::template set_bits<float>(0)) {}
+  void include(const float* source) {
+    const auto magnitudes = V::magnitudes(source);
+    highest_ = V::template max<float>(highest_, magnitudes);
+    before_lowest_ =
+        V::template min<float>(before_lowest_, V::template decrement<float>(magnitudes));
+  }
+  bool are_between(float least, float most) const {
+    return V::template lowest<float>(before_lowest_) >= std::bit_cast<std::uint32_t>(least) - 1 &&
+           V::template highest<float>(highest_) <= std::bit_cast<std::uint32_t>(most);
+  }
+
+ private:
+  typename V::Bits before_lowest_;
+  typename V::Bits highest_;
+};
+
 // The scales of as many blocks as a vector has lanes, found at once.
 template <class V, class Extremes>
 class GroupScales {
@@ -205,12 +251,12 @@ class GroupScales {
     V::store(lowest_, found.lowest);
     V::store(inverse_, found.inverse);
   }
-  // Writes the first `count` blocks' as a message has them.
+  // Writes factor * the first `count` blocks' as a message has them.
   template <class Code>
-  void write(std::int64_t count, float* target) const {
+  void write(std::int64_t count, float factor, float* target) const {
     for (std::int64_t b = 0; b < count; ++b) {
-      target[b * Code::kScales] = scale_[b];
-      if constexpr (!Code::kIsSymmetric) target[b * Code::kScales + 1] = lowest_[b];
+      target[b * Code::kScales] = factor * scale_[b];
+      if constexpr (!Code::kIsSymmetric) target[b * Code::kScales + 1] = factor * lowest_[b];
     }
   }
 

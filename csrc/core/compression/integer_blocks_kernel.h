@@ -31,9 +31,10 @@ struct IntegerBlocks {
     return std::clamp<std::int64_t>(kHighestIntegerBlock / block, 1, V::width);
   }
 
-  // For each group calls begin(its first block, how many), for each block extremes_of(b, slot) and,
-  // a group later, encode(b, slot, its scale): what a group's scales wait for is done while the
-  // next one is read. Until then a slot, of group + 1, is the block's own.
+  // For each group calls begin(its first block, how many), which says what its scales are written
+  // times, for each block extremes_of(b, slot) and, a group later, encode(b, slot, its scale): what
+  // a group's scales wait for is done while the next one is read. Until then a slot, of group + 1,
+  // is the block's own.
   template <class Block, class Begin, class ExtremesOf, class Encode>
   static inline __attribute__((always_inline)) void two_passes(std::int64_t blocks,
                                                                std::int64_t group, float* target,
@@ -44,7 +45,7 @@ struct IntegerBlocks {
     std::int64_t slot = 0;
     for (std::int64_t first = 0;; first += group) {
       const std::int64_t count = std::min(group, blocks - first);
-      if (count > 0) begin(first, count);
+      const float factor = count > 0 ? begin(first, count) : 1.0F;
       for (std::int64_t b = 0; b < group; ++b) {
         if (b < count) scales.put(b, extremes_of(first + b, slot));
         slot = slot == group ? 0 : slot + 1;
@@ -53,7 +54,8 @@ struct IntegerBlocks {
       }
       if (count <= 0) return;
       scales.find();
-      scales.template write<typename Block::Format>(count, target + first * Block::Format::kScales);
+      scales.template write<typename Block::Format>(count, factor,
+                                                    target + first * Block::Format::kScales);
     }
   }
 
@@ -86,7 +88,7 @@ struct IntegerBlocks {
     const std::int64_t words = words_of(block);
     const std::int64_t group = std::min<std::int64_t>(group_of(block), Block::Vectors::width);
     two_passes<Block>(
-        blocks, group, message.scales, [](std::int64_t, std::int64_t) {},
+        blocks, group, message.scales, [](std::int64_t, std::int64_t) { return 1.0F; },
         [&](std::int64_t b, std::int64_t) __attribute__((always_inline)) {
           return Block::extremes_of(values + b * block, block);
         },
@@ -175,16 +177,17 @@ struct IntegerBlocks {
     constexpr std::int64_t apart = 32;
     alignas(64) float sums[2 * (kHighestIntegerBlock + apart)];
     const auto at = [&](std::int64_t slot) { return sums + slot * (block + apart); };
-    bool is_finite = false;
+    bool is_plain = false;
     two_passes<Target>(
         blocks, group, message.scales,
         [&](std::int64_t first, std::int64_t several) {
-          is_finite = Whole::sums_are_finite(messages, first_block + first, several, factor);
+          is_plain = Whole::sums_are_plain(messages, first_block + first, several, factor);
+          return is_plain ? factor : 1.0F;
         },
         [&](std::int64_t b, std::int64_t slot) __attribute__((always_inline)) {
           const std::int64_t number = first_block + b;
           return Whole::template sum_and_extremes<To>({messages, number * words, number}, words,
-                                                      factor, is_finite, at(slot));
+                                                      factor, is_plain, at(slot));
         },
         [&](std::int64_t b, std::int64_t slot, const BlockScale& by)
             __attribute__((always_inline)) {
