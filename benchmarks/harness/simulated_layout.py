@@ -133,7 +133,7 @@ def _module(shape: Transformer, mesh: Any) -> nn.Module:
 
 
 def _kind(action: Any) -> str:
-    """"F", "B", or nothing for a wait and for what torch reduces itself."""
+    """ "F", "B", or nothing for a wait and for what torch reduces itself."""
     found = "" if action is None else action.computation_type.name
     return {"FORWARD": "F", "FULL_BACKWARD": "B"}.get(found, "")
 
