@@ -23,7 +23,7 @@ SMALL = PlannedModel.of_shape(
 
 
 def tried(wanted: Wanted) -> dict[tuple[int, int, int], float]:
-    """The fastest step of every length of pp, dp and tp that fits, by simulating all, tensors inside nodes."""
+    """The fastest step of every length of pp, dp and tp that fits, by simulating all; tp inside nodes."""
     found: dict[tuple[int, int, int], float] = {}
     model, node = wanted.model, min(wanted.gpus, wanted.hardware.ranks_per_node)
     numbers = range(1, wanted.gpus + 1)
