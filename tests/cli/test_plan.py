@@ -154,3 +154,32 @@ def test_lengths_that_cannot_be(lengths: str, words: str, tmp_path: Path) -> Non
     config.write_text(json.dumps({"model_type": "llama", "intermediate_size": 128, **sizes}))
     text = run("plan", str(config), "--gpus", "8", "--micro-batch", "1", "--3d", lengths, status=1)
     assert words in text
+
+
+def test_the_best_layouts_are_shown_with_reasons_and_written(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    arguments = ("plan", "llama-3-70b", "--gpus", "16", "--batch", "16", "--3d", "best")
+    text = run(*arguments, "--write", str(config))
+    for word in ("1. bound by compute", "of a GPU's 85.9 GB", "mesh = make_mesh(pp=", "tokens/s"):
+        assert word in text
+    first = json.loads(run(*arguments, "--json"))["layouts"][0]
+    found = load_config(config)
+    assert found == load_config(first["config"])
+    assert found.batch.train_batch_size == 16
+    assert first["pp"] * first["dp"] * first["tp"] == 16
+    assert sum(first["seconds"].values()) == pytest.approx(first["step_seconds"])
+    assert f"mesh = make_mesh(pp={first['pp']}, dp={first['dp']}, tp={first['tp']})" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--gpus", "8", "--tokens", "1B"), "--tokens is '1B', which --3d best does not use"),
+        (("--gpus", "8", "--objective", "memory"), "--objective is 'memory', which --3d best"),
+        (("--gpus", "8", "--link-bandwidth", "0"), "--link-bandwidth is '0'"),
+        (("--gpus", "5", "--batch", "3", "--micro-batch", "2"), "a multiple of 10 samples"),
+        (("--gpus", "1", "--gpu-memory", "1GB", "--host-memory", "0", "--nvme", "0"), "fits no layout on 1"),
+    ],
+)
+def test_searches_that_cannot_be(arguments: tuple[str, ...], words: str) -> None:
+    assert words in run("plan", "llama-7b", "--3d", "best", *arguments, status=1)

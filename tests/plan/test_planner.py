@@ -165,7 +165,7 @@ def test_where_nothing_fits_what_is_missing_is_said_and_what_would_fit() -> None
 def test_every_row_is_a_configuration_that_says_the_same(model: str) -> None:
     plan = planned(model, 16, 64)
     for row in plan.rows:
-        config = config_of(plan, row, ("/mnt/a", "/mnt/b"))
+        config = config_of(plan.model, row.training, ("/mnt/a", "/mnt/b"))
         again = ZeroConfig.from_mapping(config.model_dump(mode="json", exclude_unset=True))
         assert again == config
         said = Training.of_config(again, 16, row.training.activations)

@@ -15,7 +15,7 @@ from zero_ext.cli.places_report import places_as_json, print_places
 from zero_ext.config.quantities import bytes_of, count_of, rate_of
 from zero_ext.plan.advice import OBJECTIVES
 from zero_ext.plan.cluster import DEFAULT_MACHINE, ClusterOptions
-from zero_ext.plan.models import model_named
+from zero_ext.plan.models import PlannedModel, model_named
 from zero_ext.plan.places import Places, lengths_of, places_of
 from zero_ext.plan.planner import Plan, make_plan
 from zero_ext.plan.row import Batch
@@ -56,7 +56,11 @@ class PlanOptions:
     ] = None
     plot: Annotated[Path | None, typer.Option(help="Picture of the bytes against what there is.")] = None
     three_d: Annotated[
-        Text, typer.Option("--3d", help="Lengths of pp, tp and cp, like pp=4,tp=2: shows the ranks' places.")
+        Text,
+        typer.Option(
+            "--3d",
+            help="Lengths of pp, tp and cp, like pp=4,tp=2: shows the ranks' places. best: searches.",
+        ),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
 
@@ -70,6 +74,9 @@ def plan(options: PlanOptions) -> None:
     from zero_ext.cli import plan_report as report
 
     with errors_on_stderr():
+        if options.three_d == "best":
+            _plan_layouts(options)
+            return
         found = plan_of(options)
         places = _places(options, found)
         if options.as_json:
@@ -93,22 +100,53 @@ def plan_of(options: PlanOptions) -> Plan:
     """The plan that the options ask for. Raises ValueError naming the option that cannot be."""
     if options.objective not in OBJECTIVES:
         raise ValueError(f"--objective is {options.objective!r}, one of {', '.join(OBJECTIVES)} wanted")
-    model = model_named(options.model)
-    if options.seq is not None:
-        model = model.with_sequence(options.seq)
-    samples = options.batch or options.gpus * (options.micro_batch or 1)
     tokens = None if options.tokens is None else count_of(options.tokens)
     if options.tokens is not None and tokens is None:
         raise ValueError(f"--tokens is {options.tokens!r}; a number like 300B is wanted")
     return make_plan(
-        model,
+        _model(options),
         _cluster(options).hardware(),
         options.gpus,
-        Batch(samples, options.micro_batch, options.gpus),
+        Batch(_samples(options), options.micro_batch, options.gpus),
         "memory" if options.objective == "memory" else "speed",
         moments_dtype=options.moments,
         tokens=tokens,
     )
+
+
+def _plan_layouts(options: PlanOptions) -> None:
+    """Searches for the fastest layouts, prints them, and writes the first one's configuration."""
+    from zero_ext.cli import layout_report as report
+    from zero_ext.plan.layout import Wanted, best_layouts
+    from zero_ext.plan.layout.words import why_no_layout
+
+    unused = {"--tokens": options.tokens, "--plot": options.plot}
+    unused["--objective"] = None if options.objective == "speed" else options.objective
+    for option, value in unused.items():
+        if value is not None:
+            raise ValueError(f"{option} is {str(value)!r}, which --3d best does not use; leave it out")
+    hardware = _cluster(options).hardware()
+    wanted = Wanted(
+        _model(options), hardware, options.gpus, _samples(options), options.micro_batch, options.moments
+    )
+    found = best_layouts(wanted)
+    if not found:
+        raise ValueError(why_no_layout(wanted))
+    if options.as_json:
+        print(json.dumps(report.layouts_as_json(wanted, found), indent=2))
+    else:
+        report.print_layouts(terminal(), wanted, found)
+    if options.write is not None:
+        report.write_layout(wanted, found[0], options.write, tuple(options.nvme_path or ()))
+
+
+def _model(options: PlanOptions) -> PlannedModel:
+    model = model_named(options.model)
+    return model if options.seq is None else model.with_sequence(options.seq)
+
+
+def _samples(options: PlanOptions) -> int:
+    return options.batch or options.gpus * (options.micro_batch or 1)
 
 
 def _places(options: PlanOptions, found: Plan) -> Places | None:

@@ -61,7 +61,9 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         else {
             "placement": str(plan.advice.row.candidate),
             "reasons": list(plan.advice.reasons),
-            "config": config_of(plan, plan.advice.row).model_dump(mode="json", exclude_unset=True),
+            "config": config_of(plan.model, plan.advice.row.training).model_dump(
+                mode="json", exclude_unset=True
+            ),
         },
         "why_nothing_fits": None if plan.advice is not None else why_nothing_fits(plan),
     }
@@ -71,7 +73,7 @@ def write_config(plan: Plan, path: Path, nvme_paths: tuple[str, ...]) -> None:
     """The advised placement as a configuration file. ValueError if nothing fits."""
     if plan.advice is None:
         raise ValueError(why_nothing_fits(plan))
-    config = config_of(plan, plan.advice.row, nvme_paths or (DEFAULT_NVME_PATH,))
+    config = config_of(plan.model, plan.advice.row.training, nvme_paths or (DEFAULT_NVME_PATH,))
     said = config.model_dump(mode="json", exclude_unset=True)
     path.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_ext.plan.models import PlannedModel
@@ -9,7 +10,7 @@ from zero_ext.plan.simulation.costs import Costs
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.resources import READ, TO_DEVICE, TO_HOST, WRITE
 from zero_ext.plan.simulation.schedule import StepSchedule
-from zero_ext.plan.simulation.shapes import ModelCost
+from zero_ext.plan.simulation.shapes import ModelCost, UnitCost
 from zero_ext.plan.simulation.timeline import Timeline
 from zero_ext.plan.simulation.training import PARAMETER_BYTES, Training
 from zero_ext.plan.simulation.units import padded_elements
@@ -42,10 +43,10 @@ class StepEstimate:
 def estimate_step(model: PlannedModel, training: Training, hardware: Hardware) -> StepEstimate:
     """Simulates a step of ``model``; one with many layers from two depths, as every further layer adds the
     same."""
-    seconds, busy = _simulated(model, training, hardware)
+    seconds, busy = simulated(model.whole, training, hardware)
     counted = busy
     if hardware.nvme_takes_turns:  # bytes read and written are told apart where each has its own rate
-        _, counted = _simulated(model, training, hardware.replace(nvme_takes_turns=False))
+        _, counted = simulated(model.whole, training, hardware.replace(nvme_takes_turns=False))
     rates = hardware.for_rank(training.world_size)
     return StepEstimate(
         seconds=seconds,
@@ -58,21 +59,27 @@ def estimate_step(model: PlannedModel, training: Training, hardware: Hardware) -
     )
 
 
-def _simulated(model: PlannedModel, training: Training, hardware: Hardware) -> tuple[float, dict[str, float]]:
-    """Seconds of a step, and seconds by resource."""
-    shape = model.shape
+def simulated(
+    model: ModelCost, training: Training, hardware: Hardware, most_units: int = MOST_UNITS
+) -> tuple[float, dict[str, float]]:
+    """Seconds of a step, and seconds by resource. Where the layers make more than ``most_units`` units they
+    are continued from a sixth and a third of that."""
 
-    def run(cost: ModelCost) -> Timeline:
-        return StepSchedule(cost.units, Costs(hardware, training, cost.sequence)).run()
+    def run(units: Sequence[UnitCost]) -> Timeline:
+        return StepSchedule(units, Costs(hardware, training, model.sequence)).run()
 
-    if shape.layers * shape.tiles <= MOST_UNITS:
-        whole = run(model.whole)
+    layers = [unit for unit in model.units if unit.recomputes]
+    if len(layers) <= most_units:
+        whole = run(model.units)
         return whole.end, dict(whole.busy)
-    few = max(1, MOST_UNITS // (3 * shape.tiles))
-    shallow, deep = (run(model.cost(layers)) for layers in (few, 2 * few))
+    tiles = round(1 / layers[0].share)
+    few = max(1, most_units // (3 * tiles)) * tiles
+    begin = model.units.index(layers[0])
+    before, after = model.units[:begin], model.units[begin + len(layers) :]
+    shallow, deep = (run((*before, *layers[:count], *after)) for count in (few, 2 * few))
 
     def continued(at_few: float, at_twice: float) -> float:
-        return at_few + (at_twice - at_few) * (shape.layers - few) / few
+        return at_few + (at_twice - at_few) * (len(layers) - few) / few
 
     busy = {name: continued(shallow.busy.get(name, 0.0), time) for name, time in deep.busy.items()}
     return continued(shallow.end, deep.end), busy

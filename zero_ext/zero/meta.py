@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from zero_ext.zero.local_part import like_parameter, local_part
+
 Make = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -71,7 +73,8 @@ def leave_meta(model: nn.Module) -> None:
 
 def _zeros(old: torch.Tensor) -> torch.Tensor:
     if isinstance(old, nn.Parameter):
-        return torch.zeros((), dtype=old.dtype, device="cpu").expand(old.shape)
+        zeros = torch.zeros((), dtype=old.dtype, device="cpu").expand(local_part(old).shape)
+        return like_parameter(old, zeros)
     return torch.zeros_like(old, device="cpu")
 
 

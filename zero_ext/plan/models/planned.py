@@ -50,15 +50,19 @@ class PlannedModel:
         """All units."""
         return self.cost()
 
-    def cost(self, layers: int | None = None) -> ModelCost:
-        """All units, or those of a model with fewer layers that are otherwise the same."""
-        cost = self._own_cost if layers is None else replace(self.shape, layers=layers).cost()
+    def cost(self, tensor_parts: int = 1) -> ModelCost:
+        """All units as one of ``tensor_parts`` ranks has them that share every layer's tensors. Tensors that
+        are split are not cut into tiles."""
+        tiles = 1 if tensor_parts > 1 else self.shape.tiles
+        cost = self._own_cost
+        if tensor_parts > 1:
+            cost = replace(self.shape, tensor_parts=tensor_parts, tiles=tiles).cost()
         scale = self.parameters / self._own_cost.parameters
         if scale == 1:
             return cost
         scaled = {unit: _scaled(unit, scale) for unit in set(cost.units)}
         units = [scaled[unit] for unit in cost.units]
-        if layers is None:
+        if tensor_parts == 1:
             rest = self.parameters - sum(unit.parameters for unit in units[:-1])
             units[-1] = replace(units[-1], parameters=max(rest, 0))
         groups = {group: _group_scaled(group, scale) for group in set(cost.groups)}

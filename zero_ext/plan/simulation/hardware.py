@@ -82,6 +82,22 @@ class Hardware(Policy):
         except ConfigError as error:
             raise error.within(str(source)) from None
 
+    def shared(self, members: int, ranks: int) -> Hardware:
+        """What ``members`` of ``ranks`` ranks of a node have of it while the others, in groups like theirs,
+        do the same: their part of its memory and of all that goes in and out of it."""
+        part = members / ranks
+        return self.replace(
+            ranks_per_node=members,
+            host_bytes=max(1, int(self.host_bytes * part)),
+            host_bandwidth=self.host_bandwidth * part,
+            node_to_host=self.node_to_host * part,
+            node_to_device=self.node_to_device * part,
+            nvme_bytes=max(1, int(self.nvme_bytes * part)),
+            nvme_read=self.nvme_read * part,
+            nvme_write=self.nvme_write * part,
+            inter_bandwidth=self.inter_bandwidth * part,
+        )
+
     def for_rank(self, world_size: int) -> RankRates:
         """What one of ``world_size`` ranks has of it while all do the same."""
         ranks = min(world_size, self.ranks_per_node)

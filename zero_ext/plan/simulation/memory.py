@@ -71,20 +71,19 @@ def memory_needs(model: ModelCost, training: Training, hardware: Hardware) -> Me
 
     The allocator's own losses and the libraries are not counted.
     """
-    found = _state_needs(model, training, hardware)
+    found = kept_needs(model, training, hardware)
     staging = staging_bytes(model, training, not hardware.device_is_host)
     found.device["passing through"] = staging.pool
     if staging.rooms:
         found.device["staging"] = staging.rooms
     if staging.host:
         found.host["staging"] = staging.host
-    _add_activations(found, model, training)
     return found
 
 
 def fits(model: ModelCost, training: Training, hardware: Hardware) -> bool:
     """Whether every tier holds what :func:`memory_needs` asks of it."""
-    if _state_needs(model, training, hardware).shortfalls(hardware):
+    if kept_needs(model, training, hardware).shortfalls(hardware):
         return False
     return not memory_needs(model, training, hardware).shortfalls(hardware)
 
@@ -103,7 +102,8 @@ def stored_state_bytes(elements: int, fields: Sequence[tuple[int, int]], ring_by
     return whole * extent_bytes(plain(chunk)) + extent_bytes(plain(rest))
 
 
-def _state_needs(model: ModelCost, training: Training, hardware: Hardware) -> MemoryNeeds:
+def kept_needs(model: ModelCost, training: Training, hardware: Hardware) -> MemoryNeeds:
+    """:func:`memory_needs` without what passes through, which takes longest to work out."""
     placement, ranks = training.placement, min(training.world_size, hardware.ranks_per_node)
     found = MemoryNeeds({}, {}, {}, ranks)
     tier_of: dict[str, Tier] = {
@@ -118,6 +118,7 @@ def _state_needs(model: ModelCost, training: Training, hardware: Hardware) -> Me
             getattr(found, tier)[kind] += units * kept[kind]
     if training.step == "delayed":
         _add_delayed(found, model, training)
+    _add_activations(found, model, training)
     return found
 
 
@@ -151,9 +152,9 @@ def _add_delayed(found: MemoryNeeds, model: ModelCost, training: Training) -> No
 def _add_activations(found: MemoryNeeds, model: ModelCost, training: Training) -> None:
     tokens = training.micro_batch * model.sequence
     if training.activations == "kept":
-        found.device["activations"] = round(tokens * model.activations)
+        found.device["activations"] = round(training.in_flight * tokens * model.activations)
         return
-    outputs = round(tokens * model.outputs)
+    outputs = round(training.in_flight * tokens * model.outputs)
     found.device["activations"] = round(tokens * model.widest_block)  # a block's own while it runs again
     tier = found.host if training.activations == "recomputed_host" else found.device
     tier["outputs of blocks"] = outputs

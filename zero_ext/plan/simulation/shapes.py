@@ -115,6 +115,10 @@ class Transformer:
             of both.
         before: elements of the embedding unit beside the table: positions, token types, norms.
         after: elements of a dense layer of the head beside the output matrix.
+        tensor_parts: ranks that share every matrix and the biases behind split outputs; norms and other
+            biases are whole on each (Shoeybi et al., arXiv 1909.08053, section 3), and so are scores of the
+            vocabulary. A layer keeps h(10 + 24/t + 5as/(ht)) bytes of activations a token (Korthikanti et
+            al., equation 2). Cost is that of one of these ranks.
     """
 
     name: str
@@ -133,9 +137,10 @@ class Transformer:
     vectors: int = 0
     before: int = 0
     after: int = 0
+    tensor_parts: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "layers", "heads", "vocabulary", "sequence", "tiles"):
+        for name in ("hidden", "layers", "heads", "vocabulary", "sequence", "tiles", "tensor_parts"):
             check_count(name, getattr(self, name), 1)
         for name in ("feed_forward", "key_value_heads", "head_size", "vectors", "before", "after"):
             check_count(name, getattr(self, name), 0)
@@ -159,49 +164,65 @@ class Transformer:
 
     def cost(self) -> ModelCost:
         """Embedding, layers (each cut into ``tiles`` units), output matrix."""
-        hidden, length = self.hidden, self.sequence
-        matrices = sum(self.layer_matrices)
+        hidden, length, parts = self.hidden, self.sequence, self.tensor_parts
+        matrices = sum(self._own_matrices)
         width = self.heads * self.head_size or hidden
-        vectors = self.vectors or (2 * hidden if self.gated else 9 * hidden + self._feed_forward)
-        kept = 34 * hidden + (0 if self.fused_attention else 5 * self.heads * length)
-        table = self.vocabulary * hidden
+        scores = 0 if self.fused_attention else 5 * self.heads * length
+        kept = (10 + 24 / parts) * hidden + scores / parts
         layer = [
             UnitCost(
                 name="layer" if self.tiles == 1 else f"tile {tile} of a layer",
-                parameters=-(-(matrices + vectors) // self.tiles),
-                forward_flops=(2 * matrices + 4 * width * length) / self.tiles,
+                parameters=-(-(matrices + self._own_vectors) // self.tiles),
+                forward_flops=(2 * matrices + 4 * width * length / parts) / self.tiles,
                 activations=kept / self.tiles,
                 output=2 * hidden / self.tiles,
                 share=1 / self.tiles,
             )
             for tile in range(self.tiles)
         ]
-        first = UnitCost("embedding", table + self.before, 0.0, output=2 * hidden, recomputes=False)
+        first = UnitCost("embedding", self._own_table + self.before, 0.0, output=2 * hidden, recomputes=False)
         units = [first, *layer * self.layers]
         # Logits in 16 bits, their softmax in 32.
-        head = (0 if self.tied else table) + (1 if self.gated else 2) * hidden + self.after
+        head = (0 if self.tied else self._own_table) + (1 if self.gated else 2) * hidden + self.after
         logits = 6 * self.vocabulary
-        flops = 2.0 * (table + self.after)
+        flops = 2.0 * (self._own_table + self.after)
         units.append(UnitCost("output", head, flops, activations=logits, recomputes=False))
-        return ModelCost(self.name, tuple(units), length, self._groups(vectors))
+        return ModelCost(self.name, tuple(units), length, self._groups())
+
+    @property
+    def _own_matrices(self) -> tuple[int, int]:
+        """:attr:`layer_matrices` of one of ``tensor_parts`` ranks."""
+        attention, feed_forward = self.layer_matrices
+        return attention // self.tensor_parts, feed_forward // self.tensor_parts
+
+    @property
+    def _own_vectors(self) -> int:
+        """Elements of a layer's biases and norms on one of ``tensor_parts`` ranks."""
+        norms = (2 if self.gated else 6) * self.hidden  # and biases of outputs that are sums over the ranks
+        vectors = self.vectors or (norms if self.gated else 9 * self.hidden + self._feed_forward)
+        return min(vectors, norms) + -(-max(vectors - norms, 0) // self.tensor_parts)
+
+    @property
+    def _own_table(self) -> int:
+        return -(-self.vocabulary // self.tensor_parts) * self.hidden
 
     @property
     def matrix_tiles(self) -> int:
         """Tiles of each matrix of a layer, so that none is larger than a ``tiles``-th of the layer."""
         return math.ceil(self.largest_matrix / math.ceil(sum(self.layer_matrices) / self.tiles))
 
-    def _groups(self, vectors: int) -> tuple[TensorGroup, ...]:
-        hidden, table = self.hidden, self.vocabulary * self.hidden
+    def _groups(self) -> tuple[TensorGroup, ...]:
+        hidden, table = self.hidden, self._own_table
         width = self.heads * self.head_size or hidden
-        attention, feed_forward = self.layer_matrices
-        out = hidden * width
+        attention, feed_forward = self._own_matrices
+        out = hidden * width // self.tensor_parts
         shared = (attention - 2 * out) // 2
         # Gated models have queries, keys and values apart, the others in one matrix.
         inputs = (out, shared, shared, out) if self.gated else (attention - out, out)
         parts = 3 if self.gated else 2
         layer = TensorGroup(
             (*inputs, *[feed_forward // parts] * parts),
-            vectors,
+            self._own_vectors,
             block=True,
             tiles=self.matrix_tiles if self.tiles > 1 else 1,
         )

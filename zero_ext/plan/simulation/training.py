@@ -34,6 +34,7 @@ class Training:
         stage: ZeRO stage, 0 to 3.
         micro_batch: samples of a rank's forward.
         accumulation_steps: micro-batches of a step.
+        in_flight: micro-batches whose activations wait for backward at once; several in a pipeline.
         params, grads, optimizer: tiers, as in ``offload``.
         step: when updates run, as ``offload.step``. Those in backward are made once, not on trial.
         activations: kept; recomputed in backward from the outputs of blocks; these outputs in host memory
@@ -48,6 +49,7 @@ class Training:
     stage: int = 3
     micro_batch: int = 1
     accumulation_steps: int = 1
+    in_flight: int = 1
     params: Tier = "device"
     grads: Tier = "device"
     optimizer: Tier = "device"
@@ -65,6 +67,7 @@ class Training:
             "world_size",
             "micro_batch",
             "accumulation_steps",
+            "in_flight",
             "bucket_elements",
             "live_elements",
             "ring_bytes",
@@ -123,6 +126,11 @@ class Training:
         return Placement(
             stage.params, stage.grads, stage.optimizer, self.params, self.grads, self.optimizer
         ).over(self.world_size)
+
+    @property
+    def samples(self) -> int:
+        """That all ranks see in a step."""
+        return self.world_size * self.micro_batch * self.accumulation_steps
 
     @property
     def uses_up_gradients(self) -> bool:
