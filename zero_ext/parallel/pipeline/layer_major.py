@@ -113,7 +113,8 @@ class LayerMajor(Runner):
         began = time.perf_counter()
         result = run()
         layer = self._groups[number].start
-        self.slots.append(Slot(what, layer, micro_batch, began, time.perf_counter() - began))
+        if torch.is_grad_enabled():  # an evaluation is no step
+            self.slots.append(Slot(what, layer, micro_batch, began, time.perf_counter() - began))
         return result
 
 
