@@ -49,6 +49,16 @@ def test_small_views_of_large_storages_are_moved_alone() -> None:
     assert torch.equal(scale.grad, large[:64])
 
 
+def test_small_views_that_begin_inside_a_cache_line() -> None:
+    """They come back as far behind its begin, with others before them."""
+    torch.manual_seed(fresh_seed())
+    checkpointing = Checkpointing(ActivationPolicy(**HOST))
+    large = torch.randn(4096, 60)
+    scale = torch.randn(64, 60, requires_grad=True)
+    checkpointing(torch.mul, large[3:67], scale).sum().backward()
+    assert torch.equal(scale.grad, large[3:67])
+
+
 def test_memory_that_begins_between_elements() -> None:
     """As a file's bytes may, behind a header."""
     checkpointing = Checkpointing(ActivationPolicy(**HOST))

@@ -36,7 +36,7 @@ def cross_entropy(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 @on_ranks(4)
 def test_the_page_runs(world: World) -> None:
-    meshes, splits, pipelines = re.findall(
+    meshes, splits, pipelines, layer_major = re.findall(
         r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
     )
     torch.manual_seed(world.seed)
@@ -64,3 +64,5 @@ def test_the_page_runs(world: World) -> None:
     names["mesh"] = make_mesh(pp=2)
     exec(pipelines, names)
     assert torch.isfinite(names["loss"]) and names["held_out"] < names["loss"]
+    exec(layer_major, names)
+    assert torch.isfinite(names["loss"])

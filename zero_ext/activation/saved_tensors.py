@@ -53,7 +53,7 @@ class View:
         if memory.storage_offset() % self.dtype.itemsize:  # a storage that begins between elements
             memory = memory.clone()
         flat = memory[: memory.nbytes // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
-        return flat.as_strided(self.size, self.stride, self.offset)
+        return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ class Engine:
             self.units, config.units.live_elements, config.units.prefetch_elements, self._bus
         )
         events = map(_weakly, (self._begin_backward, self._end_backward, self._abandon_backward))
-        self.backward_pass = BackwardPass(self.residency, self._clock, _weakly(self._passed), *events)
+        self.backward_pass = BackwardPass(self.residency, self._clock, _weakly(self.passed), *events)
         check = _weakly(self._check_parameters)
         self.hooks = ForwardHooks(self.residency, self.backward_pass, check, self._clock)
         self.index = {
@@ -238,10 +238,11 @@ class Engine:
             self._syncs = before
 
     @contextlib.contextmanager
-    def scaled_pass(self, reduces: bool) -> Iterator[None]:
-        """Around a backward pass from gradients of a loss that some rank has scaled; unless it ``reduces``,
-        as inside :meth:`no_sync`."""
+    def scaled_pass(self, reduces: bool, micro_batches: int = 1) -> Iterator[None]:
+        """Around a backward pass, of ``micro_batches`` at once, from gradients of a loss that some rank has
+        scaled; unless it ``reduces``, as inside :meth:`no_sync`."""
         self._loss_scaled = True
+        self._micro_steps += micro_batches - 1
         with contextlib.nullcontext() if reduces else self.no_sync():
             yield
 
@@ -306,7 +307,8 @@ class Engine:
             return gradients.has_local or not self._ends_accumulation()
         return not self._reduces_now()
 
-    def _passed(self, unit: Unit) -> None:
+    def passed(self, unit: Unit) -> None:
+        """The backward pass under way brings no more gradients of ``unit``."""
         gradients = self._gradients.get(unit)
         if gradients is not None and self._reduces_now():
             self.reducer.passed(gradients)

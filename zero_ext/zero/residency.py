@@ -140,16 +140,16 @@ class Residency:
     def _window(self, order: GatherOrder) -> Iterator[Unit]:
         """The units that should be under way: those expected next and not there, as far as one looks
         ahead."""
-        ahead, count = 0, 0
+        ahead, seen = 0, set[Unit]()
         if not self._prefetch_limit:
             return
         for unit in order.upcoming():
-            if unit.state is UnitState.GATHERED:
+            if unit.state is UnitState.GATHERED or unit in seen:
                 continue
             ahead += unit.layout.numel
             # A shard in storage takes two stages, read and exchange, so two units are always under way.
             least = 2 if unit.home.tier == "nvme" else 1
-            if count >= least and ahead > self._prefetch_limit:
+            if len(seen) >= least and ahead > self._prefetch_limit:
                 return
-            count += 1
+            seen.add(unit)
             yield unit

@@ -73,9 +73,10 @@ def batches(seed: int, steps: int, samples: int) -> Iterator[tuple[torch.Tensor,
 
 
 @functools.cache
-def mesh_of(pp: int) -> DeviceMesh:
-    """All ranks, ``pp`` stages; made once in a process."""
-    return make_mesh(pp=pp, device_type="cpu")
+def mesh_of(pp: int, tp: int = 1) -> DeviceMesh:
+    """All ranks, ``pp`` stages; made once in a process. Ranks along ``tp`` do the same where nothing is
+    split."""
+    return make_mesh(pp=pp, tp=tp, device_type="cpu")
 
 
 class Trained(NamedTuple):
@@ -102,16 +103,18 @@ def train(
     layers: Sequence[Any] | None = None,
     steps: int = 4,
     micro_batches: int = 4,
+    tp: int = 1,
     reduce: Any = "once",
+    checkpoint: bool | None = None,
     make: Callable[[Any], torch.optim.Optimizer] = adamw,
     **settings: Any,
 ) -> Trained:
     """Steps on the rank's part of :func:`batches`, of two samples a micro-batch."""
     torch.manual_seed(seed)
-    mesh = mesh_of(pp)
+    mesh = mesh_of(pp, tp)
     module = PipelineModule(layers or specifications(), mesh, loss=mean_loss, **settings)
     model, optimizer = zero_ext.prepare(module, make(module.parameters()), config, process_group=mesh)
-    pipeline = Pipeline(model, optimizer, micro_batches=micro_batches, reduce=reduce)
+    pipeline = Pipeline(model, optimizer, micro_batches=micro_batches, reduce=reduce, checkpoint=checkpoint)
     engine, data = engine_of(model), mesh["dp"]
     samples, own = 2 * micro_batches, data.get_local_rank()
     losses, norms = [], []

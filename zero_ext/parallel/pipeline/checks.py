@@ -7,11 +7,15 @@ from typing import Any
 import torch
 
 from zero_ext.config import ZeroConfig
+from zero_ext.parallel.pipeline.module import PipelineModule
 
 
-def check_settings(config: ZeroConfig, chunks: int, micro_batches: int, reduce: str) -> None:
-    """Raises ``ValueError`` for settings of a pipeline with ``chunks`` stages a rank that are wrong, or that
-    do not fit ``config``."""
+def check_settings(
+    config: ZeroConfig, module: PipelineModule, micro_batches: int, reduce: str, checkpoint: bool | None
+) -> None:
+    """Raises ``ValueError`` for settings of a pipeline of ``module`` that are wrong, or that do not fit it or
+    ``config``."""
+    chunks, by_layers = module.chunks, module.kind.made is None
     accumulated = config.batch.gradient_accumulation_steps
     if reduce not in ("once", "each"):
         raise ValueError(f"reduce: {reduce!r} given, 'once' or 'each' wanted")
@@ -21,6 +25,16 @@ def check_settings(config: ZeroConfig, chunks: int, micro_batches: int, reduce: 
         raise ValueError(
             f"micro_batches is {micro_batches}, but batch.gradient_accumulation_steps {accumulated}: the "
             "micro-batches of a pipeline are what it accumulates; set it to the same number or leave it out"
+        )
+    if reduce == "each" and by_layers:
+        raise ValueError(
+            f"reduce 'each' in schedule {module.schedule!r}, where a layer's gradients of all micro-batches "
+            "come one after another and are reduced once; leave it out"
+        )
+    if checkpoint is not None and not by_layers:
+        raise ValueError(
+            f"checkpoint: {checkpoint!r} given, which has no effect in schedule {module.schedule!r}; leave "
+            "it out, and use zero_ext.checkpoint_activations inside the layers"
         )
     if reduce == "each" and chunks > 1:
         raise ValueError(
@@ -32,10 +46,11 @@ def check_settings(config: ZeroConfig, chunks: int, micro_batches: int, reduce: 
             "reduce 'each' needs batch.gradient_accumulation_steps to be the number of micro-batches, "
             f"{micro_batches}; it is {accumulated}"
         )
-    if config.offload.step == "in_backward":
+    if config.offload.step == "in_backward" and not by_layers:
         raise ValueError(
             "offload.step is 'in_backward', but in a pipeline no backward pass before the last has the whole "
-            "batch's gradients; set it to 'after_backward' or 'delayed'"
+            "batch's gradients; set it to 'after_backward' or 'delayed', or take "
+            "schedule 'layer_major' with 'pp' 1"
         )
 
 

@@ -18,6 +18,13 @@ from zero_ext.parallel.pipeline.ties import check_ties, layer_of, mark_ties, tie
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
+def in_turn(*calls: Callable[..., Any], values: Any) -> Any:
+    """What ``calls`` make of ``values``, one after another; a tuple is passed on as several arguments."""
+    for call in calls:
+        values = call(*values) if isinstance(values, tuple) else call(values)
+    return values
+
+
 class PipelineModule(nn.Module):
     """This rank's part of a model that is a list of layers, each called with what the one before returned.
 
@@ -57,7 +64,7 @@ class PipelineModule(nn.Module):
         pipeline = mesh["pp"]
         rank, ranks = pipeline.get_local_rank(), pipeline.size()
         self.chunks = chunks or (2 if schedule == "zbv" else 1)
-        self.kind = schedule_named(schedule, self.chunks)
+        self.kind = schedule_named(schedule, self.chunks, ranks)
         self.ranges = split_stages(_weights(listed, split), ranks * self.chunks)
         self.stages = self.kind.stages_of(rank, ranks, self.chunks)
         holders = [self.kind.rank_of(stage, ranks) for stage, held in enumerate(self.ranges) for _ in held]
@@ -89,12 +96,24 @@ class PipelineModule(nn.Module):
             self.layers[str(number)] = layer
         return layer
 
-    def forward(self, chunk: int, *inputs: Any) -> Any:
-        """Runs this rank's stage number ``chunk``, counted from 0 on this rank."""
-        values: Any = inputs
-        for call in self._calls[chunk]:
-            values = call(*values) if isinstance(values, tuple) else call(values)
-        return values
+    def forward(self, chunk: int, *inputs: Any, through: Callable[..., Any] = in_turn) -> Any:
+        """Runs this rank's stage number ``chunk``, counted from 0 on this rank; ``through`` takes the inputs
+        through its calls."""
+        return through(*self._calls[chunk], values=inputs)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has the first stage, which reads the inputs."""
+        return 0 in self.stages
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage, which reads the targets."""
+        return len(self.ranges) - 1 in self.stages
+
+    def layer_parameters(self, number: int) -> Iterator[nn.Parameter]:
+        """The parameters of layer ``number``, none of a function."""
+        return self.layers[str(number)].parameters() if str(number) in self.layers else iter(())
 
     def chunk_parameters(self, chunk: int) -> Iterator[nn.Parameter]:
         """The parameters of stage number ``chunk`` of this rank, each once."""

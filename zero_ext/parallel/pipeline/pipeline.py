@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from zero_ext.parallel.pipeline.checks import batch_problem, check_settings
-from zero_ext.parallel.pipeline.evaluation import ForwardPasses
+from zero_ext.parallel.pipeline.layer_major import LayerMajor
 from zero_ext.parallel.pipeline.module import PipelineModule
 from zero_ext.parallel.pipeline.ranks import PipelineRanks
-from zero_ext.parallel.pipeline.stage import StepProgress, ZeroStage
+from zero_ext.parallel.pipeline.runner import Runner
+from zero_ext.parallel.pipeline.scheduled import Scheduled
 from zero_ext.parallel.pipeline.timeline import Slot
 from zero_ext.zero.lookup import engine_of
-
-
-class _Runner(NamedTuple):
-    """Torch's schedule, which serves batches of one shape."""
-
-    schedule: Any
-    stages: list[ZeroStage]
-    progress: StepProgress
 
 
 class Pipeline:
@@ -32,10 +24,11 @@ class Pipeline:
     ``module`` and ``optimizer`` are what :func:`zero_ext.prepare` returned for it and its mesh. ``reduce``
     "once" keeps gradients of a step whole on every rank until its last micro-batch, "each" reduces them after
     every one in ZeRO stages 2 and 3: memory for a shard instead of all, for ``micro_batches`` times the
-    traffic. ``slots`` are what this rank computed in the last step.
+    traffic. ``checkpoint`` is of the schedule "layer_major" alone: unless it is False, a layer keeps what it
+    was given of each micro-batch, by :func:`zero_ext.checkpoint_activations`, and runs again in backward.
 
-    Raises ``ValueError`` for another module, a number of micro-batches that the schedule or the configuration
-    does not fit, and updates in backward.
+    Raises ``ValueError`` for another module, and for a number of micro-batches or settings that the schedule
+    or the configuration does not fit.
     """
 
     def __init__(
@@ -45,28 +38,37 @@ class Pipeline:
         *,
         micro_batches: int,
         reduce: Literal["once", "each"] = "once",
+        checkpoint: bool | None = None,
     ) -> None:
         found = getattr(module, "module", module)
         if not isinstance(found, PipelineModule):
             raise ValueError(f"{type(found).__name__} given, a prepared PipelineModule wanted")
         self._prepared, self._module, self._optimizer = module, found, optimizer
         self._engine = engine_of(module)
-        check_settings(self._engine.config, found.chunks, micro_batches, reduce)
-        self._micro_batches, self._reduces_once = micro_batches, reduce == "once"
+        check_settings(self._engine.config, found, micro_batches, reduce, checkpoint)
+        self._micro_batches = micro_batches
         self._ranks = PipelineRanks(found, self._engine)
-        self._runners: dict[int, _Runner] = {}
-        self.slots: list[Slot] = []
-        self._make_runner()  # torch refuses here what its schedule cannot do
+        parts = (found, module, self._engine, micro_batches)
+        self._runner: Runner
+        if found.kind.made is None:
+            self._runner = LayerMajor(*parts, checkpoint is not False)
+        else:
+            self._runner = Scheduled(*parts, self._ranks, reduce == "once")
+
+    @property
+    def slots(self) -> list[Slot]:
+        """What this rank computed in the last step."""
+        return self._runner.slots
 
     @property
     def is_first(self) -> bool:
         """Whether this rank has the first stage, which reads the inputs."""
-        return 0 in self._module.stages
+        return self._module.is_first
 
     @property
     def is_last(self) -> bool:
         """Whether this rank has the last stage, which reads the targets."""
-        return len(self._module.ranges) - 1 in self._module.stages
+        return self._module.is_last
 
     def train_batch(self, *inputs: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """One optimizer step on a batch, this data-parallel rank's; a collective of all ranks of the mesh.
@@ -81,7 +83,9 @@ class Pipeline:
         if self._optimizer is None:
             raise RuntimeError("train_batch without an optimizer; pass the prepared one to Pipeline")
         step = self._engine.optimizer_step
-        losses = self._train(inputs, targets)
+        shape = self._agree(inputs, targets)
+        with self._ranks.failing_together(self._runner.drop):
+            losses = self._runner.train(inputs, targets, shape)
         loss = self._mean_loss(losses, step.scaler.scale if step.scales_loss else 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -94,64 +98,11 @@ class Pipeline:
         self._prepared.eval()
         try:
             with torch.no_grad(), self._ranks.failing_together():
-                losses = self._evaluate(inputs, targets)
+                losses = self._runner.evaluate(inputs, targets)
         finally:
             for module in training:
                 module.training = True
         return self._mean_loss(losses, 1.0)
-
-    def _train(self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None) -> list[torch.Tensor]:
-        shape = self._agree(inputs, targets)
-        if shape not in self._runners:
-            self._runners[shape] = self._make_runner()
-        schedule, _, progress = self._runners[shape]
-        progress.passes = self._micro_batches * self._module.chunks
-        progress.slots.clear()
-        losses: list[torch.Tensor] = []
-        with self._ranks.failing_together(self._drop):
-            schedule.step(
-                *(inputs if self.is_first else ()),
-                target=targets if self.is_last else None,
-                losses=losses,
-                return_outputs=False,
-            )
-        self.slots = list(progress.slots)
-        return losses
-
-    def _drop(self) -> None:
-        for runner in self._runners.values():
-            for stage in runner.stages:
-                stage.group = None
-        self._runners.clear()
-
-    def _evaluate(self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None) -> list[torch.Tensor]:
-        parts: list[tuple[torch.Tensor, ...]] = [()] * self._micro_batches
-        if self.is_first:
-            parts = list(zip(*(each.chunk(self._micro_batches) for each in inputs), strict=True))
-        passes = ForwardPasses(self._module, self._prepared, self._ranks.group, self._engine.device)
-        outputs = passes.outputs(parts)
-        if targets is None or not self.is_last:
-            return []
-        pairs = zip(outputs, targets.chunk(self._micro_batches), strict=True)
-        return [self._loss(output, wanted) for output, wanted in pairs]
-
-    def _make_runner(self) -> _Runner:
-        progress, group = StepProgress(self._reduces_once), self._ranks.group
-        stages = [
-            ZeroStage(self._module, self._prepared, chunk, self._engine, group, progress)
-            for chunk in range(self._module.chunks)
-        ]
-        made = self._module.kind.made
-        several = issubclass(made, PipelineScheduleMulti)
-        schedule = made(stages if several else stages[0], self._micro_batches, self._loss, scale_grads=False)
-        return _Runner(schedule, stages, progress)
-
-    def _loss(self, outputs: Any, targets: Any) -> torch.Tensor:
-        """A micro-batch's part of the batch's mean loss, scaled where gradients are fp16."""
-        loss = self._module.loss(outputs, targets)
-        if torch.is_grad_enabled():
-            loss = self._engine.scale_loss(loss)
-        return loss / self._micro_batches
 
     def _mean_loss(self, losses: list[torch.Tensor], scale: float) -> torch.Tensor:
         """Of the micro-batches and data-parallel ranks, on all ranks."""

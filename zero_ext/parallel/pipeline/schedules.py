@@ -9,14 +9,14 @@ from torch.distributed.pipelining import schedules as torchs
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A schedule by torch's class for it.
+    """A schedule by torch's class for it; None is not torch's, and of one stage.
 
     ``chunks`` is how many stages a rank has: exactly that many, or any number where it is None. In a V the
     second of a rank's two stages is as far from the end as the first is from the beginning; else rank r of P
     has the stages r, r + P, ... ``splits_backward``: gradients of weights come apart from those of inputs.
     """
 
-    made: type
+    made: type | None
     chunks: int | None = 1
     is_v: bool = False
     splits_backward: bool = False
@@ -38,15 +38,22 @@ SCHEDULES = {
     "interleaved": ScheduleKind(torchs.ScheduleInterleaved1F1B, chunks=None),
     "zero_bubble": ScheduleKind(torchs.ScheduleInterleavedZeroBubble, chunks=None, splits_backward=True),
     "zbv": ScheduleKind(torchs.ScheduleZBVZeroBubble, chunks=2, is_v=True, splits_backward=True),
+    "layer_major": ScheduleKind(None),
 }
 
 
-def schedule_named(name: str, chunks: int) -> ScheduleKind:
-    """The schedule called ``name``; ``ValueError`` with the known names, or for ``chunks`` it cannot have."""
+def schedule_named(name: str, chunks: int, ranks: int) -> ScheduleKind:
+    """The schedule called ``name``; ``ValueError`` with the known names, or for ``chunks`` a rank, or
+    ``ranks`` in a pipeline, that it cannot have."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule: {name!r} given; known: {', '.join(SCHEDULES)}")
     kind = SCHEDULES[name]
     if chunks < 1 or (kind.chunks is not None and chunks != kind.chunks):
         wanted = "at least 1" if kind.chunks is None else str(kind.chunks)
         raise ValueError(f"chunks: {chunks} given, but a rank has {wanted} in schedule {name!r}")
+    if kind.made is None and ranks > 1:
+        raise ValueError(
+            f"schedule: {name!r} given for a mesh whose 'pp' is {ranks}, but it runs whole models; make 'pp' "
+            "1, or choose another schedule"
+        )
     return kind

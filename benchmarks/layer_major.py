@@ -1,0 +1,180 @@
+"""Weights on NVMe and several micro-batches: ordinary accumulation and the layer-major schedule, in turn.
+
+Run from the repository root: python -m benchmarks.layer_major [--model 239m] [--micro-batches 8]
+"""
+
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+
+import zero_ext
+from benchmarks.harness.environment import describe
+from benchmarks.harness.llama_layers import llama_layers, next_token_loss
+from benchmarks.harness.report import Table, conclude, megabytes, terminal
+from benchmarks.harness.shapes import LlamaShape, batch_for, shape_named
+from benchmarks.harness.statistics import ratio_of_rounds
+from benchmarks.peers.base import adamw, nvme_folder
+from zero_ext.parallel import make_mesh
+from zero_ext.parallel.pipeline import Pipeline, PipelineModule
+from zero_ext.zero import engine_of
+
+FASTER_BAR = 1.5
+ORDINARY = "accumulation"
+Train = Callable[[torch.Tensor], object]
+
+
+class Gradients:
+    """Stands for an optimizer: keeps what its step would have used."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
+        self._model, self._optimizer = model, optimizer
+        self.found: list[torch.Tensor] = []
+
+    def step(self) -> None:
+        gradients = map(zero_ext.full_gradient, self._model.parameters())
+        self.found = [each for each in gradients if each is not None]
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+
+def contenders(model: Any, optimizer: Any, micro_batches: int) -> dict[str, Train]:
+    """Steps on a batch [micro-batches, tokens], by name."""
+
+    def accumulate(batch: torch.Tensor) -> None:
+        for part in batch.chunk(micro_batches):
+            model.backward(next_token_loss(model(0, part), part) / micro_batches)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found: dict[str, Train] = {ORDINARY: accumulate}
+    for name, checkpoint in (("layer-major", False), ("layer-major, checkpointed", True)):
+        pipeline = Pipeline(model, optimizer, micro_batches=micro_batches, checkpoint=checkpoint)
+        found[name] = lambda batch, pipeline=pipeline: pipeline.train_batch(batch, targets=batch)
+    return found
+
+
+def largest_difference(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    """Of two gradients, relative to the largest element."""
+    return max(
+        float((mine - theirs).abs().max() / theirs.abs().max())
+        for mine, theirs in zip(found, wanted, strict=True)
+    )
+
+
+def measure(shape: LlamaShape, micro_batches: int, rounds: int) -> dict[str, dict[str, Any]]:
+    """Seconds and bytes of every round's step, one model's, and how far gradients are from accumulation's."""
+    module = PipelineModule(
+        llama_layers(shape), make_mesh(pp=1), loss=next_token_loss, schedule="layer_major"
+    )
+    config = {
+        "stage": 3,
+        "precision": {"dtype": "bf16"},
+        "batch": {"gradient_accumulation_steps": micro_batches},
+        "units": {"persistence_threshold": 0},
+        "offload": {"params": "nvme", "nvme_paths": [nvme_folder()]},
+    }
+    model, optimizer = zero_ext.prepare(module, adamw(list(module.parameters())), config)
+    moved = engine_of(model).tiers.transfers
+
+    def batch(step: int) -> torch.Tensor:
+        return torch.cat([batch_for(shape, 0, step * micro_batches + part) for part in range(micro_batches)])
+
+    looks = Gradients(model, optimizer)
+    rows: dict[str, dict[str, Any]] = defaultdict(lambda: {"seconds": [], "bytes": []})
+    wanted: list[torch.Tensor] = []
+    for name, train in contenders(model, looks, micro_batches).items():
+        train(batch(0))
+        wanted = wanted or looks.found
+        rows[name]["difference"] = largest_difference(looks.found, wanted)
+    del looks, wanted
+    trains = contenders(model, optimizer, micro_batches)
+    for step in range(rounds + 1):
+        for name, train in trains.items():
+            began = time.perf_counter()
+            train(batch(step))
+            if step:  # the first one finds the order of the gathers
+                rows[name]["seconds"].append(time.perf_counter() - began)
+                rows[name]["bytes"].append(moved.last_moved["nvme", "device"])
+    return dict(rows)
+
+
+def table_of(rows: dict[str, dict[str, Any]], shape: LlamaShape, micro_batches: int) -> Table:
+    """Contenders beside ordinary accumulation."""
+    table = Table(
+        f"{shape.parameters / 1e6:.0f}M Llama, weights on NVMe, {micro_batches} micro-batches a step",
+        (
+            "schedule",
+            "read MB/step",
+            "of accumulation",
+            "s/step",
+            "times as fast",
+            "range",
+            "gradients off by",
+        ),
+        note=f"Bars: 1/{micro_batches} of the bytes, {FASTER_BAR} times as fast for one of the two, the same"
+        " gradients. One model trains by each in turn; ratios are the rounds' median.",
+    )
+    ordinary = rows[ORDINARY]
+    for name, row in rows.items():
+        faster = ratio_of_rounds(ordinary["seconds"], row["seconds"])
+        table.rows.append(
+            [
+                name,
+                megabytes(median(row["bytes"])),
+                f"{median(row['bytes']) / median(ordinary['bytes']):.4f}",
+                f"{median(row['seconds']):.2f}",
+                f"{faster.median:.2f}",
+                f"{faster.lowest:.2f} to {faster.highest:.2f}",
+                f"{row['difference']:.1e}",
+            ]
+        )
+    return table
+
+
+def failures_of(rows: dict[str, dict[str, Any]], micro_batches: int) -> list[str]:
+    """The bars that were missed."""
+    ordinary, others = rows[ORDINARY], {name: row for name, row in rows.items() if name != ORDINARY}
+    missed = [
+        f"{name}: {row['bytes'][-1]} bytes read, {ordinary['bytes'][-1] // micro_batches} wanted"
+        for name, row in others.items()
+        if row["bytes"][-1] * micro_batches != ordinary["bytes"][-1]
+    ]
+    missed += [f"{name}: other gradients" for name, row in others.items() if row["difference"] > 1e-5]
+    fastest = max(ratio_of_rounds(ordinary["seconds"], row["seconds"]).median for row in others.values())
+    if fastest < FASTER_BAR:
+        missed.append(f"{fastest:.2f} times as fast as accumulation, {FASTER_BAR} wanted")
+    return missed
+
+
+def main(
+    model: Annotated[str, typer.Option(help="A Llama's shape: tiny, 34m, 239m.")] = "239m",
+    micro_batches: Annotated[int, typer.Option(min=1, help="Of one sequence each.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured steps of each schedule.")] = 5,
+    output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "layer_major",
+) -> None:
+    """Measure bytes and seconds of both schedules; write benchmarks/results/layer_major.{json,md}."""
+    console, shape = terminal(), shape_named(model)
+    if not isinstance(shape, LlamaShape):
+        raise typer.BadParameter(f"{model} is no Llama")
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'meet'}", rank=0, world_size=1)
+        with console.status(f"training {model}"):
+            rows = measure(shape, micro_batches, rounds)
+        dist.destroy_process_group()
+    data = {"environment": {**describe(), "NVMe folder": nvme_folder()}, "model": model, "schedules": rows}
+    tables = [table_of(rows, shape, micro_batches)]
+    failures = failures_of(rows, micro_batches)
+    conclude(console, output, "All micro-batches through a layer before the next", tables, data, failures)
+
+
+if __name__ == "__main__":
+    typer.run(main)
