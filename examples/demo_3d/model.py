@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from demo_3d.settings import ThreeDSettings
 from zero_ext.parallel.pipeline import LayerSpec, TiedLayerSpec
+
+from .settings import ThreeDSettings
 
 BYTES = 256
 
@@ -86,9 +87,9 @@ def layers(settings: ThreeDSettings) -> list[LayerSpec]:
 
 
 def split_tensors(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Splits the weights of all blocks over mesh["tp"]."""
+    """Splits the weights of all blocks over mesh["tp"], where that is more than one rank."""
     for block in module.modules():
-        if isinstance(block, Block):
+        if mesh["tp"].size() > 1 and isinstance(block, Block):
             parallelize_module(block, mesh["tp"], {name: style() for name, style in SPLIT.items()})
 
 

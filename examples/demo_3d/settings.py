@@ -50,6 +50,7 @@ class ThreeDSettings:
     batch: int = 16
     micro_batches: int = 4
     learning_rate: float = 1e-3
+    epsilon: float = 1e-8
     clipping: float = 1.0
     seed: int = 7
     loss_tolerance: float = 1e-3

@@ -4,6 +4,7 @@ from zero_ext.parallel.pipeline.layers import LayerSpec, TiedLayerSpec
 from zero_ext.parallel.pipeline.module import PipelineModule, layer_seed
 from zero_ext.parallel.pipeline.pipeline import Pipeline
 from zero_ext.parallel.pipeline.schedules import SCHEDULES
+from zero_ext.parallel.pipeline.seconds import layer_seconds
 from zero_ext.parallel.pipeline.timeline import Slot, plot_timeline
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "PipelineModule",
     "Slot",
     "TiedLayerSpec",
+    "layer_seconds",
     "layer_seed",
     "plot_timeline",
 ]
