@@ -6,7 +6,7 @@ Run from the repository root: python -m benchmarks.parallel_equality [--steps 20
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, product
 from typing import Annotated
@@ -19,7 +19,7 @@ from benchmarks.harness.ranks import REPOSITORY, Team
 from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.statistics import largest_difference
 from examples.demo_3d.settings import ThreeDSettings
-from examples.demo_3d.steps import OneProcess, batches, text_of
+from examples.demo_3d.steps import OneProcess, Step, batches, text_of
 
 BAR = 1e-5
 LENGTHS = (1, 2, 4)
@@ -50,12 +50,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Course:
-    """Losses of a layout in a ZeRO stage, and by how much any is away from one process, as a part of it."""
+    """A layout in a ZeRO stage: every step, and by how much any of its losses and of its gradients' norms is
+    away from one process, as a part of it."""
 
     layout: Layout
     stage: int
-    losses: list[float]
-    difference: float
+    steps: list[Step]
+    loss_difference: float
+    norm_difference: float
 
 
 def layouts(most_ranks: int) -> list[Layout]:
@@ -65,14 +67,14 @@ def layouts(most_ranks: int) -> list[Layout]:
     return sorted((each for each in kept if each.ranks <= most_ranks), key=lambda each: each.ranks)
 
 
-def losses_of_one_process(settings: ThreeDSettings) -> list[float]:
+def steps_of_one_process(settings: ThreeDSettings) -> list[Step]:
     """The same steps without zero_ext."""
     torch.set_num_threads(1)
     alone = OneProcess(settings)
     return [alone.step(*batch) for batch in batches(settings, text_of(TEXT))]
 
 
-def train(chosen: list[Layout], settings: ThreeDSettings, alone: list[float]) -> Iterator[Course]:
+def train(chosen: list[Layout], settings: ThreeDSettings, alone: list[Step]) -> Iterator[Course]:
     """Every layout in every stage; those with the same number of ranks in the same processes."""
     for ranks, same in groupby(chosen, key=lambda each: each.ranks):
         with Team(f"{ranks} ranks", ranks, 1, worker="benchmarks.harness.layout_rank") as team:
@@ -81,24 +83,38 @@ def train(chosen: list[Layout], settings: ThreeDSettings, alone: list[float]) ->
                 steps = min(settings.steps, STEPS_OF_CUBE) if ranks > RANKS_OF_ALL_LAYOUTS else settings.steps
                 taken = asdict(replace(settings, steps=steps))
                 answers = team.ask("train", settings=taken, text=str(TEXT), axes=asdict(layout), stage=stage)
-                away = max(largest_difference(losses, alone) for losses in answers)
-                yield Course(layout, stage, answers[0], away)
+                told = [[Step(*step) for step in answer] for answer in answers]
+                yield Course(layout, stage, told[0], *differences(told, alone))
 
 
-def table_of(courses: list[Course], alone: list[float]) -> Table:
+def differences(told: Sequence[list[Step]], alone: list[Step]) -> list[float]:
+    """The largest relative ones of losses and of norms, on any rank."""
+    found = [step for steps in told for step in steps]
+    wanted = [step for steps in told for step in alone[: len(steps)]]
+    columns = zip(zip(*found, strict=True), zip(*wanted, strict=True), strict=True)
+    return [largest_difference(own, its) for own, its in columns]
+
+
+def table_of(courses: list[Course], alone: list[Step]) -> Table:
     """A row for each layout, a column for each stage."""
     table = Table(
         "Greatest relative difference of a step's loss to one process",
-        ("layout", "ranks", "steps", *(f"ZeRO-{stage}" for stage in STAGES), f"at most {BAR:g}"),
-        note=f"fp32 with clipping; the loss falls from {alone[0]:.3f} to {alone[-1]:.3f}. The one process is "
-        "a plain loop of PyTorch on the same global batches.",
+        (
+            *("layout", "ranks", "steps", *(f"ZeRO-{stage}" for stage in STAGES)),
+            *(f"at most {BAR:g}", "norms, any stage"),
+        ),
+        note=f"fp32 with clipping; the loss falls from {alone[0].loss:.3f} to {alone[-1].loss:.3f}. The "
+        "one process is a plain loop of PyTorch on the same global batches. Norms: those of the gradient, "
+        f"before clipping to {MODEL.clipping:g}, differ by at most so much.",
     )
     for layout, of_layout in groupby(courses, key=lambda each: each.layout):
         found = list(of_layout)
-        met = "yes" if all(each.difference <= BAR for each in found) else "NO"
+        met = "yes" if all(each.loss_difference <= BAR for each in found) else "NO"
         name = f"pp {layout.pp} × dp {layout.dp} × tp {layout.tp}"
-        counts = (str(layout.ranks), str(len(found[0].losses)))
-        table.rows.append([name, *counts, *(f"{each.difference:.1e}" for each in found), met])
+        counts = (str(layout.ranks), str(len(found[0].steps)))
+        norms = max(each.norm_difference for each in found)
+        figures = [f"{each.loss_difference:.1e}" for each in found]
+        table.rows.append([name, *counts, *figures, met, f"{norms:.1e}"])
     return table
 
 
@@ -112,15 +128,15 @@ def main(
     """Train, compare, print, write."""
     console = terminal()
     settings = replace(MODEL, steps=steps)
-    alone = losses_of_one_process(settings)
+    alone = steps_of_one_process(settings)
     courses = []
     for course in train(layouts(most_ranks), settings, alone):
-        console.print(f"{course.layout}, stage {course.stage}: {course.difference:.1e}")
+        console.print(f"{course.layout}, stage {course.stage}: {course.loss_difference:.1e}")
         courses.append(course)
     broken = [
-        f"{each.layout}, stage {each.stage}: {each.difference:.2e}, bar {BAR:g}"
+        f"{each.layout}, stage {each.stage}: {each.loss_difference:.2e}, bar {BAR:g}"
         for each in courses
-        if not each.difference <= BAR
+        if not each.loss_difference <= BAR
     ]
     data = {
         "environment": describe(),

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.harness.worker import main
 from examples.demo_3d.settings import ThreeDSettings
-from examples.demo_3d.steps import ManyRanks, batches, text_of
+from examples.demo_3d.steps import ManyRanks, Step, batches, text_of
 from zero_ext.parallel import make_mesh
 
 
@@ -29,14 +29,14 @@ class LayoutRank:
         else:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
-    def train(self, settings: dict[str, Any], text: str, axes: dict[str, int], stage: int) -> list[float]:
-        """Every step's loss on the bytes of the file `text`."""
+    def train(self, settings: dict[str, Any], text: str, axes: dict[str, int], stage: int) -> list[Step]:
+        """Every step on the bytes of the file `text`."""
         chosen = ThreeDSettings(**settings)
         trained = ManyRanks(chosen, _mesh(**axes), {"stage": stage})
-        losses = [trained.step(*batch) for batch in batches(chosen, text_of(Path(text)))]
+        steps = [trained.step(*batch) for batch in batches(chosen, text_of(Path(text)))]
         del trained
         gc.collect()  # ends its connections
-        return losses
+        return steps
 
 
 @functools.cache

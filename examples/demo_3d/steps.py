@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zero_ext
 from zero_ext.parallel.pipeline import Pipeline, PipelineModule, TiedLayerSpec, layer_seed
+from zero_ext.zero import engine_of
 
 from .model import layers, loss, score, split_tensors
 from .settings import ThreeDSettings
@@ -32,6 +33,13 @@ def batches(settings: ThreeDSettings, text: Tensor) -> Iterator[tuple[Tensor, Te
         yield chosen[:, :-1], chosen[:, 1:]
 
 
+class Step(NamedTuple):
+    """The mean loss of a batch, and the norm of its gradient before clipping."""
+
+    loss: float
+    norm: float
+
+
 class OneProcess:
     """The plain loop, without zero_ext's engine."""
 
@@ -45,17 +53,17 @@ class OneProcess:
         self.layers = nn.ModuleList(each.build(layer_seed(number)) for number, each in enumerate(specified))
         self.optimizer = _optimizer(self.layers, settings)
 
-    def step(self, windows: Tensor, following: Tensor) -> float:
-        """Trains on a batch; its loss."""
+    def step(self, windows: Tensor, following: Tensor) -> Step:
+        """Trains on a batch."""
         hidden = windows
         for layer in self.layers:
             hidden = layer(hidden)
         value = loss(score(self.layers[0], hidden), following)
         value.backward()
-        nn.utils.clip_grad_norm_(self.layers.parameters(), self.settings.clipping)
+        norm = nn.utils.clip_grad_norm_(self.layers.parameters(), self.settings.clipping)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return value.item()
+        return Step(value.item(), norm.item())
 
 
 class ManyRanks:
@@ -77,9 +85,10 @@ class ManyRanks:
         share = settings.batch // replicas.size()
         self.own = slice(share * replicas.get_local_rank(), share * (replicas.get_local_rank() + 1))
 
-    def step(self, windows: Tensor, following: Tensor) -> float:
-        """Trains on this replica's part of a batch; the loss of the whole one."""
-        return self.pipeline.train_batch(windows[self.own], targets=following[self.own]).item()
+    def step(self, windows: Tensor, following: Tensor) -> Step:
+        """Trains on this replica's part of a batch; loss and norm are those of the whole one."""
+        loss = self.pipeline.train_batch(windows[self.own], targets=following[self.own])
+        return Step(loss.item(), float(engine_of(self.model).grad_norm or 0.0))
 
 
 def _optimizer(module: nn.Module, settings: ThreeDSettings) -> torch.optim.Optimizer:

@@ -30,7 +30,7 @@ def timed(
     losses, seconds = [], []
     for step, (windows, following) in enumerate(batches(settings, corpus.training)):
         began = time.perf_counter()
-        losses.append(trained.step(windows, following))
+        losses.append(trained.step(windows, following).loss)
         seconds.append(time.perf_counter() - began)
         if title and (step + 1) % 20 == 0:
             print(f"  {title}: step {step + 1}, loss {losses[-1]:.3f}", flush=True)
