@@ -5,8 +5,8 @@
     sbatch --export ALL,SCRIPT=examples/train_3d.py examples/slurm/train.sbatch --pp 2 --tp 2
 
 Replicas are what `--pp` and `--tp` leave over of the ranks. Neighbouring ranks have parts of the same
-tensors, ranks further apart are replicas, the furthest are stages: what speaks most stays inside a node. A run
-goes on from the newest checkpoint, under other lengths too.
+tensors, ranks further apart are replicas, the furthest are stages: what speaks most stays inside a node. A
+run goes on from the newest checkpoint, under other lengths too.
 """
 
 from __future__ import annotations
