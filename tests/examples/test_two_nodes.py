@@ -93,7 +93,7 @@ def test_two_nodes_train_as_one_process(
     ]
     try:
         wanted = losses_of_one_process(monkeypatch)
-        said = [process.communicate(timeout=300)[0] for process in started]
+        said = [process.communicate(timeout=600)[0] for process in started]
     finally:
         for process in started:
             process.kill()
