@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from demo.corpus import gather_corpus
-from demo.folder import SETTINGS_FILE, clear
+from demo.folder import SETTINGS_FILE, clear, write_settings
 from demo.launch import launch
 from demo_3d.report import HEADINGS, Outcome, failures, rows, write_report
 from demo_3d.settings import ALONE, WAYS, ThreeDSettings
@@ -28,7 +28,7 @@ def demonstrate(folder: Path, settings: ThreeDSettings, console: Console) -> int
     """Runs all layouts; returns the exit status."""
     began = time.perf_counter()
     clear(folder, SETTINGS_FILE)
-    settings.write(folder)
+    write_settings(settings, folder)
     gather_corpus().write(folder)
     console.rule(f"{settings.ranks} ranks, {settings.steps} steps in each layout")
     try:

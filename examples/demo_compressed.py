@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from demo.corpus import gather_corpus, unigram_entropy
-from demo.folder import SETTINGS_FILE, clear
+from demo.folder import SETTINGS_FILE, clear, write_settings
 from demo.launch import launch
 from demo_compressed.outcome import Outcome, failures
 from demo_compressed.report import HEADINGS, rows, write_report
@@ -31,7 +31,7 @@ def demonstrate(folder: Path, settings: CompressedSettings, console: Console) ->
     """Runs all ways; returns the exit status."""
     began = time.perf_counter()
     clear(folder, SETTINGS_FILE)
-    settings.write(folder)
+    write_settings(settings, folder)
     corpus = gather_corpus()
     corpus.write(folder)
     nodes = settings.ranks // settings.ranks_per_node

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.corpus import gather_corpus, unigram_entropy
-from demo.folder import SETTINGS_FILE, clear
+from demo.folder import SETTINGS_FILE, clear, write_settings
 from demo.record import read_records
 from demo_long.processes import Ending, run
 from demo_long.report import HEADINGS, TITLES, Result, failures, rows, write_report
@@ -34,7 +34,7 @@ def demonstrate(folder: Path, settings: LongSettings, console: Console) -> int:
     """Runs all parts; returns the exit status."""
     began = time.perf_counter()
     clear(folder, SETTINGS_FILE)
-    settings.write(folder)
+    write_settings(settings, folder)
     try:
         result = _run_all(folder, settings, console)
     except (subprocess.TimeoutExpired, RuntimeError) as error:

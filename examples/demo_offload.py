@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from demo.folder import SETTINGS_FILE, clear
+from demo.folder import SETTINGS_FILE, clear, write_settings
 from demo.record import read_records
 from demo_offload.processes import Ending, run
 from demo_offload.report import write_report
@@ -38,7 +38,7 @@ def demonstrate(folder: Path, nvme_path: Path, settings: OffloadSettings, consol
     """Runs all parts with a folder of its own below `nvme_path`; returns the exit status."""
     began = time.perf_counter()
     clear(folder, SETTINGS_FILE)
-    settings.write(folder)
+    write_settings(settings, folder)
     nvme_path.mkdir(parents=True, exist_ok=True)
     nvme = Path(tempfile.mkdtemp(prefix="demo-offload-", dir=nvme_path))
     try:

@@ -6,10 +6,9 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from typing_extensions import Self
-
+Settings = TypeVar("Settings")
 SETTINGS_FILE = "settings.json"
 
 
@@ -21,14 +20,11 @@ def clear(folder: Path, mark: str) -> None:
     folder.mkdir(parents=True)
 
 
-class KeptSettings:
-    """Settings, a dataclass, that a demonstration leaves for the processes it starts."""
+def write_settings(settings: Any, folder: Path) -> None:
+    """Leaves `settings`, a dataclass, in `folder` for the processes that a demonstration starts."""
+    (folder / SETTINGS_FILE).write_text(json.dumps(asdict(settings), indent=1))
 
-    def write(self: Any, folder: Path) -> None:
-        """Leaves them in `folder`."""
-        (folder / SETTINGS_FILE).write_text(json.dumps(asdict(self), indent=1))
 
-    @classmethod
-    def read(cls, folder: Path) -> Self:
-        """What `write` left."""
-        return cls(**json.loads((folder / SETTINGS_FILE).read_text()))
+def read_settings(kind: type[Settings], folder: Path) -> Settings:
+    """What `write_settings` left, of that kind."""
+    return kind(**json.loads((folder / SETTINGS_FILE).read_text()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from zero_ext.parallel.pipeline import LayerSpec, TiedLayerSpec
 
-if TYPE_CHECKING:
-    from demo_3d.settings import ThreeDSettings
+from .settings import ThreeDSettings
 
 BYTES = 256
 
@@ -88,9 +87,9 @@ def layers(settings: ThreeDSettings) -> list[LayerSpec]:
 
 
 def split_tensors(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Splits the weights of all blocks over mesh["tp"]."""
+    """Splits the weights of all blocks over mesh["tp"], where that is more than one rank."""
     for block in module.modules():
-        if isinstance(block, Block):
+        if mesh["tp"].size() > 1 and isinstance(block, Block):
             parallelize_module(block, mesh["tp"], {name: style() for name, style in SPLIT.items()})
 
 

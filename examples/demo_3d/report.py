@@ -10,8 +10,9 @@ from typing import Any
 from demo.record import read_records
 from demo.report import markdown_table
 
-from demo_3d.settings import ALONE, WAYS, ThreeDSettings
 from zero_ext.parallel.pipeline import Slot, plot_timeline
+
+from .settings import ALONE, WAYS, ThreeDSettings
 
 HEADINGS = (
     "layout",

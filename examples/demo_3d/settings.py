@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from demo.folder import KeptSettings
-
 
 @dataclass(frozen=True)
 class Way:
@@ -30,7 +28,7 @@ ALONE = "alone"
 
 
 @dataclass(frozen=True)
-class ThreeDSettings(KeptSettings):
+class ThreeDSettings:
     """A byte-level transformer of about 0.8 million parameters, fp32, on four ranks.
 
     Attributes:
@@ -48,6 +46,7 @@ class ThreeDSettings(KeptSettings):
     batch: int = 16
     micro_batches: int = 4
     learning_rate: float = 1e-3
+    epsilon: float = 1e-8
     clipping: float = 1.0
     seed: int = 7
     loss_tolerance: float = 1e-3

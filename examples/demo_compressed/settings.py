@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from demo.folder import KeptSettings
 from demo.settings import ModelShape
 
 
 @dataclass(frozen=True)
-class CompressedSettings(KeptSettings, ModelShape):
+class CompressedSettings(ModelShape):
     """A byte-level Llama of about 1.5 million parameters on four ranks, two on each of two simulated nodes.
 
     Attributes:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from demo.corpus import ByteWindows, Corpus
+from demo.folder import read_settings
 from demo.language_model import build_model, held_out_loss
 from demo.record import write_record
 
@@ -70,7 +71,7 @@ def _judge(model: torch.nn.Module, windows: torch.Tensor) -> float:
 
 def main(folder: Path) -> None:
     """Every way, a record each."""
-    settings, corpus = CompressedSettings.read(folder), Corpus.read(folder)
+    settings, corpus = read_settings(CompressedSettings, folder), Corpus.read(folder)
     dist.init_process_group("gloo")
     for name in WAYS:
         record = train(name, settings, corpus)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from demo.folder import KeptSettings
 from demo.settings import ModelShape
 
 
 @dataclass(frozen=True)
-class LongSettings(KeptSettings, ModelShape):
+class LongSettings(ModelShape):
     """A byte-level Llama of about 3 million parameters that sees 16,384 bytes of text at once.
 
     Attributes:

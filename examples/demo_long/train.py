@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from demo.corpus import ByteWindows, Corpus
+from demo.folder import read_settings
 from demo.language_model import build_model
 from demo.record import write_record
 from transformers import LlamaForCausalLM
@@ -87,7 +88,7 @@ def _status_bytes(field: str) -> int:
 
 def main(folder: Path, run: str) -> int:
     """Runs it; returns the exit status."""
-    settings = LongSettings.read(folder)
+    settings = read_settings(LongSettings, folder)
     if run == "base":
         settings = dataclasses.replace(settings, **TINY)
     if run == "flash":

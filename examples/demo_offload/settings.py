@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from demo.folder import KeptSettings
 from demo.settings import ModelShape
 
 BYTES = 256  # the vocabulary
 
 
 @dataclass(frozen=True)
-class OffloadSettings(KeptSettings, ModelShape):
+class OffloadSettings(ModelShape):
     """A byte-level Llama of about 100 million parameters, one window a step.
 
     Attributes:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from demo.corpus import ByteWindows
+from demo.folder import read_settings
 from demo.language_model import build_model
 from demo.record import write_record
 from torch import Tensor, nn
@@ -141,7 +142,7 @@ def _refused_memory(error: Exception) -> bool:
 
 
 def main(folder: Path, run: str, nvme: Path | None) -> None:
-    settings = OffloadSettings.read(folder)
+    settings = read_settings(OffloadSettings, folder)
     if run == "base":
         settings = dataclasses.replace(settings, **TINY)
     try:

@@ -142,7 +142,7 @@ def made_nccl(seen: list[dict[str, Any]], group: Any) -> Any:
 def test_a_cuda_model_gets_nccl_of_its_own_beside_the_hosts_way(world: World) -> None:
     seen: list[dict[str, Any]] = []
     with (
-        mock.patch.object(dist, "get_backend", lambda group: "cpu:gloo,cuda:nccl"),
+        mock.patch.object(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl"),
         mock.patch.object(dist, "ProcessGroupNCCL", made_nccl(seen, world.group), create=True),
         mock.patch.object(process_group, "_shared_name", lambda group, device: f"test-{world.seed}"),
     ):
@@ -165,7 +165,7 @@ def of_a_group(monkeypatch: pytest.MonkeyPatch, backend: str, ranks: int = 2) ->
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(ranks)))
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
-    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
 
 
 def test_a_group_that_serves_neither_device_nor_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

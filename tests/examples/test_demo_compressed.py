@@ -87,7 +87,10 @@ def test_a_tiny_run_on_four_ranks(demo: Any, tmp_path: Path, monkeypatch: pytest
     settings = dataclasses.replace(demo.settings.CompressedSettings(), **TINY, **SHORT)
     folder = tmp_path / "report"
     program.demonstrate(folder, settings, Console(quiet=True))  # so short a run keeps no promise
-    assert demo.settings.CompressedSettings.read(folder) == settings
+    assert (
+        importlib.import_module("demo.folder").read_settings(demo.settings.CompressedSettings, folder)
+        == settings
+    )
     for name in demo.ways.WAYS:
         outcome = demo.outcome.Outcome.read(folder, name)
         assert len(outcome.losses) == 6 and [step for step, _ in outcome.held_out] == [0, 3, 6]

@@ -84,8 +84,10 @@ def test_a_tiny_run_trains_and_tells(demo: Any, tmp_path: Path) -> None:
     (library / "one.py").write_text('"""' + "Some words of text. " * 60 + '"""\n')
     corpus.gather_corpus(library).write(tmp_path)
     settings = dataclasses.replace(demo.settings.LongSettings(), **TINY, held_out_windows=1)
-    settings.write(tmp_path)
-    assert demo.settings.LongSettings.read(tmp_path) == settings
+    importlib.import_module("demo.folder").write_settings(settings, tmp_path)
+    assert (
+        importlib.import_module("demo.folder").read_settings(demo.settings.LongSettings, tmp_path) == settings
+    )
     assert demo.train.main(tmp_path, "sparse") == 0
     record = json.loads((tmp_path / "sparse-rank0.json").read_text())
     assert len(record["losses"]) == 2

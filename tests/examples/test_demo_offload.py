@@ -54,8 +54,11 @@ def test_the_settings_count_the_models_parameters(demo: Any, tmp_path: Path) -> 
         assert sum(parameter.numel() for parameter in model.parameters()) == settings.parameters
         assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
         assert torch.get_default_dtype() == torch.float32
-        settings.write(tmp_path)
-        assert demo.settings.OffloadSettings.read(tmp_path) == settings
+        importlib.import_module("demo.folder").write_settings(settings, tmp_path)
+        assert (
+            importlib.import_module("demo.folder").read_settings(demo.settings.OffloadSettings, tmp_path)
+            == settings
+        )
 
 
 def result(demo: Any, **changes: Any) -> Any:
@@ -109,7 +112,7 @@ def test_a_tiny_model_trains_on_nvme_and_leaves_nothing_there(demo: Any, tmp_pat
     folder, nvme = tmp_path / "report", tmp_path / "nvme"
     folder.mkdir()
     nvme.mkdir()
-    settings.write(folder)
+    importlib.import_module("demo.folder").write_settings(settings, folder)
     ending = demo.processes.run("nvme", folder, settings, nvme)
     assert ending.trained, ending.last_words
     record = json.loads((folder / "nvme-rank0.json").read_text())
@@ -122,7 +125,7 @@ def test_a_tiny_model_trains_on_nvme_and_leaves_nothing_there(demo: Any, tmp_pat
 
 def test_a_run_that_takes_too_long_is_ended(demo: Any, tmp_path: Path) -> None:
     settings = demo.settings.OffloadSettings(**TINY, time_limit_seconds=0.2)
-    settings.write(tmp_path)
+    importlib.import_module("demo.folder").write_settings(settings, tmp_path)
     with pytest.raises(subprocess.TimeoutExpired):
         demo.processes.run("plain", tmp_path, settings)
     assert not (tmp_path / "plain-rank0.json").exists()

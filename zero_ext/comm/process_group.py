@@ -83,7 +83,7 @@ def make_collectives(
     if world_size == 1:
         return alone(ranks_per_node)
     nodes = NodeMap(rank, world_size, ranks_of_a_node(world_size, ranks_per_node))
-    way = _way(str(dist.get_backend(group)), device)
+    way = _way(dist.get_backend_config(group), device)
     if way == "fake":
         return Collectives(rank, world_size, GroupExchange(parent), GroupExchange(parent), WireLog(), nodes)
     if device.type == "cuda" and reduction == "rank_order" and world_size > MOST_SHARDS_ON_CUDA:

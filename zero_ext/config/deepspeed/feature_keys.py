@@ -181,7 +181,6 @@ ABSENT_KEYS = (
             "expert_parallel",
             "hybrid_engine",
             "nebula",
-            "pipeline",
             "progressive_layer_drop",
             "quantize_training",
             "weight_quantization",
@@ -194,11 +193,12 @@ ABSENT_KEYS = (
         "DeepCompile does not exist here; remove the section and use torch.compile on the model's blocks",
         harmless=(None, False, {}),
     ),
+    _absent("pipeline", "the script builds pipelines, with zero_ext.parallel.pipeline; remove the section"),
     Key(
         "tensor_parallel",
         ANYTHING,
         "refused",
-        "this feature does not exist here; remove the section or set autotp_size to 1",
+        "zero_ext.parallel.split_tensors is called by the script; remove the section or set autotp_size to 1",
         harmless=(None, False, {}),
     ),
 )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import namedtuple
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 from zero_ext.integrations.deepspeed.refused import names_of
+from zero_ext.parallel.grid import RankGrid
 
 _LEFT_OUT = ("data", "pipe")
 
@@ -29,17 +29,16 @@ class ProcessTopology:
         self.dims = list(dims)
         coordinate: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
         self.ProcessCoord = coordinate
-        places = product(*(range(length) for length in dims))
-        self._coords: list[Any] = [coordinate(*at) for at in places]
+        self._grid = RankGrid.counted(dict(zip(axes, dims, strict=True)))
 
     @property
     def mapping(self) -> dict[Any, int]:
         """Every coordinate's rank."""
-        return {coord: rank for rank, coord in enumerate(self._coords)}
+        return {self.get_coord(rank): rank for rank in self._grid.ranks}
 
     def world_size(self) -> int:
         """Number of ranks."""
-        return len(self._coords)
+        return len(self._grid.ranks)
 
     def get_axis_names(self) -> list[str]:
         """The axes in order."""
@@ -55,18 +54,11 @@ class ProcessTopology:
             raise ValueError(
                 f"get_rank wants all of {self.axes}, got {sorted(coord)}; filter_match takes fewer"
             )
-        rank = 0
-        for axis, length in zip(self.axes, self.dims, strict=True):
-            if not 0 <= coord[axis] < length:
-                raise ValueError(f"{axis}={coord[axis]} lies outside 0 to {length - 1}")
-            rank = rank * length + coord[axis]
-        return rank
+        return self._grid.rank(**coord)
 
     def get_coord(self, rank: int) -> Any:
         """The coordinate of a rank. ``ValueError`` for one outside the grid."""
-        if not 0 <= rank < len(self._coords):
-            raise ValueError(f"rank {rank} lies outside 0 to {len(self._coords) - 1}")
-        return self._coords[rank]
+        return self.ProcessCoord(**self._grid.coordinate(rank))
 
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = _LEFT_OUT, inner_sep: str = "_", outer_sep: str = "-"
@@ -78,24 +70,11 @@ class ProcessTopology:
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """For each line along ``axis`` its ranks; empty for an axis that there is not."""
-        if axis not in self.axes:
-            return []
-        lines: dict[tuple[int, ...], list[int]] = {}
-        place = self.axes.index(axis)
-        for rank, coord in enumerate(self._coords):
-            lines.setdefault((*coord[:place], *coord[place + 1 :]), []).append(rank)
-        return list(lines.values())
+        return self._grid.groups(axis) if axis in self.axes else []
 
     def filter_match(self, **coord: int) -> list[int]:
         """The ranks whose coordinates agree with all that are given. ``ValueError`` for an unknown axis."""
-        unknown = sorted(set(coord) - set(self.axes))
-        if unknown:
-            raise ValueError(f"no axis {unknown[0]!r}; there are {self.axes}")
-        return [
-            rank
-            for rank, at in enumerate(self._coords)
-            if all(getattr(at, axis) == wanted for axis, wanted in coord.items())
-        ]
+        return self._grid.matching(**coord)
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """The ranks at ``idx`` of ``axis``."""

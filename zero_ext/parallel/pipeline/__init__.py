@@ -5,6 +5,7 @@ from zero_ext.parallel.pipeline.module import PipelineModule, layer_seed
 from zero_ext.parallel.pipeline.pipeline import Pipeline
 from zero_ext.parallel.pipeline.replay import bubble_bound, busy_part, replay
 from zero_ext.parallel.pipeline.schedules import SCHEDULES
+from zero_ext.parallel.pipeline.seconds import layer_seconds
 from zero_ext.parallel.pipeline.timeline import Slot, plot_timeline
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "TiedLayerSpec",
     "bubble_bound",
     "busy_part",
+    "layer_seconds",
     "layer_seed",
     "plot_timeline",
     "replay",

@@ -62,6 +62,7 @@ _INFERENCE = (
     "no inference engine here: zero_ext.prepare(model, None, config) runs models larger than the device"
 )
 _TUNING = "use 'zero-ext plan' and 'zero-ext tune'"
+_PIPELINE = "use zero_ext.parallel.pipeline"
 _SEQUENCE = "there is no sequence parallelism here: shorten sequences or shard more"
 _OWN = "it is DeepSpeed's own machinery"
 REFUSED_MODULES: dict[str, str] = {
@@ -85,10 +86,10 @@ REFUSED_MODULES: dict[str, str] = {
     "deepspeed.runtime.data_pipeline": "no curriculum learning here: choose samples in the data set",
     "deepspeed.runtime.fp16": _OWN,
     "deepspeed.runtime.hybrid_engine": _INFERENCE,
-    "deepspeed.runtime.pipe.engine": "there are no pipelines here: use stage 3",
-    "deepspeed.runtime.pipe.module": "there are no pipelines here: use stage 3",
+    "deepspeed.runtime.pipe.engine": _PIPELINE,
+    "deepspeed.runtime.pipe.module": _PIPELINE,
     "deepspeed.runtime.sequence_parallel": _SEQUENCE,
     "deepspeed.runtime.swap_tensor": _OWN,
-    "deepspeed.runtime.tensor_parallel": "there is no tensor parallelism here: use stage 3",
+    "deepspeed.runtime.tensor_parallel": "split with zero_ext.parallel.split_tensors before prepare",
     "deepspeed.sequence": _SEQUENCE,
 }

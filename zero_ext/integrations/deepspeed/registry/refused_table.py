@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from zero_ext.integrations.deepspeed.registry.entry import Entry, refused
 
-_PIPELINE = "there are no pipelines here; sharded parameters (stage 3) give the memory: pass the plain model"
+_PIPELINE = (
+    "not by this name: zero_ext.parallel.pipeline has PipelineModule, LayerSpec, TiedLayerSpec, Pipeline"
+)
 _INFERENCE = "no inference engine here; zero_ext.prepare(model, None, config) runs what exceeds the device"
-_TENSOR = "there is no tensor parallelism here; use stage 3"
+_TENSOR = "not by this name: split with zero_ext.parallel.split_tensors before prepare"
 _SEQUENCE = "there is no sequence parallelism here"
 _EXPERTS = "there is no expert parallelism here"
 _COUNTED = "the engine always counts the bytes it sends: zero_ext.zero.engine_of(engine).wire"

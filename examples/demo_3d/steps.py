@@ -1,0 +1,95 @@
+"""The model's training steps in one process, and the same in a layout of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import zero_ext
+from zero_ext.parallel.pipeline import Pipeline, PipelineModule, TiedLayerSpec, layer_seed
+from zero_ext.zero import engine_of
+
+from .model import layers, loss, score, split_tensors
+from .settings import ThreeDSettings
+
+
+def text_of(*files: Path) -> Tensor:
+    """The bytes of `files`, uint8 [bytes]."""
+    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+
+
+def batches(settings: ThreeDSettings, text: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of every step all windows [batch, window] of `text`, uint8 [bytes], and the bytes that follow."""
+    length = settings.window + 1
+    windows = text[: text.numel() // length * length].view(-1, length)
+    drawn = torch.Generator().manual_seed(settings.seed)
+    for _ in range(settings.steps):
+        chosen = windows[torch.randint(len(windows), (settings.batch,), generator=drawn)].to(torch.int64)
+        yield chosen[:, :-1], chosen[:, 1:]
+
+
+class Step(NamedTuple):
+    """The mean loss of a batch, and the norm of its gradient before clipping."""
+
+    loss: float
+    norm: float
+
+
+class OneProcess:
+    """The plain loop, without zero_ext's engine."""
+
+    def __init__(self, settings: ThreeDSettings) -> None:
+        self.settings = settings
+        torch.manual_seed(settings.seed)
+        # The last layer is the first one again; the others get the values that a pipeline gives them.
+        specified = [
+            each for each in layers(settings) if not isinstance(each, TiedLayerSpec) or each.forward is None
+        ]
+        self.layers = nn.ModuleList(each.build(layer_seed(number)) for number, each in enumerate(specified))
+        self.optimizer = _optimizer(self.layers, settings)
+
+    def step(self, windows: Tensor, following: Tensor) -> Step:
+        """Trains on a batch."""
+        hidden = windows
+        for layer in self.layers:
+            hidden = layer(hidden)
+        value = loss(score(self.layers[0], hidden), following)
+        value.backward()
+        norm = nn.utils.clip_grad_norm_(self.layers.parameters(), self.settings.clipping)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return Step(value.item(), norm.item())
+
+
+class ManyRanks:
+    """Pipeline stages, parts of tensors and replicas, as `mesh` lays them out.
+
+    `config` is ZeRO's; clipping comes from the settings.
+    """
+
+    def __init__(self, settings: ThreeDSettings, mesh: DeviceMesh, config: dict[str, Any]) -> None:
+        torch.manual_seed(settings.seed)
+        module = PipelineModule(layers(settings), mesh, loss=loss)
+        split_tensors(module, mesh)
+        config = {**config, "gradient_clipping": settings.clipping}
+        self.model, self.optimizer = zero_ext.prepare(
+            module, _optimizer(module, settings), config, process_group=mesh
+        )
+        self.pipeline = Pipeline(self.model, self.optimizer, micro_batches=settings.micro_batches)
+        replicas = mesh["dp"]
+        share = settings.batch // replicas.size()
+        self.own = slice(share * replicas.get_local_rank(), share * (replicas.get_local_rank() + 1))
+
+    def step(self, windows: Tensor, following: Tensor) -> Step:
+        """Trains on this replica's part of a batch; loss and norm are those of the whole one."""
+        loss = self.pipeline.train_batch(windows[self.own], targets=following[self.own])
+        return Step(loss.item(), float(engine_of(self.model).grad_norm or 0.0))
+
+
+def _optimizer(module: nn.Module, settings: ThreeDSettings) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=settings.learning_rate, eps=settings.epsilon)
