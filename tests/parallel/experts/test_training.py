@@ -1,0 +1,33 @@
+"""Mixtures whose experts are on different ranks, under every ZeRO stage: as one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.parallel.experts.mixtures import BLOCKS, EXPERTS, Course, alone, mesh_of
+
+
+def mean_over(world: World, values: list[float]) -> list[float]:
+    return torch.tensor(world.everyone(values), dtype=torch.float64).mean(0).tolist()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ep", [2, 4])
+def test_steps_are_those_of_one_process(world: World, ep: int, stage: int) -> None:
+    course = Course(world.seed, mesh_of(ep), {"stage": stage})
+    told = course.steps(world.seed, 0, 4)
+    wanted, parameters = alone(world.seed, 4)
+    torch.testing.assert_close(mean_over(world, told.losses), wanted.losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(told.norms, wanted.norms, rtol=1e-5, atol=0)
+    assert told.dropped == [0] * 4
+    found = zero_ext.full_state_dict(course.model)
+    here = {name for name in found if ".experts." in name}
+    assert len(here) == BLOCKS * EXPERTS // ep * 4
+    assert found.keys() - here == {name for name in parameters if ".experts." not in name}
+    for name, value in found.items():
+        torch.testing.assert_close(value, parameters[name], rtol=1e-4, atol=1e-5)
