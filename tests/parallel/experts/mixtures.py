@@ -73,9 +73,12 @@ def batches(seed: int, steps: int) -> list[torch.Tensor]:
     return [torch.randint(WORDS, (2, SAMPLES, LENGTH), generator=generator) for _ in range(steps)]
 
 
-def loss_of(model: nn.Module, words: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, int]:
+def loss_of(
+    model: nn.Module, words: torch.Tensor, wanted: torch.Tensor, balanced: bool
+) -> tuple[torch.Tensor, int]:
     scores, balance, dropped = model(words)
-    return nn.functional.cross_entropy(scores.flatten(0, 1), wanted.flatten()) + 0.1 * balance, dropped
+    loss = nn.functional.cross_entropy(scores.flatten(0, 1).float(), wanted.flatten())
+    return (loss + 0.1 * balance if balanced else loss), dropped
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -91,17 +94,17 @@ class Course:
         torch.manual_seed(seed)
         model = Words(mesh, capacity_factor)
         self.model, self.optimizer = zero_ext.prepare(
-            model, adamw(model), {"gradient_clipping": 0.5, **config}, process_group=mesh
+            model, adamw(model), {"gradient_clipping": 0.5, "units": {"persistence_threshold": 20}, **config}, process_group=mesh
         )
 
-    def steps(self, seed: int, first: int, last: int) -> Told:
-        """Those of this rank's samples."""
+    def steps(self, seed: int, first: int, last: int, balanced: bool = True) -> Told:
+        """Those of this rank's samples; ``balanced`` by the mixtures' losses."""
         engine = engine_of(self.model)
         share = SAMPLES // engine.world_size
         own = slice(share * engine.rank, share * (engine.rank + 1))
         told = Told([], [], [])
         for words, wanted in batches(seed, last)[first:]:
-            loss, dropped = loss_of(self.model, words[own], wanted[own])
+            loss, dropped = loss_of(self.model, words[own], wanted[own], balanced)
             self.model.backward(loss)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -114,8 +117,8 @@ class Course:
 def alone(
     seed: int, steps: int, parts: int = 1, capacity_factor: float | None = None
 ) -> tuple[Told, dict[str, torch.Tensor]]:
-    """The same in one process without this project's engine, each step's samples in equal ``parts``, one
-    after the other; then the parameters."""
+    """The same in one process without this project's engine, and the parameters then. In several ``parts``,
+    one after the other, a step's samples know nothing of each other, and have no loss of the mixtures."""
     torch.manual_seed(seed)
     model = Words(capacity_factor=capacity_factor)
     optimizer = adamw(model)
@@ -124,7 +127,7 @@ def alone(
         losses = []
         told.dropped.append(0)
         for some in zip(words.chunk(parts), wanted.chunk(parts), strict=True):
-            loss, dropped = loss_of(model, *some)
+            loss, dropped = loss_of(model, *some, parts == 1)
             (loss / parts).backward()
             losses.append(float(loss.detach()) / parts)
             told.dropped[-1] += dropped

@@ -31,3 +31,15 @@ def test_steps_are_those_of_one_process(world: World, ep: int, stage: int) -> No
     assert found.keys() - here == {name for name in parameters if ".experts." not in name}
     for name, value in found.items():
         torch.testing.assert_close(value, parameters[name], rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_finds_no_room_is_left_out_as_in_one_process(world: World, stage: int) -> None:
+    course = Course(world.seed, mesh_of(2), {"stage": stage}, capacity_factor=0.75)
+    told = course.steps(world.seed, 0, 3, balanced=False)
+    wanted, _ = alone(world.seed, 3, parts=4, capacity_factor=0.75)
+    torch.testing.assert_close(mean_over(world, told.losses), wanted.losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(told.norms, wanted.norms, rtol=1e-5, atol=0)
+    dropped = torch.tensor(world.everyone(told.dropped)).sum(0).tolist()
+    assert dropped == wanted.dropped and min(dropped) > 0
