@@ -27,9 +27,7 @@ class Block(nn.Module):
     def __init__(self, mesh: DeviceMesh | None, capacity_factor: float | None) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.mixture = MixtureOfExperts(
-            WIDTH, expert, EXPERTS, mesh=mesh, capacity_factor=capacity_factor
-        )
+        self.mixture = MixtureOfExperts(WIDTH, expert, EXPERTS, mesh=mesh, capacity_factor=capacity_factor)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         mixed = self.mixture(self.norm(hidden))
@@ -94,7 +92,10 @@ class Course:
         torch.manual_seed(seed)
         model = Words(mesh, capacity_factor)
         self.model, self.optimizer = zero_ext.prepare(
-            model, adamw(model), {"gradient_clipping": 0.5, "units": {"persistence_threshold": 20}, **config}, process_group=mesh
+            model,
+            adamw(model),
+            {"gradient_clipping": 0.5, "units": {"persistence_threshold": 20}, **config},
+            process_group=mesh,
         )
 
     def steps(self, seed: int, first: int, last: int, balanced: bool = True) -> Told:
