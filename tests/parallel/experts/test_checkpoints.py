@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 
 import torch
+from safetensors.torch import load_file
 
 import zero_ext
 from tests.multi.on_ranks import on_ranks
@@ -19,6 +20,12 @@ def test_experts_move_to_other_ranks(world: World) -> None:
     first = Course(world.seed, mesh_of(2), {"stage": 3})
     first.steps(world.seed, 0, 3)
     zero_ext.save_checkpoint(folder, first.model).wait()
+    if world.rank == 0:
+        zero_ext.checkpoint.export_huggingface(folder, folder + "-whole")
+        whole = load_file(folder + "-whole/model.safetensors")
+        for name, value in alone(world.seed, 3)[1].items():
+            torch.testing.assert_close(whole.pop(name), value, rtol=1e-4, atol=1e-5)
+        assert not whole
     wanted, parameters = alone(world.seed, 5)
     for ep, stage in ((4, 1), (1, 3)):
         then = Course(world.seed + 1, mesh_of(ep), {"stage": stage})

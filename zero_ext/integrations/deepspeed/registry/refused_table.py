@@ -8,7 +8,7 @@ _PIPELINE = "there are no pipelines here; sharded parameters (stage 3) give the 
 _INFERENCE = "no inference engine here; zero_ext.prepare(model, None, config) runs what exceeds the device"
 _TENSOR = "there is no tensor parallelism here; use stage 3"
 _SEQUENCE = "there is no sequence parallelism here"
-_EXPERTS = "there is no expert parallelism here"
+_EXPERTS = "expert parallelism is the axis 'ep' of zero_ext.parallel.make_mesh here"
 _COUNTED = "the engine always counts the bytes it sends: zero_ext.zero.engine_of(engine).wire"
 _ZENFLOW = (
     "split optimizer steps do not exist here; offload.step 'delayed' overlaps the update with the next step"
