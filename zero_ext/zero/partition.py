@@ -139,21 +139,35 @@ def plan_units(
     by_spread: dict[int, list[Owned]] = {0: []}
     for item in owned:
         by_spread.setdefault(len(expert_ranks(item.parameter)), []).append(item)
-    limit, plans = config.units.bucket_elements, list[UnitPlan]()
+    plans: list[UnitPlan] = []
     for spread, shared in by_spread.items():
-        ranks, prefix = (world_size // spread, "expert ") if spread else (world_size, "")
+        ranks = world_size // spread if spread else world_size
         placement = Placement.of_stage(config.stage).on_tiers(config.offload).over(ranks)
         if used_up:
             placement = placement.using_up(ranks)
-        if not placement.params:
-            plans += _buckets(f"{prefix}bucket", shared, placement, ranks, limit, False)
-            continue
-        small: list[Owned] = []
-        large: list[Owned] = []
-        for item in shared:
-            (small if item.spec.numel < config.units.persistence_threshold else large).append(item)
-        plans += _blocks(model, large, blocks, placement, ranks)
-        plans += _buckets(f"{prefix}persistent", small, placement.persistent(), ranks, limit, True)
+        found = _plan_shared(model, shared, config, blocks, placement, ranks)
+        plans += [replace(plan, name=f"experts of {plan.name}") if spread else plan for plan in found]
+    return plans
+
+
+def _plan_shared(
+    model: nn.Module,
+    owned: Sequence[Owned],
+    config: ZeroConfig,
+    blocks: dict[str, nn.Module],
+    placement: Placement,
+    ranks: int,
+) -> list[UnitPlan]:
+    """The units of parameters that the same number of ``ranks`` share."""
+    limit = config.units.bucket_elements
+    if not placement.params:
+        return list(_buckets("bucket", owned, placement, ranks, limit, False))
+    small: list[Owned] = []
+    large: list[Owned] = []
+    for item in owned:
+        (small if item.spec.numel < config.units.persistence_threshold else large).append(item)
+    plans = list(_blocks(model, large, blocks, placement, ranks))
+    plans += _buckets("persistent", small, placement.persistent(), ranks, limit, True)
     return plans
 
 
