@@ -128,12 +128,7 @@ def prepare(
     settings = settings.replace(batch=settings.batch.resolve(collectives.world_size))
     _check_parameters(owned, optimizer, groups)
     check_experts(owned, tiling, optimizer, settings, groups)
-    _check_optimizer(optimizer, {item.parameter for item in owned}, elementwise, settings)
-    if groups.tensor is not None and isinstance(optimizer, Lamb):
-        raise ValueError(
-            "Lamb with a mesh whose 'tp' is longer than 1: a trust ratio needs the norm of a parameter, "
-            "and ranks with parts of it do not add theirs up. Use torch.optim.AdamW, or 'tp' 1"
-        )
+    _check_optimizer(optimizer, {item.parameter for item in owned}, elementwise, settings, groups)
     in_parts = collectives.model is not None or any(expert_ranks(item.parameter) for item in owned)
     check_one_bit_optimizer(optimizer, settings, in_parts)
     if values == "keep":
@@ -327,6 +322,7 @@ def _check_optimizer(
     known: set[nn.Parameter],
     elementwise: bool,
     settings: ZeroConfig,
+    groups: RankGroups,
 ) -> None:
     if optimizer is None:
         return
@@ -347,5 +343,10 @@ def _check_optimizer(
             "training with zero_ext.load_checkpoint"
         )
     check_step_time(optimizer, settings.offload.step)
+    if groups.tensor is not None and isinstance(optimizer, Lamb):
+        raise ValueError(
+            "Lamb with a mesh whose 'tp' is longer than 1: a trust ratio needs the norm of a parameter, "
+            "and ranks with parts of it do not add theirs up. Use torch.optim.AdamW, or 'tp' 1"
+        )
     if not fusible(optimizer):
         check_elementwise(optimizer, elementwise)
