@@ -24,6 +24,7 @@ def test_a_group_has_the_nodes_of_its_ranks() -> None:
     assert whole.among(range(8)) == whole
     assert whole.among(range(1, 8, 4)) == NodeMap(1, 2, 1)
     assert whole.among(range(1, 8, 2)) == NodeMap(2, 4, 2)
+    assert whole.among((1, 5, 7)) == NodeMap(1, 3, 3)
 
 
 def test_nodes_that_the_ranks_do_not_fill_are_refused() -> None:

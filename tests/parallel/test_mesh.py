@@ -51,7 +51,8 @@ def test_a_mapping_places_the_ranks() -> None:
         ({"dp": 2, "tp": 2}, "= 4, but there are 8 ranks"),
         ({"tp": 0}, "tp: 0 given"),
         ({"tp": True}, "tp: True given"),
-        ({"ep": 2}, "no axis 'ep'"),
+        ({"sp": 2}, "no axis 'sp'"),
+        ({"ep": 3}, "pp 1 × dp 2 × ep 3 × cp 1 × tp 1 = 6, but there are 8 ranks"),
     ],
 )
 def test_lengths_that_cannot_be_are_refused(lengths: dict[str, int], named: str) -> None:

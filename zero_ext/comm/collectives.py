@@ -43,6 +43,8 @@ class Collectives:
     each. ``nodes`` says which ranks share a node; without it all do. All ranks share the state, unless
     :meth:`shard_among` says otherwise. ``model`` are the collectives of the ranks with the other parts of the
     model (pipeline stages, parts of tensors); None where it is whole.
+
+    What every rank has is shared by all of them, an expert by the ranks that :meth:`join_experts` named.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Collectives:
         self._reductions = OrderedExchange(reductions)
         self._groups: tuple[Collectives, Collectives] | None = None
         self.model: Collectives | None = None
+        self._experts: Collectives | None = None
 
     @property
     def reductions(self) -> Exchange:
@@ -106,6 +109,14 @@ class Collectives:
         """Names the ranks with the other parts of the model; what they exchange is counted and told here."""
         model.wire, model.bus = self.wire, self.bus
         self.model = model
+
+    def join_experts(self, ranks: Sequence[int]) -> None:
+        """Names the ranks with the same experts as this one, in ascending order."""
+        self._experts = self.among(ranks)
+
+    def holders(self, expert: bool) -> Collectives:
+        """The collectives of the ranks that have the same parameters, of an ``expert`` or not."""
+        return self._experts if expert and self._experts is not None else self
 
     def among(self, ranks: Sequence[int]) -> Collectives:
         """The collectives of a group of ``ranks``, this one among them, over the same connections and counted

@@ -58,10 +58,11 @@ class NodeMap:
         return self.world_size - self.ranks_per_node
 
     def among(self, ranks: Sequence[int]) -> NodeMap:
-        """The map that a group of these ranks has, this one among them: in ascending order, equally many of
-        each node that has any."""
+        """The map that a group of these ranks has, this one among them, in ascending order; where they are
+        not equally many of each node that has any, that of a single node."""
         nodes = [rank // self.ranks_per_node for rank in ranks]
-        return NodeMap(ranks.index(self.rank), len(ranks), nodes.count(nodes[0]))
+        counts = {nodes.count(node) for node in nodes}
+        return NodeMap(ranks.index(self.rank), len(ranks), counts.pop() if len(counts) == 1 else len(ranks))
 
 
 def ranks_of_a_node(world_size: int, wanted: int | None) -> int:

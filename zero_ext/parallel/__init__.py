@@ -43,6 +43,7 @@ __getattr__ = lazily(
         "best_mapping": "zero_ext.parallel.mapping",
         "make_mesh": "zero_ext.parallel.mesh",
         "naive_mapping": "zero_ext.parallel.mapping",
+        "experts": "",
         "pipeline": "",
         "split_stages": "zero_ext.parallel.partition",
         "split_tensors": "zero_ext.parallel.tensor",

@@ -21,7 +21,7 @@ from zero_ext.parallel.topology import Level, Topology
 from zero_ext.parallel.traffic import AxisTraffic
 
 Digit = tuple[str, int]  # axis, length
-_INNERMOST_FIRST = ("tp", "cp", "dp", "pp")
+_INNERMOST_FIRST = ("tp", "cp", "ep", "dp", "pp")
 _MOST_ORDERS = 10_000
 
 

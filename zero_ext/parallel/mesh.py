@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ext.parallel.mapping import Mapping, naive_mapping
-
-AXES = ("pp", "dp", "cp", "tp")
+from zero_ext.zero.rank_groups import MESH_AXES
 
 
 def make_mesh(
@@ -22,7 +21,9 @@ def make_mesh(
     **lengths: int,
 ) -> DeviceMesh:
     """A mesh of all ranks with dimensions "pp" (pipeline stages), "dp" (replicas that ZeRO shards over), "cp"
-    (parts of a sequence) and "tp" (parts of a tensor), those of length 1 too; a collective of all ranks.
+    (parts of a sequence) and "tp" (parts of a tensor), those of length 1 too, and where it is given "ep"
+    between "dp" and "cp" (ranks with different experts, over which ZeRO shards all else too); a collective of
+    all ranks.
 
     ``make_mesh(pp=2, tp=2)``: lengths by name or as a mapping; "dp" takes what is left over where it is not
     given. Ranks count with "tp" fastest, then "cp", "dp", "pp", so that tensor parallelism stays inside a
@@ -42,25 +43,25 @@ def make_mesh(
     whole = full_sizes({**(sizes or {}), **lengths}, world_size)
     if mapping is None:
         mapping = naive_mapping(whole)
-    elif {axis: mapping.sizes.get(axis, 1) for axis in AXES} != whole or set(mapping.axes) - set(AXES):
+    elif {axis: mapping.sizes.get(axis, 1) for axis in whole} != whole or set(mapping.axes) - set(whole):
         raise ValueError(f"the mapping is one of {mapping.sizes}, but the lengths wanted are {whole}")
     else:
-        mapping = Mapping(AXES, mapping.digits)
+        mapping = Mapping(tuple(whole), mapping.digits)
     ranks = torch.tensor(mapping.grid().ranks, dtype=torch.int64, device="cpu").view(*whole.values())
-    return DeviceMesh(device_type or _device_type(), ranks, mesh_dim_names=AXES)
+    return DeviceMesh(device_type or _device_type(), ranks, mesh_dim_names=tuple(whole))
 
 
 def full_sizes(sizes: Sizes[str, int], world_size: int) -> dict[str, int]:
-    """``sizes`` on all of ``AXES``; "dp" is what the others leave over where it is not given. ``ValueError``
-    as :func:`make_mesh`."""
-    unknown = sorted(set(sizes) - set(AXES))
+    """``sizes`` on all axes, on "ep" if it is given; "dp" is what the others leave over where it is not
+    given. ``ValueError`` as :func:`make_mesh`."""
+    unknown = sorted(set(sizes) - set(MESH_AXES))
     if unknown:
-        raise ValueError(f"no axis {unknown[0]!r}; there are {list(AXES)}")
+        raise ValueError(f"no axis {unknown[0]!r}; there are {list(MESH_AXES)}")
     for axis, length in sizes.items():
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise ValueError(f"{axis}: {length!r} given, a whole number of at least 1 wanted")
     others = math.prod(length for axis, length in sizes.items() if axis != "dp")
-    whole = {axis: sizes.get(axis, 1) for axis in AXES}
+    whole = {axis: sizes.get(axis, 1) for axis in MESH_AXES if axis != "ep" or axis in sizes}
     if "dp" not in sizes:
         whole["dp"] = max(1, world_size // others)
     if math.prod(whole.values()) != world_size:

@@ -41,6 +41,6 @@ def model_staging(
     owned = owned_parameters(model, settings.precision.dtype)
     ranks = settings.communication.sharding_ranks or world_size
     plans = plan_units(model, owned, settings, ranks)
-    plans = split_optimizer(plans, settings, trained_by(optimizer), ranks)
+    plans = split_optimizer(plans, settings, trained_by(optimizer))
     device = device_of(owned)
-    return plan_staging(model, optimizer, plans, owned, settings, ranks, world_size // ranks, device)
+    return plan_staging(model, optimizer, plans, owned, settings, world_size // ranks, device)

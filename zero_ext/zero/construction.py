@@ -15,6 +15,7 @@ from zero_ext.comm import Collectives
 from zero_ext.config import CommunicationPolicy, ZeroConfig
 from zero_ext.offload import STORAGE_ALIGNMENT, Tiers
 from zero_ext.zero.born import PIECE_BYTES, REBUILD, born_shard, forget_birth
+from zero_ext.zero.expert import expert_ranks
 from zero_ext.zero.heap import trim_heap
 from zero_ext.zero.layout import ALIGNMENT_BYTES, FlatLayout, in_memory_order
 from zero_ext.zero.local_part import local_part
@@ -29,7 +30,8 @@ from zero_ext.zero.unit import Unit
 def check_agreement(owned: Sequence[Owned], config: ZeroConfig, collectives: Collectives) -> None:
     """Raises ``RuntimeError`` on all ranks if the ranks wrap different models or configurations.
 
-    The message names the ranks that differ from rank 0 and, on those, the first parameter that does.
+    The message names the ranks that differ from rank 0 and, on those, the first parameter that does. Experts
+    differ by name.
     """
     # Each rank may have devices of its own, and write down what it likes.
     paths = {section: {"nvme_paths"} for section in ("offload", "activation_checkpointing")}
@@ -37,7 +39,7 @@ def check_agreement(owned: Sequence[Owned], config: ZeroConfig, collectives: Col
     lines += [
         json.dumps(
             [
-                item.spec.name,
+                "an expert's" if expert_ranks(item.parameter) else item.spec.name,
                 item.spec.shape,
                 str(item.parameter.dtype),
                 item.parameter.requires_grad,
@@ -140,17 +142,16 @@ def accelerator_or_cpu() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def layout_of(plan: UnitPlan, world_size: int) -> FlatLayout:
+def layout_of(plan: UnitPlan) -> FlatLayout:
     """How the unit of ``plan`` will lie in its flat buffer."""
     stored = plan.placement.params and plan.placement.params_tier == "nvme"
     alignment = STORAGE_ALIGNMENT if stored else ALIGNMENT_BYTES
-    return FlatLayout.build([item.spec for item in plan.members], world_size, alignment)
+    return FlatLayout.build([item.spec for item in plan.members], plan.ranks, alignment)
 
 
 def reserve_storage(
     plans: Sequence[UnitPlan],
     tiers: Tiers,
-    world_size: int,
     trains: Callable[[UnitPlan], bool],
     sums: torch.dtype,
 ) -> None:
@@ -158,7 +159,7 @@ def reserve_storage(
     add up in ``sums``."""
     total = 0
     for plan in plans:
-        layout, placement = layout_of(plan, world_size), plan.placement
+        layout, placement = layout_of(plan), plan.placement
         if placement.params:
             total += tiers.stored_bytes(placement.params_tier, layout.shard_numel, layout.dtype)
         if trains(plan) and layout.dtype.is_floating_point:
@@ -181,18 +182,19 @@ def build_unit(
 ) -> tuple[Unit, MasterShard | None]:
     """Makes one unit from the parameters' present values, which are freed, and its master weights.
 
-    Rank 0's values count. ``load_values`` False leaves everything zero (a checkpoint follows); ``trains``
-    False makes no master weights. Raises ``RuntimeError`` on all ranks if storage fails on any.
+    The values count that rank 0 has, of an expert those of the first rank that has it. ``load_values`` False
+    leaves everything zero (a checkpoint follows); ``trains`` False makes no master weights. Raises
+    ``RuntimeError`` on all ranks if storage fails on any.
     """
     members = plan.members
-    shards = collectives.shards
-    layout = layout_of(plan, shards.world_size)
+    holders = collectives.holders(plan.expert)
+    layout = layout_of(plan)
     unit = Unit(
         plan.name,
         [item.parameter for item in members],
         layout,
         plan.placement,
-        shards,
+        holders.shards,
         pool,
         tiers,
         policy,
@@ -201,7 +203,7 @@ def build_unit(
     master = MasterShard(unit, tiers) if trains and layout.dtype.is_floating_point else None
     with torch.no_grad():
         if load_values:
-            _fill(unit, master, members, collectives)
+            _fill(unit, master, members, holders)
         else:
             unit.publish_views()
         for item in members:

@@ -19,6 +19,7 @@ from zero_ext.config import ZeroConfig
 from zero_ext.config.events import Subscriber
 from zero_ext.offload import Tiers
 from zero_ext.zero.backward import BackwardPass, in_backward
+from zero_ext.zero.expert import mean_over_senders
 from zero_ext.zero.gradient_view import GradientViews
 from zero_ext.zero.gradients import UnitGradients, make_gradients
 from zero_ext.zero.hooks import ForwardHooks
@@ -274,7 +275,7 @@ class Engine:
         self.optimizer_step.came(gradients)
         self.reducer.settled = False
         self.norms.forget()
-        gradients.add(number, local_gradient(parameter, gradient))
+        gradients.add(number, mean_over_senders(parameter, local_gradient(parameter, gradient)))
         if self._reduces_now() and gradients.complete:
             self.reducer.arrived(gradients)
 

@@ -67,8 +67,8 @@ class Forecast:
         world_size = collectives.shards.world_size
         replicas = collectives.world_size // world_size
         plans = plan_units(model, owned, config, world_size)
-        self.plans = split_optimizer(plans, config, self.trains, world_size)
-        self.staging = plan_staging(model, optimizer, self.plans, owned, config, world_size, replicas, device)
+        self.plans = split_optimizer(plans, config, self.trains)
+        self.staging = plan_staging(model, optimizer, self.plans, owned, config, replicas, device)
 
     def held(self) -> Held:
         """Bytes by tier and kind, as :func:`zero_ext.zero.ledger.ledger_by_tier` tells them after a step."""
@@ -82,8 +82,8 @@ class Forecast:
         return held
 
     def _add(self, held: Mapping[Tier, Counter[str]], plan: UnitPlan, used_up: bool) -> None:
-        layout, placement = layout_of(plan, self.collectives.shards.world_size), plan.placement
-        dtype = layout.dtype
+        layout, placement = layout_of(plan), plan.placement
+        dtype, holders = layout.dtype, self.collectives.holders(plan.expert).shards
 
         def place(sharded: bool, tier: Tier) -> tuple[Tier, int]:
             return (tier, layout.shard_numel) if sharded else ("device", layout.numel)
@@ -94,7 +94,7 @@ class Forecast:
             held["device"]["params"] += self.config.communication.secondary_bytes(
                 numel,
                 dtype.itemsize,
-                self.collectives.shards.nodes.nodes,
+                holders.nodes.nodes,
                 dtype.is_floating_point,
             )
         if self.kinds is None or not self.trains(plan) or not dtype.is_floating_point:
@@ -109,9 +109,7 @@ class Forecast:
         shared = dtype is torch.float32 and params_tier == tier and not apart
         held[tier]["optimizer"] += 0 if shared else numel * 4
         if not self._fused and tier != "nvme":  # torch's own code has tensors of its own, without padding
-            begin, end = (
-                layout.shard_range(self.collectives.shards.rank) if placement.optimizer else (0, layout.numel)
-            )
+            begin, end = layout.shard_range(holders.rank) if placement.optimizer else (0, layout.numel)
             numel = sum(overlap.numel for overlap in layout.overlaps(begin, end))
         held[tier]["optimizer"] += sum(
             field.entries(numel) * field.dtype.itemsize for field in self.kinds.values()

@@ -12,6 +12,7 @@ from torch import nn
 from zero_ext.zero.born import born_shard
 from zero_ext.zero.buffers import persistent_buffers
 from zero_ext.zero.engine import Engine
+from zero_ext.zero.expert import expert_ranks
 from zero_ext.zero.gather_order import GatherOrder
 from zero_ext.zero.gathered_born import gathered_born
 from zero_ext.zero.layout import in_memory_order
@@ -32,9 +33,9 @@ def gathered(
     with a rank, that rank's values become everybody's, shards and fp32 master weights included (elements
     that were not changed keep their master's full precision). Works for every stage. If the block raises,
     or writes what it may only read, edits of sharded parameters are dropped; those of replicated ones
-    (stages 0 to 2) stay on this rank. Raises ``ValueError`` for a parameter of neither kind or a rank
-    that does not exist. Values for reading are those that forward uses; before an edit delayed updates are
-    finished.
+    (stages 0 to 2) stay on this rank. Raises ``ValueError`` for a parameter of neither kind, for a rank
+    that does not exist, and for an edit of experts that are spread over ranks. Values for reading are those
+    that forward uses; before an edit delayed updates are finished.
     """
     listed = _listed(parameters)
     born = [parameter for parameter in listed if born_shard(parameter) is not None]
@@ -45,13 +46,18 @@ def gathered(
 
 @contextlib.contextmanager
 def _gathered_units(units: list[tuple[Engine, Unit]], modifier_rank: int | None) -> Iterator[None]:
-    for engine, _ in units:
+    for engine, unit in units:
         engine.optimizer_step.refuse_pending("gathered")
         if modifier_rank is not None:
             engine.optimizer_step.refuse_drift("a write to parameters")
         if modifier_rank is not None and modifier_rank not in range(engine.world_size):
             raise ValueError(
                 f"modifier_rank: {modifier_rank!r} given, a rank from 0 to {engine.world_size - 1} wanted"
+            )
+        if modifier_rank is not None and expert_ranks(unit.parameters[0]):
+            raise ValueError(
+                f"modifier_rank: {unit.describe()} holds experts, of which rank {modifier_rank} has others "
+                "than some ranks; leave them out, or use zero_ext.load_full_state_dict(strict=False)"
             )
     if modifier_rank is not None:
         for engine in dict.fromkeys(engine for engine, _ in units):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zero_ext.zero.expert import expert_ranks
 from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.local_part import is_split, like_parameter, local_gradient
 from zero_ext.zero.sharded_gradient import ShardedGradient
@@ -66,10 +67,12 @@ class GradientViews:
         """See :class:`GradientAccess`."""
         self._refuse("a norm of param.grad")
         gradients, number = self._find(key)
-        if is_split(gradients.unit.parameters[number]):
+        parameter = gradients.unit.parameters[number]
+        if is_split(parameter) or expert_ranks(parameter):
             raise RuntimeError(
-                f"a norm of '{gradients.unit.layout.specs[number].name}'.grad, of which this rank has a part "
-                "only; call model.clip_grad_norm_(max_norm), which takes the norm of the whole model"
+                f"a norm of '{gradients.unit.layout.specs[number].name}'.grad, of which other ranks have "
+                "other parts, or other experts; call model.clip_grad_norm_(max_norm), which takes the norm "
+                "of the whole model"
             )
         self._settle()
         if norm_type == 2:

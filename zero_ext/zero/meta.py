@@ -100,6 +100,7 @@ def _moved(parameter: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
     """``parameter`` itself with another tensor inside, or a new one where something holds the old one weakly
     (recurrent modules do)."""
     new = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    vars(new).update(vars(parameter))  # what it is marked with
     try:
         torch.utils.swap_tensors(parameter, new)
     except RuntimeError:

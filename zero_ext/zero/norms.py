@@ -10,6 +10,7 @@ from torch import nn
 
 from zero_ext import ops
 from zero_ext.comm import Collectives
+from zero_ext.zero.expert import expert_ranks
 from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.model_ranks import largest_over_model, sum_over_model
 from zero_ext.zero.squares import Squares
@@ -65,7 +66,7 @@ class GradientNorms:
         return squares
 
     def of(self, gradients: UnitGradients, index: int) -> float:
-        """The 2-norm of one parameter's gradient."""
+        """The 2-norm of one parameter's gradient; of an expert's, with those in its place elsewhere."""
         if self._each is None:
             keys = self._keys()
             table = self.read_together(self._own_table)
@@ -86,7 +87,7 @@ class GradientNorms:
         return table
 
     def largest(self, gradients: UnitGradients, index: int) -> float:
-        """The inf-norm of one parameter's gradient."""
+        """The inf-norm of one parameter's gradient; of an expert's, with those in its place elsewhere."""
         if self._largest is None:
             keys = self._keys()
             world = self._collectives.world_size
@@ -109,9 +110,12 @@ class GradientNorms:
 
     def first_non_finite(self) -> str:
         """Full name of the first parameter whose gradient is not finite, or where to look for it."""
-        for unit, number in self._keys():
-            if self.of(self._gradients[unit], number) != self.of(self._gradients[unit], number):
-                return f"'{self._gradients[unit].unit.layout.specs[number].name}'"
+        for key, number in self._keys():
+            gradients = self._gradients[key]
+            if self.of(gradients, number) != self.of(gradients, number):
+                expert = expert_ranks(gradients.unit.parameters[number])
+                elsewhere = ", or the expert in its place on another rank" if expert else ""
+                return f"'{gradients.unit.layout.specs[number].name}'{elsewhere}"
         if self._collectives.model is not None:
             return "a part of the model that other ranks hold; see their messages"
         return "the sum over all parameters"

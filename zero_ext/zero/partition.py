@@ -13,6 +13,7 @@ from torch import nn
 
 from zero_ext.config import ZeroConfig
 from zero_ext.config.placement import Placement, within
+from zero_ext.zero.expert import expert_ranks
 from zero_ext.zero.layout import ParameterSpec, memory_order
 from zero_ext.zero.local_part import local_part
 from zero_ext.zero.packed import is_packed
@@ -42,13 +43,19 @@ class Owned:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """What one unit will hold, and the module whose call needs it."""
+    """What one unit will hold, how many ``ranks`` share it, and the module whose call needs it."""
 
     name: str
     members: tuple[Owned, ...]
     home: nn.Module | None  # None: replicated parameters, present at all times
     placement: Placement
+    ranks: int
     persistent: bool
+
+    @property
+    def expert(self) -> bool:
+        """Whether it holds experts, which only some of the data-parallel ranks have."""
+        return bool(expert_ranks(self.members[0].parameter))
 
 
 def owned_parameters(model: nn.Module, precision: str) -> list[Owned]:
@@ -124,25 +131,48 @@ def updates_on_trial(config: ZeroConfig, dtypes: Iterable[torch.dtype]) -> bool:
 def plan_units(
     model: nn.Module, owned: Iterable[Owned], config: ZeroConfig, world_size: int
 ) -> list[UnitPlan]:
-    """Groups the parameters into units for the configured stage on ``world_size`` ranks."""
+    """Groups the parameters into units for the configured stage on ``world_size`` ranks, over some of which
+    experts may be spread."""
     owned = tuple(owned)
-    placement = Placement.of_stage(config.stage).on_tiers(config.offload).over(world_size)
-    if uses_up_gradients(config, (item.spec.dtype for item in owned)):
-        placement = placement.using_up(world_size)
+    used_up = uses_up_gradients(config, (item.spec.dtype for item in owned))
     blocks = find_blocks(model, config)  # checks the names also where no unit is a block
+    by_spread: dict[int, list[Owned]] = {0: []}
+    for item in owned:
+        by_spread.setdefault(len(expert_ranks(item.parameter)), []).append(item)
+    plans: list[UnitPlan] = []
+    for spread, shared in by_spread.items():
+        ranks = world_size // spread if spread else world_size
+        placement = Placement.of_stage(config.stage).on_tiers(config.offload).over(ranks)
+        if used_up:
+            placement = placement.using_up(ranks)
+        found = _plan_shared(model, shared, config, blocks, placement, ranks)
+        plans += [replace(plan, name=f"experts of {plan.name}") if spread else plan for plan in found]
+    return plans
+
+
+def _plan_shared(
+    model: nn.Module,
+    owned: Sequence[Owned],
+    config: ZeroConfig,
+    blocks: dict[str, nn.Module],
+    placement: Placement,
+    ranks: int,
+) -> list[UnitPlan]:
+    """The units of parameters that the same number of ``ranks`` share."""
+    limit = config.units.bucket_elements
     if not placement.params:
-        return list(_buckets("bucket", owned, placement, config.units.bucket_elements, False))
+        return list(_buckets("bucket", owned, placement, ranks, limit, False))
     small: list[Owned] = []
     large: list[Owned] = []
     for item in owned:
         (small if item.spec.numel < config.units.persistence_threshold else large).append(item)
-    plans = list(_blocks(model, large, blocks, placement))
-    plans += _buckets("persistent", small, placement.persistent(), config.units.bucket_elements, True)
+    plans = list(_blocks(model, large, blocks, placement, ranks))
+    plans += _buckets("persistent", small, placement.persistent(), ranks, limit, True)
     return plans
 
 
 def split_optimizer(
-    plans: Sequence[UnitPlan], config: ZeroConfig, trains: Callable[[UnitPlan], bool], world_size: int
+    plans: Sequence[UnitPlan], config: ZeroConfig, trains: Callable[[UnitPlan], bool]
 ) -> list[UnitPlan]:
     """The plans with at most ``offload.ratio`` of the trained elements in the optimizer's tier; the other
     units keep optimizer and gradients on the device. Warns if no unit is small enough to leave it."""
@@ -151,9 +181,9 @@ def split_optimizer(
         return list(plans)
     used_up = uses_up_gradients(config, (item.spec.dtype for plan in plans for item in plan.members))
 
-    def near(placement: Placement) -> Placement:
-        placement = placement.near().over(world_size)
-        return placement.using_up(world_size) if used_up else placement
+    def near(plan: UnitPlan) -> Placement:
+        placement = plan.placement.near().over(plan.ranks)
+        return placement.using_up(plan.ranks) if used_up else placement
 
     trained = [number for number, plan in enumerate(plans) if trains(plan)]
     sizes = [sum(item.spec.numel for item in plans[number].members) for number in trained]
@@ -167,8 +197,7 @@ def split_optimizer(
         )
     stay = {number for place, number in enumerate(trained) if place not in moved}
     return [
-        replace(plan, placement=near(plan.placement)) if number in stay else plan
-        for number, plan in enumerate(plans)
+        replace(plan, placement=near(plan)) if number in stay else plan for number, plan in enumerate(plans)
     ]
 
 
@@ -204,7 +233,7 @@ def _kind(item: Owned) -> _Kind:
 
 
 def _buckets(
-    label: str, owned: Iterable[Owned], placement: Placement, limit: int, persistent: bool
+    label: str, owned: Iterable[Owned], placement: Placement, ranks: int, limit: int, persistent: bool
 ) -> Iterator[UnitPlan]:
     by_kind: dict[_Kind, list[Owned]] = defaultdict(list)
     for item in owned:
@@ -213,12 +242,16 @@ def _buckets(
     for items in by_kind.values():
         for group in bucket_groups([item.spec.numel for item in items], limit):
             members = tuple(items[place] for place in group)
-            yield UnitPlan(f"{label}.{number}", members, None, placement, persistent)
+            yield UnitPlan(f"{label}.{number}", members, None, placement, ranks, persistent)
             number += 1
 
 
 def _blocks(
-    model: nn.Module, owned: Iterable[Owned], blocks: dict[str, nn.Module], placement: Placement
+    model: nn.Module,
+    owned: Iterable[Owned],
+    blocks: dict[str, nn.Module],
+    placement: Placement,
+    ranks: int,
 ) -> Iterator[UnitPlan]:
     # Tiles are the last of the blocks, and so their own block where another one contains them.
     block_of = {inner: (name, block) for name, block in blocks.items() for inner in block.modules()}
@@ -239,4 +272,4 @@ def _blocks(
         others = [key for key in groups if key[0] == name]
         if len(others) > 1:
             label += f" ({kind})"
-        yield UnitPlan(label, tuple(members), home, placement, False)
+        yield UnitPlan(label, tuple(members), home, placement, ranks, False)

@@ -39,6 +39,8 @@ from zero_ext.zero.construction import (
     reserve_storage,
 )
 from zero_ext.zero.engine import Engine
+from zero_ext.zero.expert import expert_ranks
+from zero_ext.zero.expert_checks import check_experts
 from zero_ext.zero.forecast import Forecast
 from zero_ext.zero.guards import guard_module
 from zero_ext.zero.hooks import install, watch_reads
@@ -93,8 +95,8 @@ def prepare(
         config: :class:`ZeroConfig`, a mapping, or the path of a JSON file; default ZeRO-3.
         process_group: the data-parallel ranks; default all, or a single rank without a launcher. Or a mesh of
             :func:`zero_ext.parallel.make_mesh`, where ``model`` is this rank's part of the whole: ranks along
-            "dp" and "cp" share its state; norms, clipping and overflow are those of the parts along "pp" and
-            "tp" together.
+            "dp", "ep" and "cp" share its state, but for experts, which differ along "ep"; norms, clipping and
+            overflow are those of the parts along "pp" and "tp", and of all experts, together.
         wrap: return the model inside :class:`ZeroModule`; False returns the user's own object.
         elementwise: declares an unknown optimizer class to be element-wise; it is checked by trial.
         values: "empty" skips initial values: parameters are zero until a checkpoint is loaded, and may be
@@ -125,13 +127,10 @@ def prepare(
     collectives.shard_among(settings.communication.sharding_ranks)
     settings = settings.replace(batch=settings.batch.resolve(collectives.world_size))
     _check_parameters(owned, optimizer, groups)
-    _check_optimizer(optimizer, {item.parameter for item in owned}, elementwise, settings)
-    if groups.tensor is not None and isinstance(optimizer, Lamb):
-        raise ValueError(
-            "Lamb with a mesh whose 'tp' is longer than 1: a trust ratio needs the norm of a parameter, "
-            "and ranks with parts of it do not add theirs up. Use torch.optim.AdamW, or 'tp' 1"
-        )
-    check_one_bit_optimizer(optimizer, settings, collectives.model is not None)
+    check_experts(owned, tiling, optimizer, settings, groups)
+    _check_optimizer(optimizer, {item.parameter for item in owned}, elementwise, settings, groups)
+    in_parts = collectives.model is not None or any(expert_ranks(item.parameter) for item in owned)
+    check_one_bit_optimizer(optimizer, settings, in_parts)
     if values == "keep":
         check_values(owned)
     check_agreement(owned, settings, collectives)
@@ -151,7 +150,7 @@ def prepare(
         engine = _shard(model, owned, optimizer, forecast, place, values)
         engine.group = (groups.data or dist.group.WORLD) if collectives.world_size > 1 else None
         prepared = _prepared_optimizer(engine, optimizer, elementwise) if optimizer is not None else None
-    if collectives.model is not None and groups.whole is not None:
+    if in_parts and groups.whole is not None:
         names = {item.spec.name: tie.name for item in owned if (tie := tie_of(item.parameter)) is not None}
         elsewhere = [item.spec.name for item in owned if not item.counted]
         for state in (engine.state, engine.trained_state):
@@ -179,6 +178,8 @@ def _join(groups: RankGroups, settings: ZeroConfig, owned: Sequence[Owned], devi
     )
     if groups.model is not None:
         collectives.join_model(make_collectives(groups.model, settings.timeout_seconds))
+    if groups.same_experts:
+        collectives.join_experts(groups.same_experts)
     return collectives
 
 
@@ -308,7 +309,7 @@ def _make_tiers(forecast: Forecast, optimizer: torch.optim.Optimizer | None, dev
             exchanges_signs(optimizer),
         )
         sums = DTYPES[settings.precision.grad_accum_dtype]
-        reserve_storage(plans, tiers, collectives.shards.world_size, trained_by(optimizer), sums)
+        reserve_storage(plans, tiers, trained_by(optimizer), sums)
         return tiers
 
     if not settings.offload.any_nvme:
@@ -321,6 +322,7 @@ def _check_optimizer(
     known: set[nn.Parameter],
     elementwise: bool,
     settings: ZeroConfig,
+    groups: RankGroups,
 ) -> None:
     if optimizer is None:
         return
@@ -341,5 +343,10 @@ def _check_optimizer(
             "training with zero_ext.load_checkpoint"
         )
     check_step_time(optimizer, settings.offload.step)
+    if groups.tensor is not None and isinstance(optimizer, Lamb):
+        raise ValueError(
+            "Lamb with a mesh whose 'tp' is longer than 1: a trust ratio needs the norm of a parameter, "
+            "and ranks with parts of it do not add theirs up. Use torch.optim.AdamW, or 'tp' 1"
+        )
     if not fusible(optimizer):
         check_elementwise(optimizer, elementwise)

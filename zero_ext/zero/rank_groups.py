@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-_DATA, _MODEL = ("dp", "cp"), ("pp", "tp")
+MESH_AXES = ("pp", "dp", "ep", "cp", "tp")
+_DATA, _MODEL = MESH_AXES[1:4], (MESH_AXES[0], MESH_AXES[-1])
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,9 @@ class RankGroups:
 
     ``data`` hold the same part of the model and see other samples, or other parts of a sequence; ``model``
     hold the other parts of the same model, of which ``tensor`` hold other parts of the same tensors.
-    ``tensor_rank`` is the rank in ``tensor``. ``whole`` are all of the mesh, None without one.
+    ``tensor_rank`` is the rank in ``tensor``. ``whole`` are all of the mesh, None without one. Experts are
+    spread over ``experts``, each of whose ranks has others; ``same_experts`` are the places in ``data`` of
+    the ranks that have those of this rank.
     """
 
     data: dist.ProcessGroup | None
@@ -24,11 +27,13 @@ class RankGroups:
     tensor: dist.ProcessGroup | None = None
     tensor_rank: int = 0
     whole: dist.ProcessGroup | None = None
+    experts: dist.ProcessGroup | None = None
+    same_experts: tuple[int, ...] = ()
 
 
 def rank_groups(given: dist.ProcessGroup | DeviceMesh | None) -> RankGroups:
-    """The groups that a mesh with dimensions "dp" and "cp" (data), "pp" and "tp" (model) makes, any of which
-    may be missing, or the data-parallel group ``given``.
+    """The groups that a mesh with dimensions "dp", "ep" and "cp" (data), "pp" and "tp" (model) makes, any of
+    which may be missing, or the data-parallel group ``given``.
 
     Raises ``ValueError`` for a mesh with a dimension of another name, or without names.
     """
@@ -39,17 +44,34 @@ def rank_groups(given: dist.ProcessGroup | DeviceMesh | None) -> RankGroups:
     if unknown or not names:
         raise ValueError(
             f"process_group: a mesh with dimensions {list(names)} given; those of make_mesh, "
-            f"{list(_MODEL[:1] + _DATA + _MODEL[1:])}, are wanted. Name them so (mesh_dim_names), or pass "
+            f"{list(MESH_AXES)}, are wanted. Name them so (mesh_dim_names), or pass "
             "the group of the data-parallel ranks"
         )
-    tensor = _group(given, ("tp",))
+    tensor, data, experts = _group(given, ("tp",)), data_group(given), _group(given, ("ep",))
     return RankGroups(
-        _group(given, _DATA, always=True),
+        data,
         _group(given, _MODEL),
         tensor,
         dist.get_rank(tensor) if tensor is not None else 0,
         _group(given, tuple(names), always=True),
+        experts,
+        _same_experts(given, data) if experts is not None else (),
     )
+
+
+def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks of ``mesh`` that see other samples than this one, or other parts of a sequence."""
+    data = _group(mesh, _DATA, always=True)
+    if data is None:
+        raise AssertionError("a mesh without data-parallel ranks")
+    return data
+
+
+def _same_experts(mesh: DeviceMesh, data: dist.ProcessGroup) -> tuple[int, ...]:
+    """Where those of ``data`` stand that differ from this rank in "ep" by nothing."""
+    place = (mesh.mesh_dim_names or ()).index("ep")
+    alike = set(mesh.mesh.select(place, mesh.get_local_rank("ep")).flatten().tolist())
+    return tuple(at for at, rank in enumerate(dist.get_process_group_ranks(data)) if rank in alike)
 
 
 def _group(mesh: DeviceMesh, names: tuple[str, ...], always: bool = False) -> dist.ProcessGroup | None:

@@ -24,17 +24,16 @@ def plan_staging(
     plans: Sequence[UnitPlan],
     owned: Sequence[Owned],
     config: ZeroConfig,
-    world_size: int,
     replicas: int = 1,
     device: torch.device = CPU.device,
 ) -> Staging:
     """The staging of one rank of ``model``, whose parameters ``owned`` form the units ``plans``.
 
-    ``world_size`` ranks share the state, of which there are as many ``replicas``. ``optimizer`` is None for
-    inference; ``config.batch`` is resolved.
+    The ranks that share a unit's state have as many ``replicas``. ``optimizer`` is None for inference;
+    ``config.batch`` is resolved.
     """
     return staging_of(
-        _staged_units(model, optimizer, plans, owned, config, world_size, replicas),
+        _staged_units(model, optimizer, plans, owned, config, replicas),
         config,
         None if optimizer is None else _state_step(optimizer, config),
         used_up=uses_up_gradients(config, (item.spec.dtype for item in owned)),
@@ -54,7 +53,6 @@ def _staged_units(
     plans: Sequence[UnitPlan],
     owned: Sequence[Owned],
     config: ZeroConfig,
-    world_size: int,
     replicas: int,
 ) -> list[StagedUnit]:
     inside: dict[nn.Module, list[int]] = {}
@@ -73,7 +71,7 @@ def _staged_units(
     trains, found = trained_by(optimizer), []
     for plan in plans:
         own = [together[item.parameter] for item in plan.members]
-        layout = layout_of(plan, world_size)
+        layout = layout_of(plan)
         comes = max(last for _, last in own)
         gathered = span(plan.home) if plan.home is not None else (min(own)[0], comes)
         completes = min(own) if trains(plan) and layout.dtype.is_floating_point else None
@@ -82,7 +80,7 @@ def _staged_units(
                 plan.name,
                 layout.numel,
                 layout.dtype.itemsize,
-                world_size,
+                plan.ranks,
                 plan.placement,
                 gathered,
                 comes,

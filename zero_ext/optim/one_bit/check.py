@@ -23,9 +23,9 @@ def check_one_bit_optimizer(
     name = type(optimizer).__name__
     if in_parts:
         raise ValueError(
-            f"{name} with a model whose parts are on several ranks (the mesh has a 'pp' or 'tp' axis): where "
-            "signs are exchanged, the data-parallel ranks alone agree on whether gradients overflow. Use "
-            "torch.optim.AdamW, or a mesh with 'dp' only"
+            f"{name} with a model whose parts are on several ranks (the mesh has a 'pp', 'tp' or 'ep' axis): "
+            "where signs are exchanged, ranks that all have the same parameters agree on whether gradients "
+            "overflow. Use torch.optim.AdamW, or a mesh with 'dp' only"
         )
     check_one_bit(name, config)
     if config.stage == 1 and isinstance(optimizer, ZeroOneAdam) and optimizer.local_step_clipper > 1:

@@ -57,7 +57,10 @@ _LOCAL = {
 }
 MODULES: dict[str, str] = {name: _HERE + local for name, local in _LOCAL.items()}
 
-_EXPERTS = "no mixture-of-experts layers here: use the model's own and deepspeed.utils.set_z3_leaf_modules"
+_EXPERTS = (
+    "experts on different ranks are zero_ext.parallel.experts.MixtureOfExperts here; for a model's own "
+    "layers use deepspeed.utils.set_z3_leaf_modules"
+)
 _INFERENCE = (
     "no inference engine here: zero_ext.prepare(model, None, config) runs models larger than the device"
 )

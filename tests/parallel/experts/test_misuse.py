@@ -1,0 +1,94 @@
+"""Mixtures that cannot be, and what needs the same parameters on every rank: refused on all ranks alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.parallel.experts.mixtures import (
+    EXPERTS,
+    SAMPLES,
+    WIDTH,
+    Course,
+    Words,
+    adamw,
+    batches,
+    expert,
+    loss_of,
+    mesh_of,
+)
+from zero_ext.parallel.experts import MixtureOfExperts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"count": 1}, "'top_k' is 2, but there are 1 experts"),
+        ({"count": 4, "top_k": 0}, "'top_k' is 0"),
+        ({"count": 4, "capacity_factor": 0.0}, "'capacity_factor' is 0.0"),
+        ({"count": 4, "capacity_factor": -1.0}, "'capacity_factor' is -1.0"),
+        ({"count": 4, "capacity_factor": float("nan")}, "'capacity_factor' is nan"),
+        ({}, "say in 'count' how many"),
+        ({"count": 2, "experts": [nn.Linear(WIDTH, WIDTH)] * 3}, "'count' is 2, but 3 experts"),
+        ({"count": 2, "experts": lambda _: nn.BatchNorm1d(WIDTH)}, "expert 0 has buffers"),
+        ({"count": 2, "experts": lambda n: nn.Linear(WIDTH + n, WIDTH)}, "expert 1 has parameters"),
+    ],
+)
+def test_mixtures_that_cannot_be(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        MixtureOfExperts(WIDTH, **{"experts": expert, **arguments})
+
+
+@on_ranks(4)
+def test_ranks_that_do_not_share_out_the_experts(world: World) -> None:
+    with pytest.raises(ValueError, match="6 experts on the 4 ranks along 'ep'"):
+        MixtureOfExperts(WIDTH, expert, 6, mesh=mesh_of(4))
+
+
+@on_ranks(4)
+def test_what_prepare_refuses(world: World) -> None:
+    def refused(named: str, config: dict[str, Any], optimizer: Any = adamw, ep: int = 2) -> None:
+        model = Words(mesh_of(2))
+        with pytest.raises(ValueError, match=named):
+            zero_ext.prepare(model, optimizer(model), config, process_group=mesh_of(ep))
+
+    refused(r"but the mesh has 'ep' ranks \[\]", {"stage": 3}, ep=1)
+    refused(r"but the mesh has 'ep' ranks \[0, 1, 2, 3\]", {"stage": 3}, ep=4)
+    refused("leave it out", {"stage": 3, "communication": {"sharding_ranks": 2}})
+    refused("is to be tiled", {"stage": 3, "units": {"tiles": {"Linear": 2}}})
+    refused("Lamb with experts", {"stage": 1}, lambda model: zero_ext.Lamb(model.parameters()))
+    refused("'ep' axis", {"stage": 1}, lambda model: zero_ext.OneBitAdam(model.parameters()))
+    with zero_ext.Init({"stage": 3}):
+        born = Words(mesh_of(2))
+    with pytest.raises(ValueError, match=r"built inside zero_ext\.Init"):
+        zero_ext.prepare(born, adamw(born), {"stage": 3}, process_group=mesh_of(2))
+
+
+@on_ranks(4)
+def test_experts_of_other_shapes_on_other_ranks(world: World) -> None:
+    mesh = mesh_of(4)
+    model = nn.ModuleList([MixtureOfExperts(WIDTH, lambda n: nn.Linear(WIDTH, WIDTH + n // 3), 4, mesh=mesh)])
+    with pytest.raises(RuntimeError, match=r"ranks \[3\] wrap another model"):
+        zero_ext.prepare(model, adamw(model), {"stage": 3}, process_group=mesh)
+
+
+@on_ranks(4)
+def test_what_one_rank_alone_cannot_say_of_experts(world: World) -> None:
+    course = Course(world.seed, mesh_of(2), {"stage": 3, "gradient_clipping": 0.0})
+    edit = zero_ext.gathered(course.model, modifier_rank=0)
+    with pytest.raises(ValueError, match="holds experts, of which rank 0 has others"), edit:
+        pass
+    words, wanted = (each[: SAMPLES // 4] for each in batches(world.seed, 1)[0])
+    loss_of(course.model, words, wanted, True)[0].backward()
+    gradients = {name: parameter.grad for name, parameter in course.model.named_parameters()}
+    for name, gradient in gradients.items():
+        if ".experts." in name and gradient is not None:
+            with pytest.raises(RuntimeError, match=r"or other experts; call model\.clip_grad_norm_"):
+                torch.linalg.vector_norm(gradient)
+    assert sum(".experts." in name for name in gradients) == 2 * 4 * EXPERTS // 2
