@@ -8,20 +8,29 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.parallel import SequenceExchange, cut_batch, make_mesh, sequence_attention
+from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule
 
-BATCH, LENGTH, DIM = 2, 8, 4
+BATCH, LENGTH, DIM, WIDTH = 2, 8, 4, 8
 
 
 @functools.cache
 def mesh_of(cp: int) -> DeviceMesh:
     """All ranks, sequences over ``cp`` of them; made once in a process."""
     return make_mesh(cp=cp, device_type="cpu")
+
+
+@functools.cache
+def staged() -> DeviceMesh:
+    """Two stages, sequences over two ranks."""
+    return make_mesh(pp=2, cp=2, device_type="cpu")
 
 
 @functools.cache
@@ -69,6 +78,17 @@ def test_attention_is_that_of_whole_sequences(world: World, cp: int, heads: int,
     for each, other in zip(mine, reference, strict=True):
         assert other.grad is not None
         torch.testing.assert_close(each.grad, other.grad.chunk(cp, 2)[part].float())
+
+
+@on_ranks(2, stand_in=True)
+def test_on_a_device_through_host_memory(world: World) -> None:
+    mesh = DeviceMesh("stand_in", torch.arange(2), mesh_dim_names=("cp",))
+    exchange, (full, *_) = SequenceExchange(mesh, 30), whole(4, 4)
+    here = full.chunk(2, 2)[world.rank].to("stand_in").requires_grad_()
+    query, *_ = exchange.enter(here, here, here)
+    query.sum().backward()
+    assert torch.equal(query.cpu(), full.chunk(2, 1)[world.rank])
+    assert here.grad is not None and torch.equal(here.grad.cpu(), torch.ones_like(here, device="cpu"))
 
 
 @on_ranks(2)
@@ -137,3 +157,50 @@ def test_batches_that_cannot_be_cut(world: World, length: int, changes: dict[str
         cut_batch(batch, mesh_of(2))
     with pytest.raises(ValueError, match="wanted 'input_ids'"):
         cut_batch({"labels": torch.ones(1, 8)}, mesh_of(2))
+
+
+class Attending(nn.Module):
+    """A residual layer of causal attention with two heads, by ``attend``."""
+
+    def __init__(self, attend: Any) -> None:
+        super().__init__()
+        self.attend, self.project = attend, nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        parts = self.project(hidden).unflatten(2, (-1, DIM)).transpose(1, 2).chunk(3, 1)
+        return hidden + self.attend(*parts, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def square(hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(hidden, wanted)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_in_a_pipeline(world: World, schedule: str) -> None:
+    mesh = staged()
+    attention = sequence_attention(F.scaled_dot_product_attention, mesh, timeout_seconds=30)
+    torch.manual_seed(world.seed)
+    layers = [LayerSpec(Attending, attention) for _ in range(4)]
+    module = PipelineModule(layers, mesh, loss=square, schedule=schedule)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    config = {"stage": 1, "gradient_clipping": 0.5}
+    module, optimizer = zero_ext.prepare(module, optimizer, config, process_group=mesh)
+    pipeline = Pipeline(module, optimizer, micro_batches=2)
+    one = DeviceMesh("cpu", torch.tensor([[world.rank]]), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(world.seed)
+    whole_layers = [LayerSpec(Attending, F.scaled_dot_product_attention) for _ in range(4)]
+    reference = PipelineModule(whole_layers, one, loss=square).layers
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(3):
+        hidden, wanted = torch.randn(2, 4, LENGTH, WIDTH)
+        part = mesh["cp"].get_local_rank()
+        found = pipeline.train_batch(hidden.chunk(2, 1)[part], targets=wanted.chunk(2, 1)[part])
+        for layer in reference.values():
+            hidden = layer(hidden)
+        loss = square(hidden, wanted)
+        loss.backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        plain.step()
+        plain.zero_grad()
+        torch.testing.assert_close(float(found), float(loss.detach()), rtol=1e-5, atol=0)

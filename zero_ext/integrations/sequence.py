@@ -18,15 +18,16 @@ def split_sequence(model: nn.Module, mesh: DeviceMesh, *, timeout_seconds: float
     """Puts an exchange of sequences for heads over mesh["cp"] around all attention of ``model``, in place.
 
     All models of transformers in it that look their attention up in transformers' registry, and all
-    :class:`zero_ext.attention.SparseSelfAttention`: afterwards each rank gives the model its part of the tokens,
-    as :func:`zero_ext.parallel.cut_batch` cuts them. A collective of the ranks along "cp", after attention was made
-    sparse and tensors were split, before :func:`zero_ext.prepare`. ``timeout_seconds``: longest wait for the
-    other ranks. Returns the exchange that all layers share, whose ``wire`` counts.
+    :class:`zero_ext.attention.SparseSelfAttention`: afterwards each rank gives the model its part of the
+    tokens, as :func:`zero_ext.parallel.cut_batch` cuts them. A collective of the ranks along "cp", after
+    attention was made sparse and tensors were split, before :func:`zero_ext.prepare`. ``timeout_seconds``:
+    longest wait for the other ranks. Returns the exchange that all layers share, whose ``wire`` counts.
 
     Raises ``ValueError``, with nothing changed, for a mesh without "cp", a model with neither or with its
     sequences over ranks already, and layouts that differ from head to head; models of transformers with
     cross-attention, several configurations (vision and text), a head that may look at several tokens, layers
-    that mix tokens in other ways, no ``position_ids``, attention "eager", or heads that do not divide by cp and tp.
+    that mix tokens in other ways, no ``position_ids``, attention "eager", or heads that do not divide by cp
+    and tp.
 
     Source: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509), section 3.
     """

@@ -20,8 +20,9 @@ _WHAT = "sequence exchange"
 class SequenceExchange:
     """What the ranks along mesh["cp"] exchange around attention; made by all of them together.
 
-    Every rank has its part of a sequence with all heads, and attends to the whole one with some of them (Jacobs
-    et al., "DeepSpeed Ulysses", arXiv 2309.14509, section 3). ``wire`` counts the all-to-alls as "sequence".
+    Every rank has its part of a sequence with all heads, and attends to the whole one with some of them
+    (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509, section 3). ``wire`` counts the all-to-alls as
+    "sequence".
 
     ``timeout_seconds``: longest wait for the other ranks. Raises ``ValueError`` for a mesh without "cp".
     """
@@ -42,8 +43,9 @@ class SequenceExchange:
         return self  # connections have no copies: a copied model has the same ranks
 
     def agree(self, numbers: Sequence[int], what: str, problem: str = "") -> None:
-        """Raises ``ValueError`` on all ranks unless they give the same ``numbers`` and none has a ``problem``;
-        ``what`` the numbers are is for the message. A collective, of a few bytes in host memory."""
+        """Raises ``ValueError`` on all ranks unless they give the same ``numbers`` and none has a
+        ``problem``; ``what`` the numbers are is for the message. A collective, of a few bytes in host
+        memory."""
         table = torch.zeros(self.size, 1 + len(numbers), dtype=torch.int64, device="cpu")
         table[self.rank] = torch.tensor([bool(problem), *numbers], dtype=torch.int64, device="cpu")
         rows: list[list[int]] = self._collectives.sum_(table, "sequence agreement").tolist()
@@ -64,11 +66,11 @@ class SequenceExchange:
     def enter(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Whole sequences [batch, heads / cp, length, head dim] of parts [batch, heads, length / cp, head dim];
-        the same shapes on all ranks, differentiable.
+        """Whole sequences [batch, heads / cp, length, head dim] of parts [batch, heads, length / cp, head
+        dim]; the same shapes on all ranks, differentiable.
 
-        Fewer heads of keys and values than of queries are repeated until they divide by cp: so that every rank
-        has those of its queries, in order, as many queries to each.
+        Fewer heads of keys and values than of queries are repeated until they divide by cp: so that every
+        rank has those of its queries, in order, as many queries to each.
 
         Raises ``ValueError`` for other dimensions, and heads of queries that do not divide by cp or by those
         of the keys.
@@ -81,12 +83,12 @@ class SequenceExchange:
         heads, keys = query.shape[_HEADS], key.shape[_HEADS]
         if heads % self.size:
             raise ValueError(
-                f"{heads} heads of queries on this rank do not divide by cp {self.size}; use a divisor of them"
+                f"{heads} heads of queries on this rank do not divide by cp {self.size}; use a divisor"
             )
         if heads % keys or value.shape[_HEADS] != keys:
             raise ValueError(
-                f"{heads} heads of queries, {keys} of keys and {value.shape[_HEADS]} of values: wanted as many "
-                "of keys as of values, a divisor of those of queries"
+                f"{heads} heads of queries, {keys} of keys and {value.shape[_HEADS]} of values: wanted as "
+                "many of keys as of values, a divisor of those of queries"
             )
         if query.shape[_LENGTH] != key.shape[_LENGTH]:
             raise ValueError(
@@ -155,6 +157,7 @@ def part_of(mesh: DeviceMesh) -> tuple[int, int]:
     names = mesh.mesh_dim_names or ()
     if "cp" not in names:
         raise ValueError(
-            f"the mesh has dimensions {list(names)} and no 'cp'; make it with zero_ext.parallel.make_mesh(cp=...)"
+            f"the mesh has dimensions {list(names)} and no 'cp'; make it with "
+            "zero_ext.parallel.make_mesh(cp=...)"
         )
     return mesh["cp"].get_local_rank(), mesh["cp"].size()

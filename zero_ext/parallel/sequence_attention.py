@@ -31,8 +31,8 @@ class SequenceAttention:
             attended = self.function(*whole, *args, **kwargs)
         if attended.shape[:3] != whole[0].shape[:3]:
             raise ValueError(
-                f"the attention function gave {tuple(attended.shape)} for queries {tuple(whole[0].shape)}; wanted "
-                "[batch, heads, length, head dim] with the same batch, heads and length"
+                f"the attention function gave {tuple(attended.shape)} for queries {tuple(whole[0].shape)}; "
+                "wanted [batch, heads, length, head dim] with the same batch, heads and length"
             )
         return exchange.leave(attended)
 
@@ -45,8 +45,8 @@ def sequence_attention(
 
     ``function`` takes query, key and value [batch, heads, length, head dim] first and returns such a tensor:
     torch's scaled_dot_product_attention, or one of your own. Whatever else it is called with is handed on:
-    masks and biases are those of whole sequences, for any head. ``timeout_seconds``: longest wait for the other
-    ranks. Raises ``ValueError`` for a mesh without "cp".
+    masks and biases are those of whole sequences, for any head. ``timeout_seconds``: longest wait for the
+    other ranks. Raises ``ValueError`` for a mesh without "cp".
 
     Source: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509), section 3.
     """

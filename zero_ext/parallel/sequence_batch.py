@@ -17,13 +17,14 @@ _IGNORED = -100
 def cut_batch(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
     """The part along the sequence that this rank of mesh["cp"] has, of a batch that all of them got whole.
 
-    Every tensor [batch, length, ...] is cut, but for "attention_mask", which stays whole, as attention sees the
-    whole sequence. "position_ids" are those of the whole sequence, made where missing, int64 [1, length / cp].
-    "labels" are shifted to the token before theirs first and are "shift_labels" then, too; "shift_labels" given
-    are only cut. With them comes "num_items_in_batch", float: the tokens of the whole batch whose label is not
-    -100 (or the "num_items_in_batch" given) over cp. So the sum of a rank's losses over this number, averaged
-    over the ranks, is the mean over all tokens, wherever those with -100 are; models of transformers compute it
-    by themselves, ``model(**cut_batch(batch, mesh)).loss``. Their mean over a rank's own tokens would not be.
+    Every tensor [batch, length, ...] is cut, but for "attention_mask", which stays whole, as attention sees
+    the whole sequence. "position_ids" are those of the whole sequence, made where missing, int64 [1, length /
+    cp]. "labels" are shifted to the token before theirs first and are "shift_labels" then, too;
+    "shift_labels" given are only cut. With them comes "num_items_in_batch", float: the tokens of the whole
+    batch whose label is not -100 (or the "num_items_in_batch" given) over cp. So the sum of a rank's losses
+    over this number, averaged over the ranks, is the mean over all tokens, wherever those with -100 are;
+    models of transformers compute it by themselves, ``model(**cut_batch(batch, mesh)).loss``. Their mean over
+    a rank's own tokens would not be.
 
     Raises ``ValueError`` for a batch without "input_ids" or "inputs_embeds", a length that does not divide by
     the ranks, a mask or labels of another shape, and positions that begin anew (packed sequences) without a
@@ -34,8 +35,8 @@ def cut_batch(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
     tokens = whole.get("input_ids", whole.get("inputs_embeds"))
     if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
         raise ValueError(
-            f"the batch has {sorted(whole)}; wanted 'input_ids' [batch, length] or 'inputs_embeds' [batch, length, "
-            "width]"
+            f"the batch has {sorted(whole)}; wanted 'input_ids' [batch, length] or 'inputs_embeds' "
+            "[batch, length, width]"
         )
     length = tokens.shape[1]
     if length % size:

@@ -68,7 +68,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def alone(reference: Any, batch: dict[str, torch.Tensor], replicas: int) -> torch.Tensor:
     """The mean of the replicas' losses, each the mean over the tokens of its samples."""
-    shares = [dict(zip(batch, part)) for part in zip(*(each.chunk(replicas) for each in batch.values()))]
+    shares = [{name: each.chunk(replicas)[own] for name, each in batch.items()} for own in range(replicas)]
     return torch.stack([reference(**share).loss for share in shares]).mean()
 
 
@@ -89,9 +89,7 @@ def test_steps_are_those_of_one_process(
 ) -> None:
     enter(world)
     mesh, sizes = mesh_of(dp, cp, tp), dict(changes)
-    padded, sparse, checkpoints = (
-        sizes.pop(name, False) for name in ("padded", "sparse", "checkpoints")
-    )
+    padded, sparse, checkpoints = (sizes.pop(name, False) for name in ("padded", "sparse", "checkpoints"))
     model, reference = KINDS[kind](world.seed, **sizes), KINDS[kind](world.seed, **sizes)
     if sparse:
         sparsify_attention(model, SPARSE)
@@ -147,7 +145,9 @@ def test_a_rank_keeps_activations_of_its_part_alone(world: World) -> None:
             output = model(**cut_batch(batches(world.seed, False)[0], mesh))
         kept.append(sum(found.values()))
         del output
-    assert 0.5 <= kept[1] / kept[0] < 0.51, kept
+    # Attention keeps its output with whole sequences, what follows keeps the rank's own part of it.
+    outputs = 2 * SAMPLES * LENGTH // 2 * model.config.hidden_size * 4
+    assert kept[0] / 2 <= kept[1] <= kept[0] / 2 + outputs + 64, kept
 
 
 @on_ranks(2, timeout=300)

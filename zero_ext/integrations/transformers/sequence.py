@@ -83,16 +83,16 @@ def _agree(exchange: SequenceExchange, given: dict[str, Any]) -> None:
     positions, mask, cache = (
         given.get(name) for name in ("position_ids", "attention_mask", "past_key_values")
     )
-    square = mask is not None and mask.ndim == 4
-    problem = ""
+    seen = () if mask is None else tuple(mask.shape)
+    square, problem = len(seen) == 4, ""
     if positions is None:
         problem = "position_ids are missing, so that the model would take every part for the first one"
     elif "labels" in given and "shift_labels" not in given:
         problem = "labels given without shift_labels: a part does not know the first label of the next one"
-    elif mask is not None and mask.shape[-1] != whole:
-        problem = f"attention_mask is {tuple(mask.shape)}, wanted that of all {whole} tokens of the sequence"
-    elif square and mask.shape[1:3] != (1, whole):
-        problem = f"attention_mask is {tuple(mask.shape)}, wanted [batch, 1, {whole}, {whole}]"
+    elif seen and seen[-1] != whole:
+        problem = f"attention_mask is {seen}, wanted that of all {whole} tokens of the sequence"
+    elif square and seen[1:3] != (1, whole):
+        problem = f"attention_mask is {seen}, wanted [batch, 1, {whole}, {whole}]"
     elif not square and find_packed_sequence_indices(positions) is not None:
         problem = "position_ids begin anew (packed sequences), which needs an attention_mask of 4 dimensions"
     elif cache is not None and cache.get_seq_length():
@@ -122,8 +122,8 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls: [batch, heads, length / cp, head dim] in, [batch, length / cp, heads, head dim]
-    out."""
+    """What transformers calls: [batch, heads, length / cp, head dim] in, [batch, length / cp, heads, head
+    dim] out."""
     exchange: SequenceExchange | None = getattr(module, "sequence_exchange", None)
     if exchange is None:
         raise RuntimeError(
