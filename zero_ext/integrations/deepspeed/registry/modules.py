@@ -62,7 +62,7 @@ _INFERENCE = (
     "no inference engine here: zero_ext.prepare(model, None, config) runs models larger than the device"
 )
 _TUNING = "use 'zero-ext plan' and 'zero-ext tune'"
-_SEQUENCE = "there is no sequence parallelism here: shorten sequences or shard more"
+_SEQUENCE = "zero_ext.integrations.split_sequence puts sequences over ranks"
 _OWN = "it is DeepSpeed's own machinery"
 REFUSED_MODULES: dict[str, str] = {
     "deepspeed.autotuning": _TUNING,

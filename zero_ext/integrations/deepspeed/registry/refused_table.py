@@ -7,7 +7,7 @@ from zero_ext.integrations.deepspeed.registry.entry import Entry, refused
 _PIPELINE = "there are no pipelines here; sharded parameters (stage 3) give the memory: pass the plain model"
 _INFERENCE = "no inference engine here; zero_ext.prepare(model, None, config) runs what exceeds the device"
 _TENSOR = "there is no tensor parallelism here; use stage 3"
-_SEQUENCE = "there is no sequence parallelism here"
+_SEQUENCE = "zero_ext.integrations.split_sequence puts sequences over ranks"
 _EXPERTS = "there is no expert parallelism here"
 _COUNTED = "the engine always counts the bytes it sends: zero_ext.zero.engine_of(engine).wire"
 _ZENFLOW = (
