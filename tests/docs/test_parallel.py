@@ -1,4 +1,4 @@
-"""The page on pipelines and split tensors: its code runs, in order, on four ranks."""
+"""The page on pipelines, split tensors and sequences over ranks: its code runs, in order, on four ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zero_ext
+from tests.integrations.transformers.models import VOCABULARY, llama
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.parallel import make_mesh
@@ -36,7 +37,7 @@ def cross_entropy(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 @on_ranks(4)
 def test_the_page_runs(world: World) -> None:
-    meshes, splits, pipelines = re.findall(
+    meshes, splits, sequences, own_loss, pipelines = re.findall(
         r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
     )
     torch.manual_seed(world.seed)
@@ -61,6 +62,13 @@ def test_the_page_runs(world: World) -> None:
     exec(meshes, names)
     assert dict(zip(names["mesh"].mesh_dim_names, names["mesh"].shape, strict=True))["dp"] == 1
     exec(splits, names)
+    torch.manual_seed(world.seed)
+    words = torch.randint(VOCABULARY, (2, 16))
+    names |= {"model": llama(world.seed), "batch": {"input_ids": words, "labels": words}}
+    exec(sequences, names)
+    its_own = names["loss"].detach()
+    exec(own_loss, names)
+    torch.testing.assert_close(names["loss"].detach(), its_own)
     names["mesh"] = make_mesh(pp=2)
     exec(pipelines, names)
     assert torch.isfinite(names["loss"]) and names["held_out"] < names["loss"]
