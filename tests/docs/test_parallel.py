@@ -1,4 +1,4 @@
-"""The page on pipelines and split tensors: its code runs, in order, on four ranks."""
+"""The page on pipelines, split tensors and sequences over ranks: its code runs, in order, on four ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zero_ext
+from tests.integrations.transformers.models import VOCABULARY, llama
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.parallel import make_mesh
+from zero_ext.parallel.experts import MixtureOfExperts
 from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule, TiedLayerSpec
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallel.md"
@@ -36,7 +38,7 @@ def cross_entropy(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 @on_ranks(4)
 def test_the_page_runs(world: World) -> None:
-    meshes, splits, pipelines, layer_major = re.findall(
+    meshes, splits, sequences, own_loss, pipelines, layer_major, experts = re.findall(
         r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
     )
     torch.manual_seed(world.seed)
@@ -61,8 +63,18 @@ def test_the_page_runs(world: World) -> None:
     exec(meshes, names)
     assert dict(zip(names["mesh"].mesh_dim_names, names["mesh"].shape, strict=True))["dp"] == 1
     exec(splits, names)
+    torch.manual_seed(world.seed)
+    words = torch.randint(VOCABULARY, (2, 16))
+    names |= {"model": llama(world.seed), "batch": {"input_ids": words, "labels": words}}
+    exec(sequences, names)
+    its_own = names["loss"].detach()
+    exec(own_loss, names)
+    torch.testing.assert_close(names["loss"].detach(), its_own)
     names["mesh"] = make_mesh(pp=2)
     exec(pipelines, names)
     assert torch.isfinite(names["loss"]) and names["held_out"] < names["loss"]
     exec(layer_major, names)
     assert torch.isfinite(names["loss"])
+    hidden = torch.randn(2, 3, 512)
+    names |= {"MixtureOfExperts": MixtureOfExperts, "make_expert": lambda number: nn.Linear(512, 512)}
+    exec(experts, names | {"hidden": hidden, "loss": torch.tensor(0.0, device="cpu")})

@@ -16,7 +16,8 @@ class WireLog:
     that goes to other nodes. Kinds: ``gather`` (parameters in forward and backward), ``gather_updated``
     (parameters after the step), ``reduce_scatter`` and ``gather_gradients`` (stage 0), each with the
     suffix ``_persistent`` for units below the persistence threshold, ``activations`` (kept inputs in
-    backward), and ``scalars`` (norms, flags, comparisons).
+    backward), ``sequence`` (parts of sequences for heads, around attention),
+    and ``scalars`` (norms, flags, comparisons).
     """
 
     elements: Counter[str] = field(default_factory=Counter)

@@ -35,7 +35,7 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionPolicy) -> N
             )
     if there:
         return
-    found = _outermost_models(model)
+    found = outermost_models(model)
     if not found:
         raise ConfigError(
             Problem(
@@ -59,7 +59,7 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionPolicy) -> N
         exchange_attention(each, SparseSelfAttention(policy.in_a_model()))
 
 
-def _outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:
+def outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:
     """By path, the models of transformers that lie in no other one."""
     if "transformers" not in sys.modules:  # a model of it cannot be there otherwise
         return {}

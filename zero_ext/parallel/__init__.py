@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from zero_ext.parallel.mapping import Mapping, all_mappings, best_mapping, naive_mapping
     from zero_ext.parallel.mesh import make_mesh
     from zero_ext.parallel.partition import split_stages
+    from zero_ext.parallel.sequence import SequenceExchange
+    from zero_ext.parallel.sequence_attention import SequenceAttention, sequence_attention
+    from zero_ext.parallel.sequence_batch import cut_batch
     from zero_ext.parallel.tensor import split_tensors
     from zero_ext.parallel.topology import Level, Topology
     from zero_ext.parallel.traffic import AxisTraffic, TransformerStep, transformer_traffic
@@ -18,12 +21,16 @@ __all__ = [
     "Level",
     "Mapping",
     "RankGrid",
+    "SequenceAttention",
+    "SequenceExchange",
     "Topology",
     "TransformerStep",
     "all_mappings",
     "best_mapping",
+    "cut_batch",
     "make_mesh",
     "naive_mapping",
+    "sequence_attention",
     "split_stages",
     "split_tensors",
     "transformer_traffic",
@@ -37,14 +44,18 @@ __getattr__ = lazily(
         "Level": "zero_ext.parallel.topology",
         "Mapping": "zero_ext.parallel.mapping",
         "RankGrid": "zero_ext.parallel.grid",
+        "SequenceAttention": "zero_ext.parallel.sequence_attention",
+        "SequenceExchange": "zero_ext.parallel.sequence",
         "Topology": "zero_ext.parallel.topology",
         "TransformerStep": "zero_ext.parallel.traffic",
         "all_mappings": "zero_ext.parallel.mapping",
         "best_mapping": "zero_ext.parallel.mapping",
+        "cut_batch": "zero_ext.parallel.sequence_batch",
         "make_mesh": "zero_ext.parallel.mesh",
         "naive_mapping": "zero_ext.parallel.mapping",
         "experts": "",
         "pipeline": "",
+        "sequence_attention": "zero_ext.parallel.sequence_attention",
         "split_stages": "zero_ext.parallel.partition",
         "split_tensors": "zero_ext.parallel.tensor",
         "transformer_traffic": "zero_ext.parallel.traffic",

@@ -163,7 +163,7 @@ ABSENT_KEYS = (
         "seq_parallel_communication_data_type",
         or_null(choice("fp32", "fp16", "bf16")),
         "no effect",
-        "there is no sequence parallelism",
+        "sequences over ranks travel in the dtype that they have",
         harmless=(None,),
     ),
     Key("use_data_before_expert_parallelism", FLAG, "refused", _NOT_YET, harmless=(False,)),

@@ -81,10 +81,10 @@ def exchangeable_attention(
 
     Raises ValueError where `sparsify_attention` does.
     """
-    attentions = [module for module in model.modules() if _is_attention(module)]
+    attentions = registry_attentions(model)
     blooms = exchangeable_bloom(model)
     name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False) or any(map(_is_cross, attentions)):
+    if getattr(model.config, "is_encoder_decoder", False) or any(map(is_cross, attentions)):
         raise ValueError(
             f"{name} has cross-attention, and a layout is of tokens that attend to each other; "
             "give its encoder or decoder alone"
@@ -94,18 +94,28 @@ def exchangeable_attention(
             f"{name} has no attention that transformers' registry serves; call SparseSelfAttention in it"
         )
     if attentions:
+        if any(hasattr(module, "sequence_exchange") for module in attentions):
+            raise ValueError(
+                f"{name} has its sequences over ranks already; make its attention sparse first, then call "
+                "split_sequence"
+            )
         _refuse_what_stays_dense(model)
     return attentions, blooms
 
 
-def _is_attention(module: torch.nn.Module) -> bool:
-    """Whether this is an attention module that asks the registry."""
-    return (
-        hasattr(module, "is_causal") and hasattr(module, "config") and not isinstance(module, PreTrainedModel)
-    )
+def registry_attentions(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The attention modules that ask transformers' registry."""
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "is_causal")
+        and hasattr(module, "config")
+        and not isinstance(module, PreTrainedModel)
+    ]
 
 
-def _is_cross(module: torch.nn.Module) -> bool:
+def is_cross(module: torch.nn.Module) -> bool:
+    """Whether a module attends to the tokens of another sequence."""
     return getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
 
 

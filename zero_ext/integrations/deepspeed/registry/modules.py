@@ -66,7 +66,7 @@ _INFERENCE = (
 )
 _TUNING = "use 'zero-ext plan' and 'zero-ext tune'"
 _PIPELINE = "use zero_ext.parallel.pipeline"
-_SEQUENCE = "there is no sequence parallelism here: shorten sequences or shard more"
+_SEQUENCE = "zero_ext.integrations.split_sequence puts sequences over ranks"
 _OWN = "it is DeepSpeed's own machinery"
 REFUSED_MODULES: dict[str, str] = {
     "deepspeed.autotuning": _TUNING,

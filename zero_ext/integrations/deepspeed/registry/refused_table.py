@@ -9,7 +9,7 @@ _PIPELINE = (
 )
 _INFERENCE = "no inference engine here; zero_ext.prepare(model, None, config) runs what exceeds the device"
 _TENSOR = "not by this name: split with zero_ext.parallel.split_tensors before prepare"
-_SEQUENCE = "there is no sequence parallelism here"
+_SEQUENCE = "zero_ext.integrations.split_sequence puts sequences over ranks"
 _EXPERTS = "expert parallelism is the axis 'ep' of zero_ext.parallel.make_mesh here"
 _COUNTED = "the engine always counts the bytes it sends: zero_ext.zero.engine_of(engine).wire"
 _ZENFLOW = (

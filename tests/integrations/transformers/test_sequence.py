@@ -1,0 +1,197 @@
+"""Models of transformers whose sequences lie over ranks, under ZeRO: as one process."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import zero_ext
+from tests.integrations.transformers.models import VOCABULARY, bert, enter, gpt2, llama
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from zero_ext.integrations import split_sequence
+from zero_ext.integrations.transformers import sparsify_attention
+from zero_ext.parallel import cut_batch, make_mesh, split_tensors
+from zero_ext.zero import engine_of
+
+STEPS, SAMPLES, LENGTH = 3, 4, 64
+SPARSE = {"mode": "local_sliding_window", "block": 16, "num_sliding_window_blocks": 3}
+
+
+@functools.cache
+def mesh_of(dp: int, cp: int, tp: int = 1) -> DeviceMesh:
+    """Made once in a process."""
+    return make_mesh(dp=dp, cp=cp, tp=tp, device_type="cpu")
+
+
+def mistral(seed: int, **changes: Any) -> Any:
+    """A window of 5 tokens."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    fixed = {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5}
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("mistral", **{**fixed, **sizes, **changes}))
+
+
+KINDS: dict[str, Any] = {
+    "llama": llama,
+    "mistral": mistral,
+    "gpt2": functools.partial(gpt2, n_positions=LENGTH, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+}
+
+
+def batches(seed: int, padded: bool) -> list[dict[str, torch.Tensor]]:
+    """Batches whose labels count for some tokens only, most of them in the first part of a sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(STEPS):
+        words = torch.randint(3, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+        counted = torch.rand(SAMPLES, LENGTH, generator=generator) < torch.linspace(1, 0.1, LENGTH)
+        batch = {"input_ids": words, "labels": torch.where(counted, words, -100)}
+        if padded:
+            lengths = torch.randint(LENGTH // 2, LENGTH + 1, (SAMPLES, 1), generator=generator)
+            batch["attention_mask"] = (torch.arange(LENGTH) < lengths).long()
+            batch["labels"] = torch.where(batch["attention_mask"] > 0, batch["labels"], -100)
+        found.append(batch)
+    return found
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def alone(reference: Any, batch: dict[str, torch.Tensor], replicas: int) -> torch.Tensor:
+    """The mean of the replicas' losses, each the mean over the tokens of its samples."""
+    shares = [{name: each.chunk(replicas)[own] for name, each in batch.items()} for own in range(replicas)]
+    return torch.stack([reference(**share).loss for share in shares]).mean()
+
+
+@on_ranks(4, timeout=300)
+@pytest.mark.parametrize(
+    ("dp", "cp", "tp", "stage", "kind", "changes"),
+    [
+        (1, 4, 1, 0, "llama", {}),
+        (1, 4, 1, 3, "llama", {"num_key_value_heads": 1, "padded": True, "checkpoints": True}),
+        (2, 2, 1, 3, "llama", {"sparse": True, "padded": True}),
+        (2, 2, 1, 1, "mistral", {}),
+        (2, 2, 1, 2, "gpt2", {}),
+        (1, 2, 2, 3, "llama", {"num_attention_heads": 8}),
+    ],
+)
+def test_steps_are_those_of_one_process(
+    world: World, dp: int, cp: int, tp: int, stage: int, kind: str, changes: dict[str, Any]
+) -> None:
+    enter(world)
+    mesh, sizes = mesh_of(dp, cp, tp), dict(changes)
+    padded, sparse, checkpoints = (sizes.pop(name, False) for name in ("padded", "sparse", "checkpoints"))
+    model, reference = KINDS[kind](world.seed, **sizes), KINDS[kind](world.seed, **sizes)
+    if sparse:
+        sparsify_attention(model, SPARSE)
+        sparsify_attention(reference, SPARSE)
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    if tp > 1:
+        split_tensors(model, mesh)
+    exchange = split_sequence(model, mesh)
+    model, optimizer = zero_ext.prepare(
+        model, optimizer_of(model), {"stage": stage, "gradient_clipping": 0.5}, process_group=mesh
+    )
+    model.train()
+    plain = optimizer_of(reference)
+    replica = mesh["dp"].get_local_rank()
+    for batch in batches(world.seed, padded):
+        mine = {name: each.chunk(dp)[replica] for name, each in batch.items()}
+        loss = model(**cut_batch(mine, mesh)).loss
+        model.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted = alone(reference, batch, dp)
+        wanted.backward()
+        norm = float(nn.utils.clip_grad_norm_(reference.parameters(), 0.5))
+        plain.step()
+        plain.zero_grad()
+        mean = torch.tensor(world.everyone(float(loss.detach())), dtype=torch.float64).mean().item()
+        torch.testing.assert_close(mean, float(wanted.detach()), rtol=1e-5, atol=0)
+        torch.testing.assert_close(engine_of(model).grad_norm, norm, rtol=1e-5, atol=0)
+    assert exchange.wire.bytes_sent["sequence"] > 0
+    found = zero_ext.full_state_dict(model)
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@on_ranks(2, timeout=300)
+def test_a_rank_keeps_activations_of_its_part_alone(world: World) -> None:
+    enter(world)
+    kept = []
+    for cp in (1, 2):
+        mesh, model = mesh_of(2 // cp, cp), llama(world.seed, num_key_value_heads=4)
+        split_sequence(model, mesh)
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        found: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, own: Any = own, found: Any = found) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                found[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = model(**cut_batch(batches(world.seed, False)[0], mesh))
+        kept.append(sum(found.values()))
+        del output
+    # Attention keeps its output with whole sequences, what follows keeps the rank's own part of it.
+    outputs = 2 * SAMPLES * LENGTH // 2 * model.config.hidden_size * 4
+    assert kept[0] / 2 <= kept[1] <= kept[0] / 2 + outputs + 64, kept
+
+
+@on_ranks(2, timeout=300)
+def test_models_that_cannot_be_split(world: World) -> None:
+    enter(world)
+    mesh = mesh_of(1, 2)
+    eager = llama(world.seed)
+    eager.set_attn_implementation("eager")
+    per_head = llama(world.seed)
+    sparsify_attention(per_head, {"mode": "bigbird", "block": 16, "different_layout_per_head": True})
+    for model, message in (
+        (llama(world.seed, num_attention_heads=1, num_key_value_heads=1), "has 1 heads, which do not divide"),
+        (eager, "has attention 'eager'"),
+        (bert(world.seed), "has a head that may look at several tokens"),
+        (gpt2(world.seed, add_cross_attention=True), "has cross-attention"),
+        (nn.Linear(2, 2), "is no model of transformers and has no SparseSelfAttention"),
+        (per_head, "layouts of SparseSelfAttention differ from head to head"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            split_sequence(model, mesh)
+    model = llama(world.seed)
+    split_sequence(model, mesh)
+    with pytest.raises(ValueError, match="has its sequences over ranks already"):
+        split_sequence(model, mesh)
+    with pytest.raises(ValueError, match="make its attention sparse first"):
+        sparsify_attention(model, SPARSE)
+
+
+@on_ranks(2, timeout=300)
+def test_parts_that_do_not_fit_are_refused_by_all_ranks(world: World) -> None:
+    enter(world)
+    model, mesh = llama(world.seed), mesh_of(1, 2)
+    split_sequence(model, mesh)
+    given = cut_batch(batches(world.seed, True)[0], mesh)
+    half = given["attention_mask"][:, : LENGTH // 2]
+    again = {**given, "position_ids": given["position_ids"] % 10, "attention_mask": None}
+    without = {name: value for name, value in given.items() if name != "shift_labels"}
+    for parts, message in (
+        ({**given, "position_ids": None}, "position_ids are missing"),
+        (without, "labels given without shift_labels"),
+        ({**given, "attention_mask": half}, "attention_mask is (4, 32), wanted that of all 64 tokens"),
+        (again, "position_ids begin anew"),
+    ):
+        theirs = "rank 1 of 'cp' refused its part of the sequence"
+        with pytest.raises(ValueError, match=re.escape(theirs if world.rank == 0 else message)):
+            model(**(given if world.rank == 0 else parts))
+    model(**given)

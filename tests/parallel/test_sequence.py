@@ -1,0 +1,206 @@
+"""Parts of sequences exchanged for heads around attention: as one process that has the whole sequence."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from zero_ext.parallel import SequenceExchange, cut_batch, make_mesh, sequence_attention
+from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule
+
+BATCH, LENGTH, DIM, WIDTH = 2, 8, 4, 8
+
+
+@functools.cache
+def mesh_of(cp: int) -> DeviceMesh:
+    """All ranks, sequences over ``cp`` of them; made once in a process."""
+    return make_mesh(cp=cp, device_type="cpu")
+
+
+@functools.cache
+def staged() -> DeviceMesh:
+    """Two stages, sequences over two ranks."""
+    return make_mesh(pp=2, cp=2, device_type="cpu")
+
+
+@functools.cache
+def exchange_of(cp: int) -> SequenceExchange:
+    return SequenceExchange(mesh_of(cp), 30)
+
+
+def whole(heads: int, keys: int) -> list[torch.Tensor]:
+    """Query, key, value and a gradient, the same on all ranks."""
+    return [torch.randn(BATCH, each, LENGTH, DIM) for each in (heads, keys, keys, heads)]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_an_exchange_moves_every_value_to_its_place_and_back(world: World, cp: int) -> None:
+    exchange, (full, *_) = exchange_of(cp), whole(8, 8)
+    here = full.chunk(cp, 2)[exchange.rank].clone().requires_grad_()
+    before = exchange.wire.bytes_sent["sequence"]
+    query, *_ = exchange.enter(here, here, here)
+    assert torch.equal(query, full.chunk(cp, 1)[exchange.rank])
+    assert exchange.wire.bytes_sent["sequence"] - before == 3 * here.nbytes * (cp - 1) // cp
+    assert torch.equal(exchange.leave(query), here)
+    gradient = torch.randn_like(full)
+    (found,) = torch.autograd.grad(query, here, gradient.chunk(cp, 1)[exchange.rank])
+    assert torch.equal(found, gradient.chunk(cp, 2)[exchange.rank])
+    left = exchange.leave(query)
+    (found,) = torch.autograd.grad(left, query, gradient.chunk(cp, 2)[exchange.rank])
+    assert torch.equal(found, gradient.chunk(cp, 1)[exchange.rank])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("cp", "heads", "keys"), [(2, 4, 4), (4, 8, 4), (4, 8, 2), (4, 4, 1), (4, 24, 6)])
+def test_attention_is_that_of_whole_sequences(world: World, cp: int, heads: int, keys: int) -> None:
+    function = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    attention = sequence_attention(function, mesh_of(cp), timeout_seconds=30)
+    part = attention.exchange.rank
+    full, gradient = (parts := whole(heads, keys))[:3], parts[3]
+    mine = [each.chunk(cp, 2)[part].clone().requires_grad_() for each in full]
+    found = attention(*mine)
+    found.backward(gradient.chunk(cp, 2)[part])
+    reference = [each.double().requires_grad_() for each in full]
+    wanted = function(*reference)
+    wanted.backward(gradient.double())
+    torch.testing.assert_close(found, wanted.chunk(cp, 2)[part].float())
+    for each, other in zip(mine, reference, strict=True):
+        assert other.grad is not None
+        torch.testing.assert_close(each.grad, other.grad.chunk(cp, 2)[part].float())
+
+
+@on_ranks(2, stand_in=True)
+def test_on_a_device_through_host_memory(world: World) -> None:
+    mesh = DeviceMesh("stand_in", torch.arange(2), mesh_dim_names=("cp",))
+    exchange, (full, *_) = SequenceExchange(mesh, 30), whole(4, 4)
+    here = full.chunk(2, 2)[world.rank].to("stand_in").requires_grad_()
+    query, *_ = exchange.enter(here, here, here)
+    query.sum().backward()
+    assert torch.equal(query.cpu(), full.chunk(2, 1)[world.rank])
+    assert here.grad is not None and torch.equal(here.grad.cpu(), torch.ones_like(here, device="cpu"))
+
+
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_by_all_ranks(world: World) -> None:
+    attention = sequence_attention(F.scaled_dot_product_attention, mesh_of(2), timeout_seconds=30)
+
+    def attend(heads: int, keys: int, length: int) -> torch.Tensor:
+        query = torch.ones(1, heads, length, DIM)
+        return attention(query, *[torch.ones(1, keys, length, DIM)] * 2)
+
+    with pytest.raises(ValueError, match=r"3 heads of queries on this rank do not divide by cp 2"):
+        attend(3, 3, 4)
+    with pytest.raises(ValueError, match=r"4 heads of queries, 3 of keys and 3 of values"):
+        attend(4, 3, 4)
+    unequal = r"differ along 'cp': rank 0: \[1, 2, 4, 4, .*; rank 1: \[1, 2, 3, 4, .*cut_batch"
+    with pytest.raises(ValueError, match=unequal):
+        attend(2, 2, 4 - world.rank)
+    assert attend(2, 2, 4).shape == (1, 2, 4, DIM)  # and the ranks still understand each other
+    with pytest.raises(ValueError, match=r"dimensions \['dp'\] and no 'cp'"):
+        sequence_attention(print, DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("dp",)))
+
+
+@on_ranks(2)
+def test_an_error_of_one_rank_ends_attention_on_all(world: World) -> None:
+    def function(query: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        if world.rank == 0:
+            raise ArithmeticError("out of luck")
+        return query
+
+    attention = sequence_attention(function, mesh_of(2), timeout_seconds=30)
+    with pytest.raises((ArithmeticError, RuntimeError), match=r"out of luck|has died"):
+        attention(*[torch.ones(1, 2, 4, DIM)] * 3)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("labelled", ["labels", "shift_labels"])
+def test_a_batch_cut_and_put_together_again(world: World, labelled: str) -> None:
+    mesh = mesh_of(4)
+    words, mask = torch.randint(9, (BATCH, LENGTH)), torch.ones(BATCH, LENGTH, dtype=torch.int64)
+    labels = torch.where(torch.rand(BATCH, LENGTH) < 0.5, words, -100)
+    batch = {"input_ids": words, "attention_mask": mask, labelled: labels, "numbers": torch.ones(3)}
+    parts = world.everyone(cut_batch(batch, mesh))
+    wanted = labels if labelled == "shift_labels" else F.pad(labels, (0, 1), value=-100)[:, 1:]
+    assert torch.equal(torch.cat([part["input_ids"] for part in parts], 1), words)
+    assert torch.equal(torch.cat([part["position_ids"] for part in parts], 1), torch.arange(LENGTH)[None])
+    assert torch.equal(torch.cat([part["shift_labels"] for part in parts], 1), wanted)
+    assert all(torch.equal(part["attention_mask"], mask) and len(part["numbers"]) == 3 for part in parts)
+    assert all(float(part["num_items_in_batch"]) == int((wanted != -100).sum()) / 4 for part in parts)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("length", "changes", "message"),
+    [
+        (7, {}, "sequences of 7 tokens do not divide by cp 2; pad them to 8"),
+        (8, {"attention_mask": [1, 4]}, "'attention_mask' has shape (1, 4), wanted (1, 8)"),
+        (8, {"labels": [1, 4]}, "'labels' has shape (1, 4), wanted (1, 8)"),
+        (8, {"position_ids": [1, 4]}, "'position_ids' has shape (1, 4), wanted (1, 8)"),
+        (8, {"position_ids": [1, 8]}, "'position_ids' do not count on by 1"),
+    ],
+)
+def test_batches_that_cannot_be_cut(world: World, length: int, changes: dict[str, Any], message: str) -> None:
+    batch = {"input_ids": torch.ones(1, length, dtype=torch.int64)}
+    batch |= {name: torch.ones(shape, dtype=torch.int64) for name, shape in changes.items()}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cut_batch(batch, mesh_of(2))
+    with pytest.raises(ValueError, match="wanted 'input_ids'"):
+        cut_batch({"labels": torch.ones(1, 8)}, mesh_of(2))
+
+
+class Attending(nn.Module):
+    """A residual layer of causal attention with two heads, by ``attend``."""
+
+    def __init__(self, attend: Any) -> None:
+        super().__init__()
+        self.attend, self.project = attend, nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        parts = self.project(hidden).unflatten(2, (-1, DIM)).transpose(1, 2).chunk(3, 1)
+        return hidden + self.attend(*parts, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def square(hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(hidden, wanted)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_in_a_pipeline(world: World, schedule: str) -> None:
+    mesh = staged()
+    attention = sequence_attention(F.scaled_dot_product_attention, mesh, timeout_seconds=30)
+    torch.manual_seed(world.seed)
+    layers = [LayerSpec(Attending, attention) for _ in range(4)]
+    module = PipelineModule(layers, mesh, loss=square, schedule=schedule)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    config = {"stage": 1, "gradient_clipping": 0.5}
+    module, optimizer = zero_ext.prepare(module, optimizer, config, process_group=mesh)
+    pipeline = Pipeline(module, optimizer, micro_batches=2)
+    one = DeviceMesh("cpu", torch.tensor([[world.rank]]), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(world.seed)
+    whole_layers = [LayerSpec(Attending, F.scaled_dot_product_attention) for _ in range(4)]
+    reference = PipelineModule(whole_layers, one, loss=square).layers
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(3):
+        hidden, wanted = torch.randn(2, 4, LENGTH, WIDTH)
+        part = mesh["cp"].get_local_rank()
+        found = pipeline.train_batch(hidden.chunk(2, 1)[part], targets=wanted.chunk(2, 1)[part])
+        for layer in reference.values():
+            hidden = layer(hidden)
+        loss = square(hidden, wanted)
+        loss.backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        plain.step()
+        plain.zero_grad()
+        torch.testing.assert_close(float(found), float(loss.detach()), rtol=1e-5, atol=0)
