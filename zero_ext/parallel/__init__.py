@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING
 from zero_ext.config.lazy import lazily
 
 if TYPE_CHECKING:
+    from zero_ext.parallel.automatic import automatic_plan
+    from zero_ext.parallel.cross_entropy import vocabulary_cross_entropy
     from zero_ext.parallel.grid import RankGrid
     from zero_ext.parallel.mapping import Mapping, all_mappings, best_mapping, naive_mapping
     from zero_ext.parallel.mesh import make_mesh
     from zero_ext.parallel.partition import split_stages
-    from zero_ext.parallel.tensor import split_tensors
+    from zero_ext.parallel.tensor import split_tensors, tensor_plan
     from zero_ext.parallel.topology import Level, Topology
     from zero_ext.parallel.traffic import AxisTraffic, TransformerStep, transformer_traffic
 
@@ -21,12 +23,15 @@ __all__ = [
     "Topology",
     "TransformerStep",
     "all_mappings",
+    "automatic_plan",
     "best_mapping",
     "make_mesh",
     "naive_mapping",
     "split_stages",
     "split_tensors",
+    "tensor_plan",
     "transformer_traffic",
+    "vocabulary_cross_entropy",
 ]
 
 # Mappings are computed without torch, whose split tensors take a second to import.
@@ -40,12 +45,15 @@ __getattr__ = lazily(
         "Topology": "zero_ext.parallel.topology",
         "TransformerStep": "zero_ext.parallel.traffic",
         "all_mappings": "zero_ext.parallel.mapping",
+        "automatic_plan": "zero_ext.parallel.automatic",
         "best_mapping": "zero_ext.parallel.mapping",
         "make_mesh": "zero_ext.parallel.mesh",
         "naive_mapping": "zero_ext.parallel.mapping",
         "pipeline": "",
         "split_stages": "zero_ext.parallel.partition",
         "split_tensors": "zero_ext.parallel.tensor",
+        "tensor_plan": "zero_ext.parallel.tensor",
         "transformer_traffic": "zero_ext.parallel.traffic",
+        "vocabulary_cross_entropy": "zero_ext.parallel.cross_entropy",
     },
 )
