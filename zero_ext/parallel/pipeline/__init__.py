@@ -1,6 +1,7 @@
 """Pipeline parallelism: a model cut into stages, each of whose state ZeRO shards, on torch's schedules."""
 
 from zero_ext.parallel.pipeline.layers import LayerSpec, TiedLayerSpec
+from zero_ext.parallel.pipeline.model import StagedModel, split_model
 from zero_ext.parallel.pipeline.module import PipelineModule, layer_seed
 from zero_ext.parallel.pipeline.pipeline import Pipeline
 from zero_ext.parallel.pipeline.schedules import SCHEDULES
@@ -12,7 +13,9 @@ __all__ = [
     "Pipeline",
     "PipelineModule",
     "Slot",
+    "StagedModel",
     "TiedLayerSpec",
     "layer_seed",
     "plot_timeline",
+    "split_model",
 ]

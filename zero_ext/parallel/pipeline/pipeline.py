@@ -11,9 +11,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from zero_ext.parallel.pipeline.checks import batch_problem, check_settings
 from zero_ext.parallel.pipeline.evaluation import ForwardPasses
-from zero_ext.parallel.pipeline.module import PipelineModule
 from zero_ext.parallel.pipeline.ranks import PipelineRanks
 from zero_ext.parallel.pipeline.stage import StepProgress, ZeroStage
+from zero_ext.parallel.pipeline.staged import StagedModule
 from zero_ext.parallel.pipeline.timeline import Slot
 from zero_ext.zero.lookup import engine_of
 
@@ -47,7 +47,7 @@ class Pipeline:
         reduce: Literal["once", "each"] = "once",
     ) -> None:
         found = getattr(module, "module", module)
-        if not isinstance(found, PipelineModule):
+        if not isinstance(found, StagedModule):
             raise ValueError(f"{type(found).__name__} given, a prepared PipelineModule wanted")
         self._prepared, self._module, self._optimizer = module, found, optimizer
         self._engine = engine_of(module)
