@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
@@ -17,18 +17,28 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from zero_ext.parallel.automatic import HEADS
+from zero_ext.parallel.plans import known_plan
+from zero_ext.parallel.styles import InputsParallel, LocalHeads, OutputsParallel, is_conv1d
+from zero_ext.zero.local_part import is_distributed
 from zero_ext.zero.tie import tie
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Names as transformers' plans have them. A style is made anew for every module.
-_STYLES = {
-    "colwise": lambda: ColwiseParallel(),
-    "rowwise": lambda: RowwiseParallel(),
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+# Names as transformers' plans have them, and some of our own. A style is made anew for every module.
+_STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
+    "colwise": lambda module: OutputsParallel() if is_conv1d(module) else ColwiseParallel(),
+    "rowwise": lambda module: InputsParallel() if is_conv1d(module) else RowwiseParallel(),
+    "colwise_halves": lambda module: OutputsParallel(2),
+    "colwise_thirds": lambda module: OutputsParallel(3),
+    "colwise_gather_output": lambda module: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": lambda module: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_split_logits": lambda module: ColwiseParallel(use_local_output=False),
+    "embedding_rowwise": lambda module: RowwiseParallel(input_layouts=Replicate()),
+    "local_heads": lambda module: LocalHeads(),
 }
+# Styles whose ranks have shares of one size, and of how many projections.
+_EVEN = {"colwise": 1, "rowwise": 1, "colwise_halves": 2, "colwise_thirds": 3}
 # Parameters that every rank has, used on its own heads: their gradients are added up.
 _SUMMED = "replicated_with_grad_allreduce"
 
@@ -38,30 +48,32 @@ def split_tensors(
 ) -> Model:
     """Splits the parameters of ``model`` over mesh["tp"], in place, before :func:`zero_ext.prepare`.
 
-    ``plan`` names modules, "*" for any part of a name, and what becomes of them: "colwise", "rowwise",
-    "colwise_gather_output", "embedding_rowwise" or a style of torch's. Without it, it is the model's own, as
-    models of transformers have (``base_model_tp_plan`` of their configuration), with the vocabulary of their
-    input embedding split too. Parameters that modules share stay shared.
+    ``plan`` names modules, "*" for any part of a name, and what becomes of them: "colwise" (outputs are
+    split), "rowwise" (inputs are), "colwise_halves" and "colwise_thirds" (of projections side by side),
+    "colwise_gather_output", "colwise_split_logits" (see :func:`vocabulary_cross_entropy`),
+    "embedding_rowwise", "local_heads" (an attention module that counts its heads) or a style of torch's.
+    Without it, it is :func:`tensor_plan`. Parameters that modules share stay shared.
 
     Raises ``ValueError``, with nothing changed, for a model without a plan, a plan that names no module or an
     unknown style, and heads or widths that do not divide by the ranks.
     """
     ranks = mesh["tp"].size()
-    found = _own_plan(model) if plan is None else dict(plan)
+    found = tensor_plan(model) if plan is None else dict(plan)
     chosen = dict(_modules(model, found))
     _check(model, chosen, ranks)
     if ranks == 1:
         return model
     shared = _shared(model)
     styles = {
-        name: _STYLES[style]() if isinstance(style, str) else style
+        name: _STYLES[style](model.get_submodule(name)) if isinstance(style, str) else style
         for name, style in chosen.items()
         if style != _SUMMED
     }
     parallelize_module(model, mesh["tp"], styles)
     for names in shared:
-        first = model.get_parameter(names[0])
-        for name in names[1:]:
+        parameters = [model.get_parameter(name) for name in names]
+        first = next((each for each in parameters if is_distributed(each)), parameters[0])
+        for name in names:
             owner, _, last = name.rpartition(".")
             setattr(model.get_submodule(owner), last, first)
     held = _ranks_with_parts(mesh)
@@ -72,10 +84,12 @@ def split_tensors(
     return model
 
 
-def _own_plan(model: nn.Module) -> dict[str, str | ParallelStyle]:
-    """The plan that the model brings along, under names from its root."""
+def tensor_plan(model: nn.Module) -> dict[str, str | ParallelStyle]:
+    """The plan that ``model`` of transformers brings along, or that is known of it (GPT-2, BLOOM, BERT), by
+    names from its root and with its vocabulary: what :func:`split_tensors` uses, to be read or changed.
+    ``ValueError`` without one."""
     config = getattr(model, "config", None)
-    base: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    base: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or known_plan(config)
     prefix = getattr(model, "base_model_prefix", "")
     dot = f"{prefix}." if prefix and hasattr(model, prefix) else ""
     plan: dict[str, str | ParallelStyle] = {dot + name: style for name, style in base.items()}
@@ -83,13 +97,16 @@ def _own_plan(model: nn.Module) -> dict[str, str | ParallelStyle]:
     if not plan:
         raise ValueError(
             f"{type(model).__name__} brings no plan for tensor parallelism along; give one, as "
-            "{'blocks.*.wide': 'colwise', 'blocks.*.narrow': 'rowwise'}"
+            "{'blocks.*.wide': 'colwise', 'blocks.*.narrow': 'rowwise'}, or see automatic_plan"
         )
-    find: Any = getattr(model, "get_input_embeddings", None)
-    embedding = find() if find is not None else None
-    for name, module in model.named_modules():
-        if module is embedding and not any(fnmatch.fnmatch(name, pattern) for pattern in plan):
-            plan[name] = "embedding_rowwise"
+    for find, style in (
+        ("get_input_embeddings", "embedding_rowwise"),
+        ("get_output_embeddings", "colwise_gather_output"),
+    ):
+        vocabulary = getattr(model, find)() if hasattr(model, find) else None
+        for name, module in model.named_modules():
+            if module is vocabulary and not any(fnmatch.fnmatch(name, pattern) for pattern in plan):
+                plan[name] = style
     return plan
 
 
@@ -117,12 +134,20 @@ def _check(model: nn.Module, chosen: Mapping[str, str | ParallelStyle], ranks: i
                 f"{what} is {heads}, which does not divide by tp {ranks}; use a divisor of the heads"
             )
     for name, style in chosen.items():
-        module = model.get_submodule(name)
-        split = {"colwise": 0, "rowwise": 1}.get(style if isinstance(style, str) else "")
-        if split is not None and isinstance(module, nn.Linear) and module.weight.shape[split] % ranks:
+        module: Any = model.get_submodule(name)
+        for heads in HEADS if style == "local_heads" else ():
+            if getattr(module, heads, 0) % ranks:
+                raise ValueError(
+                    f"'{name}' has {heads} {getattr(module, heads)}, which does not divide by tp {ranks}"
+                )
+        if style not in _EVEN or not (isinstance(module, nn.Linear) or is_conv1d(module)):
+            continue
+        axis = int((style == "rowwise") != is_conv1d(module))
+        parts = _EVEN[style] * ranks
+        if module.weight.shape[axis] % parts:
             raise ValueError(
-                f"'{name}' has a weight of {tuple(module.weight.shape)}, whose dimension {split} does not "
-                f"divide by tp {ranks}"
+                f"'{name}' has a weight of {tuple(module.weight.shape)}, whose dimension {axis} does not "
+                f"divide by tp {parts if parts == ranks else f'{ranks} × {parts // ranks} side by side'}"
             )
 
 

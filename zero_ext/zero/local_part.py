@@ -5,6 +5,7 @@ ZeRO shards that part over the data-parallel ranks as it would any tensor; other
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -13,6 +14,8 @@ from torch import nn
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+_KNOWN = ("Shard", "_StridedShard", "Replicate")
 
 
 def is_distributed(tensor: object) -> TypeGuard[DTensor]:
@@ -37,11 +40,11 @@ def point_at(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
 
 def is_split(parameter: torch.Tensor) -> bool:
     """Whether other ranks have other parts of ``parameter``."""
-    return is_distributed(parameter) and any(each.is_shard() for each in parameter.placements)
+    return is_distributed(parameter) and not all(each.is_replicate() for each in parameter.placements)
 
 
 class Box(NamedTuple):
-    """A part of ``sizes`` at ``corner`` of a tensor of ``shape``."""
+    """A part of ``sizes`` at ``corner`` of a tensor seen, in the same memory order, as one of ``shape``."""
 
     shape: tuple[int, ...]
     corner: tuple[int, ...]
@@ -52,12 +55,32 @@ def box_of(parameter: torch.Tensor) -> Box | None:
     """Where the part that is here lies in ``parameter``; None if it is all of it."""
     if not (is_distributed(parameter) and is_split(parameter)):
         return None
+    parts = _side_by_side(parameter)
+    if parts:
+        return _box_in_rows(parameter, parts)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sizes, corner = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
     return Box(tuple(parameter.shape), tuple(corner), tuple(sizes))
+
+
+def _side_by_side(parameter: DTensor) -> int:
+    """The tensors that lie side by side in ``parameter``, each of them split; 0 for one that is split as a
+    whole."""
+    placement: Any = parameter.placements[0]
+    return int(placement.split_factor) if type(placement).__name__ == "_StridedShard" else 0
+
+
+def _box_in_rows(parameter: DTensor, parts: int) -> Box:
+    """The box among rows that each hold a run of the split axis: a row for each of the ``parts`` and each
+    element of the axes before."""
+    placement: Any = parameter.placements[0]
+    ranks, rank = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
+    rows = math.prod(parameter.shape[: placement.dim]) * parts
+    width = parameter.numel() // rows
+    return Box((rows, width), (0, rank * width // ranks), (rows, width // ranks))
 
 
 def like_parameter(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -89,9 +112,10 @@ def local_value(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     box = box_of(parameter)
     if box is None:
         return whole
+    part = whole.reshape(box.shape)
     for axis, (begin, size) in enumerate(zip(box.corner, box.sizes, strict=True)):
-        whole = whole.narrow(axis, begin, size)
-    return whole.contiguous()
+        part = part.narrow(axis, begin, size)
+    return part.reshape(local_part(parameter).shape).contiguous()
 
 
 def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -121,8 +145,14 @@ def problem_of(parameter: torch.Tensor, ranks: list[int], dtype: torch.dtype) ->
             f"is {parameter.dtype} and split already, but 'precision.dtype' wants {dtype}; convert the model "
             f"before it is split (model.to({dtype}))"
         )
-    if not all(type(each).__name__ in ("Shard", "Replicate") for each in parameter.placements):
-        return f"is placed as {parameter.placements}; Shard or Replicate wanted"
+    if not all(type(each).__name__ in _KNOWN for each in parameter.placements):
+        return f"is placed as {parameter.placements}; one of {', '.join(_KNOWN)} wanted"
+    placement: Any = parameter.placements[0]
+    parts = _side_by_side(parameter)
+    if parts and parameter.shape[placement.dim] % (parts * mesh.size()):
+        return (
+            f"of shape {tuple(parameter.shape)} is {parts} side by side, which do not divide by {mesh.size()}"
+        )
     if is_split(parameter) and parameter.dim() > 2:
         return f"has {parameter.dim()} dimensions and is split; 1 or 2 wanted"
     if not parameter._local_tensor.is_contiguous():

@@ -14,6 +14,7 @@ from zero_ext.offload import Values, count, part_of
 from zero_ext.optim.compatibility import resumes_from
 from zero_ext.zero.buffers import persistent_buffers
 from zero_ext.zero.kept import Room
+from zero_ext.zero.local_part import is_split
 from zero_ext.zero.packed import packed_tensors
 from zero_ext.zero.unit import Unit
 
@@ -90,6 +91,8 @@ class EngineState:
                 name, *aliases = self._engine.wholes.names(self._engine.names[parameter])
                 place = self._engine.wholes.place(spec.name)
                 shape, stride = (spec.shape, spec.stride) if place is None else (place.shape, place.stride)
+                if is_split(parameter):
+                    shape, stride = tuple(parameter.shape), tuple(parameter.stride())
                 table[name] = ParameterInfo(shape, stride, dtype, tuple(aliases), parameter.requires_grad)
         return table
 

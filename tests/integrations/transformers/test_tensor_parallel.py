@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import zero_ext
 from tests.integrations.transformers.models import VOCABULARY, enter
@@ -36,6 +38,26 @@ def built(kind: str, seed: int, **changes: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **changes}))
 
 
+# Vocabularies that do not divide by 2, as GPT-2's.
+UNPLANNED: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY + 1}
+    | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    "bloom": {"hidden_size": 24, "n_layer": 2, "n_head": 6, "vocab_size": VOCABULARY + 1},
+    "bert": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    | {"vocab_size": VOCABULARY, "max_position_embeddings": 32},
+}
+
+
+def unplanned(kind: str, seed: int) -> Any:
+    torch.manual_seed(seed)
+    made = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
+    model = made.from_config(AutoConfig.for_model(kind, **UNPLANNED[kind]))
+    for parameter in model.parameters():  # biases are zero and norms one at first, wherever they end up
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
 def batches(seed: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator) for _ in range(STEPS)]
@@ -43,6 +65,35 @@ def batches(seed: int) -> list[torch.Tensor]:
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def check_steps(world: World, mesh: DeviceMesh, model: Any, reference: Any, stage: int) -> None:
+    """Losses, norms and parameters of ``model``, split over ``mesh``, are those of ``reference`` alone."""
+    model, optimizer = zero_ext.prepare(
+        model, optimizer_of(model), {"stage": stage, "gradient_clipping": 0.5}, process_group=mesh
+    )
+    plain = optimizer_of(reference)
+    share = SAMPLES // mesh["dp"].size()
+    own = slice(share * mesh["dp"].get_local_rank(), share * (mesh["dp"].get_local_rank() + 1))
+    for words in batches(world.seed):
+        there = torch.ones_like(words)
+        there[:, -2:] = 0  # padding
+        labels = torch.where(there.bool(), words, -100)
+        loss = model(input_ids=words[own], attention_mask=there[own], labels=labels[own]).loss
+        model.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted = reference(input_ids=words, attention_mask=there, labels=labels).loss
+        wanted.backward()
+        norm = float(nn.utils.clip_grad_norm_(reference.parameters(), 0.5))
+        plain.step()
+        plain.zero_grad()
+        mean = torch.tensor(world.everyone(float(loss.detach())), dtype=torch.float64).mean().item()
+        torch.testing.assert_close(mean, float(wanted.detach()), rtol=1e-5, atol=0)
+        torch.testing.assert_close(engine_of(model).grad_norm, norm, rtol=1e-5, atol=0)
+    found = zero_ext.full_state_dict(model)
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @on_ranks(4, timeout=300)
@@ -55,29 +106,37 @@ def test_steps_are_those_of_one_process(world: World, kind: str, stage: int, tie
     assert isinstance(model.get_parameter("model.layers.0.self_attn.q_proj.weight"), DTensor)
     assert isinstance(model.get_input_embeddings().weight, DTensor)
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
-    model, optimizer = zero_ext.prepare(
-        model, optimizer_of(model), {"stage": stage, "gradient_clipping": 0.5}, process_group=mesh
+    check_steps(world, mesh, model, built(kind, world.seed, tie_word_embeddings=tied), stage)
+
+
+@on_ranks(4, timeout=300)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", ["gpt2", "bloom", "bert"])
+def test_models_that_bring_no_plan(world: World, kind: str, stage: int) -> None:
+    enter(world)
+    mesh = make_mesh(tp=2, device_type="cpu")
+    model = split_tensors(unplanned(kind, world.seed), mesh)
+    matrices = [each for each in model.base_model.parameters() if isinstance(each, DTensor)]
+    assert sum(each.dim() == 2 for each in matrices) == {"gpt2": 9, "bloom": 9, "bert": 13}[kind]
+    check_steps(world, mesh, model, unplanned(kind, world.seed), stage)
+
+
+@on_ranks(4, timeout=300)
+def test_projections_side_by_side_are_saved_whole(world: World) -> None:
+    enter(world)
+    folder = world.everyone(tempfile.mkdtemp() if world.rank == 0 else None)[0]
+    first = split_tensors(unplanned("gpt2", world.seed), make_mesh(tp=2, device_type="cpu"))
+    first, _ = zero_ext.prepare(
+        first, optimizer_of(first), {"stage": 3}, process_group=make_mesh(tp=2, device_type="cpu")
     )
-    reference = built(kind, world.seed, tie_word_embeddings=tied)
-    plain = optimizer_of(reference)
-    share = SAMPLES // mesh["dp"].size()
-    own = slice(share * mesh["dp"].get_local_rank(), share * (mesh["dp"].get_local_rank() + 1))
-    for words in batches(world.seed):
-        loss = model(input_ids=words[own], labels=words[own]).loss
-        model.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        wanted = reference(input_ids=words, labels=words).loss
-        wanted.backward()
-        norm = float(nn.utils.clip_grad_norm_(reference.parameters(), 0.5))
-        plain.step()
-        plain.zero_grad()
-        mean = torch.tensor(world.everyone(float(loss.detach())), dtype=torch.float64).mean().item()
-        torch.testing.assert_close(mean, float(wanted.detach()), rtol=1e-5, atol=0)
-        torch.testing.assert_close(engine_of(model).grad_norm, norm, rtol=1e-5, atol=0)
-    found = zero_ext.full_state_dict(model)
-    for name, value in reference.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    zero_ext.save_checkpoint(folder, first).wait()
+    for tp in (4, 1):
+        mesh = make_mesh(tp=tp, device_type="cpu")
+        then = split_tensors(unplanned("gpt2", world.seed + 1), mesh)
+        then, _ = zero_ext.prepare(then, optimizer_of(then), {"stage": 1}, process_group=mesh)
+        zero_ext.load_checkpoint(folder, then)
+        for name, value in unplanned("gpt2", world.seed).state_dict().items():
+            assert torch.equal(zero_ext.full_state_dict(then)[name], value), name
 
 
 @on_ranks(2, timeout=300)
@@ -102,6 +161,8 @@ def test_splits_that_cannot_be(world: World, changes: Any, plan: Any, message: s
 @on_ranks(2, timeout=300)
 def test_a_model_without_a_plan(world: World) -> None:
     enter(world)
-    config = AutoConfig.for_model("gpt2", n_embd=8, n_layer=1, n_head=2, vocab_size=VOCABULARY)
-    with pytest.raises(ValueError, match="GPT2LMHeadModel brings no plan"):
-        split_tensors(GPT2LMHeadModel(config), make_mesh(tp=2, device_type="cpu"))
+    config = AutoConfig.for_model(
+        "codegen", n_embd=16, n_layer=1, n_head=2, vocab_size=VOCABULARY, rotary_dim=4
+    )
+    with pytest.raises(ValueError, match="CodeGenForCausalLM brings no plan"):
+        split_tensors(AutoModelForCausalLM.from_config(config), make_mesh(tp=2, device_type="cpu"))

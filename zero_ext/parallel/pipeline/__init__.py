@@ -1,6 +1,7 @@
 """Pipeline parallelism: a model cut into stages, each of whose state ZeRO shards, on torch's schedules."""
 
 from zero_ext.parallel.pipeline.layers import LayerSpec, TiedLayerSpec
+from zero_ext.parallel.pipeline.model import StagedModel, split_model
 from zero_ext.parallel.pipeline.module import PipelineModule, layer_seed
 from zero_ext.parallel.pipeline.pipeline import Pipeline
 from zero_ext.parallel.pipeline.replay import bubble_bound, busy_part, replay
@@ -14,6 +15,7 @@ __all__ = [
     "Pipeline",
     "PipelineModule",
     "Slot",
+    "StagedModel",
     "TiedLayerSpec",
     "bubble_bound",
     "busy_part",
@@ -21,4 +23,5 @@ __all__ = [
     "layer_seed",
     "plot_timeline",
     "replay",
+    "split_model",
 ]

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from zero_ext.config import ZeroConfig
-from zero_ext.parallel.pipeline.module import PipelineModule
+from zero_ext.parallel.pipeline.staged import StagedModule
 
 
 def check_settings(
-    config: ZeroConfig, module: PipelineModule, micro_batches: int, reduce: str, checkpoint: bool | None
+    config: ZeroConfig, module: StagedModule, micro_batches: int, reduce: str, checkpoint: bool | None
 ) -> None:
     """Raises ``ValueError`` for settings of a pipeline of ``module`` that are wrong, or that do not fit it or
     ``config``."""

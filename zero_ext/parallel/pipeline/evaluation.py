@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_ext.parallel.pipeline.module import PipelineModule
+from zero_ext.parallel.pipeline.staged import StagedModule
 
 _DTYPES = (
     torch.float32,
@@ -32,7 +32,7 @@ class ForwardPasses:
 
     def __init__(
         self,
-        module: PipelineModule,
+        module: StagedModule,
         run: Callable[..., Any],
         group: dist.ProcessGroup,
         device: torch.device,

@@ -10,12 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_ext.parallel.partition import split_stages
 from zero_ext.parallel.pipeline.layers import Layer, LayerSpec, TiedLayerSpec, outline_of
-from zero_ext.parallel.pipeline.schedules import schedule_named
+from zero_ext.parallel.pipeline.staged import Loss, StagedModule
 from zero_ext.parallel.pipeline.ties import check_ties, layer_of, mark_ties, tied_groups
-
-Loss = Callable[[Any, Any], torch.Tensor]
 
 
 def in_turn(*calls: Callable[..., Any], values: Any) -> Any:
@@ -25,7 +22,7 @@ def in_turn(*calls: Callable[..., Any], values: Any) -> Any:
     return values
 
 
-class PipelineModule(nn.Module):
+class PipelineModule(StagedModule):
     """This rank's part of a model that is a list of layers, each called with what the one before returned.
 
     ``layers`` are modules, :class:`LayerSpec` (built only where they are needed), functions, or an
@@ -54,31 +51,17 @@ class PipelineModule(nn.Module):
         split: str | Sequence[float] = "parameters",
         ties: Sequence[Sequence[str]] = (),
     ) -> None:
-        super().__init__()
-        if "pp" not in (mesh.mesh_dim_names or ()):
-            raise ValueError(
-                f"the mesh has dimensions {mesh.mesh_dim_names}, a pipeline needs 'pp'; see make_mesh"
-            )
         listed = list(layers)
-        self.mesh, self.loss, self.schedule = mesh, loss, schedule
-        pipeline = mesh["pp"]
-        rank, ranks = pipeline.get_local_rank(), pipeline.size()
-        self.chunks = chunks or (2 if schedule == "zbv" else 1)
-        self.kind = schedule_named(schedule, self.chunks, ranks)
-        self.ranges = split_stages(_weights(listed, split), ranks * self.chunks)
-        self.stages = self.kind.stages_of(rank, ranks, self.chunks)
-        holders = [self.kind.rank_of(stage, ranks) for stage, held in enumerate(self.ranges) for _ in held]
+        super().__init__(mesh, loss, schedule, chunks, weights_of(listed, split))
         groups = tied_groups(listed, ties)
-        check_ties(listed, holders, groups)
+        check_ties(listed, self.holders, groups)
         self.layers = nn.ModuleDict()
         self._tied: dict[str, nn.Module] = {}
         self._calls = [[self._take(number, listed) for number in self.ranges[stage]] for stage in self.stages]
-        tensor = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else None
-        count, place = (tensor.size(), tensor.get_local_rank()) if tensor is not None else (1, 0)
         mark_ties(
             dict(self.layers.items()),
             groups,
-            [[holders[layer_of(name)] * count + place for name in group] for group in groups],
+            [self.model_ranks([self.holders[layer_of(name)] for name in group]) for group in groups],
         )
 
     def _take(self, number: int, listed: Sequence[Layer]) -> Callable[..., Any]:
@@ -101,27 +84,17 @@ class PipelineModule(nn.Module):
         through its calls."""
         return through(*self._calls[chunk], values=inputs)
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank has the first stage, which reads the inputs."""
-        return 0 in self.stages
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank has the last stage, which reads the targets."""
-        return len(self.ranges) - 1 in self.stages
-
     def layer_parameters(self, number: int) -> Iterator[nn.Parameter]:
         """The parameters of layer ``number``, none of a function."""
         return self.layers[str(number)].parameters() if str(number) in self.layers else iter(())
 
     def chunk_parameters(self, chunk: int) -> Iterator[nn.Parameter]:
-        """The parameters of stage number ``chunk`` of this rank, each once."""
+        """See the base class."""
         present = [str(number) for number in self.ranges[self.stages[chunk]] if str(number) in self.layers]
         return nn.ModuleList(self.layers[number] for number in present).parameters()
 
 
-def _weights(layers: Sequence[Layer], split: str | Sequence[float]) -> list[float]:
+def weights_of(layers: Sequence[Layer], split: str | Sequence[float]) -> list[float]:
     """What each layer costs. ``ValueError`` for an unknown way and another number of weights than layers."""
     if not isinstance(split, str):
         if len(split) != len(layers):

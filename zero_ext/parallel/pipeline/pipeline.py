@@ -14,6 +14,7 @@ from zero_ext.parallel.pipeline.module import PipelineModule
 from zero_ext.parallel.pipeline.ranks import PipelineRanks
 from zero_ext.parallel.pipeline.runner import Runner
 from zero_ext.parallel.pipeline.scheduled import Scheduled
+from zero_ext.parallel.pipeline.staged import StagedModule
 from zero_ext.parallel.pipeline.timeline import Slot
 from zero_ext.zero.lookup import engine_of
 
@@ -41,7 +42,7 @@ class Pipeline:
         checkpoint: bool | None = None,
     ) -> None:
         found = getattr(module, "module", module)
-        if not isinstance(found, PipelineModule):
+        if not isinstance(found, StagedModule):
             raise ValueError(f"{type(found).__name__} given, a prepared PipelineModule wanted")
         self._prepared, self._module, self._optimizer = module, found, optimizer
         self._engine = engine_of(module)
@@ -50,7 +51,7 @@ class Pipeline:
         self._ranks = PipelineRanks(found, self._engine)
         parts = (found, module, self._engine, micro_batches)
         self._runner: Runner
-        if found.kind.made is None:
+        if isinstance(found, PipelineModule) and found.kind.made is None:
             self._runner = LayerMajor(*parts, checkpoint is not False)
         else:
             self._runner = Scheduled(*parts, self._ranks, reduce == "once")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from zero_ext.parallel.pipeline.module import PipelineModule
+from zero_ext.parallel.pipeline.staged import StagedModule
 from zero_ext.zero.engine import Engine
 
 
@@ -21,7 +21,7 @@ class PipelineRanks:
     ``group`` waits for ``timeout_seconds`` of the engine's configuration, whatever the mesh's groups do.
     """
 
-    def __init__(self, module: PipelineModule, engine: Engine) -> None:
+    def __init__(self, module: StagedModule, engine: Engine) -> None:
         self._stages = f"stages {module.stages} of {len(module.ranges)}"
         self._model = engine.collectives.model
         self._device = engine.device

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import nn
 
-from zero_ext.parallel.pipeline.module import PipelineModule
+from zero_ext.parallel.pipeline.staged import StagedModule
 from zero_ext.parallel.pipeline.timeline import Slot
 from zero_ext.zero.engine import Engine
 
@@ -16,9 +16,7 @@ class Runner(ABC):
     """Runs ``module``, which ``engine`` moves and ``prepared`` is called for, ``micro_batches`` parts of a
     batch. ``slots`` are what it computed in the last step."""
 
-    def __init__(
-        self, module: PipelineModule, prepared: nn.Module, engine: Engine, micro_batches: int
-    ) -> None:
+    def __init__(self, module: StagedModule, prepared: nn.Module, engine: Engine, micro_batches: int) -> None:
         self.slots: list[Slot] = []
         self._module, self._prepared, self._engine = module, prepared, engine
         self._micro_batches = micro_batches

@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from zero_ext.parallel.pipeline.evaluation import ForwardPasses
-from zero_ext.parallel.pipeline.module import PipelineModule
 from zero_ext.parallel.pipeline.ranks import PipelineRanks
 from zero_ext.parallel.pipeline.runner import Runner
 from zero_ext.parallel.pipeline.stage import StepProgress, ZeroStage
+from zero_ext.parallel.pipeline.staged import StagedModule
 from zero_ext.zero.engine import Engine
 
 
@@ -30,7 +30,7 @@ class Scheduled(Runner):
 
     def __init__(
         self,
-        module: PipelineModule,
+        module: StagedModule,
         prepared: nn.Module,
         engine: Engine,
         micro_batches: int,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from zero_ext.parallel.pipeline.module import PipelineModule
+from zero_ext.parallel.pipeline.staged import StagedModule
 from zero_ext.parallel.pipeline.timeline import Slot
 from zero_ext.zero.assigned import take_assigned
 from zero_ext.zero.engine import Engine
@@ -33,7 +33,7 @@ class ZeroStage(PipelineStage):
 
     def __init__(
         self,
-        module: PipelineModule,
+        module: StagedModule,
         prepared: nn.Module,
         chunk: int,
         engine: Engine,

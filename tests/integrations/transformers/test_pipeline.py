@@ -1,0 +1,160 @@
+"""Models of transformers cut into stages, under ZeRO and with split tensors: as one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import zero_ext
+from tests.integrations.transformers.models import VOCABULARY, enter, gpt2, llama, reloaded, shared_folder
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from zero_ext.checkpoint import export_huggingface
+from zero_ext.parallel import make_mesh, split_tensors
+from zero_ext.parallel.pipeline import Pipeline, split_model
+from zero_ext.zero import engine_of
+
+STEPS, SAMPLES, LENGTH, LAYERS = 3, 8, 10, 3
+
+
+def built(kind: str, seed: int, tied: bool) -> Any:
+    if kind == "gpt2":
+        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return gpt2(seed, n_layer=LAYERS, tie_word_embeddings=tied, **dropouts)
+    return llama(seed, num_hidden_layers=LAYERS, tie_word_embeddings=tied)
+
+
+def batches(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (SAMPLES, LENGTH), generator=generator) for _ in range(STEPS)]
+
+
+def mask_of(words: torch.Tensor) -> torch.Tensor:
+    """The last two of every sample are padding."""
+    mask = torch.ones_like(words)
+    mask[:, -2:] = 0
+    return mask
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def train_alone(model: Any, seed: int) -> tuple[list[float], list[float]]:
+    optimizer = optimizer_of(model)
+    losses, norms = [], []
+    for words in batches(seed):
+        loss = model(input_ids=words, attention_mask=mask_of(words), labels=words).loss
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, norms
+
+
+class Course:
+    """A model in stages on a mesh of lengths ``pp`` and ``tp``, prepared."""
+
+    def __init__(self, model: Any, pp: int, tp: int, config: dict[str, Any], **options: Any) -> None:
+        mesh = make_mesh(pp=pp, tp=tp, device_type="cpu")
+        split_tensors(model, mesh)
+        module = split_model(model, mesh, inputs=("input_ids", "attention_mask"), **options)
+        self.model, optimizer = zero_ext.prepare(module, optimizer_of(module), config, process_group=mesh)
+        self.pipeline = Pipeline(self.model, optimizer, micro_batches=2)
+        self.data = mesh["dp"]
+
+    def steps(self, seed: int) -> tuple[list[float], list[float | None]]:
+        share = SAMPLES // self.data.size()
+        own = slice(share * self.data.get_local_rank(), share * (self.data.get_local_rank() + 1))
+        losses, norms = [], []
+        for words in batches(seed):
+            loss = self.pipeline.train_batch(words[own], mask_of(words)[own], targets=words[own])
+            losses.append(float(loss))
+            norms.append(engine_of(self.model).grad_norm)
+        return losses, norms
+
+
+@on_ranks(4, timeout=300)
+@pytest.mark.parametrize(
+    ("kind", "stage", "tp", "tied", "options"),
+    [
+        ("llama", 0, 1, True, {}),
+        ("llama", 2, 2, True, {}),
+        ("llama", 3, 1, True, {"schedule": "interleaved", "chunks": 2}),
+        ("llama", 3, 2, False, {}),
+        ("gpt2", 3, 1, True, {"schedule": "zbv"}),
+        ("gpt2", 1, 2, True, {}),
+    ],
+)
+def test_steps_are_those_of_one_process(
+    world: World, kind: str, stage: int, tp: int, tied: bool, options: dict[str, Any]
+) -> None:
+    enter(world)
+    config = {"stage": stage, "gradient_clipping": 0.5, "timeout_seconds": 60}
+    course = Course(built(kind, world.seed, tied), 2, tp, config, **options)
+    alone = built(kind, world.seed, tied)
+    names = {name for name, _ in alone.named_parameters(remove_duplicate=False)}
+    own = {name for name, _ in course.model.named_parameters(remove_duplicate=False)}
+    assert {name.removeprefix("module.") for name in own} < names
+    losses, norms = course.steps(world.seed)
+    wanted_losses, wanted_norms = train_alone(alone, world.seed)
+    torch.testing.assert_close(losses, wanted_losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(norms, wanted_norms, rtol=1e-5, atol=0)
+    with shared_folder(world) as folder:
+        zero_ext.save_checkpoint(folder / "saved", course.model).wait()
+        if world.rank == 0:
+            export_huggingface(folder / "saved", folder / "exported")
+            alone.config.save_pretrained(folder / "exported")
+        world.barrier()
+        words = batches(world.seed + 1)[0]
+        found, wanted = reloaded(folder / "exported", alone)(words).logits, alone.eval()(words).logits
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(1, timeout=300)
+@pytest.mark.parametrize("kind", ["qwen2", "mistral", "gpt_neox"])
+def test_stages_one_after_another_are_the_model(world: World, kind: str) -> None:
+    enter(world)
+    torch.manual_seed(world.seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
+    windows = {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 3}
+    windows["use_sliding_window"] = True
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=VOCABULARY,
+        **sizes,
+        **({} if kind == "gpt_neox" else {"num_key_value_heads": 1}),
+        **(windows if kind == "qwen2" else {}),
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    words = batches(world.seed)[0]
+    mesh = make_mesh(device_type="cpu")
+    options = {"schedule": "interleaved", "chunks": 3, "split": "uniform"}
+    stages = split_model(model, mesh, inputs=("input_ids", "attention_mask"), **options).eval()
+    values: Any = (words, mask_of(words))
+    for chunk in range(3):
+        values = stages(chunk, *values)
+    wanted = model(words, attention_mask=mask_of(words)).logits
+    torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2, timeout=300)
+def test_models_that_cannot_be_split(world: World) -> None:
+    enter(world)
+    mesh = make_mesh(pp=2, device_type="cpu")
+    config = AutoConfig.for_model("bloom", hidden_size=16, n_layer=2, n_head=2, vocab_size=VOCABULARY)
+    with pytest.raises(ValueError, match="BloomForCausalLM brings no plan for pipelines"):
+        split_model(AutoModelForCausalLM.from_config(config), mesh)
+    model = llama(world.seed)
+    with pytest.raises(ValueError, match="LlamaModel brings no plan for pipelines"):
+        split_model(model.model, mesh)
+    with pytest.raises(ValueError, match="3 weights given for 4 layers"):
+        split_model(model, mesh, split=[1.0] * 3)
+    model.model.register_parameter("prefix", nn.Parameter(torch.zeros(4)))
+    with pytest.raises(ValueError, match=r"'model.prefix' \(4,\) is in no part of the plan"):
+        split_model(model, mesh)

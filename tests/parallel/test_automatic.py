@@ -1,0 +1,132 @@
+"""Plans found by trial: what they are, that they train as one process, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from zero_ext.parallel import automatic_plan, make_mesh, split_tensors
+
+WIDTH, LENGTH, SAMPLES = 8, 5, 4
+
+
+class Attention(nn.Module):
+    """``flaw`` is what makes it unfit: "scale" (of heads counted anew), "norm", "count"."""
+
+    def __init__(self, flaw: str = "") -> None:
+        super().__init__()
+        self.flaw = flaw
+        if flaw == "count":
+            self.count = 4
+        else:
+            self.num_heads = 4
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out_proj = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH // 4)
+
+    def forward(self, hidden: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        heads = self.count if self.flaw == "count" else self.num_heads
+        parts = [each(hidden) for each in (self.q_proj, self.k_proj, self.v_proj)]
+        query, key, value = (each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in parts)
+        if self.flaw == "norm":
+            query = self.norm(query)
+        if self.flaw == "scale":
+            scale = WIDTH / heads
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
+        return self.out_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, flaw: str = "") -> None:
+        super().__init__()
+        self.flaw = flaw
+        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(flaw)
+        self.gate, self.wide, self.narrow = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(3 * WIDTH, WIDTH),
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(hidden + self.attention(hidden, scale=0.5))
+        inner = torch.tanh(self.gate(hidden)) * self.wide(hidden)
+        if self.flaw == "softmax":
+            inner = inner.softmax(-1)
+        return hidden + self.narrow(inner)
+
+
+def built(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    ends = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 1)
+    return nn.Sequential(
+        ends[0],
+        Block(),
+        Block(),
+        nn.Sequential(nn.Linear(WIDTH, 12), nn.ReLU(), nn.Linear(12, WIDTH)),
+        ends[1],
+    )
+
+
+@on_ranks(4, timeout=300)
+def test_what_is_found_trains_as_one_process(world: World) -> None:
+    mesh = make_mesh(tp=2, device_type="cpu")
+    model, alone = built(world.seed), built(world.seed)
+    torch.manual_seed(world.seed + 1)
+    samples = torch.randn(3, SAMPLES, LENGTH, 3)
+    plan = automatic_plan(model, samples[0], ranks=2)
+    assert plan == {
+        f"{name}{inner}": style
+        for name in ("1.", "2.")
+        for inner, style in {
+            "gate": "colwise",
+            "wide": "colwise",
+            "narrow": "rowwise",
+            "attention": "local_heads",
+            **{f"attention.{each}_proj": "colwise" for each in "qkv"},
+            "attention.out_proj": "rowwise",
+        }.items()
+    } | {"3.0": "colwise", "3.2": "rowwise"}
+    split_tensors(model, mesh, plan)
+    assert isinstance(model.get_parameter("1.attention.q_proj.weight"), DTensor)
+    model, optimizer = zero_ext.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), {"stage": 2}, process_group=mesh
+    )
+    plain = torch.optim.AdamW(alone.parameters(), lr=1e-2, eps=1e-3)
+    own = slice(2 * mesh["dp"].get_local_rank(), 2 * mesh["dp"].get_local_rank() + 2)
+    for batch in samples:
+        model.backward(model(batch[own]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        alone(batch).square().mean().backward()
+        plain.step()
+        plain.zero_grad()
+    found = zero_ext.full_state_dict(model)
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("flaw", "ranks", "message"),
+    [
+        ("scale", 2, "'attention' cannot be split automatically: a share of its outputs is not"),
+        ("norm", 2, r"'norm\.weight' is used on a share alone"),
+        ("count", 2, "it has no number of heads"),
+        ("softmax", 2, "'' cannot be split automatically: a share of its outputs is not"),
+        ("", 3, "num_heads is 4, which does not divide by 3"),
+        ("", 16, "'gate' has 24 outputs, which do not divide by 16"),
+    ],
+)
+def test_what_it_refuses(flaw: str, ranks: int, message: str) -> None:
+    torch.manual_seed(7)
+    with pytest.raises(ValueError, match=message):
+        automatic_plan(Block(flaw), torch.randn(SAMPLES, LENGTH, WIDTH), ranks=ranks)
+
+
+def test_a_model_without_blocks() -> None:
+    with pytest.raises(ValueError, match="Sequential has no block"):
+        automatic_plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4), ranks=2)

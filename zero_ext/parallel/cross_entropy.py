@@ -1,0 +1,73 @@
+"""Cross entropy of logits whose vocabulary is split over ranks: nobody has all of a position's logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+
+def vocabulary_cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int = -100
+) -> torch.Tensor:
+    """The mean cross entropy of ``logits``, a DTensor [..., vocabulary] split over the ranks of a mesh along
+    its last dimension, as a head split "colwise_split_logits" returns it; a collective of these ranks.
+
+    ``targets``, int64 [...], are the same on all ranks; ``ignore_index`` marks those that do not count, and
+    with none that does the mean is NaN, as torch's. Computed in float32 at least; the result is 0-d, a plain
+    tensor, the same on all ranks. Three numbers a position are exchanged instead of its logits (Megatron-LM,
+    arXiv 1909.08053, section 3).
+
+    Raises ``ValueError`` for logits that are not split so and targets of another shape, ``RuntimeError`` for
+    targets outside of the vocabulary.
+    """
+    if not isinstance(logits, DTensor) or logits.placements != (Shard(logits.dim() - 1),):
+        placed = logits.placements if isinstance(logits, DTensor) else type(logits).__name__
+        raise ValueError(
+            f"logits: {placed} given, a DTensor split along its last dimension wanted; split the head by "
+            "'colwise_split_logits'"
+        )
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(f"targets of shape {tuple(targets.shape)} for logits {tuple(logits.shape)}")
+    vocabulary, ranks = logits.shape[-1], logits.device_mesh.size()
+    share = -(-vocabulary // ranks)  # as torch's Shard: the last ranks have less
+    if share * (ranks - 1) >= vocabulary:
+        raise ValueError(
+            f"a vocabulary of {vocabulary} leaves ranks without a word; use less than {ranks} ranks"
+        )
+    counted = targets != ignore_index
+    inside = (targets >= 0) & (targets < vocabulary)
+    torch._assert_async((inside | ~counted).all(), f"targets outside of the vocabulary of {vocabulary}")
+    first = share * logits.device_mesh.get_local_rank()
+    here: Any = logits.to_local()
+    losses: torch.Tensor = _Losses.apply(here, targets - first, logits.device_mesh.get_group())
+    return losses.where(counted, 0).sum() / counted.sum()
+
+
+class _Losses(torch.autograd.Function):
+    """Of each position; ``targets`` count from this rank's first word. Backward needs nothing of others."""
+
+    @staticmethod
+    def forward(
+        context: Any, logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        largest = values.amax(-1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        powers = (values - largest[..., None]).exp_()
+        here = (targets >= 0) & (targets < values.shape[-1])
+        index = targets.where(here, 0)[..., None]
+        own = (values.gather(-1, index)[..., 0] - largest).where(here, 0)
+        sums = torch.stack([powers.sum(-1), own])
+        dist.all_reduce(sums, group=group)
+        context.save_for_backward(powers.div_(sums[0][..., None]), index, here)
+        context.dtype = logits.dtype
+        return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        probabilities, index, here = context.saved_tensors
+        found = probabilities.scatter_add(-1, index, -here[..., None].to(probabilities.dtype))
+        return (found * gradients[0][..., None]).to(context.dtype), None, None

@@ -1,0 +1,141 @@
+"""A model of transformers as a pipeline: a stage runs the model's own forward, without what is elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero_ext.parallel.pipeline.module import weights_of
+from zero_ext.parallel.pipeline.parts import Parts, parts_of
+from zero_ext.parallel.pipeline.staged import Loss, StagedModule
+from zero_ext.zero.tie import tie
+
+
+def split_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    loss: Loss | None = None,
+    schedule: str = "1f1b",
+    chunks: int | None = None,
+    split: str | Sequence[float] = "parameters",
+    inputs: Sequence[str] = ("input_ids",),
+) -> StagedModel:
+    """This rank's stages of ``model``, one of transformers with a head (Llama, Qwen, Mistral, GPT-2 and
+    others that have ``base_model_pp_plan``), for :func:`zero_ext.prepare` and :class:`Pipeline`.
+
+    Every stage keeps its layers, the first the embeddings too, the last the norm and the head; parameters
+    keep their names in the whole model, so checkpoints and exports are those of the whole. Masks, positions
+    and rotary embeddings are computed in every stage. Shared embeddings stay one parameter. Split tensors
+    (:func:`zero_ext.parallel.split_tensors`) before. ``model`` stays as it is: let go of it.
+
+    ``inputs`` name, as the model's forward does, what ``train_batch`` is given: token ids, then what goes to
+    every stage, as "attention_mask" [batch, length]. ``loss`` is called with the logits and the targets;
+    None is the model's own, to which targets are labels [batch, length]. ``split`` is "parameters",
+    "uniform", or a weight for what comes before the layers, each layer, and what comes behind them;
+    ``schedule`` and ``chunks`` are those of :class:`PipelineModule`.
+
+    Raises ``ValueError`` on all ranks alike for a model without a plan, parameters in none of its parts, and
+    as :class:`PipelineModule`.
+    """
+    return StagedModel(model, mesh, loss, schedule, chunks, split, inputs)
+
+
+class StagedModel(StagedModule):
+    """See :func:`split_model`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        loss: Loss | None,
+        schedule: str,
+        chunks: int | None,
+        split: str | Sequence[float],
+        inputs: Sequence[str],
+    ) -> None:
+        parts = parts_of(model)
+        pieces = [[model.get_submodule(name) for name in names] for names in parts.pieces]
+        weights = weights_of([nn.ModuleList(piece) for piece in pieces], split)
+        super().__init__(mesh, _own_loss(model) if loss is None else loss, schedule, chunks, weights)
+        if self.kind.made is None:
+            raise ValueError(
+                f"split_model: schedule {schedule!r} needs layers that are called one after another; give "
+                "them to PipelineModule as a list"
+            )
+        self.inputs = tuple(inputs)
+        self._base, self._layers = parts.base, parts.layers
+        held = [self.ranges[stage] for stage in self.stages]
+        self._own = [[module for piece in some for module in pieces[piece]] for some in held]
+        self._views = [_cut(model, parts, some, parts.stand_in) for some in held]
+        here = _cut(model, parts, [piece for some in held for piece in some], lambda name: None)
+        for name, child in here.named_children():
+            self.add_module(name, child)
+        for names in _shared(model):
+            ranks = sorted({*self.model_ranks([self.holders[parts.piece_of(name)] for name in names])})
+            if len(ranks) > 1:
+                tie(model.get_parameter(names[0]), names[0], ranks)
+
+    def forward(self, chunk: int, *inputs: Any) -> Any:
+        """Runs this rank's stage number ``chunk``: token ids to hidden states to logits."""
+        stage, view = self.stages[chunk], self._views[chunk]
+        body = view.get_submodule(self._base)
+        for shell in (view, body, body.get_submodule(self._layers)):
+            shell.training = self.training
+        named = dict(zip(self.inputs, inputs, strict=True))
+        if stage > 0:
+            named["inputs_embeds"] = named.pop(self.inputs[0])
+        if stage == len(self.ranges) - 1:
+            return view(**named, use_cache=False).logits
+        hidden = body(**named, use_cache=False).last_hidden_state
+        if hidden._is_view():  # GPT-2's is; torch's zero-bubble schedules detach outputs in place
+            hidden = hidden.clone()
+        return (hidden, *inputs[1:]) if inputs[1:] else hidden
+
+    def chunk_parameters(self, chunk: int) -> Iterator[nn.Parameter]:
+        """See the base class."""
+        return nn.ModuleList(self._own[chunk]).parameters()
+
+
+def _cut(
+    model: nn.Module, parts: Parts, held: Sequence[int], stand_in: Callable[[str], nn.Module | None]
+) -> nn.Module:
+    """``model`` with the pieces ``held`` as they are, others replaced, or left out where None stands in."""
+    elsewhere = {name for piece, names in enumerate(parts.pieces) if piece not in held for name in names}
+
+    def shell(name: str, changed: Mapping[str, nn.Module]) -> nn.Module:
+        module = model.get_submodule(name)
+        dot = f"{name}." if name else ""
+        children: dict[str, nn.Module | None] = {
+            each: stand_in(dot + each) if dot + each in elsewhere else changed.get(each, child)
+            for each, child in module.named_children()
+        }
+        made = copy.copy(module)
+        made._modules = {each: child for each, child in children.items() if child is not None}
+        return made
+
+    layers = shell(f"{parts.base}.{parts.layers}", {})
+    return shell("", {parts.base: shell(parts.base, {parts.layers: layers})})
+
+
+def _own_loss(model: Any) -> Loss:
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model_loss(logits=logits, labels=labels, vocab_size=vocabulary)
+        return found
+
+    model_loss, vocabulary = model.loss_function, model.config.get_text_config().vocab_size
+    return loss
+
+
+def _shared(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    return [each for each in names.values() if len(each) > 1]

@@ -1,0 +1,99 @@
+"""The parts of a model of transformers in the order they run: before the layers, them, and behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+Plan = Mapping[str, Sequence[Sequence[str]]]
+
+# As transformers' ``base_model_pp_plan``, inputs and outputs of each part, for models that bring none along.
+_PLANS: dict[str, Plan] = {
+    "gpt2": {
+        "wte": (["input_ids"], ["inputs_embeds"]),
+        "wpe": (["position_ids"], ["position_embeds"]),
+        "drop": (["inputs_embeds"], ["hidden_states"]),
+        "h": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "ln_f": (["hidden_states"], ["hidden_states"]),
+    },
+}
+
+_HIDDEN = {"input_ids", "inputs_embeds", "hidden_states"}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """``pieces`` are the names of the modules that run before the layers, of each layer, and of those that
+    run behind; ``base`` the base model's name, ``layers`` that of their stack in it. What ``added`` names
+    is added to the hidden states before the layers."""
+
+    base: str
+    layers: str
+    pieces: tuple[tuple[str, ...], ...]
+    added: frozenset[str]
+
+    def piece_of(self, parameter: str) -> int:
+        """The number of the piece with a parameter of that name."""
+        return next(
+            number
+            for number, names in enumerate(self.pieces)
+            if any(parameter.startswith(f"{name}.") for name in names)
+        )
+
+    def stand_in(self, name: str) -> nn.Module:
+        """What runs in place of a module that is in another stage."""
+        return _Added() if name in self.added else _Through()
+
+
+def parts_of(model: nn.Module) -> Parts:
+    """What ``model`` says of its parts, or is known of it.
+
+    Raises ``ValueError`` for a model without a plan, and for parameters in none of its parts.
+    """
+    base, config = getattr(model, "base_model_prefix", ""), getattr(model, "config", None)
+    plan = getattr(config, "base_model_pp_plan", None) or _PLANS.get(getattr(config, "model_type", ""))
+    body = getattr(model, base, None) if base else None
+    if plan is None or not isinstance(body, nn.Module):
+        raise ValueError(
+            f"{type(model).__name__} brings no plan for pipelines along (base_model_pp_plan of its "
+            "configuration, and a head beside its base model); give its layers to PipelineModule as a list"
+        )
+    order = [name for name in plan if isinstance(getattr(body, name, None), nn.Module)]
+    stacks = [name for name in order if isinstance(getattr(body, name), nn.ModuleList)]
+    if len(stacks) != 1:
+        raise ValueError(f"the plan of {type(model).__name__} has the stacks {stacks}; one is wanted")
+    cut = order.index(stacks[0])
+    before, behind = ([f"{base}.{name}" for name in names] for names in (order[:cut], order[cut + 1 :]))
+    heads = [name for name, _ in model.named_children() if name != base]
+    layers = [(f"{base}.{stacks[0]}.{number}",) for number in range(len(getattr(body, stacks[0])))]
+    parts = Parts(
+        base,
+        stacks[0],
+        (tuple(before), *layers, (*behind, *heads)),
+        frozenset(f"{base}.{name}" for name in order[:cut] if not _HIDDEN & set(plan[name][0])),
+    )
+    for name, parameter in model.named_parameters():
+        if not any(name.startswith(f"{each}.") for names in parts.pieces for each in names):
+            raise ValueError(
+                f"{type(model).__name__}: '{name}' {tuple(parameter.shape)} is in no part of the plan "
+                f"{order}; give the layers to PipelineModule as a list"
+            )
+    return parts
+
+
+class _Through(nn.Module):
+    """Gives back its first argument."""
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden
+
+
+class _Added(nn.Module):
+    """Zero, 0-d so that it promotes no dtype: what is meant was added in the first stage."""
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((), device=positions.device)
