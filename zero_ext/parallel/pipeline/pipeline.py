@@ -49,12 +49,12 @@ class Pipeline:
         check_settings(self._engine.config, found, micro_batches, reduce, checkpoint)
         self._micro_batches = micro_batches
         self._ranks = PipelineRanks(found, self._engine)
-        parts = (found, module, self._engine, micro_batches)
+        engine = self._engine
         self._runner: Runner
         if isinstance(found, PipelineModule) and found.kind.made is None:
-            self._runner = LayerMajor(*parts, checkpoint is not False)
+            self._runner = LayerMajor(found, module, engine, micro_batches, checkpoint is not False)
         else:
-            self._runner = Scheduled(*parts, self._ranks, reduce == "once")
+            self._runner = Scheduled(found, module, engine, micro_batches, self._ranks, reduce == "once")
 
     @property
     def slots(self) -> list[Slot]:
