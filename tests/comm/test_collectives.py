@@ -142,6 +142,6 @@ def test_a_group_of_another_backend_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
-    monkeypatch.setattr(dist, "get_backend", lambda group: "mpi")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "mpi")
     with pytest.raises(ValueError, match="backend 'mpi': CPU tensors need 'gloo'"):
         make_collectives(object(), 1.0)  # type: ignore[arg-type]

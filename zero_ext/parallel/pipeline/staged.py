@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from zero_ext.parallel.pipeline.schedules import schedule_named
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
-class StagedModule(nn.Module):
+class StagedModule(nn.Module, ABC):
     """This rank's stages of a model that is cut into neighbouring pieces of the given ``weights``.
 
     ``ranges`` are the pieces of every stage, ``stages`` the numbers of those that are here, ``holders`` the
@@ -58,6 +59,6 @@ class StagedModule(nn.Module):
         count, place = (tensor.size(), tensor.get_local_rank()) if tensor is not None else (1, 0)
         return [holder * count + place for holder in holders]
 
+    @abstractmethod
     def chunk_parameters(self, chunk: int) -> Iterator[nn.Parameter]:
         """The parameters of stage number ``chunk`` of this rank, each once."""
-        raise NotImplementedError
