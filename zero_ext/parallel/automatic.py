@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
 # Names of query, key and value, and of what their attention goes into.
@@ -28,8 +29,28 @@ class _Block(NamedTuple):
     heads: tuple[str, ...]
 
 
-class _Reached(Exception):
-    """Ends a trial where its value is known."""
+class _Seen(NamedTuple):
+    """A block's last call in the whole model: its arguments, what came to its narrow layer, what that made of
+    it, and what the block returned."""
+
+    given: tuple[Any, ...]
+    named: dict[str, Any]
+    narrow: torch.Tensor
+    narrowed: torch.Tensor
+    returned: Any
+
+
+class _Narrow(nn.Module):
+    """In the place of a narrow layer: keeps what it is ``given`` and returns what the whole one made."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        super().__init__()
+        self.whole = whole
+        self.given: list[torch.Tensor] = []
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.given.append(value)
+        return self.whole
 
 
 def automatic_plan(model: nn.Module, *inputs: Any, ranks: int, **named: Any) -> dict[str, str]:
@@ -38,8 +59,9 @@ def automatic_plan(model: nn.Module, *inputs: Any, ranks: int, **named: Any) -> 
     Blocks are modules with direct children that are two ``nn.Linear`` of matching widths, or three (a gate),
     and those with query, key, value and output projections by their usual names and a number of heads.
     ``model(*inputs, **named)`` is run once, on one process and before anything is split; then every block is
-    tried on the first rank's share of its outputs, which must be those of the whole. What is no block stays
-    whole, so does the vocabulary.
+    tried on the first rank's share of its outputs, which must be those of the whole, as must be what the
+    block then returns; what it leaves elsewhere is not seen. What is no block stays whole, so does the
+    vocabulary.
 
     Raises ``ValueError`` for a block that fails its trial: heads or widths that do not divide, a norm or
     softmax over what would be split, a parameter used on a share alone, no number of heads; and for a model
@@ -51,14 +73,17 @@ def automatic_plan(model: nn.Module, *inputs: Any, ranks: int, **named: Any) -> 
             f"{type(model).__name__} has no block of two or three matching nn.Linear or of named "
             "projections; give a plan by hand"
         )
-    calls, wanted = _record(model, blocks, inputs, named)
+    seen = _record(model, blocks, inputs, named)
     plan: dict[str, str] = {}
     for block in blocks:
-        if block.name not in wanted:
+        if block.heads and not block.name:
+            raise ValueError(
+                f"{type(model).__name__} is attention itself, whose heads no plan can name; put it into a "
+                "module"
+            )
+        if block.name not in seen:
             raise ValueError(f"'{block.name}' is not called for these inputs; give others or a plan by hand")
-        problem = _problem(
-            model.get_submodule(block.name), block, ranks, calls[block.name], wanted[block.name]
-        )
+        problem = _problem(model.get_submodule(block.name), block, ranks, seen[block.name])
         if problem:
             raise ValueError(f"'{block.name}' cannot be split automatically: {problem}; give a plan by hand")
         dot = f"{block.name}." if block.name else ""
@@ -89,22 +114,23 @@ def _matches(wide: nn.Linear, narrow: nn.Linear) -> bool:
 
 def _record(
     model: nn.Module, blocks: list[_Block], inputs: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What each block was called with last, and what its narrow layer was."""
-    calls: dict[str, Any] = {}
-    wanted: dict[str, torch.Tensor] = {}
+) -> dict[str, _Seen]:
+    """What each block did in its last call."""
+    narrow: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    seen: dict[str, _Seen] = {}
     hooks = []
     for block in blocks:
         module = model.get_submodule(block.name)
 
-        def called(_: Any, given: Any, options: Any, name: str = block.name) -> None:
-            calls[name] = (given, options)
+        def reached(_: Any, given: Any, made: torch.Tensor, name: str = block.name) -> None:
+            narrow[name] = (given[0], made)
 
-        def reached(_: Any, given: Any, name: str = block.name) -> None:
-            wanted[name] = given[0]
+        def called(_: Any, given: Any, options: Any, returned: Any, name: str = block.name) -> None:
+            if name in narrow:
+                seen[name] = _Seen(given, options, *narrow[name], returned)
 
-        hooks.append(module.register_forward_pre_hook(called, with_kwargs=True))
-        hooks.append(module.get_submodule(block.narrow).register_forward_pre_hook(reached))
+        hooks.append(module.get_submodule(block.narrow).register_forward_hook(reached))
+        hooks.append(module.register_forward_hook(called, with_kwargs=True))
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()
@@ -115,11 +141,12 @@ def _record(
             hook.remove()
         for module in training:
             module.training = True
-    return calls, wanted
+    return seen
 
 
-def _problem(module: nn.Module, block: _Block, ranks: int, call: Any, wanted: torch.Tensor) -> str:
-    """Why the first of ``ranks`` shares of ``block`` does not compute its part of ``wanted``; else empty."""
+def _problem(module: nn.Module, block: _Block, ranks: int, seen: _Seen) -> str:
+    """Why the first of ``ranks`` shares of ``block`` does not compute its part of what was ``seen``; else
+    empty."""
     if block.wide in [wide for wide, _ in _ATTENTION] and not block.heads:
         return f"it has no number of heads ({', '.join(HEADS)})"
     share = copy.deepcopy(module).eval()
@@ -127,37 +154,43 @@ def _problem(module: nn.Module, block: _Block, ranks: int, call: Any, wanted: to
         if getattr(share, heads) % ranks:
             return f"{heads} is {getattr(share, heads)}, which does not divide by {ranks}"
         setattr(share, heads, getattr(share, heads) // ranks)
-    others = {id(each): name for name, each in share.named_parameters()}
-    found: list[torch.Tensor] = []
-    for name in (*block.wide, block.narrow):
+    narrow = _Narrow(seen.narrowed)
+    setattr(share, block.narrow, narrow)
+    between = dict(share.named_parameters())
+    for name in block.wide:
         linear: Any = share.get_submodule(name)
-        for each in linear.parameters():
-            others.pop(id(each))
-        if name == block.narrow:
-            linear.register_forward_pre_hook(lambda _, given: _end(found, given[0]))
-        elif linear.out_features % ranks:
+        if linear.out_features % ranks:
             return f"'{name}' has {linear.out_features} outputs, which do not divide by {ranks}"
-        else:
-            rows = linear.out_features // ranks
-            linear.weight = nn.Parameter(linear.weight[:rows].detach())
-            linear.bias = None if linear.bias is None else nn.Parameter(linear.bias[:rows].detach())
-            linear.register_forward_pre_hook(lambda _, given: given[0].detach())
+        rows = linear.out_features // ranks
+        for each in [each for each in between if each.startswith(f"{name}.")]:
+            del between[each]
+        linear.weight = nn.Parameter(linear.weight[:rows].detach())
+        linear.bias = None if linear.bias is None else nn.Parameter(linear.bias[:rows].detach())
+        linear.register_forward_pre_hook(lambda _, given: given[0].detach())
     try:
         with torch.enable_grad():
-            share(*call[0], **call[1])
-    except _Reached:
-        pass
+            returned = share(*seen.given, **seen.named)
     except Exception as error:
         return f"its share of the weights stops with {type(error).__name__}: {error}"
-    part = wanted[..., : wanted.shape[-1] // ranks]
-    if not found or found[0].shape != part.shape or not torch.allclose(found[0], part, rtol=1e-4, atol=1e-5):
+    if len(narrow.given) != 1 or not _alike(
+        narrow.given[0], seen.narrow[..., : seen.narrow.shape[-1] // ranks]
+    ):
         return "a share of its outputs is not computed from that share of its weights alone"
-    between = [each for each in share.parameters() if id(each) in others and each.requires_grad]
-    used = torch.autograd.grad(found[0].sum(), between, allow_unused=True) if between else ()
-    shared = [others[id(each)] for each, gradient in zip(between, used, strict=True) if gradient is not None]
+    if not _alike(returned, seen.returned):
+        return "what it returns depends on a share alone"
+    arrived = narrow.given[0].sum()
+    trained = {name: each for name, each in between.items() if each.requires_grad}
+    used = torch.autograd.grad(arrived, [*trained.values()], allow_unused=True) if trained else ()
+    shared = [name for name, gradient in zip(trained, used, strict=True) if gradient is not None]
     return f"'{shared[0]}' is used on a share alone, so that its gradient would be one" if shared else ""
 
 
-def _end(found: list[torch.Tensor], value: torch.Tensor) -> None:
-    found.append(value)
-    raise _Reached
+def _alike(found: Any, wanted: Any) -> bool:
+    """Whether the tensors in both are the same up to rounding."""
+    pairs = [
+        [each for each in tree_leaves(some) if isinstance(each, torch.Tensor)] for some in (found, wanted)
+    ]
+    return len(pairs[0]) == len(pairs[1]) and all(
+        one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+        for one, other in zip(*pairs, strict=True)
+    )

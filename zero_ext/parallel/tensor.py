@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -21,7 +20,7 @@ from zero_ext.parallel.automatic import HEADS
 from zero_ext.parallel.plans import known_plan
 from zero_ext.parallel.styles import InputsParallel, LocalHeads, OutputsParallel, is_conv1d
 from zero_ext.zero.local_part import is_distributed
-from zero_ext.zero.tie import tie
+from zero_ext.zero.tie import shared_names, tie
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -63,7 +62,7 @@ def split_tensors(
     _check(model, chosen, ranks)
     if ranks == 1:
         return model
-    shared = _shared(model)
+    shared = shared_names(model)
     styles = {
         name: _STYLES[style](model.get_submodule(name)) if isinstance(style, str) else style
         for name, style in chosen.items()
@@ -149,14 +148,6 @@ def _check(model: nn.Module, chosen: Mapping[str, str | ParallelStyle], ranks: i
                 f"'{name}' has a weight of {tuple(module.weight.shape)}, whose dimension {axis} does not "
                 f"divide by tp {parts if parts == ranks else f'{ranks} × {parts // ranks} side by side'}"
             )
-
-
-def _shared(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
-    names: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
-    return [each for each in names.values() if len(each) > 1]
 
 
 def _ranks_with_parts(mesh: DeviceMesh) -> list[int]:

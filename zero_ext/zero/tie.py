@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,3 +29,11 @@ def tie_of(parameter: nn.Parameter) -> Tie | None:
     """What :func:`tie` declared of ``parameter``."""
     found: Tie | None = getattr(parameter, _TIE, None)
     return found
+
+
+def shared_names(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    return [each for each in names.values() if len(each) > 1]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import zero_ext
 from tests.integrations.transformers.models import VOCABULARY, enter, gpt2, llama, reloaded, shared_folder
@@ -158,3 +158,39 @@ def test_models_that_cannot_be_split(world: World) -> None:
     model.model.register_parameter("prefix", nn.Parameter(torch.zeros(4)))
     with pytest.raises(ValueError, match=r"'model.prefix' \(4,\) is in no part of the plan"):
         split_model(model, mesh)
+
+
+@on_ranks(2, timeout=300)
+def test_models_whose_stages_would_compute_something_else(world: World) -> None:
+    enter(world)
+    mesh = make_mesh(pp=2, device_type="cpu")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "vocab_size": VOCABULARY}
+    scaled = AutoConfig.for_model("granite", **sizes, embedding_multiplier=2.0)
+    with pytest.raises(ValueError, match="GraniteForCausalLM changes hidden states outside of its parts"):
+        split_model(AutoModelForCausalLM.from_config(scaled), mesh)
+    judged = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("llama", **sizes))
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification has a head that looks at whole"):
+        split_model(judged, mesh)
+    model = llama(world.seed)
+    with pytest.raises(ValueError, match="'token_type_ids' are embedded"):
+        split_model(model, mesh, inputs=("input_ids", "token_type_ids"))
+    with pytest.raises(ValueError, match="'cp' 2, and the model's own loss knows no parts"):
+        split_model(model, make_mesh(cp=2, device_type="cpu"))
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match="output_router_logits, whose loss needs the routers"):
+        split_model(model, mesh)
+    with pytest.raises(ValueError, match="'layer_major' needs layers"):
+        split_model(llama(world.seed), make_mesh(device_type="cpu"), schedule="layer_major")
+
+
+@on_ranks(1, timeout=300)
+def test_a_head_in_tiles_is_trained(world: World) -> None:
+    enter(world)
+    model = built("llama", world.seed, tied=False)
+    before = model.lm_head.weight.detach().clone()
+    config = {"stage": 3, "units": {"tiles": {"lm_head": 2}}}
+    course = Course(model, 1, 1, config, schedule="interleaved", chunks=2)
+    course.steps(world.seed)
+    found = zero_ext.full_state_dict(course.model)
+    assert float((found["lm_head.weight"] - before).abs().max()) > 1e-3

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import tempfile
+import weakref
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -107,6 +108,34 @@ def test_weights_move_once_a_pass_whatever_the_micro_batches(world: World) -> No
     assert moved(ordinary) == (4 * 2 * stored, 4 * 2 * 3 * stored)
     reduced = [engine.wire.last_bytes_sent["reduce_scatter"] for engine in (found[4].engine, ordinary)]
     assert reduced == [3 * stored, 4 * 3 * stored]
+
+
+class Watched(nn.Module):
+    """Lets go of nothing; counts the gradients of its outputs that still live when another one comes."""
+
+    living: ClassVar[list[weakref.ref[torch.Tensor]]] = []
+    most: ClassVar[int] = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden.view_as(hidden)
+        if hidden.requires_grad:
+            hidden.register_hook(self.came)
+        return hidden
+
+    @classmethod
+    def came(cls, gradient: torch.Tensor) -> None:
+        cls.living = [*(each for each in cls.living if each() is not None), weakref.ref(gradient)]
+        cls.most = max(cls.most, len(cls.living))
+
+
+@on_ranks(4)
+def test_gradients_between_layers_do_not_pile_up(world: World) -> None:
+    layers = [LayerSpec(nn.Embedding, WORDS, WIDTH)]
+    for _ in range(6):
+        layers += [LayerSpec(Block, 0.0), LayerSpec(Watched)]
+    layers.append(LayerSpec(nn.Linear, WIDTH, WORDS))
+    layer_major(world.seed, 1, {"stage": 0}, layers=layers, steps=1, micro_batches=2, checkpoint=False)
+    assert 0 < Watched.most <= 4
 
 
 @on_ranks(4)

@@ -36,8 +36,11 @@ def cross(values: Any) -> tuple[Any, list[Crossing]]:
 def backward(crossings: Iterable[Crossing]) -> None:
     """Takes the gradients of what crossed back through the layer that it came from."""
     arrived = [each for each in crossings if each.gradient is not None]
+    gradients = [each.gradient for each in arrived]
+    for each in arrived:
+        each.gradient = None  # graphs keep crossings alive to the end of the step
     if arrived:
-        torch.autograd.backward([each.edge for each in arrived], [each.gradient for each in arrived])
+        torch.autograd.backward([each.edge for each in arrived], gradients)
 
 
 class _Beginning(torch.autograd.Function):

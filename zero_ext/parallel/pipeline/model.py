@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ext.parallel.pipeline.module import weights_of
-from zero_ext.parallel.pipeline.parts import Parts, parts_of
+from zero_ext.parallel.pipeline.parts import Parts, check_passage, parts_of
 from zero_ext.parallel.pipeline.staged import Loss, StagedModule
-from zero_ext.zero.tie import tie
+from zero_ext.zero.tie import shared_names, tie
 
 
 def split_model(
@@ -41,8 +40,9 @@ def split_model(
     "uniform", or a weight for what comes before the layers, each layer, and what comes behind them;
     ``schedule`` and ``chunks`` are those of :class:`PipelineModule`.
 
-    Raises ``ValueError`` on all ranks alike for a model without a plan, parameters in none of its parts, and
-    as :class:`PipelineModule`.
+    Raises ``ValueError`` on all ranks alike for a model without a plan, without a head for words, with
+    parameters in none of its parts, or one that changes hidden states between its parts; for a mesh with
+    "cp" or a mixture that balances its experts, without a ``loss``; and as :class:`PipelineModule`.
     """
     return StagedModel(model, mesh, loss, schedule, chunks, split, inputs)
 
@@ -60,7 +60,9 @@ class StagedModel(StagedModule):
         split: str | Sequence[float],
         inputs: Sequence[str],
     ) -> None:
+        _check(model, mesh, loss, inputs)
         parts = parts_of(model)
+        check_passage(model, _cut(model, parts, [], parts.stand_in).get_submodule(parts.base))
         pieces = [[model.get_submodule(name) for name in names] for names in parts.pieces]
         weights = weights_of([nn.ModuleList(piece) for piece in pieces], split)
         super().__init__(mesh, _own_loss(model) if loss is None else loss, schedule, chunks, weights)
@@ -72,12 +74,12 @@ class StagedModel(StagedModule):
         self.inputs = tuple(inputs)
         self._base, self._layers = parts.base, parts.layers
         held = [self.ranges[stage] for stage in self.stages]
-        self._own = [[module for piece in some for module in pieces[piece]] for some in held]
+        self._names = [[name for piece in some for name in parts.pieces[piece]] for some in held]
         self._views = [_cut(model, parts, some, parts.stand_in) for some in held]
         here = _cut(model, parts, [piece for some in held for piece in some], lambda name: None)
         for name, child in here.named_children():
             self.add_module(name, child)
-        for names in _shared(model):
+        for names in shared_names(model):
             ranks = sorted({*self.model_ranks([self.holders[parts.piece_of(name)] for name in names])})
             if len(ranks) > 1:
                 tie(model.get_parameter(names[0]), names[0], ranks)
@@ -85,6 +87,9 @@ class StagedModel(StagedModule):
     def forward(self, chunk: int, *inputs: Any) -> Any:
         """Runs this rank's stage number ``chunk``: token ids to hidden states to logits."""
         stage, view = self.stages[chunk], self._views[chunk]
+        for name in self._names[chunk]:  # a module may have been replaced, as by tiles
+            owner, _, last = name.rpartition(".")
+            view.get_submodule(owner)._modules[last] = self.get_submodule(name)
         body = view.get_submodule(self._base)
         for shell in (view, body, body.get_submodule(self._layers)):
             shell.training = self.training
@@ -100,7 +105,7 @@ class StagedModel(StagedModule):
 
     def chunk_parameters(self, chunk: int) -> Iterator[nn.Parameter]:
         """See the base class."""
-        return nn.ModuleList(self._own[chunk]).parameters()
+        return nn.ModuleList(self.get_submodule(name) for name in self._names[chunk]).parameters()
 
 
 def _cut(
@@ -133,9 +138,18 @@ def _own_loss(model: Any) -> Loss:
     return loss
 
 
-def _shared(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
-    names: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
-    return [each for each in names.values() if len(each) > 1]
+def _check(model: nn.Module, mesh: DeviceMesh, loss: Loss | None, inputs: Sequence[str]) -> None:
+    if "token_type_ids" in inputs:
+        raise ValueError(
+            f"split_model: inputs {list(inputs)}; 'token_type_ids' are embedded, which stages behind the "
+            "first cannot do: leave them out"
+        )
+    if loss is not None:
+        return
+    what = ""
+    if "cp" in (mesh.mesh_dim_names or ()) and mesh["cp"].size() > 1:
+        what = f"the mesh has 'cp' {mesh['cp'].size()}, and the model's own loss knows no parts of sequences"
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        what = "the configuration has output_router_logits, whose loss needs the routers of all stages"
+    if what:
+        raise ValueError(f"split_model: {what}; give a 'loss' of your own")

@@ -49,10 +49,11 @@ class Parts:
         return _Added() if name in self.added else _Through()
 
 
-def parts_of(model: nn.Module) -> Parts:
+def parts_of(model: Any) -> Parts:
     """What ``model`` says of its parts, or is known of it.
 
-    Raises ``ValueError`` for a model without a plan, and for parameters in none of its parts.
+    Raises ``ValueError`` for a model without a plan, one with a head for other things than words, and for
+    parameters in none of its parts.
     """
     base, config = getattr(model, "base_model_prefix", ""), getattr(model, "config", None)
     plan = getattr(config, "base_model_pp_plan", None) or _PLANS.get(getattr(config, "model_type", ""))
@@ -61,6 +62,11 @@ def parts_of(model: nn.Module) -> Parts:
         raise ValueError(
             f"{type(model).__name__} brings no plan for pipelines along (base_model_pp_plan of its "
             "configuration, and a head beside its base model); give its layers to PipelineModule as a list"
+        )
+    if not model.can_generate():
+        raise ValueError(
+            f"{type(model).__name__} has a head that looks at whole sequences, whose words later stages do "
+            "not have; take a model with a head for words (AutoModelForCausalLM)"
         )
     order = [name for name in plan if isinstance(getattr(body, name, None), nn.Module)]
     stacks = [name for name in order if isinstance(getattr(body, name), nn.ModuleList)]
@@ -83,6 +89,22 @@ def parts_of(model: nn.Module) -> Parts:
                 f"{order}; give the layers to PipelineModule as a list"
             )
     return parts
+
+
+def check_passage(model: Any, body: Any) -> None:
+    """Raises ``ValueError`` if ``body``, the base of ``model`` with stand-ins for all of its parts, changes
+    what it is given: it would do so in every stage."""
+    parameter = next(model.parameters())
+    width = model.config.get_text_config().hidden_size
+    given = torch.linspace(-1, 1, 4 * width, device=parameter.device, dtype=parameter.dtype)
+    given = given.view(1, 4, width)
+    with torch.no_grad():
+        found = body(inputs_embeds=given.clone(), use_cache=False).last_hidden_state
+    if not torch.equal(found, given):
+        raise ValueError(
+            f"{type(model).__name__} changes hidden states outside of its parts, as by a factor on "
+            "embeddings, and would in every stage; give its layers to PipelineModule as a list"
+        )
 
 
 class _Through(nn.Module):

@@ -98,7 +98,7 @@ class Pipeline:
         self._agree(inputs, targets)
         self._prepared.eval()
         try:
-            with torch.no_grad(), self._ranks.failing_together():
+            with torch.no_grad(), self._ranks.failing_together(self._runner.drop):
                 losses = self._runner.evaluate(inputs, targets)
         finally:
             for module in training:

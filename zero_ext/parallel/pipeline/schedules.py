@@ -13,13 +13,12 @@ class ScheduleKind:
 
     ``chunks`` is how many stages a rank has: exactly that many, or any number where it is None. In a V the
     second of a rank's two stages is as far from the end as the first is from the beginning; else rank r of P
-    has the stages r, r + P, ... ``splits_backward``: gradients of weights come apart from those of inputs.
+    has the stages r, r + P, ...
     """
 
     made: type | None
     chunks: int | None = 1
     is_v: bool = False
-    splits_backward: bool = False
 
     def stages_of(self, rank: int, ranks: int, chunks: int) -> list[int]:
         """The stages of a rank, in the order of the model."""
@@ -36,8 +35,8 @@ SCHEDULES = {
     "gpipe": ScheduleKind(torchs.ScheduleGPipe),
     "1f1b": ScheduleKind(torchs.Schedule1F1B),
     "interleaved": ScheduleKind(torchs.ScheduleInterleaved1F1B, chunks=None),
-    "zero_bubble": ScheduleKind(torchs.ScheduleInterleavedZeroBubble, chunks=None, splits_backward=True),
-    "zbv": ScheduleKind(torchs.ScheduleZBVZeroBubble, chunks=2, is_v=True, splits_backward=True),
+    "zero_bubble": ScheduleKind(torchs.ScheduleInterleavedZeroBubble, chunks=None),
+    "zbv": ScheduleKind(torchs.ScheduleZBVZeroBubble, chunks=2, is_v=True),
     "layer_major": ScheduleKind(None),
 }
 
