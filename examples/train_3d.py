@@ -5,8 +5,8 @@
     sbatch --export ALL,SCRIPT=examples/train_3d.py examples/slurm/train.sbatch --pp 2 --tp 2
 
 Replicas are what `--pp` and `--tp` leave over of the ranks. Neighbouring ranks have parts of the same
-tensors, ranks further apart are replicas, the furthest are stages: what speaks most stays inside a node. A
-run goes on from the newest checkpoint, under other lengths too.
+tensors, ranks further apart are replicas, the furthest are stages: what speaks most stays inside a node. The
+model is small and trains on CPUs. A run goes on from the newest checkpoint, under other lengths too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
     settings = settings_of(chosen.steps)
 
     dist.init_process_group()
-    mesh = make_mesh(pp=chosen.pp, tp=chosen.tp)
+    mesh = make_mesh(pp=chosen.pp, tp=chosen.tp, device_type="cpu")
     trained = ManyRanks(settings, mesh, {"stage": chosen.stage})
     engine = engine_of(trained.model)
     if CHECKPOINTS.exists():

@@ -66,7 +66,6 @@ def simulate(name: str, lengths: list[int], zero: int, micro_batches: int, stage
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import zero_ext
-    from zero_ext.parallel.mesh import AXES
     from zero_ext.parallel.pipeline import Pipeline
     from zero_ext.plan import wire_elements
     from zero_ext.zero import engine_of
@@ -77,7 +76,7 @@ def simulate(name: str, lengths: list[int], zero: int, micro_batches: int, stage
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.gpus)
     # Rank 0, whose word the fake group takes for that of all, stands in the stage wanted.
     ranks = torch.arange(layout.gpus, device="cpu").sub(stage * dp * tp).remainder(layout.gpus)
-    mesh = DeviceMesh("cpu", ranks.view(pp, dp, 1, tp), mesh_dim_names=AXES)
+    mesh = DeviceMesh("cpu", ranks.view(pp, dp, 1, tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
     with torch.device("meta"):
         module = _module(model.shape, mesh)
     config = {"stage": zero, "precision": {"dtype": "bf16"}}
@@ -86,7 +85,8 @@ def simulate(name: str, lengths: list[int], zero: int, micro_batches: int, stage
     prepared, optimizer = zero_ext.prepare(module, optimizer, config, process_group=mesh, values="empty")
     reduce = "each" if layout.reduces_each else "once"
     pipeline = Pipeline(prepared, optimizer, micro_batches=micro_batches, reduce=reduce)
-    order = pipeline._make_runner().schedule._get_pipeline_order()
+    runner: Any = pipeline._runner
+    order = runner._make().schedule._get_pipeline_order()
     engine = engine_of(prepared)
     ledger = engine.ledger()
     planned = rank_needs(model, layout, machine_named("dgx-a100"), stage).needs.device

@@ -7,7 +7,7 @@ import pytest
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.comm import NodeMap
-from zero_ext.comm.node_map import ranks_of_a_node
+from zero_ext.comm.node_map import nodes_of, ranks_of_a_node
 from zero_ext.comm.process_group import make_collectives
 
 
@@ -39,6 +39,15 @@ def test_the_launcher_says_how_many_ranks_a_node_has(monkeypatch: pytest.MonkeyP
     assert ranks_of_a_node(4, 4) == 4
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert ranks_of_a_node(4, None) == 4
+
+
+def test_a_group_lies_on_the_nodes_of_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert nodes_of(range(0, 16, 2), 5, 16, None) == NodeMap(5, 8, 4)
+    assert nodes_of((3, 11), 1, 16, None) == NodeMap(1, 2, 1)
+    assert nodes_of(range(16), 9, 16, None) == NodeMap(9, 16, 8)
+    assert nodes_of((11, 3), 0, 16, None) == NodeMap(0, 2, 2)
+    assert nodes_of((3, 11), 1, 16, 2) == NodeMap(1, 2, 2)
 
 
 @on_ranks(4)

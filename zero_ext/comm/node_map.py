@@ -73,3 +73,13 @@ def ranks_of_a_node(world_size: int, wanted: int | None) -> int:
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     local = int(said) if said.isdigit() else 0
     return local if local and world_size % local == 0 else world_size
+
+
+def nodes_of(ranks: Sequence[int], rank: int, world_size: int, wanted: int | None) -> NodeMap:
+    """The map of a group of ``ranks`` of the world, seen by the one at place ``rank`` in it: nodes of
+    ``wanted`` of them, else those of the world that a launcher named, else a single one."""
+    if wanted is not None or len(ranks) == world_size:
+        return NodeMap(rank, len(ranks), ranks_of_a_node(len(ranks), wanted))
+    if list(ranks) != sorted(ranks):
+        return NodeMap(rank, len(ranks), len(ranks))
+    return NodeMap(ranks[rank], world_size, ranks_of_a_node(world_size, None)).among(ranks)

@@ -26,7 +26,7 @@ from zero_ext.comm import (
     nccl_exchange,
 )
 from zero_ext.comm.exchange import Message, Waitable
-from zero_ext.comm.node_map import NodeMap, ranks_of_a_node
+from zero_ext.comm.node_map import NodeMap, nodes_of
 
 Reduction = Literal["rank_order", "backend"]
 _Way = Literal["host", "nccl", "staged", "fake"]
@@ -82,7 +82,7 @@ def make_collectives(
         raise ValueError(f"rank {dist.get_rank()} is not a member of the process group given, ranks {ranks}")
     if world_size == 1:
         return alone(ranks_per_node)
-    nodes = NodeMap(rank, world_size, ranks_of_a_node(world_size, ranks_per_node))
+    nodes = nodes_of(ranks, rank, dist.get_world_size(), ranks_per_node)
     way = _way(dist.get_backend_config(group), device)
     if way == "fake":
         return Collectives(rank, world_size, GroupExchange(parent), GroupExchange(parent), WireLog(), nodes)

@@ -29,11 +29,12 @@ class SequenceAttention:
         whole = exchange.enter(query, key, value)
         with exchange.together():
             attended = self.function(*whole, *args, **kwargs)
-        if attended.shape[:3] != whole[0].shape[:3]:
-            raise ValueError(
-                f"the attention function gave {tuple(attended.shape)} for queries {tuple(whole[0].shape)}; "
-                "wanted [batch, heads, length, head dim] with the same batch, heads and length"
-            )
+            if attended.shape[:3] != whole[0].shape[:3]:
+                raise ValueError(
+                    f"the attention function gave {tuple(attended.shape)} for queries "
+                    f"{tuple(whole[0].shape)}; wanted [batch, heads, length, head dim] with the same batch, "
+                    "heads and length"
+                )
         return exchange.leave(attended)
 
 

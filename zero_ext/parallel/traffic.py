@@ -50,8 +50,12 @@ def transformer_traffic(
     of a rank's activations, in forward, backward and a recomputed forward (Jacobs et al., arXiv 2309.14509,
     section 3.2). Pipeline: a micro-batch's activations to the next stage, their gradient back. Data: the
     gradients reduced, and parameters gathered as the ZeRO ``stage`` wants, per step where they are not
-    sharded, per micro-batch where they are.
+    sharded, per micro-batch where they are. ``ValueError`` for an axis "ep".
     """
+    if "ep" in sizes:
+        raise ValueError(
+            "axis 'ep': what experts exchange depends on the model and is not counted; leave it out"
+        )
     tp, pp, cp = (sizes.get(axis, 1) for axis in ("tp", "pp", "cp"))
     own_layers = step.layers / pp
     activation = step.itemsize * step.hidden * step.sequence * step.micro_batch / cp

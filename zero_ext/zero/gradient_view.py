@@ -36,7 +36,9 @@ class GradientViews:
         for gradients in self._engine.reducer.gradients:
             for number in gradients.contributed:
                 parameter = gradients.unit.parameters[number]
-                shown = gradients.full_view(number) if gradients.reduced_valid and readable else None
+                # Whoever takes norms of experts here, as torch's clipping, would take another on every rank.
+                whole = gradients.reduced_valid and readable and not expert_ranks(parameter)
+                shown = gradients.full_view(number) if whole else None
                 if shown is None:
                     shown = self._placeholder(parameter, gradients, number)
                 else:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, RobertaConfig, RobertaForCausalLM
 
 import zero_ext
 from tests.integrations.transformers.models import VOCABULARY, bert, enter, gpt2, llama
@@ -22,6 +22,7 @@ from zero_ext.parallel import cut_batch, make_mesh, split_tensors
 from zero_ext.zero import engine_of
 
 STEPS, SAMPLES, LENGTH = 3, 4, 64
+LONG = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
 SPARSE = {"mode": "local_sliding_window", "block": 16, "num_sliding_window_blocks": 3}
 
 
@@ -150,6 +151,12 @@ def test_a_rank_keeps_activations_of_its_part_alone(world: World) -> None:
     assert kept[0] / 2 <= kept[1] <= kept[0] / 2 + outputs + 64, kept
 
 
+def roberta(seed: int) -> RobertaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return RobertaForCausalLM(RobertaConfig(vocab_size=VOCABULARY, is_decoder=True, **sizes))
+
+
 @on_ranks(2, timeout=300)
 def test_models_that_cannot_be_split(world: World) -> None:
     enter(world)
@@ -162,6 +169,10 @@ def test_models_that_cannot_be_split(world: World) -> None:
         (llama(world.seed, num_attention_heads=1, num_key_value_heads=1), "has 1 heads, which do not divide"),
         (eager, "has attention 'eager'"),
         (bert(world.seed), "has a head that may look at several tokens"),
+        (bert(world.seed).base_model, "has a head that may look at several tokens"),
+        (llama(world.seed, rope_parameters=LONG), "has rotary embeddings of the type 'dynamic'"),
+        (llama(world.seed, output_router_logits=True), "has output_router_logits"),
+        (roberta(world.seed), "has positions that are counted from its padding"),
         (gpt2(world.seed, add_cross_attention=True), "has cross-attention"),
         (nn.Linear(2, 2), "is no model of transformers and has no SparseSelfAttention"),
         (per_head, "layouts of SparseSelfAttention differ from head to head"),
@@ -188,6 +199,7 @@ def test_parts_that_do_not_fit_are_refused_by_all_ranks(world: World) -> None:
     for parts, message in (
         ({**given, "position_ids": None}, "position_ids are missing"),
         (without, "labels given without shift_labels"),
+        ({**given, "num_items_in_batch": None}, "labels given without num_items_in_batch"),
         ({**given, "attention_mask": half}, "attention_mask is (4, 32), wanted that of all 64 tokens"),
         (again, "position_ids begin anew"),
     ):

@@ -52,6 +52,16 @@ def test_ranks_that_do_not_share_out_the_experts(world: World) -> None:
 
 
 @on_ranks(4)
+def test_one_expert_that_differs_is_refused_by_all_ranks(world: World) -> None:
+    def odd(number: int) -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH, bias=number != 3)
+
+    seen = "expert 3 has parameters" if world.rank % 2 else "another rank along ep refused"
+    with pytest.raises(ValueError, match=seen):
+        MixtureOfExperts(WIDTH, odd, 4, mesh=mesh_of(2))
+
+
+@on_ranks(4)
 def test_what_prepare_refuses(world: World) -> None:
     def refused(named: str, config: dict[str, Any], optimizer: Any = adamw, ep: int = 2) -> None:
         model = Words(mesh_of(2))

@@ -38,8 +38,16 @@ def check_sequences(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         problem = f"has several configurations ({', '.join(parts)}); give its language model alone"
     elif kinds - _LAYERS:
         problem = f"has layers of the kind {min(kinds - _LAYERS)!r}; only {sorted(_LAYERS)} are exchanged"
-    elif not (model.can_generate() or model.base_model is model):
-        problem = "has a head that may look at several tokens; give its base model"
+    elif not (model.can_generate() or model.base_model is model) or _looks_around(model):
+        problem = "has a head that may look at several tokens; give its base model, without a pooler"
+    elif getattr(config, "output_router_logits", False):
+        problem = "has output_router_logits, whose loss needs the tokens of all ranks; set it to False"
+    elif _by_length(config):
+        problem = (
+            f"has rotary embeddings of the type {_by_length(config)!r}, which depend on the whole length"
+        )
+    elif any(_counts_from_padding(module) for module in model.modules()):
+        problem = "has positions that are counted from its padding"
     elif "position_ids" not in inspect.signature(model.forward).parameters:
         problem = "takes no position_ids, which say where a part of the sequence lies"
     elif attention not in ALL_MASK_ATTENTION_FUNCTIONS or attention not in ALL_ATTENTION_FUNCTIONS:
@@ -53,6 +61,23 @@ def check_sequences(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         )
     if problem:
         raise ValueError(f"{type(model).__name__} {problem}")
+
+
+def _looks_around(model: Any) -> bool:
+    return getattr(model, "pooler", None) is not None or hasattr(model, "multiple_choice_head")
+
+
+def _by_length(config: Any) -> str:
+    """The type of rotary embeddings that a part of a sequence would turn otherwise than the whole."""
+    given = getattr(config, "rope_parameters", None) or {}
+    every = [given, *(each for each in given.values() if isinstance(each, dict))]
+    kinds = {str(each.get("rope_type") or each.get("type")) for each in every}
+    return min(kinds & {"dynamic", "longrope"}, default="")
+
+
+def _counts_from_padding(module: torch.nn.Module) -> bool:
+    positions = getattr(module, "position_embeddings", None)
+    return isinstance(positions, torch.nn.Embedding) and positions.padding_idx is not None
 
 
 def exchange_sequences(model: PreTrainedModel, exchange: SequenceExchange) -> None:
@@ -78,7 +103,8 @@ def _agree(exchange: SequenceExchange, given: dict[str, Any]) -> None:
     """Raises ``ValueError`` on all ranks unless all give parts of one batch."""
     tokens = given.get("input_ids", given.get("inputs_embeds"))
     if tokens is None:
-        raise ValueError("neither input_ids nor inputs_embeds given")
+        exchange.agree((0, 0), "batch and length", "neither input_ids nor inputs_embeds given")
+        return
     whole = exchange.size * tokens.shape[1]
     positions, mask, cache = (
         given.get(name) for name in ("position_ids", "attention_mask", "past_key_values")
@@ -89,6 +115,8 @@ def _agree(exchange: SequenceExchange, given: dict[str, Any]) -> None:
         problem = "position_ids are missing, so that the model would take every part for the first one"
     elif "labels" in given and "shift_labels" not in given:
         problem = "labels given without shift_labels: a part does not know the first label of the next one"
+    elif "labels" in given and "num_items_in_batch" not in given:
+        problem = "labels given without num_items_in_batch: a mean over a part's own labels is another loss"
     elif seen and seen[-1] != whole:
         problem = f"attention_mask is {seen}, wanted that of all {whole} tokens of the sequence"
     elif square and seen[1:3] != (1, whole):

@@ -62,7 +62,8 @@ def balance_loss(first_choices: torch.Tensor, probabilities: torch.Tensor) -> to
     are equal.
 
     It is GShard's, times E squared, as later work has it. Its gradient goes through the probabilities alone,
-    so with the first choices of all ranks the mean of the ranks' losses is that of all their tokens together.
+    so with the first choices of all ranks, which bring equally many tokens, the mean of the ranks' losses is
+    that of all their tokens together.
     """
     share = first_choices.float() / first_choices.sum().clamp(min=1)
     mean = probabilities.sum(0) / max(len(probabilities), 1)

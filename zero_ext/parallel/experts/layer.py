@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -72,7 +72,8 @@ class MixtureOfExperts(nn.Module):
         numbers = range(place * own, (place + 1) * own)
         made = [given[n] for n in numbers] if isinstance(given, list) else _made(given, numbers)
         self.experts = nn.ModuleDict({str(n): expert for n, expert in zip(numbers, made, strict=True)})
-        _check_alike(self.experts)
+        known = dict(enumerate(given)) if isinstance(given, list) else dict(zip(numbers, made, strict=True))
+        _agree(_problem(known), self._group, mesh)
         if self._group is not None:
             for parameter in self.experts.parameters():
                 mark_expert(parameter, dist.get_process_group_ranks(self._group))
@@ -140,20 +141,32 @@ def _made(make: MakeExpert, numbers: Sequence[int]) -> list[nn.Module]:
     return made
 
 
-def _check_alike(experts: nn.ModuleDict) -> None:
-    shapes: dict[str, list[tuple[str, torch.Size]]] = {}
+def _problem(experts: Mapping[int, nn.Module]) -> str:
+    """Why these, by number, cannot be the experts of one mixture; empty if they can."""
+    shapes: list[list[tuple[str, torch.Size]]] = []
+    first = min(experts)
     for number, expert in experts.items():
         buffers = [name for name, _ in expert.named_buffers()]
         if buffers:
-            raise ValueError(
-                f"MixtureOfExperts: expert {number} has buffers {buffers}, which ranks with different "
-                "experts would take for one; keep them outside of the experts"
+            return (
+                f"expert {number} has buffers {buffers}, which ranks with different experts would take "
+                "for one; keep them outside of the experts"
             )
-        shapes[number] = [(name, parameter.shape) for name, parameter in expert.named_parameters()]
-    first = next(iter(shapes))
-    for number, found in shapes.items():
-        if found != shapes[first]:
-            raise ValueError(
-                f"MixtureOfExperts: expert {number} has parameters {found}, expert {first} has "
-                f"{shapes[first]}; experts are alike"
+        shapes.append([(name, parameter.shape) for name, parameter in expert.named_parameters()])
+        if shapes[-1] != shapes[0]:
+            return (
+                f"expert {number} has parameters {shapes[-1]}, expert {first} has {shapes[0]}; experts are "
+                "alike"
             )
+    return ""
+
+
+def _agree(problem: str, group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> None:
+    """Raises ``ValueError`` on all ranks of ``group`` if one has a ``problem``."""
+    problems = torch.tensor(bool(problem), device=mesh.device_type if mesh is not None else "cpu").int()
+    if group is not None:
+        dist.all_reduce(problems, group=group)
+    if problems:
+        raise ValueError(
+            f"MixtureOfExperts: {problem or 'another rank along ep refused its experts; its error says why'}"
+        )

@@ -23,12 +23,12 @@ def _get_data_parallel_rank() -> int:
 
 
 def _get_model_parallel_world_size() -> int:
-    """1: there is no model parallelism."""
+    """1: DeepSpeed's own model parallelism is not served."""
     return 1
 
 
 def _get_sequence_parallel_world_size() -> int:
-    """1: there is no sequence parallelism."""
+    """1: DeepSpeed's own sequence parallelism is not served."""
     return 1
 
 
