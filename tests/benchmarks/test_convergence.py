@@ -120,7 +120,7 @@ def test_a_missed_bar_ends_the_program(
 ) -> None:
     monkeypatch.setitem(ENDS, "zeropp", 2.07)
     data, status = concluded(
-        convergence.main, "8m-bytes", 1.0, "zero3,zeropp", 2, 20, folder=tmp_path / "runs"
+        convergence.main, "8m-bytes", 1.0, "adam,zeropp", 2, 20, folder=tmp_path / "runs"
     )
     assert status == 1 and [one["met"] for one in data["verdicts"]] == [None, False]
 

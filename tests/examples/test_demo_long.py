@@ -104,7 +104,7 @@ def test_what_counts_as_out_of_memory(
             torch.empty(1 << 50)
         raise RuntimeError("unsupported memory_format option Preserve")
 
-    demo.settings.LongSettings().write(tmp_path)
+    importlib.import_module("demo.folder").write_settings(demo.settings.LongSettings(), tmp_path)
     monkeypatch.setattr(demo.train, "train", fail)
     if refused:
         assert demo.train.main(tmp_path, "dense") == demo.processes.OUT_OF_MEMORY

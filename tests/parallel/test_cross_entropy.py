@@ -37,7 +37,7 @@ def test_values_and_gradients_are_torchs(world: World, vocabulary: int, dtype: s
     torch.testing.assert_close(split.grad.full_tensor().double(), whole.grad, **tolerance)
 
 
-@on_ranks(2, timeout=300)
+@on_ranks(4)
 def test_what_it_refuses(world: World) -> None:
     mesh = make_mesh(tp=2, device_type="cpu")["tp"]
     whole, targets = torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)

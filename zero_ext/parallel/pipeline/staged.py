@@ -33,7 +33,9 @@ class StagedModule(nn.Module, ABC):
             )
         self.mesh, self.loss, self.schedule = mesh, loss, schedule
         pipeline = mesh["pp"]
-        rank, ranks = pipeline.get_local_rank(), pipeline.size()
+        # Not the rank in its group, which torch counts in ascending order, whatever the mesh does.
+        (rank,) = pipeline.get_coordinate() or (0,)
+        ranks = pipeline.size()
         self.chunks = chunks or (2 if schedule == "zbv" else 1)
         self.kind = schedule_named(schedule, self.chunks, ranks)
         self.ranges = split_stages(weights, ranks * self.chunks)
