@@ -104,7 +104,7 @@ def test_steps_are_those_of_one_process(world: World, cp: int, stage: int) -> No
         torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-@on_ranks(2)
+@on_ranks(4)
 def test_a_layout_for_each_head_is_refused(world: World) -> None:
     layout = BlockLayout.from_block_mask(torch.ones(2, 4, 4, dtype=torch.bool), 16)
     with pytest.raises(ValueError, match="layouts of SparseSelfAttention differ from head to head"):
