@@ -3,34 +3,14 @@
 Run from the repository root: python -m benchmarks.layouts
 """
 
-import json
-import subprocess
-import sys
-from typing import Any
-
 import typer
 
 from benchmarks.harness.environment import describe
-from benchmarks.harness.ranks import REPOSITORY
 from benchmarks.harness.report import Table, conclude, terminal
+from benchmarks.harness.simulated_process import simulated
 
 # Model, lengths of pp, dp and tp, ZeRO stage, micro-batches.
 LAYOUTS = (("gpt-175b", (8, 16, 8), 1, 24), ("gpt-1t", (16, 8, 8), 3, 32))
-
-
-def simulate(name: str, lengths: tuple[int, int, int], zero: int, micro_batches: int, stage: int) -> Any:
-    """A rank of one pipeline stage, in a fresh process; RuntimeError with its last words if it fails."""
-    request = {"name": name, "lengths": lengths, "zero": zero, "micro_batches": micro_batches, "stage": stage}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.harness.simulated_layout", json.dumps(request)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{name}, stage {stage} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
@@ -46,7 +26,15 @@ def main() -> None:
     for name, lengths, zero, micro_batches in LAYOUTS:
         for stage in (0, lengths[0] // 2, lengths[0] - 1):
             try:
-                found = simulate(name, lengths, zero, micro_batches, stage)
+                found = simulated(
+                    "simulated_layout",
+                    f"{name}, stage {stage}",
+                    name=name,
+                    lengths=lengths,
+                    zero=zero,
+                    micro_batches=micro_batches,
+                    stage=stage,
+                )
             except RuntimeError as error:
                 failures.append(str(error))
                 continue

@@ -3,18 +3,15 @@
 Run from the repository root: python -m benchmarks.scale [--model 7b] [--ranks 1024] [--stages 1,2,3]
 """
 
-import json
-import subprocess
-import sys
 from typing import Annotated, Any
 
 import typer
 
 from benchmarks.harness.environment import describe
 from benchmarks.harness.formula import STATE_KINDS, relative_excess, state_bytes
-from benchmarks.harness.ranks import REPOSITORY
 from benchmarks.harness.report import Table, conclude, megabytes, terminal
 from benchmarks.harness.shapes import shape_named
+from benchmarks.harness.simulated_process import simulated
 
 SETUP_BAR_SECONDS = 60.0
 # Shards are padded to equal, aligned lengths: at most 64 bytes x ranks a unit, here under a thousandth.
@@ -22,18 +19,9 @@ BYTES_TOLERANCE = 0.001
 
 
 def simulate_rank(shape: str, stage: int, ranks: int) -> dict[str, Any]:
-    """Rank 0 of `ranks` in a fresh process; RuntimeError with its last words if it fails."""
-    request = json.dumps({"shape_name": shape, "stage": stage, "ranks": ranks})
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.harness.simulated", request],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"stage {stage} on {ranks} simulated ranks failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    """Rank 0 of `ranks`; RuntimeError with its last words if it fails."""
+    what = f"stage {stage} on {ranks} simulated ranks"
+    return simulated("simulated", what, shape_name=shape, stage=stage, ranks=ranks)
 
 
 def judge(result: dict[str, Any]) -> dict[str, Any]:

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from benchmarks.harness.simulated_layout import planned_layout, untied
+from benchmarks.harness.simulated_process import simulated
 from zero_ext.plan import wire_elements
 from zero_ext.plan.layout.stages import stages_of
 from zero_ext.plan.simulation.units import padded_elements
-
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def simulated(request: dict[str, Any]) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.harness.simulated_layout", json.dumps(request)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 @pytest.mark.parametrize(
@@ -45,7 +24,13 @@ def test_a_rank_of_1024_holds_and_does_what_was_planned(
     assert layout.gpus == 1024
     for stage in stages:
         rank = simulated(
-            {"name": name, "lengths": lengths, "zero": zero, "micro_batches": micro_batches, "stage": stage}
+            "simulated_layout",
+            f"stage {stage}",
+            name=name,
+            lengths=lengths,
+            zero=zero,
+            micro_batches=micro_batches,
+            stage=stage,
         )
         assert rank["held"] == pytest.approx(rank["planned"], rel=0.001), stage
         assert rank["forwards"] == rank["backwards"] == micro_batches
