@@ -11,12 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zero_ext
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
-from tests.parallel.pipeline.stages import Block, adamw, batches, mean_loss, specifications, train_alone
+from tests.parallel.pipeline.stages import (
+    Block,
+    adamw,
+    batches,
+    mean_loss,
+    specifications,
+    split_blocks,
+    train_alone,
+)
 from zero_ext.parallel import make_mesh
 from zero_ext.parallel.pipeline import Pipeline, PipelineModule
 from zero_ext.zero import engine_of
@@ -43,11 +50,7 @@ class Course:
     def __init__(self, seed: int, mesh: DeviceMesh, stage: int) -> None:
         torch.manual_seed(seed)
         module = PipelineModule(specifications(), mesh, loss=mean_loss)
-        if "tp" in (mesh.mesh_dim_names or ()):
-            for layer in module.layers.values():
-                if isinstance(layer, Block):
-                    plan = {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
-                    parallelize_module(layer, mesh["tp"], plan)
+        split_blocks(module, mesh, Block)
         config = {"stage": stage, "gradient_clipping": 0.5, "timeout_seconds": 60}
         self.model, optimizer = zero_ext.prepare(
             module, adamw(module.parameters()), config, process_group=mesh

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.parallel.experts.mixtures import EXPERTS, SAMPLES, WIDTH, WORDS, adamw, batches, expert
+from tests.parallel.pipeline.stages import split_blocks
 from zero_ext.parallel import make_mesh
 from zero_ext.parallel.experts import MixtureOfExperts
 from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule
@@ -53,11 +53,7 @@ class Course:
         layers = [LayerSpec(nn.Embedding, WORDS, WIDTH), *blocks, LayerSpec(nn.Linear, WIDTH, WORDS)]
         torch.manual_seed(seed)
         module = PipelineModule(layers, mesh, loss=mean_loss, split="uniform")
-        if "tp" in (mesh.mesh_dim_names or ()):
-            for layer in module.layers.values():
-                if isinstance(layer, Block):
-                    plan = {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
-                    parallelize_module(layer, mesh["tp"], plan)
+        split_blocks(module, mesh, Block)
         config = {"stage": stage, "gradient_clipping": 0.5, "timeout_seconds": 60}
         self.model, optimizer = zero_ext.prepare(module, adamw(module), config, process_group=mesh)
         self.pipeline = Pipeline(self.model, optimizer, micro_batches=2)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zero_ext
 from zero_ext.parallel import make_mesh
@@ -29,6 +30,15 @@ class Block(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden + self.narrow(self.dropout(torch.tanh(self.wide(hidden))))
+
+
+def split_blocks(module: PipelineModule, mesh: DeviceMesh, kind: type[nn.Module]) -> None:
+    """Splits ``wide`` and ``narrow`` of the layers of this ``kind`` where the mesh has "tp"."""
+    if "tp" in (mesh.mesh_dim_names or ()):
+        for layer in module.layers.values():
+            if isinstance(layer, kind):
+                plan = {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
+                parallelize_module(layer, mesh["tp"], plan)
 
 
 def head(embedding: nn.Embedding, hidden: torch.Tensor) -> torch.Tensor:
