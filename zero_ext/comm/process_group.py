@@ -82,15 +82,16 @@ def make_collectives(
         raise ValueError(f"rank {dist.get_rank()} is not a member of the process group given, ranks {ranks}")
     if world_size == 1:
         return alone(ranks_per_node)
-    nodes = nodes_of(ranks, rank, dist.get_world_size(), ranks_per_node)
     way = _way(dist.get_backend_config(group), device)
-    if way == "fake":
-        return Collectives(rank, world_size, GroupExchange(parent), GroupExchange(parent), WireLog(), nodes)
-    if device.type == "cuda" and reduction == "rank_order" and world_size > MOST_SHARDS_ON_CUDA:
+    added_here = way != "fake" and device.type == "cuda" and reduction == "rank_order"
+    if added_here and world_size > MOST_SHARDS_ON_CUDA:
         raise ValueError(
             f"{world_size} ranks: gradients of at most {MOST_SHARDS_ON_CUDA} are added in rank order on "
             "CUDA; set 'precision.reduction' to 'backend'"
         )
+    nodes = nodes_of(ranks, rank, dist.get_world_size(), ranks_per_node)
+    if way == "fake":
+        return Collectives(rank, world_size, GroupExchange(parent), GroupExchange(parent), WireLog(), nodes)
     if way == "staged" and rank == 0:
         _log.info(
             "the process group has no backend for %s: what the ranks exchange goes through host memory",
