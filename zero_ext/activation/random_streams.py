@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from zero_ext.activation.generator import DefaultGenerator
+
 MODEL_PARALLEL = "model-parallel-rng"
 # Megatron-LM's distance between the seed of data-parallel streams and that of the first model-parallel rank.
 _MODEL_PARALLEL_OFFSET = 2718
@@ -36,10 +38,10 @@ class RandomStreams:
         if seed in self._seeds:
             raise ValueError(f"seed {seed} belongs to another random stream; give each stream its own")
         self._seeds.add(seed)
-        before = self._get()
-        self._seed(seed)
-        self._states[name] = self._get()
-        self._set(before)
+        before = self._generator().state()
+        self._generator().seed(seed)
+        self._states[name] = self._generator().state()
+        self._generator().restore(before)
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """The streams' states, for :meth:`set_states`."""
@@ -54,13 +56,13 @@ class RandomStreams:
         """Inside, random numbers come from stream ``name``. ``KeyError`` for one that was not added."""
         if name not in self._states:
             raise KeyError(f"no random stream '{name}'; there are {sorted(self._states)}: add it with a seed")
-        before = self._get()
-        self._set(self._states[name])
+        before = self._generator().state()
+        self._generator().restore(self._states[name])
         try:
             yield
         finally:
-            self._states[name] = self._get()
-            self._set(before)
+            self._states[name] = self._generator().state()
+            self._generator().restore(before)
 
     def seed_model_parallel(self, seed: int, rank: int) -> None:
         """The default stream gets ``seed``, alike on all ranks; the only other one is ``MODEL_PARALLEL``,
@@ -73,30 +75,10 @@ class RandomStreams:
         """``MODEL_PARALLEL`` starts again as after :meth:`seed_model_parallel`; the default stream goes
         on."""
         with self.fork():
-            self._seed(seed + _MODEL_PARALLEL_OFFSET + rank)
+            self._generator().seed(seed + _MODEL_PARALLEL_OFFSET + rank)
 
-    def _where(self) -> torch.device:
+    def _generator(self) -> DefaultGenerator:
         if self._device is None:
             found = torch.accelerator.current_accelerator(check_available=True)
             self._device = torch.device("cpu") if found is None else found
-        return self._device
-
-    def _get(self) -> torch.Tensor:
-        device = self._where()
-        if device.type == "cpu":
-            return torch.get_rng_state()
-        return torch.get_device_module(device).get_rng_state()
-
-    def _set(self, state: torch.Tensor) -> None:
-        device = self._where()
-        if device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.get_device_module(device).set_rng_state(state)
-
-    def _seed(self, seed: int) -> None:
-        device = self._where()
-        if device.type == "cpu":
-            torch.default_generator.manual_seed(seed)
-        else:
-            torch.get_device_module(device).manual_seed(seed)
+        return DefaultGenerator(self._device)

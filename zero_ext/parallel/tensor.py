@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 from zero_ext.parallel.automatic import HEADS
 from zero_ext.parallel.plans import known_plan
+from zero_ext.parallel.randomness import split_randomness
 from zero_ext.parallel.styles import InputsParallel, LocalHeads, OutputsParallel, is_conv1d
 from zero_ext.zero.local_part import is_distributed
 from zero_ext.zero.tie import shared_names, tie
@@ -51,7 +52,9 @@ def split_tensors(
     split), "rowwise" (inputs are), "colwise_halves" and "colwise_thirds" (of projections side by side),
     "colwise_gather_output", "colwise_split_logits" (see :func:`vocabulary_cross_entropy`),
     "embedding_rowwise", "local_heads" (an attention module that counts its heads) or a style of torch's.
-    Without it, it is :func:`tensor_plan`. Parameters that modules share stay shared.
+    Without it, it is :func:`tensor_plan`. Parameters that modules share stay shared. Dropout draws a rank's
+    own random numbers where tensors are split, and the same ones elsewhere: give the ranks along "tp" one
+    seed.
 
     Raises ``ValueError``, with nothing changed, for a model without a plan, a plan that names no module or an
     unknown style, and heads or widths that do not divide by the ranks.
@@ -69,6 +72,7 @@ def split_tensors(
         if style != _SUMMED
     }
     parallelize_module(model, mesh["tp"], styles)
+    split_randomness(model, mesh["tp"], styles)
     for names in shared:
         parameters = [model.get_parameter(name) for name in names]
         first = next((each for each in parameters if is_distributed(each)), parameters[0])

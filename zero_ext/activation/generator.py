@@ -1,0 +1,42 @@
+"""Torch's default generator of a device."""
+
+from __future__ import annotations
+
+import torch
+
+
+class DefaultGenerator:
+    """The generator that random ops on ``device`` use where none is given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def state(self) -> torch.Tensor:
+        """A copy of the state, bytes in host memory."""
+        if self.device.type == "cpu":
+            return torch.get_rng_state()
+        return torch.get_device_module(self.device).get_rng_state(self.device)
+
+    def restore(self, state: torch.Tensor) -> None:
+        """Goes on from :meth:`state`."""
+        if self.device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(self.device).set_rng_state(state, self.device)
+
+    def seed(self, seed: int) -> None:
+        """Begins anew; generators of other devices stay as they are."""
+        if self.device.type == "cpu":
+            torch.default_generator.manual_seed(seed)
+        else:
+            module = torch.get_device_module(self.device)
+            with module.device(self.device):
+                module.manual_seed(seed)
+
+    def initial_seed(self) -> int:
+        """The seed that the state began from."""
+        if self.device.type == "cpu":
+            return torch.default_generator.initial_seed()
+        module = torch.get_device_module(self.device)
+        with module.device(self.device):
+            return int(module.initial_seed())
