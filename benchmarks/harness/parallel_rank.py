@@ -49,11 +49,18 @@ class ParallelRank:
 
     def stage_seconds(self, kind: str) -> dict[str, list[float]]:
         """Seconds of forward and backward of this rank's stage for every micro-batch of a step, the other
-        ranks asleep."""
+        ranks asleep. The stages take turns, so that a machine that gets slower does so for all of them."""
+        made, inputs = self._pipeline(kind), self._stage_inputs()
         found: dict[str, list[float]] = {"forward": [], "backward": []}
-        for turn in range(self.ranks):
-            if turn == self.rank:
-                found = self._passes(self._pipeline(kind))
+        for turn in range(self.ranks * self.shape.micro_batches):
+            if turn % self.ranks == self.rank:
+                began = time.perf_counter()
+                output = made.model(0, inputs)
+                middle = time.perf_counter()
+                with engine_of(made.model).scaled_pass(reduces=False):
+                    output.sum().backward()
+                found["forward"].append(middle - began)
+                found["backward"].append(time.perf_counter() - middle)
             dist.barrier()
         return found
 
@@ -84,21 +91,12 @@ class ParallelRank:
             raise ValueError(f"{kind} is no pipeline of zero_ext")
         return made
 
-    def _passes(self, made: ZeroPipeline) -> dict[str, list[float]]:
+    def _stage_inputs(self) -> torch.Tensor:
+        """A micro-batch as this rank's stage gets it."""
         shape = self.shape
-        inputs: torch.Tensor = shape.batch(0)[0][: shape.samples]
-        if self.rank:
-            inputs = torch.randn(shape.samples, shape.window, shape.width, requires_grad=True)
-        found: dict[str, list[float]] = {"forward": [], "backward": []}
-        for _ in range(shape.micro_batches):
-            began = time.perf_counter()
-            output = made.model(0, inputs)
-            middle = time.perf_counter()
-            with engine_of(made.model).scaled_pass(reduces=False):
-                output.sum().backward()
-            found["forward"].append(middle - began)
-            found["backward"].append(time.perf_counter() - middle)
-        return found
+        if self.rank == 0:
+            return shape.batch(0)[0][: shape.samples]
+        return torch.randn(shape.samples, shape.window, shape.width, requires_grad=True)
 
 
 if __name__ == "__main__":
