@@ -1,12 +1,12 @@
 """Weights on NVMe and several micro-batches: ordinary accumulation and the layer-major schedule, in turn.
 
-Run from the repository root: python -m benchmarks.layer_major [--model 239m] [--micro-batches 8]
+Run from the repository root: python -m benchmarks.layer_major [--model 239m] [--tokens 128,64,32]
 """
 
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -28,6 +28,7 @@ from zero_ext.zero import engine_of
 
 FASTER_BAR = 1.5
 ORDINARY = "accumulation"
+SCHEDULES = (ORDINARY, "layer-major", "layer-major, checkpointed")
 Train = Callable[[torch.Tensor], object]
 
 
@@ -55,10 +56,13 @@ def contenders(model: Any, optimizer: Any, micro_batches: int) -> dict[str, Trai
         optimizer.step()
         optimizer.zero_grad()
 
+    def train(pipeline: Pipeline, batch: torch.Tensor) -> None:
+        pipeline.train_batch(batch, targets=batch)
+
     found: dict[str, Train] = {ORDINARY: accumulate}
-    for name, checkpoint in (("layer-major", False), ("layer-major, checkpointed", True)):
+    for name, checkpoint in zip(SCHEDULES[1:], (False, True), strict=True):
         pipeline = Pipeline(model, optimizer, micro_batches=micro_batches, checkpoint=checkpoint)
-        found[name] = lambda batch, pipeline=pipeline: pipeline.train_batch(batch, targets=batch)
+        found[name] = partial(train, pipeline)
     return found
 
 
@@ -70,8 +74,11 @@ def largest_difference(found: list[torch.Tensor], wanted: list[torch.Tensor]) ->
     )
 
 
-def measure(shape: LlamaShape, micro_batches: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """Seconds and bytes of every round's step, one model's, and how far gradients are from accumulation's."""
+def measure(
+    shape: LlamaShape, micro_batches: int, lengths: list[int], rounds: int
+) -> dict[int, dict[str, dict[str, Any]]]:
+    """Seconds and bytes of every round's step, one model's, by the tokens of a micro-batch, and how far
+    gradients are from accumulation's."""
     module = PipelineModule(
         llama_layers(shape), make_mesh(pp=1), loss=next_token_loss, schedule="layer_major"
     )
@@ -85,33 +92,37 @@ def measure(shape: LlamaShape, micro_batches: int, rounds: int) -> dict[str, dic
     model, optimizer = zero_ext.prepare(module, adamw(list(module.parameters())), config)
     moved = engine_of(model).tiers.transfers
 
-    def batch(step: int) -> torch.Tensor:
-        return torch.cat([batch_for(shape, 0, step * micro_batches + part) for part in range(micro_batches)])
+    def batch(step: int, tokens: int) -> torch.Tensor:
+        numbers = range(step * micro_batches, (step + 1) * micro_batches)
+        return torch.cat([batch_for(shape, 0, number, tokens) for number in numbers])
 
-    looks = Gradients(model, optimizer)
-    rows: dict[str, dict[str, Any]] = defaultdict(lambda: {"seconds": [], "bytes": []})
-    wanted: list[torch.Tensor] = []
-    for name, train in contenders(model, looks, micro_batches).items():
-        train(batch(0))
-        wanted = wanted or looks.found
-        rows[name]["difference"] = largest_difference(looks.found, wanted)
-    del looks, wanted
-    trains = contenders(model, optimizer, micro_batches)
-    for step in range(rounds + 1):
-        for name, train in trains.items():
-            began = time.perf_counter()
-            train(batch(step))
-            if step:  # the first one finds the order of the gathers
-                rows[name]["seconds"].append(time.perf_counter() - began)
-                rows[name]["bytes"].append(moved.last_moved["nvme", "device"])
-    return dict(rows)
+    found: dict[int, dict[str, dict[str, Any]]] = {}
+    for tokens in lengths:
+        rows = found[tokens] = {name: {"seconds": [], "bytes": []} for name in SCHEDULES}
+        looks = Gradients(model, optimizer)
+        wanted: list[torch.Tensor] = []
+        for name, train in contenders(model, looks, micro_batches).items():
+            train(batch(0, tokens))
+            wanted = wanted or looks.found
+            rows[name]["difference"] = largest_difference(looks.found, wanted)
+        del looks, wanted
+        trains = contenders(model, optimizer, micro_batches)
+        for step in range(rounds + 1):
+            for name, train in trains.items():
+                began = time.perf_counter()
+                train(batch(step, tokens))
+                if step:  # the first one finds the order of the gathers
+                    rows[name]["seconds"].append(time.perf_counter() - began)
+                    rows[name]["bytes"].append(moved.last_moved["nvme", "device"])
+    return found
 
 
-def table_of(rows: dict[str, dict[str, Any]], shape: LlamaShape, micro_batches: int) -> Table:
+def table_of(found: dict[int, dict[str, dict[str, Any]]], shape: LlamaShape, micro_batches: int) -> Table:
     """Contenders beside ordinary accumulation."""
     table = Table(
         f"{shape.parameters / 1e6:.0f}M Llama, weights on NVMe, {micro_batches} micro-batches a step",
         (
+            "tokens a micro-batch",
             "schedule",
             "read MB/step",
             "of accumulation",
@@ -120,44 +131,49 @@ def table_of(rows: dict[str, dict[str, Any]], shape: LlamaShape, micro_batches: 
             "range",
             "gradients off by",
         ),
-        note=f"Bars: 1/{micro_batches} of the bytes, {FASTER_BAR} times as fast for one of the two, the same"
-        " gradients. One model trains by each in turn; ratios are the rounds' median.",
+        note=f"Bars: 1/{micro_batches} of the bytes, {FASTER_BAR} times as fast where reading takes longer "
+        "than computing, the same gradients. One model trains by each in turn; ratios are medians.",
     )
-    ordinary = rows[ORDINARY]
-    for name, row in rows.items():
-        faster = ratio_of_rounds(ordinary["seconds"], row["seconds"])
-        table.rows.append(
-            [
-                name,
-                megabytes(median(row["bytes"])),
-                f"{median(row['bytes']) / median(ordinary['bytes']):.4f}",
-                f"{median(row['seconds']):.2f}",
-                f"{faster.median:.2f}",
-                f"{faster.lowest:.2f} to {faster.highest:.2f}",
-                f"{row['difference']:.1e}",
-            ]
-        )
+    for tokens, rows in found.items():
+        ordinary = rows[ORDINARY]
+        for name, row in rows.items():
+            faster = ratio_of_rounds(ordinary["seconds"], row["seconds"])
+            table.rows.append(
+                [
+                    str(tokens),
+                    name,
+                    megabytes(median(row["bytes"])),
+                    f"{median(row['bytes']) / median(ordinary['bytes']):.4f}",
+                    f"{median(row['seconds']):.2f}",
+                    f"{faster.median:.2f}",
+                    f"{faster.lowest:.2f} to {faster.highest:.2f}",
+                    f"{row['difference']:.1e}",
+                ]
+            )
     return table
 
 
-def failures_of(rows: dict[str, dict[str, Any]], micro_batches: int) -> list[str]:
+def failures_of(found: dict[int, dict[str, dict[str, Any]]], micro_batches: int) -> list[str]:
     """The bars that were missed."""
-    ordinary, others = rows[ORDINARY], {name: row for name, row in rows.items() if name != ORDINARY}
-    missed = [
-        f"{name}: {row['bytes'][-1]} bytes read, {ordinary['bytes'][-1] // micro_batches} wanted"
-        for name, row in others.items()
-        if row["bytes"][-1] * micro_batches != ordinary["bytes"][-1]
-    ]
-    missed += [f"{name}: other gradients" for name, row in others.items() if row["difference"] > 1e-5]
-    fastest = max(ratio_of_rounds(ordinary["seconds"], row["seconds"]).median for row in others.values())
-    if fastest < FASTER_BAR:
-        missed.append(f"{fastest:.2f} times as fast as accumulation, {FASTER_BAR} wanted")
+    missed, ratios = [], []
+    for tokens, rows in found.items():
+        ordinary, others = rows[ORDINARY], {name: rows[name] for name in SCHEDULES[1:]}
+        for name, row in others.items():
+            if row["bytes"][-1] * micro_batches != ordinary["bytes"][-1]:
+                wanted = ordinary["bytes"][-1] // micro_batches
+                missed.append(f"{name}, {tokens} tokens: {row['bytes'][-1]} bytes read, {wanted} wanted")
+            if row["difference"] > 1e-5:
+                missed.append(f"{name}, {tokens} tokens: other gradients")
+            ratios.append(ratio_of_rounds(ordinary["seconds"], row["seconds"]).median)
+    if max(ratios) < FASTER_BAR:
+        missed.append(f"{max(ratios):.2f} times as fast as accumulation, {FASTER_BAR} wanted")
     return missed
 
 
 def main(
     model: Annotated[str, typer.Option(help="A Llama's shape: tiny, 34m, 239m.")] = "239m",
     micro_batches: Annotated[int, typer.Option(min=1, help="Of one sequence each.")] = 8,
+    tokens: Annotated[str, typer.Option(help="Lengths of a sequence.")] = "128,64,32",
     rounds: Annotated[int, typer.Option(min=1, help="Measured steps of each schedule.")] = 5,
     output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "layer_major",
 ) -> None:
@@ -165,14 +181,15 @@ def main(
     console, shape = terminal(), shape_named(model)
     if not isinstance(shape, LlamaShape):
         raise typer.BadParameter(f"{model} is no Llama")
+    lengths = [int(length) for length in tokens.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'meet'}", rank=0, world_size=1)
         with console.status(f"training {model}"):
-            rows = measure(shape, micro_batches, rounds)
+            found = measure(shape, micro_batches, lengths, rounds)
         dist.destroy_process_group()
-    data = {"environment": {**describe(), "NVMe folder": nvme_folder()}, "model": model, "schedules": rows}
-    tables = [table_of(rows, shape, micro_batches)]
-    failures = failures_of(rows, micro_batches)
+    data = {"environment": {**describe(), "NVMe folder": nvme_folder()}, "model": model, "schedules": found}
+    tables = [table_of(found, shape, micro_batches)]
+    failures = failures_of(found, micro_batches)
     conclude(console, output, "All micro-batches through a layer before the next", tables, data, failures)
 
 
