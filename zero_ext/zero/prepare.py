@@ -67,6 +67,7 @@ from zero_ext.zero.rank_groups import RankGroups, rank_groups
 from zero_ext.zero.tie import tie_of
 from zero_ext.zero.tiling.replace import apply_tiling, plan_tiling
 from zero_ext.zero.together import together
+from zero_ext.zero.unit_names import without_names_elsewhere
 
 
 def prepare(
@@ -118,7 +119,6 @@ def prepare(
     _check_model(model)
     groups = rank_groups(process_group)
     activation_group = activation_group_of(settings.activation_checkpointing, activation_group, groups)
-    tiling = plan_tiling(model, settings.units.tiles)
     owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
     if not owned:
         raise ValueError(f"{type(model).__name__} has no parameters; there is nothing to shard")
@@ -127,6 +127,8 @@ def prepare(
     collectives.shard_among(settings.communication.sharding_ranks)
     settings = settings.replace(batch=settings.batch.resolve(collectives.world_size))
     _check_parameters(owned, optimizer, groups)
+    own_settings = without_names_elsewhere(model, settings, collectives.model)
+    tiling = plan_tiling(model, own_settings.units.tiles)
     check_experts(owned, tiling, optimizer, settings, groups)
     _check_optimizer(optimizer, {item.parameter for item in owned}, elementwise, settings, groups)
     in_parts = collectives.model is not None or any(expert_ranks(item.parameter) for item in owned)
@@ -136,6 +138,7 @@ def prepare(
     check_agreement(owned, settings, collectives)
     if collectives.model is not None:
         check_agreement((), settings, collectives.model)
+        settings = own_settings
     _see_to_swaps(settings, collectives)
     if settings.stage == 3:
         apply_tiling(model, optimizer, tiling, collectives)

@@ -38,6 +38,14 @@ def test_modules_that_cannot_be(world: World, settings: dict[str, Any], message:
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("units", [{"tiles": {"heads": 2, "layers.2.wide": 2}}, {"leaf_modules": ["heads"]}])
+def test_names_that_no_stage_has_end_on_all_of_them(world: World, units: dict[str, Any]) -> None:
+    module = PipelineModule(specifications(), mesh_of(2), loss=mean_loss)
+    with pytest.raises(ValueError, match=r"\['heads'\] match no module"):
+        zero_ext.prepare(module, None, {"stage": 3, "units": units}, process_group=mesh_of(2))
+
+
+@on_ranks(4)
 @pytest.mark.parametrize(
     ("config", "settings", "message"),
     [

@@ -53,6 +53,18 @@ def test_schedules(world: World, schedule: str, chunks: int | None, stage: int) 
 
 
 @on_ranks(4)
+def test_units_may_be_named_of_layers_that_other_stages_have(world: World) -> None:
+    units = {"tiles": {"layers.2.wide": 2, "layers.5.narrow": 4}, "leaf_modules": ["layers.3", "LayerNorm"]}
+    trained = train(world.seed, 2, {"stage": 3, "units": units})
+    assert_as_alone(trained, world.seed, 16)
+    homes = {unit.name for unit in trained.engine.units}
+    tiled = {name.rsplit(".tiles", 1)[0] for name in homes if ".tiles." in name}
+    own, other = ("layers.2.wide", "layers.5.narrow")[:: 1 if trained.pipeline.is_first else -1]
+    assert own in tiled and other not in tiled, homes
+    assert ("layers.3" in homes) == trained.pipeline.is_first
+
+
+@on_ranks(4)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_are_reduced_once_a_step(world: World, stage: int) -> None:
     config = {"stage": stage, "batch": {"gradient_accumulation_steps": 4}}
