@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import zero_ext
+from benchmarks.harness import simulated_layout
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.plan import model_staging
@@ -65,14 +66,8 @@ def without_data() -> Callable[[Transformer], ModelAndOptimizer]:
     return made
 
 
-class Block(nn.Module):
+class Block(simulated_layout.Block):
     """Attention without its softmax: the sizes matter here, not what is computed."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.first_norm, self.second_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.attend, self.project = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = self.attend(self.first_norm(x)).chunk(3, dim=-1)

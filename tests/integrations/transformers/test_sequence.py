@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,14 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, RobertaConfig, RobertaForCausalLM
 
-import zero_ext
+from tests.integrations.transformers.beside_one_process import assert_steps_as_alone
 from tests.integrations.transformers.models import VOCABULARY, bert, enter, gpt2, llama
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.integrations import split_sequence
 from zero_ext.integrations.transformers import sparsify_attention
 from zero_ext.parallel import cut_batch, make_mesh, split_tensors
-from zero_ext.zero import engine_of
 
 STEPS, SAMPLES, LENGTH = 3, 4, 64
 LONG = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
@@ -63,10 +63,6 @@ def batches(seed: int, padded: bool) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-
-
 def alone(reference: Any, batch: dict[str, torch.Tensor], replicas: int) -> torch.Tensor:
     """The mean of the replicas' losses, each the mean over the tokens of its samples."""
     shares = [{name: each.chunk(replicas)[own] for name, each in batch.items()} for own in range(replicas)]
@@ -100,30 +96,17 @@ def test_steps_are_those_of_one_process(
     if tp > 1:
         split_tensors(model, mesh)
     exchange = split_sequence(model, mesh)
-    model, optimizer = zero_ext.prepare(
-        model, optimizer_of(model), {"stage": stage, "gradient_clipping": 0.5}, process_group=mesh
-    )
-    model.train()
-    plain = optimizer_of(reference)
     replica = mesh["dp"].get_local_rank()
-    for batch in batches(world.seed, padded):
-        mine = {name: each.chunk(dp)[replica] for name, each in batch.items()}
-        loss = model(**cut_batch(mine, mesh)).loss
-        model.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        wanted = alone(reference, batch, dp)
-        wanted.backward()
-        norm = float(nn.utils.clip_grad_norm_(reference.parameters(), 0.5))
-        plain.step()
-        plain.zero_grad()
-        mean = torch.tensor(world.everyone(float(loss.detach())), dtype=torch.float64).mean().item()
-        torch.testing.assert_close(mean, float(wanted.detach()), rtol=1e-5, atol=0)
-        torch.testing.assert_close(engine_of(model).grad_norm, norm, rtol=1e-5, atol=0)
+
+    def loss_here(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(**cut_batch({name: each.chunk(dp)[replica] for name, each in batch.items()}, mesh)).loss
+
+    losses = [
+        (partial(loss_here, batch=batch), partial(alone, batch=batch, replicas=dp))
+        for batch in batches(world.seed, padded)
+    ]
+    assert_steps_as_alone(world, mesh, model, reference, stage, losses)
     assert exchange.wire.bytes_sent["sequence"] > 0
-    found = zero_ext.full_state_dict(model)
-    for name, value in reference.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @on_ranks(2, timeout=300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import zero_ext
+from tests.integrations.transformers.beside_one_process import assert_steps_as_alone, optimizer_of
 from tests.integrations.transformers.models import VOCABULARY, enter
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.parallel import make_mesh, split_tensors
-from zero_ext.zero import engine_of
 
 STEPS, SAMPLES, LENGTH = 4, 4, 10
 SIZES: dict[str, Any] = {
@@ -63,37 +64,23 @@ def batches(seed: int) -> list[torch.Tensor]:
     return [torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator) for _ in range(STEPS)]
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-
-
 def check_steps(world: World, mesh: DeviceMesh, model: Any, reference: Any, stage: int) -> None:
-    """Losses, norms and parameters of ``model``, split over ``mesh``, are those of ``reference`` alone."""
-    model, optimizer = zero_ext.prepare(
-        model, optimizer_of(model), {"stage": stage, "gradient_clipping": 0.5}, process_group=mesh
-    )
-    plain = optimizer_of(reference)
+    """Steps of ``model``, split over ``mesh``, are those of ``reference`` alone."""
     share = SAMPLES // mesh["dp"].size()
     own = slice(share * mesh["dp"].get_local_rank(), share * (mesh["dp"].get_local_rank() + 1))
-    for words in batches(world.seed):
-        there = torch.ones_like(words)
-        there[:, -2:] = 0  # padding
-        labels = torch.where(there.bool(), words, -100)
-        loss = model(input_ids=words[own], attention_mask=there[own], labels=labels[own]).loss
-        model.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        wanted = reference(input_ids=words, attention_mask=there, labels=labels).loss
-        wanted.backward()
-        norm = float(nn.utils.clip_grad_norm_(reference.parameters(), 0.5))
-        plain.step()
-        plain.zero_grad()
-        mean = torch.tensor(world.everyone(float(loss.detach())), dtype=torch.float64).mean().item()
-        torch.testing.assert_close(mean, float(wanted.detach()), rtol=1e-5, atol=0)
-        torch.testing.assert_close(engine_of(model).grad_norm, norm, rtol=1e-5, atol=0)
-    found = zero_ext.full_state_dict(model)
-    for name, value in reference.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    losses = [
+        (partial(loss_of, words=words, samples=own), partial(loss_of, words=words))
+        for words in batches(world.seed)
+    ]
+    assert_steps_as_alone(world, mesh, model, reference, stage, losses)
+
+
+def loss_of(model: Any, words: torch.Tensor, samples: slice = slice(None)) -> torch.Tensor:
+    """Of some samples; the last two words of each are padding."""
+    there = torch.ones_like(words)
+    there[:, -2:] = 0
+    labels = torch.where(there.bool(), words, -100)
+    return model(input_ids=words[samples], attention_mask=there[samples], labels=labels[samples]).loss
 
 
 @on_ranks(4, timeout=300)
