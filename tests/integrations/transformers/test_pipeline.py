@@ -25,6 +25,12 @@ def built(kind: str, seed: int, tied: bool) -> Any:
     if kind == "gpt2":
         dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         return gpt2(seed, n_layer=LAYERS, tie_word_embeddings=tied, **dropouts)
+    if kind == "bloom":
+        torch.manual_seed(seed)
+        sizes = {"hidden_size": 16, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY}
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("bloom", tie_word_embeddings=tied, **sizes)
+        )
     return llama(seed, num_hidden_layers=LAYERS, tie_word_embeddings=tied)
 
 
@@ -89,6 +95,7 @@ class Course:
         ("llama", 3, 2, False, {}),
         ("gpt2", 3, 1, True, {"schedule": "zbv"}),
         ("gpt2", 1, 2, True, {}),
+        ("bloom", 3, 2, True, {}),
     ],
 )
 def test_steps_are_those_of_one_process(
@@ -117,7 +124,7 @@ def test_steps_are_those_of_one_process(
 
 
 @on_ranks(1, timeout=300)
-@pytest.mark.parametrize("kind", ["qwen2", "mistral", "gpt_neox"])
+@pytest.mark.parametrize("kind", ["qwen2", "mistral", "gpt_neox", "bloom"])
 def test_stages_one_after_another_are_the_model(world: World, kind: str) -> None:
     enter(world)
     torch.manual_seed(world.seed)
@@ -128,7 +135,7 @@ def test_stages_one_after_another_are_the_model(world: World, kind: str) -> None
         kind,
         vocab_size=VOCABULARY,
         **sizes,
-        **({} if kind == "gpt_neox" else {"num_key_value_heads": 1}),
+        **({"num_key_value_heads": 1} if kind in ("qwen2", "mistral") else {}),
         **(windows if kind == "qwen2" else {}),
     )
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -147,8 +154,9 @@ def test_stages_one_after_another_are_the_model(world: World, kind: str) -> None
 def test_models_that_cannot_be_split(world: World) -> None:
     enter(world)
     mesh = make_mesh(pp=2, device_type="cpu")
-    config = AutoConfig.for_model("bloom", hidden_size=16, n_layer=2, n_head=2, vocab_size=VOCABULARY)
-    with pytest.raises(ValueError, match="BloomForCausalLM brings no plan for pipelines"):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCABULARY}
+    config = AutoConfig.for_model("opt", ffn_dim=16, word_embed_proj_dim=16, **sizes)
+    with pytest.raises(ValueError, match="OPTForCausalLM brings no plan for pipelines"):
         split_model(AutoModelForCausalLM.from_config(config), mesh)
     model = llama(world.seed)
     with pytest.raises(ValueError, match="LlamaModel brings no plan for pipelines"):

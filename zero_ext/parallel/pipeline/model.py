@@ -26,8 +26,8 @@ def split_model(
     split: str | Sequence[float] = "parameters",
     inputs: Sequence[str] = ("input_ids",),
 ) -> StagedModel:
-    """This rank's stages of ``model``, one of transformers with a head (Llama, Qwen, Mistral, GPT-2 and
-    others that have ``base_model_pp_plan``), for :func:`zero_ext.prepare` and :class:`Pipeline`.
+    """This rank's stages of ``model``, one of transformers with a head (Llama, Qwen, Mistral, GPT-2, BLOOM
+    and others that have ``base_model_pp_plan``), for :func:`zero_ext.prepare` and :class:`Pipeline`.
 
     Every stage keeps its layers, the first the embeddings too, the last the norm and the head; parameters
     keep their names in the whole model, so checkpoints and exports are those of the whole. Masks, positions

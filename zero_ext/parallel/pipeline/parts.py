@@ -20,8 +20,16 @@ _PLANS: dict[str, Plan] = {
         "h": (["hidden_states", "attention_mask"], ["hidden_states"]),
         "ln_f": (["hidden_states"], ["hidden_states"]),
     },
+    "bloom": {
+        "word_embeddings": (["input_ids"], ["inputs_embeds"]),
+        "word_embeddings_layernorm": (["inputs_embeds"], ["hidden_states"]),
+        "h": (["hidden_states", "alibi", "attention_mask"], ["hidden_states"]),
+        "ln_f": (["hidden_states"], ["hidden_states"]),
+    },
 }
 
+# Models whose layers give tuples, hidden states first.
+_GIVE_TUPLES = {"bloom"}
 _HIDDEN = {"input_ids", "inputs_embeds", "hidden_states"}
 
 
@@ -29,12 +37,13 @@ _HIDDEN = {"input_ids", "inputs_embeds", "hidden_states"}
 class Parts:
     """``pieces`` are the names of the modules that run before the layers, of each layer, and of those that
     run behind; ``base`` the base model's name, ``layers`` that of their stack in it. What ``added`` names
-    is added to the hidden states before the layers."""
+    is added to the hidden states before the layers. ``tuples``: layers give them, hidden states first."""
 
     base: str
     layers: str
     pieces: tuple[tuple[str, ...], ...]
     added: frozenset[str]
+    tuples: bool
 
     def piece_of(self, parameter: str) -> int:
         """The number of the piece with a parameter of that name."""
@@ -46,7 +55,10 @@ class Parts:
 
     def stand_in(self, name: str) -> nn.Module:
         """What runs in place of a module that is in another stage."""
-        return _Added() if name in self.added else _Through()
+        if name in self.added:
+            return _Added()
+        layer = name.startswith(f"{self.base}.{self.layers}.")
+        return _Through(in_tuple=layer and self.tuples)
 
 
 def parts_of(model: Any) -> Parts:
@@ -81,6 +93,7 @@ def parts_of(model: Any) -> Parts:
         stacks[0],
         (tuple(before), *layers, (*behind, *heads)),
         frozenset(f"{base}.{name}" for name in order[:cut] if not _HIDDEN & set(plan[name][0])),
+        getattr(config, "model_type", "") in _GIVE_TUPLES,
     )
     for name, parameter in model.named_parameters():
         if not any(name.startswith(f"{each}.") for names in parts.pieces for each in names):
@@ -108,10 +121,14 @@ def check_passage(model: Any, body: Any) -> None:
 
 
 class _Through(nn.Module):
-    """Gives back its first argument."""
+    """Gives back its first argument, ``in_tuple`` or as it is."""
 
-    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return hidden
+    def __init__(self, in_tuple: bool) -> None:
+        super().__init__()
+        self._in_tuple = in_tuple
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor | tuple[torch.Tensor]:
+        return (hidden,) if self._in_tuple else hidden
 
 
 class _Added(nn.Module):
