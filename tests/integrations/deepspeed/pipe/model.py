@@ -116,7 +116,7 @@ def micro_batch(seed: int, number: int, samples: int = SAMPLES) -> MicroBatch:
     """Words and a mask, words to predict and weights, [samples, LENGTH] each."""
     generator = torch.Generator().manual_seed(seed + 1009 * number)
     words, wanted = torch.randint(WORDS, (2, samples, LENGTH), generator=generator)
-    mask = torch.rand(samples, LENGTH, generator=generator) > 0.3
+    mask = (torch.rand(samples, LENGTH, generator=generator) > 0.3).float()
     return (words, mask), (wanted, torch.rand(samples, LENGTH, generator=generator))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -91,9 +90,7 @@ def test_outputs_of_an_evaluation(world: World) -> None:
         assert outputs is None and logits is None
     assert engine.data_iterator is training and torch.isfinite(loss)
     for asked in ({"num_micro_batches": 1}, {"reduce_output": None}, {"compute_loss": False}):
-        with pytest.raises(
-            deepspeed.DeepSpeedFeatureError, match=re.escape(f"eval_batch({next(iter(asked))[:3]}")
-        ):
+        with pytest.raises(deepspeed.DeepSpeedFeatureError, match=r"eval_batch\(.* is not served"):
             engine.eval_batch(training, **asked)
 
 

@@ -125,9 +125,14 @@ class PipelineModule(pipeline.PipelineModule):
         """How many stages there are."""
         return self.num_stages
 
-    def partitions(self) -> list[int]:
+    @property
+    def parts(self) -> list[int]:
         """The number of the first layer of every stage, and behind them that of all layers."""
         return [0, *(held.stop for held in self.ranges)]
+
+    def partitions(self) -> list[int]:
+        """The same."""
+        return self.parts
 
     def stage_owner(self, layer_idx: int) -> int:
         """The stage with that layer. ``ValueError`` where there is none of that number."""
