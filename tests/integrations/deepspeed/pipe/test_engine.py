@@ -31,8 +31,8 @@ from zero_ext.integrations.deepspeed.pipe import PipelineModule
 ALL = 4  # a pipeline takes the world, which in the pool is all ranks
 
 
-@on_ranks(ALL)
-@pytest.mark.parametrize(("num_stages", "stage"), [(2, 0), (2, 1), (2, 2), (2, 3), (4, 1)])
+@on_ranks(ALL, timeout=180)
+@pytest.mark.parametrize(("num_stages", "stage"), [(2, 0), (2, 1), (2, 2), (2, 3), (4, 1), (1, 3)])
 def test_steps_are_those_of_one_process(world: World, num_stages: int, stage: int) -> None:
     engine = engine_of(stage, num_stages)
     alone = Alone(whole_values(world, engine), world.seed, ALL // num_stages)
@@ -55,7 +55,7 @@ def test_steps_are_those_of_one_process(world: World, num_stages: int, stage: in
     )
 
 
-@on_ranks(ALL)
+@on_ranks(ALL, timeout=180)
 def test_what_is_asked_of_an_engine(world: World) -> None:
     engine = engine_of(1)
     assert (engine.num_stages, engine.stage_id) == (2, world.rank // 2)
@@ -71,7 +71,7 @@ def test_what_is_asked_of_an_engine(world: World) -> None:
         engine.save_16bit_model("nowhere")
 
 
-@on_ranks(ALL)
+@on_ranks(ALL, timeout=180)
 def test_outputs_of_an_evaluation(world: World) -> None:
     engine = engine_of(3)
     model, training = Plain(whole_values(world, engine)), micro_batches(engine, world.seed)
@@ -94,7 +94,7 @@ def test_outputs_of_an_evaluation(world: World) -> None:
             engine.eval_batch(training, **asked)
 
 
-@on_ranks(ALL)
+@on_ranks(ALL, timeout=180)
 @pytest.mark.parametrize("checkpointable", [None, ["Block"], ["Words"]])
 def test_layers_that_run_again(world: World, checkpointable: list[str] | None) -> None:
     options = {"activation_checkpoint_interval": 2, "checkpointable_layers": checkpointable}
@@ -121,7 +121,7 @@ class Samples(torch.utils.data.Dataset[Any]):
         return tuple(each[0] for each in inputs), tuple(each[0] for each in labels)
 
 
-@on_ranks(ALL)
+@on_ranks(ALL, timeout=180)
 @pytest.mark.parametrize(("saved", "loaded"), [((2, 2), (4, 1)), ((4, 3), (2, 3))])
 def test_a_checkpoint_goes_on_with_other_stages(
     world: World, saved: tuple[int, int], loaded: tuple[int, int]
@@ -146,9 +146,13 @@ def test_a_checkpoint_goes_on_with_other_stages(
     assert path is not None and path.endswith("global_step5") and client == {"seen": 5}
     assert [float(then.train_batch()) for _ in range(2)] == pytest.approx(wanted, rel=1e-5)
     assert (then.global_steps, then.micro_steps, then.get_lr()) == (7, 7 * MICRO_BATCHES, first.get_lr())
+    own = micro_batches(then, world.seed)
+    then.set_dataiterator(own)
+    then.load_checkpoint(folder)
+    assert then.data_iterator is own
 
 
-@on_ranks(ALL)
+@on_ranks(ALL, timeout=180)
 def test_data_that_cannot_be_used_is_refused_by_all_ranks(world: World) -> None:
     engine = engine_of(2)
     before = whole_values(world, engine)
@@ -156,6 +160,8 @@ def test_data_that_cannot_be_used_is_refused_by_all_ranks(world: World) -> None:
     words, mask = good[0]
     ways: list[tuple[str, Callable[[], Any]]] = [
         ("no data: pass an iterator", lambda: engine.train_batch()),
+        ("a data iterator is wanted, list given; pass iter(loader)", lambda: engine.train_batch([good] * 3)),
+        ("no data: pass an iterator", lambda: engine.eval_batch(None)),
         ("ended after 1 of 3 micro-batches", lambda: engine.train_batch(iter([good]))),
         ("micro-batch is dict, a pair", lambda: engine.train_batch(iter([{}]))),
         ("inputs: str given", lambda: engine.train_batch(iter([("text", good[1])] * 3))),
@@ -168,11 +174,10 @@ def test_data_that_cannot_be_used_is_refused_by_all_ranks(world: World) -> None:
     for text, act in ways:
         # Of one replica alone; the other's data is good.
         call = act if engine.get_data_parallel_rank() == 0 else lambda: engine.train_batch(iter([good] * 3))
+        engine.set_dataiterator(None)
         with pytest.raises(RuntimeError, match="reading a batch failed") as caught:
             call()
         assert any(text in told for told in world.everyone(str(caught.value))), text
-    with pytest.raises(TypeError, match=r"data iterator is wanted, list given; pass iter\(loader\)"):
-        engine.train_batch([good] * 3)
     with torch.no_grad(), pytest.raises(RuntimeError, match="call eval_batch"):
         engine.train_batch(iter([good] * 3))
     assert all(torch.equal(value, before[name]) for name, value in whole_values(world, engine).items())
@@ -184,7 +189,7 @@ def test_data_that_cannot_be_used_is_refused_by_all_ranks(world: World) -> None:
     )
 
 
-@on_ranks(ALL)
+@on_ranks(ALL, timeout=180)
 def test_an_engine_without_an_optimizer_evaluates(world: World) -> None:
     config = {key: value for key, value in config_of(3).items() if key not in ("optimizer", "scheduler")}
     module = PipelineModule(layers(), num_stages=2, loss_fn=loss_fn)
@@ -194,3 +199,19 @@ def test_an_engine_without_an_optimizer_evaluates(world: World) -> None:
     assert float(loss) == pytest.approx(float(alone.mean_loss(0).detach()), rel=1e-5)
     with pytest.raises(RuntimeError, match="this engine has no optimizer"):
         engine.train_batch(micro_batches(engine, world.seed))
+
+
+def mean_square(found: torch.Tensor) -> torch.Tensor:
+    return (found**2).mean()
+
+
+@on_ranks(ALL, timeout=180)
+def test_the_last_layer_may_return_the_loss(world: World) -> None:
+    engine = engine_of(2, layers=[*layers(), mean_square])
+    engine.module.loss_fn = None
+    model = Plain(whole_values(world, engine))
+    (inputs, _), *_ = batch = [micro_batch(world.seed, 0)] * MICRO_BATCHES
+    wanted = float(mean_square(model(inputs)).detach())
+    assert float(engine.eval_batch(iter(batch))) == pytest.approx(wanted, rel=1e-5)
+    losses = [float(engine.train_batch(iter(batch))) for _ in range(3)]
+    assert losses[0] == pytest.approx(wanted, rel=1e-5) and losses[2] < wanted  # the rate begins at 0

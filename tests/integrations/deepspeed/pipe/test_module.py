@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from tests.integrations.deepspeed.pipe.model import BLOCKS, Words, layers, scores
@@ -79,4 +78,4 @@ def test_what_has_no_effect() -> None:
         )
     with pytest.raises(ValueError, match="layer 6 of 6"):
         module.stage_owner(6)
-    assert module.loss_fn(torch.ones(()), None) == 1  # the last layer's output is the loss
+    assert module.loss_fn is None and module.activation_checkpoint_interval == 0

@@ -99,12 +99,7 @@ class PipelineEngine(DeepSpeedEngine):
     # -- data ---------------------------------------------------------------------------------------------
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Where :meth:`train_batch` takes its micro-batches from now on. ``TypeError`` for no iterator."""
-        if not hasattr(iterator, "__next__"):
-            raise TypeError(
-                f"a data iterator is wanted, {type(iterator).__name__} given; pass iter(loader), or "
-                "iter(deepspeed.utils.RepeatingLoader(loader))"
-            )
+        """Where :meth:`train_batch` takes its micro-batches from now on."""
         self.data_iterator = iterator
 
     def set_dataloader(self, loader: Any) -> None:
@@ -115,15 +110,25 @@ class PipelineEngine(DeepSpeedEngine):
         """``fn`` makes ``(inputs, labels)`` of what the iterator yields."""
         self.batch_fn = fn
 
-    def _read(self) -> Batch:
+    def _training_data(self) -> Iterator[Any] | None:
+        """What was set, else a new pass through the loader of ``training_data``."""
+        if self.data_iterator is None and self.training_dataloader is not None:
+            self.data_iterator = RepeatingLoader(self.training_dataloader)
+        return self.data_iterator
+
+    def _read(self, data: Callable[[], Iterator[Any] | None]) -> Batch:
         """The inputs of the next batch, whole, and its labels by micro-batch; empty where nothing is read."""
         if not (self.is_first_stage() or self.is_last_stage()):
             return (), []
-        if self.data_iterator is None:
-            if self.training_dataloader is None:
-                raise ValueError("no data: pass an iterator to train_batch, or training_data to initialize")
-            self.data_iterator = RepeatingLoader(self.training_dataloader)
-        pairs = [self._next(self.data_iterator, number) for number in range(self.micro_batches)]
+        iterator = data()
+        if iterator is None:
+            raise ValueError("no data: pass an iterator, or to initialize training_data")
+        if not hasattr(iterator, "__next__"):
+            raise TypeError(
+                f"a data iterator is wanted, {type(iterator).__name__} given; pass iter(loader), or "
+                "iter(deepspeed.utils.RepeatingLoader(loader))"
+            )
+        pairs = [self._next(iterator, number) for number in range(self.micro_batches)]
         inputs = _joined([pair[0] for pair in pairs]) if self.is_first_stage() else ()
         labels = [pair[1] for pair in pairs] if self.is_last_stage() else []
         there: Batch = pytree.tree_map_only(torch.Tensor, lambda each: each.to(self.device), (inputs, labels))
@@ -164,7 +169,7 @@ class PipelineEngine(DeepSpeedEngine):
             self.set_dataiterator(data_iter)
         self.module.train()
         with self._around_step():
-            loss = self._run(self._pipeline.train_batch, self.module.loss)
+            loss = self._run(self._pipeline.train_batch, self._training_data, self._loss)
         self.micro_steps += self.micro_batches
         return loss.to(self.device)
 
@@ -198,23 +203,26 @@ class PipelineEngine(DeepSpeedEngine):
         def loss(outputs: Any, labels: Any) -> torch.Tensor:
             if return_logits or not compute_loss:
                 kept.append(outputs)
-            return own(outputs, labels) if compute_loss else torch.zeros((), device=self.device)
+            return self._loss(outputs, labels) if compute_loss else torch.zeros((), device=self.device)
 
-        own, training_data = self.module.loss, self.data_iterator
-        self.set_dataiterator(data_iter)
-        try:
-            mean = self._run(self._pipeline.eval_batch, loss).to(self.device)
-        finally:
-            self.data_iterator = training_data
+        mean = self._run(self._pipeline.eval_batch, lambda: data_iter, loss).to(self.device)
         found = mean if compute_loss else (kept or None)
         return (found, kept[-1] if kept else None) if return_logits else found
 
+    def _loss(self, outputs: Any, labels: Any) -> torch.Tensor:
+        loss: torch.Tensor = outputs if self.module.loss_fn is None else self.module.loss_fn(outputs, labels)
+        return loss
+
     def _run(
-        self, batch: Callable[..., torch.Tensor], loss: Callable[[Any, Any], torch.Tensor]
+        self,
+        batch: Callable[..., torch.Tensor],
+        data: Callable[[], Iterator[Any] | None],
+        loss: Callable[[Any, Any], torch.Tensor],
     ) -> torch.Tensor:
-        """What ``batch`` of the pipeline makes of the next batch. Its targets are the micro-batches' numbers,
-        so that labels may be anything."""
-        inputs, labels = together(engine_of(self).state.everyone, self._read, "reading a batch")
+        """What ``batch`` of the pipeline makes of the next batch of ``data``. Its targets are the
+        micro-batches' numbers, so that labels may be anything."""
+        everyone = engine_of(self).state.everyone
+        inputs, labels = together(everyone, lambda: self._read(data), "reading a batch")
         numbers = torch.arange(self.micro_batches, device="cpu") if self.is_last_stage() else None
         own = self.module.loss
         self.module.loss = lambda outputs, number: loss(outputs, labels[int(number)])
@@ -257,8 +265,9 @@ class PipelineEngine(DeepSpeedEngine):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
         """See the base class; a checkpoint may come from another number of stages too."""
         found = super().load_checkpoint(*args, **kwargs)
-        if getattr(self.data_iterator, "loader", None) is self.training_dataloader:
-            self.data_iterator = None  # which goes on where the loader does now
+        data = self.data_iterator
+        if isinstance(data, RepeatingLoader) and data.loader is self.training_dataloader:
+            self.data_iterator = None  # the next one goes on where the loader does now
         return found
 
 

@@ -78,7 +78,7 @@ class PipelineModule(pipeline.PipelineModule):
         _check_options(options)
         mesh, listed = _mesh(num_stages, topology), list(layers)
         super().__init__(listed, mesh, loss=loss_fn or _returned, split=weights_by(partition_method, listed))
-        self.checkpointable_layers = checkpointable_layers
+        self.loss_fn, self.checkpointable_layers = loss_fn, checkpointable_layers
         self.set_checkpoint_interval(activation_checkpoint_interval)
         self.num_stages, (self.stage_id,) = len(self.ranges), self.stages
         self._topology = topology or PipeDataParallelTopology(self.num_stages, mesh["dp"].size())
@@ -103,11 +103,6 @@ class PipelineModule(pipeline.PipelineModule):
         if self.checkpointable_layers is not None:
             return all(type(call).__name__ in self.checkpointable_layers for call in run)
         return any(True for call in run if isinstance(call, nn.Module) for _ in call.parameters())
-
-    @property
-    def loss_fn(self) -> Callable[[Any, Any], torch.Tensor]:
-        """The loss of a micro-batch."""
-        return self.loss
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Changes ``activation_checkpoint_interval``; ``ValueError`` for what is no number of layers."""

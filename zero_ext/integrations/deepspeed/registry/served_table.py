@@ -137,7 +137,7 @@ SERVED: tuple[Entry, ...] = (
         "deepspeed.utils.groups",
         "get_data_parallel_group get_data_parallel_world_size get_data_parallel_rank "
         "get_model_parallel_world_size get_tensor_model_parallel_world_size",
-        "all ranks are data-parallel",
+        "all ranks are data-parallel; a pipeline has its groups in module.mesh",
     ),
     *served(
         "deepspeed.checkpointing",
@@ -190,6 +190,12 @@ SERVED: tuple[Entry, ...] = (
         "outputs (compute_loss=False); num_micro_batches is that of a step",
     ),
     *served(_PIPELINE_ENGINE, "forward backward step", "raise, as there: call train_batch or eval_batch"),
+    *served(
+        _PIPELINE_ENGINE,
+        "no_sync set_gradient_accumulation_boundary save_16bit_model",
+        "raise: a step is a batch, and no rank has all weights; 'zero-ext export' writes a checkpoint's",
+    ),
+    *served(_PIPELINE_ENGINE, "module_state_dict load_module_state_dict", "of this rank's layers"),
     *served(
         _PIPELINE_ENGINE,
         "save_checkpoint load_checkpoint",
