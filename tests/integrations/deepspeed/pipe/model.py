@@ -83,7 +83,10 @@ def config_of(stage: int, **more: Any) -> dict[str, Any]:
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": RATE, "eps": 1e-3, "weight_decay": 0.0}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": RATE, "warmup_num_steps": 4}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": RATE / 4, "warmup_max_lr": RATE, "warmup_num_steps": 4},
+        },
         "zero_optimization": {"stage": stage},
         **more,
     }

@@ -214,4 +214,4 @@ def test_the_last_layer_may_return_the_loss(world: World) -> None:
     wanted = float(mean_square(model(inputs)).detach())
     assert float(engine.eval_batch(iter(batch))) == pytest.approx(wanted, rel=1e-5)
     losses = [float(engine.train_batch(iter(batch))) for _ in range(3)]
-    assert losses[0] == pytest.approx(wanted, rel=1e-5) and losses[2] < wanted  # the rate begins at 0
+    assert losses[0] == pytest.approx(wanted, rel=1e-5) and losses[2] < wanted

@@ -12,7 +12,11 @@ from tests.integrations.deepspeed.pipe.model import BLOCKS, Words, layers, score
 from tests.parallel.test_mesh import pretended
 from zero_ext.integrations.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
-from zero_ext.integrations.deepspeed.topology import PipeDataParallelTopology, ProcessTopology
+from zero_ext.integrations.deepspeed.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
 
 
 def test_every_rank_finds_its_stage() -> None:
@@ -68,6 +72,7 @@ def test_what_has_no_effect() -> None:
     from zero_ext.integrations.deepspeed.checkpointing import checkpoint
 
     with pretended(0, 4):
+        PipelineModule(layers(), topology=PipeModelDataParallelTopology(num_pp=2, num_mp=1, num_dp=2))
         module = PipelineModule(
             layers(),
             2,
