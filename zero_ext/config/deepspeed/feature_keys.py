@@ -195,8 +195,8 @@ ABSENT_KEYS = (
     ),
     _absent(
         "pipeline",
-        "the script builds pipelines, with deepspeed.pipe.PipelineModule (activation_checkpoint_interval is an "
-        "argument of it) or zero_ext.parallel.pipeline; remove the section",
+        "the script builds pipelines, with deepspeed.pipe.PipelineModule (activation_checkpoint_interval is "
+        "an argument of it) or zero_ext.parallel.pipeline; remove the section",
     ),
     Key(
         "tensor_parallel",
