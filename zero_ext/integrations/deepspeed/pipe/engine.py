@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from zero_ext.data import ShardedLoader
 from zero_ext.integrations.deepspeed.engine import DeepSpeedEngine
+from zero_ext.integrations.deepspeed.pipe.batch import joined, micro_batches_of
 from zero_ext.integrations.deepspeed.pipe.module import PipelineError, PipelineModule
 from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, names_of
 from zero_ext.integrations.deepspeed.runtime.dataloader import RepeatingLoader
@@ -120,36 +121,11 @@ class PipelineEngine(DeepSpeedEngine):
         """The inputs of the next batch, whole, and its labels by micro-batch; empty where nothing is read."""
         if not (self.is_first_stage() or self.is_last_stage()):
             return (), []
-        iterator = data()
-        if iterator is None:
-            raise ValueError("no data: pass an iterator, or to initialize training_data")
-        if not hasattr(iterator, "__next__"):
-            raise TypeError(
-                f"a data iterator is wanted, {type(iterator).__name__} given; pass iter(loader), or "
-                "iter(deepspeed.utils.RepeatingLoader(loader))"
-            )
-        pairs = [self._next(iterator, number) for number in range(self.micro_batches)]
-        inputs = _joined([pair[0] for pair in pairs]) if self.is_first_stage() else ()
+        pairs = micro_batches_of(data(), self.micro_batches, self.batch_fn)
+        inputs = joined([pair[0] for pair in pairs]) if self.is_first_stage() else ()
         labels = [pair[1] for pair in pairs] if self.is_last_stage() else []
         there: Batch = pytree.tree_map_only(torch.Tensor, lambda each: each.to(self.device), (inputs, labels))
         return there
-
-    def _next(self, iterator: Iterator[Any], number: int) -> tuple[Any, Any]:
-        try:
-            found = next(iterator)
-        except StopIteration:
-            raise ValueError(
-                f"the data iterator ended after {number} of {self.micro_batches} micro-batches; "
-                "deepspeed.utils.RepeatingLoader begins again at the end of a loader"
-            ) from None
-        if self.batch_fn is not None:
-            found = self.batch_fn(found)
-        if not isinstance(found, (tuple, list)) or len(found) < 2:
-            raise TypeError(
-                f"a micro-batch is {type(found).__name__}, a pair of inputs and labels wanted; set_batch_fn "
-                "makes one"
-            )
-        return found[0], found[1]
 
     # -- batches ------------------------------------------------------------------------------------------
 
@@ -273,26 +249,6 @@ class PipelineEngine(DeepSpeedEngine):
 
 def _whole_batches(what: str) -> str:
     return f"engine.{what}: a pipeline runs whole batches; call engine.train_batch(data_iter) or eval_batch"
-
-
-def _joined(micro_batches: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """The inputs of micro-batches, one behind the other."""
-    given = [tuple(each) if isinstance(each, (tuple, list)) else (each,) for each in micro_batches]
-    for values in given:
-        for value in values:
-            if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                what = (
-                    "a tensor without dimensions" if isinstance(value, torch.Tensor) else type(value).__name__
-                )
-                raise TypeError(f"inputs: {what} given, tensors [samples, ...] wanted")
-    shapes = [[tuple(value.shape) for value in values] for values in given]
-    for number, shape in enumerate(shapes):
-        if shape != shapes[0]:
-            raise ValueError(
-                f"inputs of micro-batch {number} have shapes {shape}, those of the first {shapes[0]}; one "
-                "shape in a batch is wanted: drop the last samples of a loader, or pad them"
-            )
-    return tuple(torch.cat(column) for column in zip(*given, strict=True))
 
 
 __getattr__ = names_of("deepspeed.runtime.pipe.engine")

@@ -80,7 +80,7 @@ class PipelineModule(pipeline.PipelineModule):
         super().__init__(listed, mesh, loss=loss_fn or _returned, split=weights_by(partition_method, listed))
         self.loss_fn, self.checkpointable_layers = loss_fn, checkpointable_layers
         self.set_checkpoint_interval(activation_checkpoint_interval)
-        self.num_stages, (self.stage_id,) = len(self.ranges), self.stages
+        self.num_stages, self.stage_id = len(self.ranges), self.stages[0]
         self._topology = topology or PipeDataParallelTopology(self.num_stages, mesh["dp"].size())
 
     def forward(self, chunk: int, *inputs: Any, through: Callable[..., Any] | None = None) -> Any:
