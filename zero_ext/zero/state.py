@@ -19,6 +19,7 @@ from zero_ext.zero.packed import packed_tensors
 from zero_ext.zero.unit import Unit
 
 if TYPE_CHECKING:
+    from zero_ext.comm import Collectives
     from zero_ext.zero.engine import Engine
     from zero_ext.zero.parts_state import PartsState
 
@@ -70,6 +71,12 @@ class EngineState:
         """The engine's process group; None for a single rank."""
         group: dist.ProcessGroup | None = self._engine.group
         return group
+
+    @property
+    def everyone(self) -> Collectives:
+        """The collectives of all ranks with parts of the model; made by them together at first use."""
+        collectives: Collectives = self._engine.collectives
+        return collectives if self.parts is None else self.parts.everyone
 
     @property
     def trains(self) -> bool:

@@ -27,16 +27,22 @@ import importlib, importlib.metadata, importlib.util, json, sys
 from zero_ext.integrations.deepspeed import look_alike
 before = "deepspeed" in sys.modules
 look_alike.activate(); look_alike.activate()
+light = "torch.distributed.pipelining" not in sys.modules  # which takes a second
 from zero_ext.integrations.deepspeed.registry import MODULES
 same = [importlib.import_module(name) is importlib.import_module(local) for name, local in MODULES.items()]
 specs = [importlib.import_module(name).__spec__.name == local for name, local in MODULES.items()]
 import deepspeed
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed import PipelineModule, moe
+from deepspeed import DualPipeVModule, moe
+from deepspeed import PipelineEngine, PipelineModule
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.pipe.engine import PipelineEngine as same_engine
+from deepspeed.runtime.pipe.module import PipelineModule as same_module
+pipelines = PipelineEngine is same_engine and PipelineModule is same_module
 errors = {}
-for line in ("import deepspeed.moe.layer", "from deepspeed.runtime.pipe.module import PipelineModule",
-             "import deepspeed.nothing", "PipelineModule()", "deepspeed.init_inference(None)"):
+for line in ("import deepspeed.moe.layer", "from deepspeed.runtime.pipe.dualpipev import DualPipeVModule",
+             "import deepspeed.nothing", "DualPipeVModule()", "deepspeed.init_inference(None)"):
     try:
         exec(line)
     except Exception as error:
@@ -45,6 +51,7 @@ from transformers.integrations.deepspeed import is_deepspeed_available
 from accelerate.utils import is_deepspeed_available as accelerates
 names = [each.metadata["Name"] for each in importlib.metadata.distributions() if each.metadata["Name"]]
 print(json.dumps({"before": before, "same": all(same), "specs": all(specs), "errors": errors,
+    "pipelines": light and pipelines,
     "finders": sum(type(f).__name__ == "LookAlikeFinder" for f in sys.meta_path),
     "available": [is_deepspeed_available(), accelerates()],
     "spec": importlib.util.find_spec("deepspeed.zero") is not None,
@@ -62,9 +69,12 @@ def test_every_module_is_found_under_its_second_name() -> None:
     errors = found["errors"]
     assert "ImportError" in errors["import deepspeed.moe.layer"]
     assert "MixtureOfExperts" in errors["import deepspeed.moe.layer"]
-    assert "zero_ext.parallel.pipeline" in errors["from deepspeed.runtime.pipe.module import PipelineModule"]
+    assert (
+        found["pipelines"]
+        and "'zbv'" in errors["from deepspeed.runtime.pipe.dualpipev import DualPipeVModule"]
+    )
     assert "No module named 'deepspeed.nothing'" in errors["import deepspeed.nothing"]
-    assert "deepspeed.PipelineModule" in errors["PipelineModule()"]
+    assert "deepspeed.DualPipeVModule" in errors["DualPipeVModule()"]
     assert "zero_ext.prepare(model, None" in errors["deepspeed.init_inference(None)"]
 
 

@@ -21,10 +21,9 @@ PAGE = Path(__file__).parents[3] / "docs" / "deepspeed_api.md"
 def resolved(path: str) -> Any:
     """What a listed name is here."""
     module, _, name = path.rpartition(".")
-    if module == "deepspeed.DeepSpeedEngine":
-        return getattr(
-            deepspeed.DeepSpeedEngine, name, None
-        ) or deepspeed.DeepSpeedEngine.__annotations__.get(name)
+    if module in ("deepspeed.DeepSpeedEngine", "deepspeed.PipelineEngine"):
+        engine = getattr(deepspeed, module.rpartition(".")[2])
+        return getattr(engine, name, None) or engine.__annotations__.get(name)
     return getattr(importlib.import_module(MODULES[module]), name)
 
 

@@ -90,6 +90,23 @@ def test_a_plain_script_trains_alike(tmp_path: Path) -> None:
             assert own[key] == pytest.approx(theirs[key]) if key == "lr" else own[key] == theirs[key], name
 
 
+def test_a_pipeline_trains_alike(tmp_path: Path) -> None:
+    for name, run in (("real", under_real), ("ours", under_look_alike)):
+        (tmp_path / name).mkdir()
+        run("pipeline.py", tmp_path / name)
+    real, ours = found_in(tmp_path / "real"), found_in(tmp_path / "ours")
+    assert "site-packages/deepspeed/" in real.pop("file")
+    assert ours.pop("file").endswith("zero_ext/integrations/deepspeed/__init__.py")
+    for name, theirs in real.items():
+        own = ours[name]
+        assert own["losses"] == pytest.approx(theirs["losses"], rel=1e-6), name
+        assert own["again"] == own["losses"][-2:] and own["losses"][3] < own["losses"][0]
+        assert own["evaluated"] == pytest.approx(theirs["evaluated"], rel=1e-6), name
+        assert own["lr"] == pytest.approx(theirs["lr"])
+        for key in ("refused", "parts", "stage", "batch"):
+            assert own[key] == theirs[key], name
+
+
 HUGGING_FACE_JSON: dict[str, Any] = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",

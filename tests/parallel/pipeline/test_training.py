@@ -95,3 +95,9 @@ def test_another_batch_size_is_another_schedule(world: World) -> None:
     again = float(trained.pipeline.train_batch(words, targets=words))
     assert again < first
     assert all(value == first for value in world.everyone(first))
+
+
+@on_ranks(4)
+def test_fewer_micro_batches_than_stages(world: World) -> None:
+    trained = train(world.seed, 4, {"stage": 1, "gradient_clipping": 0.5}, micro_batches=2)
+    assert_as_alone(trained, world.seed, 4, clip=0.5)

@@ -193,7 +193,11 @@ ABSENT_KEYS = (
         "DeepCompile does not exist here; remove the section and use torch.compile on the model's blocks",
         harmless=(None, False, {}),
     ),
-    _absent("pipeline", "the script builds pipelines, with zero_ext.parallel.pipeline; remove the section"),
+    _absent(
+        "pipeline",
+        "the script builds pipelines, with deepspeed.pipe.PipelineModule (activation_checkpoint_interval is "
+        "an argument of it) or zero_ext.parallel.pipeline; remove the section",
+    ),
     Key(
         "tensor_parallel",
         ANYTHING,

@@ -4,6 +4,8 @@ Names that are not served are there too and raise :class:`DeepSpeedFeatureError`
 instead, when they are used. docs/deepspeed_api.md lists all of them.
 """
 
+from typing import TYPE_CHECKING
+
 from zero_ext.integrations.deepspeed import (
     accelerator,
     checkpointing,
@@ -25,12 +27,18 @@ from zero_ext.integrations.deepspeed.registry import API_VERSION as __version__
 from zero_ext.integrations.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from zero_ext.integrations.deepspeed.utils import OnDevice, log_dist, logger
 
+if TYPE_CHECKING:
+    from zero_ext.integrations.deepspeed.pipe.engine import PipelineEngine
+    from zero_ext.integrations.deepspeed.pipe.module import PipelineModule
+
 __all__ = [
     "DeepSpeedConfig",
     "DeepSpeedConfigError",
     "DeepSpeedEngine",
     "DeepSpeedFeatureError",
     "OnDevice",
+    "PipelineEngine",
+    "PipelineModule",
     "__version__",
     "accelerator",
     "add_config_arguments",
@@ -49,4 +57,10 @@ __all__ = [
     "zero",
 ]
 
-__getattr__ = names_of("deepspeed")
+__getattr__ = names_of(
+    "deepspeed",
+    {
+        "PipelineEngine": "deepspeed.runtime.pipe.engine",
+        "PipelineModule": "deepspeed.runtime.pipe.module",
+    },
+)

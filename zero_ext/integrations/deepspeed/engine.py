@@ -91,7 +91,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
 
     def get_data_parallel_rank(self) -> int:
         """This process's rank among them."""
-        return self.global_rank
+        return engine_of(self).rank
 
     def get_model_parallel_rank(self) -> int:
         """0: there is no model parallelism."""
@@ -129,12 +129,18 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         self._applied = False
         if not last:
             return
+        with self._around_step(lr_kwargs):
+            optimizer.step()
+        optimizer.zero_grad()
+
+    @contextlib.contextmanager
+    def _around_step(self, lr_kwargs: Mapping[str, Any] | None = None) -> Iterator[None]:
+        """Around a step of the optimizer, which the scheduler follows unless it is skipped."""
         skipped = self.skipped_steps
-        optimizer.step()
+        yield
         self._applied = self.skipped_steps == skipped
         if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step(**(lr_kwargs or {}))
-        optimizer.zero_grad()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last one of its step."""

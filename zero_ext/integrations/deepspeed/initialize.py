@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,11 +20,16 @@ from zero_ext.config.json_file import read_json_object
 from zero_ext.integrations.deepspeed.engine import DeepSpeedEngine
 from zero_ext.integrations.deepspeed.parameters import mark_sharded
 from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
+from zero_ext.integrations.deepspeed.registry import MODULES
 from zero_ext.integrations.deepspeed.utils.leaf_modules import leaf_modules_of
 from zero_ext.integrations.parts import Scheduler, make_loader, make_optimizer, make_scheduler, say
 from zero_ext.integrations.prepare import prepare
 from zero_ext.optim.build import check_scheduler
 from zero_ext.zero.construction import accelerator_or_cpu
+from zero_ext.zero.rank_groups import data_group
+
+if TYPE_CHECKING:
+    from zero_ext.integrations.deepspeed.pipe.module import PipelineModule
 
 # What DeepSpeed takes beside these and what it may be: without meaning here, or a feature that is missing.
 _OTHER_ARGUMENTS = {
@@ -50,7 +56,7 @@ def initialize(
 
     Args:
         args: an object whose ``deepspeed_config`` names the JSON file, if no ``config`` is given.
-        model: the module to train.
+        model: the module to train; of a ``PipelineModule`` the engine is a ``PipelineEngine``.
         optimizer: over the model's parameters, or a callable that makes one from ``model_parameters``; else
             the JSON's ``optimizer`` section counts. With neither the engine only runs the model.
         model_parameters: parameters or param groups of the built optimizer; default all that train.
@@ -74,7 +80,12 @@ def initialize(
     _check_given(model, optimizer, lr_scheduler)
     plan = _planned(_source(args, config, config_params))
     settings = _with_leaf_modules(plan.settings, model)
-    loader = None if training_data is None else make_loader(training_data, settings, None, collate_fn)
+    pipeline = _as_pipeline(model)
+    mesh = None if pipeline is None else pipeline.mesh
+    loader = None
+    if training_data is not None:
+        group = None if mesh is None else data_group(mesh)
+        loader = make_loader(training_data, settings, group, collate_fn)
     made = None
     if optimizer is not None or settings.optimizer is not None:
         made = make_optimizer(optimizer, settings, model, model_parameters)
@@ -85,11 +96,27 @@ def initialize(
             "there is no optimizer for it to act on; add the section 'optimizer', pass optimizer=, or drop it"
         )
         raise ConfigError(Problem("scheduler", text))
-    inner, prepared = prepare(model, made, settings, wrap=False, device=accelerator_or_cpu())
+    inner, prepared = prepare(
+        model, made, settings, process_group=mesh, wrap=False, device=accelerator_or_cpu()
+    )
     mark_sharded(inner)
     scheduler = None if prepared is None else make_scheduler(lr_scheduler, settings, prepared)
-    engine = DeepSpeedEngine(inner, prepared, scheduler, loader, plan.values)
+    engine = _engine_class(pipeline)(inner, prepared, scheduler, loader, plan.values)
     return engine, prepared, loader, scheduler
+
+
+def _as_pipeline(model: nn.Module) -> PipelineModule | None:
+    """``model``, if it is a pipeline: where there is one, its module, which takes a second, is imported."""
+    pipelines = sys.modules.get(MODULES["deepspeed.runtime.pipe.module"])
+    return model if pipelines is not None and isinstance(model, pipelines.PipelineModule) else None
+
+
+def _engine_class(pipeline: PipelineModule | None) -> type[DeepSpeedEngine]:
+    if pipeline is None:
+        return DeepSpeedEngine
+    from zero_ext.integrations.deepspeed.pipe.engine import PipelineEngine
+
+    return PipelineEngine
 
 
 def _check_given(model: Any, optimizer: Any, lr_scheduler: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NoReturn
 
@@ -50,13 +50,16 @@ def stand_in(entry: Entry) -> type:
     return _Refused(name, (_Base,), {"entry": entry, "__doc__": refusal(entry), "__module__": __name__})
 
 
-def names_of(module: str) -> Callable[[str], Any]:
+def names_of(module: str, later: Mapping[str, str] | None = None) -> Callable[[str], Any]:
     """The ``__getattr__`` of the module here that has the names of DeepSpeed's ``module``: its submodules,
-    which may lie elsewhere here, and stand-ins for what is refused."""
+    which may lie elsewhere here, stand-ins for what is refused, and names that another of its modules has,
+    ``later``, which is imported when they are asked for."""
     here = MODULES[module]
     paths = [path for path, local in MODULES.items() if local == here]
 
     def look_up(name: str) -> Any:
+        if later is not None and name in later:
+            return getattr(importlib.import_module(MODULES[later[name]]), name)
         for path in dict.fromkeys((module, *paths)):
             inner = f"{path}.{name}"
             if inner in MODULES:

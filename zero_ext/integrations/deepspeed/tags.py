@@ -50,10 +50,10 @@ def save(
         keep_last=1,
     )
     if save_latest:
-        core = engine_of(engine)
+        everyone = engine_of(engine).state.everyone
         together(
-            core.collectives,
-            lambda: _write_latest(root, name) if core.rank == 0 else None,
+            everyone,
+            lambda: _write_latest(root, name) if everyone.rank == 0 else None,
             f"writing {root / LATEST}",
             f"The checkpoint {name} itself is whole.",
         )

@@ -15,7 +15,7 @@ class LayerSpec:
     Its random values depend on torch's seed and the layer's number alone, not on which rank builds it.
     """
 
-    def __init__(self, kind: type[nn.Module], *arguments: Any, **options: Any) -> None:
+    def __init__(self, kind: type[nn.Module], /, *arguments: Any, **options: Any) -> None:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
             raise TypeError(f"LayerSpec: a subclass of torch.nn.Module wanted, {kind!r} given")
         self.kind = kind

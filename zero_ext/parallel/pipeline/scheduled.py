@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Schedule1F1B, ScheduleGPipe
 
 from zero_ext.parallel.pipeline.evaluation import ForwardPasses
 from zero_ext.parallel.pipeline.ranks import PipelineRanks
@@ -87,6 +87,8 @@ class Scheduled(Runner):
             for chunk in range(self._module.chunks)
         ]
         made: Any = self._module.kind.made
+        if made is Schedule1F1B and self._micro_batches < len(self._module.ranges):
+            made = ScheduleGPipe  # the same gradients; torch refuses 1F1B where a stage would stand still
         several = issubclass(made, PipelineScheduleMulti)
         schedule = made(stages if several else stages[0], self._micro_batches, self._loss, scale_grads=False)
         return _Made(schedule, stages, progress)

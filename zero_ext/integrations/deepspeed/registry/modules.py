@@ -38,6 +38,8 @@ _LOCAL = {
     "deepspeed.runtime.engine": ".engine",
     "deepspeed.runtime.lr_schedules": ".runtime.lr_schedules",
     "deepspeed.runtime.pipe": ".pipe",
+    "deepspeed.runtime.pipe.engine": ".pipe.engine",
+    "deepspeed.runtime.pipe.module": ".pipe.module",
     "deepspeed.runtime.pipe.topology": ".topology",
     "deepspeed.runtime.utils": ".utils.logging",
     "deepspeed.runtime.zero": ".zero",
@@ -65,7 +67,7 @@ _INFERENCE = (
     "no inference engine here: zero_ext.prepare(model, None, config) runs models larger than the device"
 )
 _TUNING = "use 'zero-ext plan' and 'zero-ext tune'"
-_PIPELINE = "use zero_ext.parallel.pipeline"
+_DUAL = "zero_ext.parallel.pipeline has the schedules 'zbv' and 'zero_bubble'"
 _SEQUENCE = "zero_ext.integrations.split_sequence puts sequences over ranks"
 _OWN = "it is DeepSpeed's own machinery"
 REFUSED_MODULES: dict[str, str] = {
@@ -89,8 +91,9 @@ REFUSED_MODULES: dict[str, str] = {
     "deepspeed.runtime.data_pipeline": "no curriculum learning here: choose samples in the data set",
     "deepspeed.runtime.fp16": _OWN,
     "deepspeed.runtime.hybrid_engine": _INFERENCE,
-    "deepspeed.runtime.pipe.engine": _PIPELINE,
-    "deepspeed.runtime.pipe.module": _PIPELINE,
+    "deepspeed.runtime.pipe.dualpipev": _DUAL,
+    "deepspeed.runtime.pipe.p2p": _OWN,
+    "deepspeed.runtime.pipe.schedule": _OWN,
     "deepspeed.runtime.sequence_parallel": _SEQUENCE,
     "deepspeed.runtime.swap_tensor": _OWN,
     "deepspeed.runtime.tensor_parallel": "split with zero_ext.parallel.split_tensors before prepare",

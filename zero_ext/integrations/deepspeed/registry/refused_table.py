@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from zero_ext.integrations.deepspeed.registry.entry import Entry, refused
 
-_PIPELINE = (
-    "not by this name: zero_ext.parallel.pipeline has PipelineModule, LayerSpec, TiedLayerSpec, Pipeline"
-)
+_DUAL = "zero_ext.parallel.pipeline.PipelineModule(..., schedule='zbv') and 'zero_bubble' fill bubbles so"
+_GRID = "the module's mesh, a DeviceMesh of torch, has groups and ranks: module.mesh['dp'].get_group()"
 _INFERENCE = "no inference engine here; zero_ext.prepare(model, None, config) runs what exceeds the device"
 _TENSOR = "not by this name: split with zero_ext.parallel.split_tensors before prepare"
 _SEQUENCE = "zero_ext.integrations.split_sequence puts sequences over ranks"
@@ -18,7 +17,7 @@ _ZENFLOW = (
 _TUNE = "write the 'scheduler' section in the JSON"
 
 REFUSED: tuple[Entry, ...] = (
-    *refused("deepspeed", "PipelineModule PipelineEngine DualPipeVModule DualPipeVEngine", _PIPELINE),
+    *refused("deepspeed", "DualPipeVModule DualPipeVEngine", _DUAL),
     *refused(
         "deepspeed",
         "init_inference InferenceEngine DeepSpeedInferenceConfig DeepSpeedHybridEngine add_tuning_arguments "
@@ -27,8 +26,8 @@ REFUSED: tuple[Entry, ...] = (
         _INFERENCE,
     ),
     *refused("deepspeed", "tp_model_init set_autotp_mode", _TENSOR),
-    *refused("deepspeed.pipe", "PipelineModule LayerSpec TiedLayerSpec DualPipeVModule", _PIPELINE),
-    *refused("deepspeed.pipe.topology", "PipelineParallelGrid", _PIPELINE),
+    *refused("deepspeed.pipe", "DualPipeVModule", _DUAL),
+    *refused("deepspeed.pipe.topology", "PipelineParallelGrid", _GRID),
     *refused(
         "deepspeed.comm",
         "log_summary reset_log configure has_comm_data get_comm_operation_count get_logged_comm_ops",

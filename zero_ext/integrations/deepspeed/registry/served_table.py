@@ -5,6 +5,7 @@ from __future__ import annotations
 from zero_ext.integrations.deepspeed.registry.entry import Entry, served
 
 _ENGINE = "deepspeed.DeepSpeedEngine"
+_PIPELINE_ENGINE = "deepspeed.PipelineEngine"
 _AT_EVERY_STAGE = "a collective, at every stage and tier"
 _CHECKED = "every result is checked: short transfers go on, errors raise with path and reason"
 _TORCH = "torch.distributed's; prof, log_name and debug are taken and ignored"
@@ -136,7 +137,7 @@ SERVED: tuple[Entry, ...] = (
         "deepspeed.utils.groups",
         "get_data_parallel_group get_data_parallel_world_size get_data_parallel_rank "
         "get_model_parallel_world_size get_tensor_model_parallel_world_size",
-        "all ranks are data-parallel",
+        "all ranks are data-parallel; a pipeline has its groups in module.mesh",
     ),
     *served(
         "deepspeed.checkpointing",
@@ -161,6 +162,44 @@ SERVED: tuple[Entry, ...] = (
         "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
         "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict LazyTensor",
         "of folders that DeepSpeed wrote; writes safetensors",
+    ),
+    *(
+        entry
+        for module in ("deepspeed", "deepspeed.pipe")
+        for entry in served(
+            module,
+            "PipelineModule",
+            "in every ZeRO stage; parameters are named layers.<number>...; the heaviest stage is as light as "
+            "can be; axes 'pipe' and 'data'; seed_layers, seed_fn and an activation_checkpoint_func raise",
+        )
+    ),
+    *served("deepspeed.pipe", "LayerSpec", "values depend on torch's seed and the layer's number alone"),
+    *served("deepspeed.pipe", "TiedLayerSpec", "shares all parameters, whatever tied_weight_attr names"),
+    *served("deepspeed.runtime.pipe.module", "PipelineError"),
+    *served("deepspeed", "PipelineEngine", "what initialize returns for a PipelineModule"),
+    *served(
+        _PIPELINE_ENGINE,
+        "train_batch set_dataiterator set_dataloader set_batch_fn is_first_stage is_last_stage num_stages "
+        "stage_id get_pipeline_parallel_rank micro_batches micro_batch_size",
+        "data that ends or does not fit on one rank is an error on all",
+    ),
+    *served(
+        _PIPELINE_ENGINE,
+        "eval_batch",
+        "the loss is on all ranks, whatever bcast_loss says; reduce_output 'avg' for losses, None for "
+        "outputs (compute_loss=False); num_micro_batches is that of a step",
+    ),
+    *served(_PIPELINE_ENGINE, "forward backward step", "raise, as there: call train_batch or eval_batch"),
+    *served(
+        _PIPELINE_ENGINE,
+        "no_sync set_gradient_accumulation_boundary save_16bit_model",
+        "raise: a step is a batch, and no rank has all weights; 'zero-ext export' writes a checkpoint's",
+    ),
+    *served(_PIPELINE_ENGINE, "module_state_dict load_module_state_dict", "of this rank's layers"),
+    *served(
+        _PIPELINE_ENGINE,
+        "save_checkpoint load_checkpoint",
+        "of one model: loads with any number of stages, ranks and any ZeRO stage",
     ),
     *served(
         "deepspeed.pipe.topology",

@@ -1,0 +1,61 @@
+"""The micro-batches of a step, as an iterator yields them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+def micro_batches_of(
+    data: Iterator[Any] | None, count: int, batch_fn: Callable[[Any], Any] | None
+) -> list[tuple[Any, Any]]:
+    """The next ``count`` pairs of inputs and labels, which ``batch_fn``, if given, makes of what ``data``
+    yields. ``ValueError`` for data that ends before, ``TypeError`` for what is no iterator or no pair."""
+    if data is None:
+        raise ValueError("no data: pass an iterator, or to initialize training_data")
+    if not hasattr(data, "__next__"):
+        raise TypeError(
+            f"a data iterator is wanted, {type(data).__name__} given; pass iter(loader), or "
+            "iter(deepspeed.utils.RepeatingLoader(loader))"
+        )
+    pairs: list[tuple[Any, Any]] = []
+    while len(pairs) < count:
+        try:
+            found = next(data)
+        except StopIteration:
+            raise ValueError(
+                f"the data iterator ended after {len(pairs)} of {count} micro-batches; "
+                "deepspeed.utils.RepeatingLoader begins again at the end of a loader"
+            ) from None
+        if batch_fn is not None:
+            found = batch_fn(found)
+        if not isinstance(found, (tuple, list)) or len(found) < 2:
+            raise TypeError(
+                f"a micro-batch is {type(found).__name__}, a pair of inputs and labels wanted; set_batch_fn "
+                "makes one"
+            )
+        pairs.append((found[0], found[1]))
+    return pairs
+
+
+def joined(micro_batches: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """The inputs of micro-batches, a tensor or several each, one behind the other.
+
+    ``TypeError`` for other things than tensors [samples, ...], ``ValueError`` for other shapes in one than in
+    the first.
+    """
+    given = [tuple(each) if isinstance(each, (tuple, list)) else (each,) for each in micro_batches]
+    for value in (value for values in given for value in values):
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            what = "a tensor without dimensions" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise TypeError(f"inputs: {what} given, tensors [samples, ...] wanted")
+    shapes = [[tuple(value.shape) for value in values] for values in given]
+    for number, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            raise ValueError(
+                f"inputs of micro-batch {number} have shapes {shape}, those of the first {shapes[0]}; one "
+                "shape in a batch is wanted: drop the last samples of a loader, or pad them"
+            )
+    return tuple(torch.cat(column) for column in zip(*given, strict=True))
