@@ -29,14 +29,12 @@ class DefaultGenerator:
         if self.device.type == "cpu":
             torch.default_generator.manual_seed(seed)
         else:
-            module = torch.get_device_module(self.device)
-            with module.device(self.device):
-                module.manual_seed(seed)
+            with torch.accelerator.device_index(self.device.index):
+                torch.get_device_module(self.device).manual_seed(seed)
 
     def initial_seed(self) -> int:
         """The seed that the state began from."""
         if self.device.type == "cpu":
             return torch.default_generator.initial_seed()
-        module = torch.get_device_module(self.device)
-        with module.device(self.device):
-            return int(module.initial_seed())
+        with torch.accelerator.device_index(self.device.index):
+            return int(torch.get_device_module(self.device).initial_seed())
