@@ -38,10 +38,11 @@ class RandomStreams:
         if seed in self._seeds:
             raise ValueError(f"seed {seed} belongs to another random stream; give each stream its own")
         self._seeds.add(seed)
-        before = self._generator().state()
-        self._generator().seed(seed)
-        self._states[name] = self._generator().state()
-        self._generator().restore(before)
+        generator = self._generator()
+        before = generator.state()
+        generator.seed(seed)
+        self._states[name] = generator.state()
+        generator.restore(before)
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """The streams' states, for :meth:`set_states`."""
@@ -56,13 +57,14 @@ class RandomStreams:
         """Inside, random numbers come from stream ``name``. ``KeyError`` for one that was not added."""
         if name not in self._states:
             raise KeyError(f"no random stream '{name}'; there are {sorted(self._states)}: add it with a seed")
-        before = self._generator().state()
-        self._generator().restore(self._states[name])
+        generator = self._generator()
+        before = generator.state()
+        generator.restore(self._states[name])
         try:
             yield
         finally:
-            self._states[name] = self._generator().state()
-            self._generator().restore(before)
+            self._states[name] = generator.state()
+            generator.restore(before)
 
     def seed_model_parallel(self, seed: int, rank: int) -> None:
         """The default stream gets ``seed``, alike on all ranks; the only other one is ``MODEL_PARALLEL``,

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zero_ext.activation.generator import DefaultGenerator
 from zero_ext.checkpoint import load as loading
 from zero_ext.checkpoint import save as saving
 from zero_ext.checkpoint.errors import CheckpointError
@@ -17,7 +18,6 @@ from zero_ext.checkpoint.inspect import open_checkpoint
 from zero_ext.checkpoint.load import LoadedCheckpoint
 from zero_ext.checkpoint.named_state import decode
 from zero_ext.checkpoint.session import SaveHandle, session_of
-from zero_ext.comm import Collectives
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.lookup import engine_of
 from zero_ext.zero.parts_state import PartsState
@@ -58,7 +58,7 @@ def save_checkpoint(
     engine.finish_updates()
     extra: dict[str, Any] = {"random": _of_all_ranks(engine, torch.get_rng_state())}
     if engine.device.type != "cpu":
-        own = torch.get_device_module(engine.device).get_rng_state(engine.device)
+        own = DefaultGenerator(engine.device).state()
         extra["device_random"] = {engine.device.type: _of_all_ranks(engine, own)}
     for name, part in (("scheduler", scheduler), ("loader", loader)):
         if part is not None:
@@ -147,22 +147,17 @@ def _saved_states(
 def _of_all_ranks(engine: Engine, own: torch.Tensor) -> torch.Tensor:
     """The random states [ranks, n] of all ranks that save together, of which ``own`` (uint8 [n]) is this
     one's."""
-    ranks = _saving_ranks(engine)
+    ranks = engine.state.everyone
     table = torch.zeros(ranks.world_size, own.numel(), dtype=torch.int32, device="cpu")
     table[ranks.rank] = own.int()
     return ranks.sum_(table, "random states for the checkpoint").to(torch.uint8)
 
 
 def _restore_random_states(engine: Engine, extra: Mapping[str, Any]) -> None:
-    ranks = _saving_ranks(engine)
+    ranks = engine.state.everyone
     states = extra.get("random")
     if states is not None and len(states) == ranks.world_size:
         torch.set_rng_state(states[ranks.rank].clone())
     states = extra.get("device_random", {}).get(engine.device.type)
     if states is not None and len(states) == ranks.world_size:
-        module = torch.get_device_module(engine.device)
-        module.set_rng_state(states[ranks.rank].clone(), engine.device)
-
-
-def _saving_ranks(engine: Engine) -> Collectives:
-    return engine.collectives if engine.state.parts is None else engine.state.parts.everyone
+        DefaultGenerator(engine.device).restore(states[ranks.rank].clone())
