@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from benchmarks.harness.shapes import LlamaShape
 
-WARM_UP_STEPS_PART = 1 / 30
 LEAST_FACTOR = 0.1
 
 
@@ -20,6 +19,7 @@ class TextRun:
     """What is trained, on how much, and where it is judged.
 
     `batch` windows of `window` bytes a rank and step; the held-out loss is a mean over `held_out_windows`.
+    The learning rate rises over the part `rise` of the steps.
     """
 
     name: str
@@ -28,11 +28,12 @@ class TextRun:
     batch: int
     window: int
     learning_rate: float
+    rise: float = 1 / 30
     held_out_windows: int = 128
 
     def factor(self, step: int) -> float:
         """Of the learning rate at a step from 0: a linear rise, then a cosine to a tenth."""
-        rise = max(1, round(self.steps * WARM_UP_STEPS_PART))
+        rise = max(1, round(self.steps * self.rise))
         done = min(step / self.steps, 1.0)
         fall = LEAST_FACTOR + (1 - LEAST_FACTOR) * 0.5 * (1 + math.cos(math.pi * done))
         return min((step + 1) / rise, fall)
@@ -68,7 +69,9 @@ RUNS = {
     run.name: run
     for run in (
         TextRun("8m-bytes", BYTE_LLAMA, steps=3000, batch=1, window=128, learning_rate=3e-4),
-        TextRun("34m", LLAMA_34M, steps=500, batch=1, window=128, learning_rate=3e-4),
+        # Moments whose bias is not corrected step far in their first hundred steps: a rate that has risen
+        # fully by then holds this run back for long (1-bit Adam: 2.65 in the end, Adam 1.97).
+        TextRun("34m", LLAMA_34M, steps=500, batch=1, window=128, learning_rate=3e-4, rise=1 / 10),
         TextRun("tiny", TINY, steps=200, batch=1, window=64, learning_rate=3e-3, held_out_windows=16),
     )
 }

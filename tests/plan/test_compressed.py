@@ -89,6 +89,16 @@ def two_steps(world: World, stage: int, policy: CommunicationPolicy, micro_batch
     return engine
 
 
+def counted(engine: Engine) -> dict[str, Sent]:
+    """What this rank sent in the last step."""
+    wire = engine.wire
+    return {
+        kind: Sent(wire.last_bytes_sent[kind], wire.last_crossing_bytes[kind])
+        for kind in wire.last_elements
+        if kind != "scalars"
+    }
+
+
 @on_ranks(2, 4)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_volumes_and_memory_are_those_counted(world: World, stage: int) -> None:
@@ -100,16 +110,10 @@ def test_volumes_and_memory_are_those_counted(world: World, stage: int) -> None:
             for micro_batches in (1, 2) if per_node == 2 else (1,):
                 engine = two_steps(world, stage, policy, micro_batches)
                 lengths = [unit.layout.numel for unit in engine.units]
-                wire = engine.wire
-                counted = {
-                    kind: Sent(wire.last_bytes_sent[kind], wire.last_crossing_bytes[kind])
-                    for kind in wire.last_elements
-                    if kind != "scalars"
-                }
                 planned = step_bytes(
                     stage, world.size, Counter(lengths), policy, accumulation_steps=micro_batches
                 )
-                assert counted == planned, (policy, micro_batches)
+                assert counted(engine) == planned, (policy, micro_batches)
                 state = TrainingState({"bf16": sum(lengths)}, accumulation_steps=micro_batches)
                 kept = sum(secondary_bytes(numel, world.size, policy, 2) for numel in lengths)
                 params = model_state_bytes(stage, world.size, state).params
@@ -140,6 +144,18 @@ def test_all_on_crosses_with_a_quarter_of_the_bytes(world: World) -> None:
     assert full / compressed >= 7.6
 
 
-def test_sharding_groups_are_not_planned() -> None:
-    with pytest.raises(ValueError, match="sharding_ranks is 2"):
-        step_bytes(3, 4, {64: 1}, CommunicationPolicy(sharding_ranks=2))
+@on_ranks(4)
+@pytest.mark.parametrize("codes", [None, "int8"])
+def test_volumes_of_sharding_groups(world: World, codes: str | None) -> None:
+    for per_node in (1, 2, 4):
+        policy = CommunicationPolicy(sharding_ranks=2, ranks_per_node=per_node, quantized_weights=codes)
+        for micro_batches in (1, 2):
+            engine = two_steps(world, 3, policy, micro_batches)
+            units = Counter(unit.layout.numel for unit in engine.units)
+            planned = step_bytes(3, 4, units, policy, accumulation_steps=micro_batches)
+            assert counted(engine) == planned, (per_node, micro_batches)
+
+
+def test_sharding_groups_fill_the_world() -> None:
+    with pytest.raises(ValueError, match="sharding_ranks is 3: it does not divide the 4 ranks"):
+        step_bytes(3, 4, {64: 1}, CommunicationPolicy(sharding_ranks=3))

@@ -36,13 +36,23 @@ def print_plan(console: Console, plan: Plan) -> None:
     if plan.advice is not None:
         console.print(f"[green]take {escape(str(plan.advice.row.candidate))}[/]: ", end="")
         console.print(escape("; ".join(plan.advice.reasons)) + ".", soft_wrap=True)
-        full, less = (plan.crossing(plan.advice.row, compressed) for compressed in (False, True))
-        if less < full:
-            console.print(
-                f"Between hosts a GPU sends {short_bytes(full)} in a step of that; {short_bytes(less)} with "
-                "all of 'communication' (ZeRO++).",
-                soft_wrap=True,
-            )
+        _print_crossing(console, plan, plan.advice.row)
+
+
+def _print_crossing(console: Console, plan: Plan, advised: PlanRow) -> None:
+    full = plan.crossing(advised, compressed=False)
+    if not full:
+        return
+    said = [f"Between hosts a GPU sends {short_bytes(full)} in a step of that"]
+    less = {"all of 'communication' (ZeRO++)": advised} if not advised.sends_signs else {}
+    for row in plan.rows:
+        if row.fits and row.sends_signs:
+            less[f"1-bit Adam in stage {row.training.stage}, after its warm-up"] = row
+    for way, row in less.items():
+        sent = plan.crossing(row, compressed=True)
+        if sent < full:
+            said.append(f"{short_bytes(sent)} with {way}")
+    console.print("; ".join(said) + ".", soft_wrap=True)
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:

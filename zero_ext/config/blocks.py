@@ -1,6 +1,8 @@
-"""Blocks in which 8-bit moments and codes on the wire are quantized (Dettmers et al., arXiv 2110.02861)."""
+"""Blocks in which 8-bit moments and codes on the wire are quantized (Dettmers et al., arXiv 2110.02861), and
+in which signs have a scale."""
 
 BLOCK_ELEMENTS = 256
+SIGN_BLOCK = 8192
 
 
 def block_count(elements: int) -> int:
@@ -11,3 +13,8 @@ def block_count(elements: int) -> int:
 def message_bytes(elements: int, bits: int) -> int:
     """Bytes of `elements` elements in codes of `bits` bits, padded to 8, and a float32 scale a block."""
     return -(-elements // 8) * bits + 4 * block_count(elements)
+
+
+def sign_message_bytes(elements: int) -> int:
+    """Bytes of the message of `elements` signs, a multiple of 4: 1/32 of float32's and 0.05% of scales."""
+    return 4 * (-(-elements // 32) + -(-elements // SIGN_BLOCK))

@@ -1,5 +1,6 @@
 """Python face of the C++ ops ``torch.ops.zero_ext.*``; importing it loads a built extension."""
 
+from zero_ext.config.blocks import SIGN_BLOCK, sign_message_bytes
 from zero_ext.ops.adam import adam_step_
 from zero_ext.ops.adam_8bit import adam_step_8bit_
 from zero_ext.ops.aio import (
@@ -50,14 +51,7 @@ from zero_ext.ops.lamb import lamb_norms_, lamb_step_
 from zero_ext.ops.library import is_built, load, load_kernels
 from zero_ext.ops.lion import lion_step_
 from zero_ext.ops.norm import ACCUMULATOR_ENTRIES, squared_norm_, squared_norm_value
-from zero_ext.ops.signs import (
-    SIGN_BLOCK,
-    compress_signs_,
-    expand_signs_,
-    reduce_signs_,
-    sign_message_bytes,
-    sum_signs_,
-)
+from zero_ext.ops.signs import compress_signs_, expand_signs_, reduce_signs_, sum_signs_
 from zero_ext.ops.state_stream import (
     ADAM_FIELDS,
     STREAM_COUNTERS,

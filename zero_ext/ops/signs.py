@@ -18,13 +18,6 @@ from torch import Tensor
 
 from zero_ext.ops.library import check_one_device, fake_kernel, op
 
-SIGN_BLOCK = 8192
-
-
-def sign_message_bytes(numel: int) -> int:
-    """Bytes of the message of `numel` elements, a multiple of 4: 1/32 of float32's and 0.05% of scales."""
-    return 4 * (-(-numel // 32) + -(-numel // SIGN_BLOCK))
-
 
 def compress_signs_(messages: Tensor, errors: Tensor, values: Tensor, factor: float, parts: int) -> None:
     """Compresses ``values * factor + errors``; `errors` becomes what that left behind.

@@ -44,29 +44,40 @@ def step_bytes(
     `units` are those that train, by the elements of their flat buffer, padding included: how many are that
     long. Every micro-batch is reduced on its own where gradients are sharded.
 
-    Raises ValueError for a stage, world size or count that does not exist, and for sharding groups, whose
-    volumes are not planned.
+    Raises ValueError for a stage, world size or count that does not exist, and for sharding groups that do
+    not fill the world.
     """
     check_count("accumulation_steps", accumulation_steps, 1)
-    if communication.sharding_ranks not in (None, world_size):
+    group = communication.sharding_ranks or world_size
+    if world_size % group:
         raise ValueError(
-            f"communication.sharding_ranks is {communication.sharding_ranks}: volumes of sharding groups are "
-            "not planned; plan for one group's ranks"
+            f"communication.sharding_ranks is {group}: it does not divide the {world_size} ranks; set it to a "
+            "divisor of them"
         )
     total: Counter[str] = Counter()
     crossing: Counter[str] = Counter()
     for numel, count in units.items():
-        sent = _of_unit(stage, world_size, numel, communication, bytes_per_element, accumulation_steps)
+        sent = _of_unit(stage, group, numel, communication, bytes_per_element, accumulation_steps)
+        if group < world_size:
+            replicas = _over_replicas(world_size, group, communication.ranks_per_node or world_size)
+            part = numel // group * bytes_per_element * accumulation_steps
+            sent["reduce_scatter"] += Sent(part * replicas.all, part * replicas.crossing)
         for kind, each in sent.items():
             total[kind] += count * each.all
             crossing[kind] += count * each.crossing
     return {kind: Sent(total[kind], crossing[kind]) for kind in total}
 
 
+def _over_replicas(world_size: int, group: int, per_node: int) -> Sent:
+    """Times a rank sends its shard's gradient to those with the same shard in other groups (MiCS, Zhang et
+    al., arXiv 2205.00119)."""
+    return Sent(world_size // group - 1, world_size // group - max(per_node // group, 1))
+
+
 def _of_unit(
     stage: int, ranks: int, numel: int, communication: CommunicationPolicy, width: int, micro_batches: int
 ) -> dict[str, Sent]:
-    per_node = communication.ranks_per_node or ranks
+    per_node = min(communication.ranks_per_node or ranks, ranks)
     flat = bytes_sent(wire_elements(stage, ranks, numel, accumulation_steps=micro_batches), ranks, width)
     found = {kind: Sent(sent, sent * (ranks - per_node) // (ranks - 1)) for kind, sent in flat.items()}
     nodes, shard, placement = ranks // per_node, numel // ranks, Placement.of_stage(stage)

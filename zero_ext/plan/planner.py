@@ -10,6 +10,7 @@ from zero_ext.plan.candidates import CANDIDATES
 from zero_ext.plan.compressed import step_bytes
 from zero_ext.plan.models import PlannedModel
 from zero_ext.plan.row import Batch, PlanRow, plan_row
+from zero_ext.plan.signs import sign_bytes
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.training import Training
 from zero_ext.plan.simulation.units import unit_elements
@@ -47,17 +48,21 @@ class Plan:
 
     def crossing(self, row: PlanRow, compressed: bool) -> int:
         """Bytes that a GPU sends to other hosts in a step of ``row``; ``compressed``: with all of ZeRO++ that
-        acts in its stage. 0 where hosts are not full."""
+        acts in its stage, in stages 0 and 1 as signs (1-bit Adam after its warm-up). 0 where hosts are not
+        full."""
         training, per_host = row.training, self.hardware.ranks_per_node
         if self.gpus % per_host:
             return 0
         policy = CommunicationPolicy(ranks_per_node=per_host)
-        if compressed:
-            whole = {"quantized_weights": "int8", "secondary_shards": True} if training.stage == 3 else {}
-            policy = policy.replace(quantized_gradients="int4", **whole)
         units = unit_elements(self.model.whole, training)
-        steps = training.accumulation_steps
-        sent = step_bytes(training.stage, self.gpus, units, policy, accumulation_steps=steps)
+        if compressed and row.sends_signs:
+            sent = sign_bytes(self.gpus, units, ranks_per_node=per_host)
+        else:
+            if compressed:
+                whole = {"quantized_weights": "int8", "secondary_shards": True} if training.stage == 3 else {}
+                policy = policy.replace(quantized_gradients="int4", **whole)
+            steps = training.accumulation_steps
+            sent = step_bytes(training.stage, self.gpus, units, policy, accumulation_steps=steps)
         return sum(each.crossing for each in sent.values())
 
     @property

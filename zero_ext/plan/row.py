@@ -47,6 +47,12 @@ class PlanRow:
         return not self.shortfalls
 
     @property
+    def sends_signs(self) -> bool:
+        """Whether 1-bit Adam runs in this placement."""
+        training = self.training
+        return training.stage <= 1 and training.optimizer == "device" and training.moments_dtype == "fp32"
+
+    @property
     def excess(self) -> tuple[float, float]:
         """What is asked of the tier that is shortest of room, over what it has; and all such ratios."""
         return _excess(self.shortfalls)

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    AutoModelForSequenceClassification,
+)
 
 import zero_ext
 from tests.integrations.transformers.models import VOCABULARY, enter, gpt2, llama, reloaded, shared_folder
@@ -31,7 +37,22 @@ def built(kind: str, seed: int, tied: bool) -> Any:
         return AutoModelForCausalLM.from_config(
             AutoConfig.for_model("bloom", tie_word_embeddings=tied, **sizes)
         )
+    if kind == "bert":
+        torch.manual_seed(seed)
+        return AutoModelForMaskedLM.from_config(encoder(kind, LAYERS, tie_word_embeddings=tied))
     return llama(seed, num_hidden_layers=LAYERS, tie_word_embeddings=tied)
+
+
+def encoder(kind: str, layers: int, **options: Any) -> Any:
+    """The configuration of a small BERT or RoBERTa without dropout."""
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+    }
+    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    return AutoConfig.for_model(kind, vocab_size=VOCABULARY, **sizes, **dropouts, **options)
 
 
 def batches(seed: int) -> list[torch.Tensor]:
@@ -96,6 +117,9 @@ class Course:
         ("gpt2", 3, 1, True, {"schedule": "zbv"}),
         ("gpt2", 1, 2, True, {}),
         ("bloom", 3, 2, True, {}),
+        ("bert", 3, 1, True, {}),
+        ("bert", 2, 2, True, {}),
+        ("bert", 1, 1, False, {"schedule": "interleaved", "chunks": 2}),
     ],
 )
 def test_steps_are_those_of_one_process(
@@ -150,6 +174,23 @@ def test_stages_one_after_another_are_the_model(world: World, kind: str) -> None
     torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-6)
 
 
+@on_ranks(1, timeout=300)
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_stages_of_encoders_are_the_model(world: World, kind: str) -> None:
+    enter(world)
+    torch.manual_seed(world.seed)
+    model = AutoModelForMaskedLM.from_config(encoder(kind, 4)).eval()
+    words = batches(world.seed)[0]
+    mask = mask_of(words).roll(1, 1)  # padding is not only behind
+    options = {"schedule": "interleaved", "chunks": 3, "split": "uniform"}
+    inputs = ("input_ids", "attention_mask")
+    stages = split_model(model, make_mesh(device_type="cpu"), inputs=inputs, **options).eval()
+    values: Any = (words, mask)
+    for chunk in range(3):
+        values = stages(chunk, *values)
+    torch.testing.assert_close(values, model(words, attention_mask=mask).logits, rtol=1e-5, atol=1e-6)
+
+
 @on_ranks(2, timeout=300)
 def test_models_that_cannot_be_split(world: World) -> None:
     enter(world)
@@ -158,6 +199,8 @@ def test_models_that_cannot_be_split(world: World) -> None:
     config = AutoConfig.for_model("opt", ffn_dim=16, word_embed_proj_dim=16, **sizes)
     with pytest.raises(ValueError, match="OPTForCausalLM brings no plan for pipelines"):
         split_model(AutoModelForCausalLM.from_config(config), mesh)
+    with pytest.raises(ValueError, match=r"'bert.pooler.dense.weight' \(16, 16\) is in no part"):
+        split_model(AutoModelForPreTraining.from_config(encoder("bert", 2)), mesh)
     model = llama(world.seed)
     with pytest.raises(ValueError, match="LlamaModel brings no plan for pipelines"):
         split_model(model.model, mesh)

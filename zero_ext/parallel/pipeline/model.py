@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ def split_model(
     split: str | Sequence[float] = "parameters",
     inputs: Sequence[str] = ("input_ids",),
 ) -> StagedModel:
-    """This rank's stages of ``model``, one of transformers with a head (Llama, Qwen, Mistral, GPT-2, BLOOM
-    and others that have ``base_model_pp_plan``), for :func:`zero_ext.prepare` and :class:`Pipeline`.
+    """This rank's stages of ``model``, one of transformers with a head (Llama, Qwen, Mistral, GPT-2, BLOOM,
+    BERT and others that have ``base_model_pp_plan``), for :func:`zero_ext.prepare` and :class:`Pipeline`.
 
     Every stage keeps its layers, the first the embeddings too, the last the norm and the head; parameters
     keep their names in the whole model, so checkpoints and exports are those of the whole. Masks, positions
@@ -72,7 +72,7 @@ class StagedModel(StagedModule):
                 "them to PipelineModule as a list"
             )
         self.inputs = tuple(inputs)
-        self._base, self._layers = parts.base, parts.layers
+        self._base, self._path = parts.base, parts.path
         held = [self.ranges[stage] for stage in self.stages]
         self._names = [[name for piece in some for name in parts.pieces[piece]] for some in held]
         self._views = [_cut(model, parts, some, parts.stand_in) for some in held]
@@ -90,15 +90,14 @@ class StagedModel(StagedModule):
         for name in self._names[chunk]:  # a module may have been replaced, as by tiles
             owner, _, last = name.rpartition(".")
             view.get_submodule(owner)._modules[last] = self.get_submodule(name)
-        body = view.get_submodule(self._base)
-        for shell in (view, body, body.get_submodule(self._layers)):
-            shell.training = self.training
+        for shell in self._path:
+            view.get_submodule(shell).training = self.training
         named = dict(zip(self.inputs, inputs, strict=True))
         if stage > 0:
             named["inputs_embeds"] = named.pop(self.inputs[0])
         if stage == len(self.ranges) - 1:
             return view(**named, use_cache=False).logits
-        hidden = body(**named, use_cache=False).last_hidden_state
+        hidden = view.get_submodule(self._base)(**named, use_cache=False).last_hidden_state
         if hidden._is_view():  # GPT-2's is; torch's zero-bubble schedules detach outputs in place
             hidden = hidden.clone()
         return (hidden, *inputs[1:]) if inputs[1:] else hidden
@@ -114,19 +113,18 @@ def _cut(
     """``model`` with the pieces ``held`` as they are, others replaced, or left out where None stands in."""
     elsewhere = {name for piece, names in enumerate(parts.pieces) if piece not in held for name in names}
 
-    def shell(name: str, changed: Mapping[str, nn.Module]) -> nn.Module:
+    shells: dict[str, nn.Module] = {}
+    for name in reversed(parts.path):
         module = model.get_submodule(name)
-        dot = f"{name}." if name else ""
-        children: dict[str, nn.Module | None] = {
-            each: stand_in(dot + each) if dot + each in elsewhere else changed.get(each, child)
-            for each, child in module.named_children()
-        }
-        made = copy.copy(module)
-        made._modules = {each: child for each, child in children.items() if child is not None}
-        return made
-
-    layers = shell(f"{parts.base}.{parts.layers}", {})
-    return shell("", {parts.base: shell(parts.base, {parts.layers: layers})})
+        children: dict[str, nn.Module | None] = {}
+        for child, held_module in module.named_children():
+            full = f"{name}.{child}" if name else child
+            chosen = stand_in(full) if full in elsewhere else shells.get(full, held_module)
+            if chosen is not None:
+                children[child] = chosen
+        shells[name] = copy.copy(module)
+        shells[name]._modules = children
+    return shells[""]
 
 
 def _own_loss(model: Any) -> Loss:

@@ -26,6 +26,13 @@ _PLANS: dict[str, Plan] = {
         "h": (["hidden_states", "alibi", "attention_mask"], ["hidden_states"]),
         "ln_f": (["hidden_states"], ["hidden_states"]),
     },
+    **dict.fromkeys(
+        ("bert", "roberta"),
+        {
+            "embeddings": (["input_ids"], ["hidden_states"]),
+            "encoder.layer": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        },
+    ),
 }
 
 # Models whose layers give tuples, hidden states first.
@@ -36,7 +43,7 @@ _HIDDEN = {"input_ids", "inputs_embeds", "hidden_states"}
 @dataclass(frozen=True)
 class Parts:
     """``pieces`` are the names of the modules that run before the layers, of each layer, and of those that
-    run behind; ``base`` the base model's name, ``layers`` that of their stack in it. What ``added`` names
+    run behind; ``base`` the base model's name, ``layers`` that of their stack in it, with dots. What ``added`` names
     is added to the hidden states before the layers. ``tuples``: layers give them, hidden states first."""
 
     base: str
@@ -52,6 +59,12 @@ class Parts:
             for number, names in enumerate(self.pieces)
             if any(parameter.startswith(f"{name}.") for name in names)
         )
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The modules with parts of several stages: the model, its base, and on to the stack of layers."""
+        steps = f"{self.base}.{self.layers}".split(".")
+        return tuple(".".join(steps[:depth]) for depth in range(len(steps) + 1))
 
     def stand_in(self, name: str) -> nn.Module:
         """What runs in place of a module that is in another stage."""
@@ -75,19 +88,20 @@ def parts_of(model: Any) -> Parts:
             f"{type(model).__name__} brings no plan for pipelines along (base_model_pp_plan of its "
             "configuration, and a head beside its base model); give its layers to PipelineModule as a list"
         )
-    if not model.can_generate():
+    if model.get_output_embeddings() is None:
         raise ValueError(
             f"{type(model).__name__} has a head that looks at whole sequences, whose words later stages do "
-            "not have; take a model with a head for words (AutoModelForCausalLM)"
+            "not have; take a model with a head for words (AutoModelForCausalLM, AutoModelForMaskedLM)"
         )
-    order = [name for name in plan if isinstance(getattr(body, name, None), nn.Module)]
-    stacks = [name for name in order if isinstance(getattr(body, name), nn.ModuleList)]
+    modules = dict(body.named_modules())
+    order = [name for name in plan if name in modules]
+    stacks = [name for name in order if isinstance(modules[name], nn.ModuleList)]
     if len(stacks) != 1:
         raise ValueError(f"the plan of {type(model).__name__} has the stacks {stacks}; one is wanted")
     cut = order.index(stacks[0])
     before, behind = ([f"{base}.{name}" for name in names] for names in (order[:cut], order[cut + 1 :]))
     heads = [name for name, _ in model.named_children() if name != base]
-    layers = [(f"{base}.{stacks[0]}.{number}",) for number in range(len(getattr(body, stacks[0])))]
+    layers = [(f"{base}.{stacks[0]}.{number}",) for number in range(len(modules[stacks[0]]))]
     parts = Parts(
         base,
         stacks[0],
@@ -121,14 +135,21 @@ def check_passage(model: Any, body: Any) -> None:
 
 
 class _Through(nn.Module):
-    """Gives back its first argument, ``in_tuple`` or as it is."""
+    """Gives back the hidden states, its first argument or ``inputs_embeds``, ``in_tuple`` or as they are."""
 
     def __init__(self, in_tuple: bool) -> None:
         super().__init__()
         self._in_tuple = in_tuple
 
-    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor | tuple[torch.Tensor]:
-        return (hidden,) if self._in_tuple else hidden
+    def forward(
+        self,
+        hidden: torch.Tensor | None = None,
+        *_: Any,
+        inputs_embeds: torch.Tensor | None = None,
+        **__: Any,
+    ) -> Any:
+        given = hidden if inputs_embeds is None else inputs_embeds
+        return (given,) if self._in_tuple else given
 
 
 class _Added(nn.Module):

@@ -68,15 +68,17 @@ class LambSigns(ReplicatedWay):
             super()._average(used, what, numbers, values, factor)
             return
         for number in numbers:
-            self._averaged(number, values(number).clone(), used)
+            self._averaged(number, values(number), used)
+
+    def _room(self, number: int) -> torch.Tensor:
+        return self._lamb.state(number, "exp_avg")
 
     def _averaged(self, number: int, average: torch.Tensor, used: frozenset[str]) -> None:
         before, fresh = self._before.pop(number), self._kept["fresh_variance"][number]
-        momentum = self._lamb.state(number, "exp_avg")
         for name, run in self._lamb.each(number, used):
             part = slice(run.begin, run.end)
-            momentum[part].copy_(average[part]).div_(self._lamb.scalings[name])
-            told = (momentum[part] - before[part].mul_(run.beta1)).div_(1 - run.beta1)
+            momentum = average[part].div_(self._lamb.scalings[name])
+            told = (momentum - before[part].mul_(run.beta1)).div_(1 - run.beta1)
             square_average(fresh[part], told, 1.0, run._replace(begin=0, end=told.numel()))
             directions = self._lamb.direction(number, run)
             ratio = self._lamb.adapted_ratio(number, name, run, fresh[part], directions)

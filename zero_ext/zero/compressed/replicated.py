@@ -42,14 +42,20 @@ class ReplicatedWay(Way):
                 ops.reduce_signs_(exchange.own, server[number], received, 1 / self._ranks)
             exchange.gather()
         for number, exchange in exchanges.items():
-            average = torch.empty(self._layout(number).numel, dtype=torch.float32, device=own[number].device)
-            ops.expand_signs_(average, exchange.gathered(), 1.0, False, self._ranks)
+            average = self._room(number)
+            with resting(average, idle[number]):
+                ops.expand_signs_(average, exchange.gathered(), 1.0, False, self._ranks)
             self._averaged(number, average, used)
+
+    def _room(self, number: int) -> torch.Tensor:
+        """Where the average goes, float32 [numel]."""
+        own = self._kept[self.ERRORS[0]][number]
+        return torch.empty_like(own)
 
     @abstractmethod
     def _averaged(self, number: int, average: torch.Tensor, used: frozenset[str]) -> None:
-        """Steps the unit of this number by the average, float32 [numel], which holds anything where nothing
-        took part."""
+        """Steps the unit of this number by the average, in :meth:`_room`'s tensor, which is as it was where
+        nothing took part."""
 
     def _descend(self, number: int, used: frozenset[str]) -> None:
         master = self._parts.masters[number]
@@ -77,10 +83,10 @@ class MomentumSigns(ReplicatedWay):
 
         self._average(used, "the momentum", self._updating(), averaged_here, 1.0)
 
+    def _room(self, number: int) -> torch.Tensor:
+        return self._stepper.state(number, "exp_avg")
+
     def _averaged(self, number: int, average: torch.Tensor, used: frozenset[str]) -> None:
-        momentum = self._stepper.state(number, "exp_avg")
-        for run in self._stepper.runs(number, used):
-            momentum[run.begin : run.end].copy_(average[run.begin : run.end])
         self._descend(number, used)
 
 

@@ -1,0 +1,38 @@
+"""Bytes that an exchange of signs sends, in place of gradients (Tang et al., arXiv 2102.02888, section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from zero_ext.config.blocks import sign_message_bytes
+from zero_ext.plan.compressed import Sent
+from zero_ext.plan.memory import check_count
+
+
+def sign_bytes(
+    world_size: int, units: Mapping[int, int], *, ranks_per_node: int | None = None
+) -> dict[str, Sent]:
+    """What one of `world_size` ranks sends in a step of `zero_ext.OneBitAdam`, `ZeroOneAdam` or `OneBitLamb`
+    that exchanges signs, by kind, as `zero_ext.comm.WireLog` counts it; norms and flags left out.
+
+    Steps of their warm-up send what :func:`zero_ext.plan.step_bytes` says, local steps of `ZeroOneAdam`
+    nothing. `units` are as there; None takes all ranks for those of one node. Raises ValueError for a world
+    size that does not exist, and for nodes that the ranks do not fill.
+    """
+    check_count("world_size", world_size, 1)
+    per_node = ranks_per_node or world_size
+    if world_size % per_node:
+        raise ValueError(
+            f"ranks_per_node is {per_node}: it does not divide the {world_size} ranks; set it to a divisor of them"
+        )
+    if world_size == 1:
+        return {}
+    nodes = world_size // per_node
+    # The owner of a part answers every node once, and there one rank tells the others.
+    to_owners = Sent(world_size - 1, world_size - per_node)
+    to_all = Sent(nodes - 1 + nodes * (per_node - 1), nodes - 1)
+    messages = sum(count * sign_message_bytes(numel // world_size) for numel, count in units.items())
+    return {
+        "signs_to_owners": Sent(messages * to_owners.all, messages * to_owners.crossing),
+        "signs_to_all": Sent(messages * to_all.all, messages * to_all.crossing),
+    }
