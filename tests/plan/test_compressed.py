@@ -156,6 +156,29 @@ def test_volumes_of_sharding_groups(world: World, codes: str | None) -> None:
             assert counted(engine) == planned, (per_node, micro_batches)
 
 
-def test_sharding_groups_fill_the_world() -> None:
-    with pytest.raises(ValueError, match="sharding_ranks is 3: it does not divide the 4 ranks"):
-        step_bytes(3, 4, {64: 1}, CommunicationPolicy(sharding_ranks=3))
+@on_ranks(4)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_that_add_up_are_wider(world: World, stage: int) -> None:
+    policy = CommunicationPolicy(ranks_per_node=2)
+    for micro_batches in (1, 2):
+        engine = two_steps(world, stage, policy, micro_batches)
+        units = Counter(unit.layout.numel for unit in engine.units)
+        planned = step_bytes(stage, 4, units, policy, accumulation_steps=micro_batches)
+        assert counted(engine) == planned, micro_batches
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "policy", "words"),
+    [
+        (3, 4, {"sharding_ranks": 3}, "sharding_ranks is 3: it does not divide the 4 ranks"),
+        (3, 4, {"sharding_ranks": 1}, "sharding_ranks is 1: a group of one rank shards nothing"),
+        (3, 12, {"sharding_ranks": 4, "ranks_per_node": 6}, "sharding_ranks is 4: nodes have 6 ranks"),
+        (2, 4, {"sharding_ranks": 2}, "sharding_ranks is 2 in stage 2; stage 3 is wanted"),
+        (3, 8, {"ranks_per_node": 3}, "ranks_per_node is 3, which does not divide the 8 ranks"),
+    ],
+)
+def test_groups_and_nodes_that_the_engine_refuses(
+    stage: int, ranks: int, policy: dict[str, int], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        step_bytes(stage, ranks, {64: 1}, CommunicationPolicy(**policy))

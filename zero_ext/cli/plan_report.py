@@ -46,7 +46,7 @@ def _print_crossing(console: Console, plan: Plan, advised: PlanRow) -> None:
     said = [f"Between hosts a GPU sends {short_bytes(full)} in a step of that"]
     less = {"all of 'communication' (ZeRO++)": advised} if not advised.sends_signs else {}
     for row in plan.rows:
-        if row.fits and row.sends_signs:
+        if plan.fits_signs(row):
             less[f"1-bit Adam in stage {row.training.stage}, after its warm-up"] = row
     for way, row in less.items():
         sent = plan.crossing(row, compressed=True)

@@ -21,6 +21,7 @@ from zero_ext.comm.node_map import NodeMap
 from zero_ext.comm.ordered import Hop, OrderedExchange
 from zero_ext.comm.subset import SubsetExchange
 from zero_ext.comm.wire import WireLog
+from zero_ext.config.communication import check_sharding_ranks
 from zero_ext.config.events import Bus, CollectiveEnd
 
 
@@ -90,15 +91,7 @@ class Collectives:
         """
         if ranks is None or ranks == self.world_size:
             return
-        problem, node = "", self.nodes.ranks_per_node
-        if ranks == 1:
-            problem = "a group of one rank shards nothing; set stage to 0"
-        elif self.world_size % ranks:
-            problem = f"it does not divide the {self.world_size} ranks; set it to a divisor of them"
-        elif ranks % node and node % ranks:
-            problem = f"nodes have {node} ranks; set it to a divisor or a multiple of them"
-        if problem:
-            raise ValueError(f"communication.sharding_ranks is {ranks}: {problem}")
+        check_sharding_ranks(ranks, self.world_size, self.nodes.ranks_per_node)
         first = self.rank // ranks * ranks
         self._groups = (
             self.among(range(first, first + ranks)),

@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zero_ext.config.communication import check_ranks_per_node
+
 
 @dataclass(frozen=True)
 class NodeMap:
@@ -19,12 +21,7 @@ class NodeMap:
     ranks_per_node: int
 
     def __post_init__(self) -> None:
-        if self.world_size % self.ranks_per_node:
-            raise ValueError(
-                f"communication.ranks_per_node is {self.ranks_per_node}, which does not divide the "
-                f"{self.world_size} ranks; nodes are equally large: set it to a divisor of "
-                f"{self.world_size}, or start another number of ranks"
-            )
+        check_ranks_per_node(self.ranks_per_node, self.world_size)
 
     @property
     def nodes(self) -> int:

@@ -59,3 +59,26 @@ class CommunicationPolicy(Policy):
             return 0
         codes = self.quantized_weights if is_float else None
         return nodes * (shard * itemsize if codes is None else message_bytes(shard, CODE_BITS[codes]))
+
+
+def check_ranks_per_node(ranks_per_node: int, world_size: int) -> None:
+    """Raises ValueError where ranks do not fill their nodes."""
+    if world_size % ranks_per_node:
+        raise ValueError(
+            f"communication.ranks_per_node is {ranks_per_node}, which does not divide the {world_size} "
+            f"ranks; nodes are equally large: set it to a divisor of {world_size}, or start another number of "
+            "ranks"
+        )
+
+
+def check_sharding_ranks(ranks: int, world_size: int, ranks_per_node: int) -> None:
+    """Raises ValueError where sharding groups do not fill the world, or nodes and groups overlap."""
+    problem = ""
+    if ranks == 1:
+        problem = "a group of one rank shards nothing; set stage to 0"
+    elif world_size % ranks:
+        problem = f"it does not divide the {world_size} ranks; set it to a divisor of them"
+    elif ranks % ranks_per_node and ranks_per_node % ranks:
+        problem = f"nodes have {ranks_per_node} ranks; set it to a divisor or a multiple of them"
+    if problem:
+        raise ValueError(f"communication.sharding_ranks is {ranks}: {problem}")

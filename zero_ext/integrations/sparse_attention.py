@@ -21,6 +21,17 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionPolicy) -> N
         ConfigError: one of them cannot take the policy, there is none, or what is there follows another one.
             Nothing has been changed then.
     """
+    staged = sys.modules.get(
+        "zero_ext.parallel.pipeline.model"
+    )  # a part of a model cannot be there otherwise
+    if staged is not None and isinstance(model, staged.StagedModel):
+        raise ConfigError(
+            Problem(
+                "sparse_attention",
+                "the model is cut into stages, some of which may have no attention; leave the section out, "
+                "and call sparsify_attention(model, ...) before split_model",
+            )
+        )
     from zero_ext.attention import SparseSelfAttention
 
     there = [module for module in model.modules() if isinstance(module, SparseSelfAttention)]

@@ -60,6 +60,8 @@ def split_tensors(
     unknown style, and heads or widths that do not divide by the ranks.
     """
     ranks = mesh["tp"].size()
+    if ranks == 1 and plan is None:
+        return model
     found = tensor_plan(model) if plan is None else dict(plan)
     chosen = dict(_modules(model, found))
     _check(model, chosen, ranks)

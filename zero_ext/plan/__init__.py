@@ -6,7 +6,7 @@ from zero_ext.config.lazy import lazily
 
 from .compressed import Sent, step_bytes
 from .memory import StateBytes, TrainingState, model_state_bytes, secondary_bytes
-from .signs import sign_bytes
+from .signs import sign_bytes, sign_state_bytes
 from .slots import slot_pool_bytes
 from .wire import bytes_sent, wire_elements
 
@@ -24,6 +24,7 @@ __all__ = [
     "model_state_bytes",
     "secondary_bytes",
     "sign_bytes",
+    "sign_state_bytes",
     "slot_pool_bytes",
     "step_bytes",
     "wire_elements",

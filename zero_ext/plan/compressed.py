@@ -12,7 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zero_ext.config.blocks import message_bytes
-from zero_ext.config.communication import CODE_BITS, CommunicationPolicy
+from zero_ext.config.communication import (
+    CODE_BITS,
+    CommunicationPolicy,
+    check_ranks_per_node,
+    check_sharding_ranks,
+)
 from zero_ext.config.placement import Placement
 from zero_ext.plan.memory import check_count
 from zero_ext.plan.wire import bytes_sent, wire_elements
@@ -36,30 +41,37 @@ def step_bytes(
     communication: CommunicationPolicy,
     *,
     bytes_per_element: int = 2,
+    gradient_bytes: int | None = None,
     accumulation_steps: int = 1,
 ) -> dict[str, Sent]:
     """What one of `world_size` ranks sends in a step, by kind of collective, as
     `zero_ext.comm.WireLog` counts it; norms and flags (`scalars`) left out.
 
     `units` are those that train, by the elements of their flat buffer, padding included: how many are that
-    long. Every micro-batch is reduced on its own where gradients are sharded.
+    long. Every micro-batch is reduced on its own where gradients are sharded. In stages 0 and 1 they add up
+    first, an element of the sum in `gradient_bytes`; None: 4 if there are several. All ranks are one node
+    where `communication.ranks_per_node` is None.
 
-    Raises ValueError for a stage, world size or count that does not exist, and for sharding groups that do
-    not fill the world.
+    Raises ValueError for a stage, world size or count that does not exist, ranks that do not fill their
+    nodes, and sharding groups that the engine refuses.
     """
     check_count("accumulation_steps", accumulation_steps, 1)
-    group = communication.sharding_ranks or world_size
-    if world_size % group:
-        raise ValueError(
-            f"communication.sharding_ranks is {group}: it does not divide the {world_size} ranks; set it to a "
-            "divisor of them"
-        )
+    group, per_node = communication.sharding_ranks or world_size, communication.ranks_per_node or world_size
+    check_ranks_per_node(per_node, world_size)
+    if group != world_size:
+        check_sharding_ranks(group, world_size, per_node)
+        if stage != 3:
+            raise ValueError(f"communication.sharding_ranks is {group} in stage {stage}; stage 3 is wanted")
+    widths = dict.fromkeys(("gather", "gather_updated"), bytes_per_element)
+    summed = gradient_bytes or (4 if accumulation_steps > 1 else bytes_per_element)
+    reduced = bytes_per_element if Placement.of_stage(stage).grads else summed
+    widths |= dict.fromkeys(("reduce_scatter", "gather_gradients"), reduced)
     total: Counter[str] = Counter()
     crossing: Counter[str] = Counter()
     for numel, count in units.items():
-        sent = _of_unit(stage, group, numel, communication, bytes_per_element, accumulation_steps)
+        sent = _of_unit(stage, group, numel, communication, widths, accumulation_steps)
         if group < world_size:
-            replicas = _over_replicas(world_size, group, communication.ranks_per_node or world_size)
+            replicas = _over_replicas(world_size, group, per_node)
             part = numel // group * bytes_per_element * accumulation_steps
             sent["reduce_scatter"] += Sent(part * replicas.all, part * replicas.crossing)
         for kind, each in sent.items():
@@ -75,16 +87,23 @@ def _over_replicas(world_size: int, group: int, per_node: int) -> Sent:
 
 
 def _of_unit(
-    stage: int, ranks: int, numel: int, communication: CommunicationPolicy, width: int, micro_batches: int
+    stage: int,
+    ranks: int,
+    numel: int,
+    communication: CommunicationPolicy,
+    widths: Mapping[str, int],
+    micro_batches: int,
 ) -> dict[str, Sent]:
     per_node = min(communication.ranks_per_node or ranks, ranks)
-    flat = bytes_sent(wire_elements(stage, ranks, numel, accumulation_steps=micro_batches), ranks, width)
-    found = {kind: Sent(sent, sent * (ranks - per_node) // (ranks - 1)) for kind, sent in flat.items()}
+    found = {}
+    for kind, elements in wire_elements(stage, ranks, numel, accumulation_steps=micro_batches).items():
+        sent = bytes_sent({kind: elements}, ranks, widths[kind])[kind]
+        found[kind] = Sent(sent, sent * (ranks - per_node) // (ranks - 1))
     nodes, shard, placement = ranks // per_node, numel // ranks, Placement.of_stage(stage)
     weights, gradients = communication.quantized_weights, communication.quantized_gradients
     secondary = communication.secondary_shards and nodes > 1
     if "gather" in found and (weights is not None or secondary):
-        message = shard * width if weights is None else message_bytes(shard, CODE_BITS[weights])
+        message = shard * widths["gather"] if weights is None else message_bytes(shard, CODE_BITS[weights])
         inside = message * nodes * (per_node - 1)
         gathers = 2 * micro_batches
         crossing = message * (nodes - 1) * (1 if secondary else gathers)

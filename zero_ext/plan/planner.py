@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zero_ext.config import CommunicationPolicy
 from zero_ext.plan.advice import Advice, Objective, advise
@@ -10,7 +10,7 @@ from zero_ext.plan.candidates import CANDIDATES
 from zero_ext.plan.compressed import step_bytes
 from zero_ext.plan.models import PlannedModel
 from zero_ext.plan.row import Batch, PlanRow, plan_row
-from zero_ext.plan.signs import sign_bytes
+from zero_ext.plan.signs import sign_bytes, sign_state_bytes
 from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.training import Training
 from zero_ext.plan.simulation.units import unit_elements
@@ -61,9 +61,24 @@ class Plan:
             if compressed:
                 whole = {"quantized_weights": "int8", "secondary_shards": True} if training.stage == 3 else {}
                 policy = policy.replace(quantized_gradients="int4", **whole)
-            steps = training.accumulation_steps
-            sent = step_bytes(training.stage, self.gpus, units, policy, accumulation_steps=steps)
+            sent = step_bytes(
+                training.stage,
+                self.gpus,
+                units,
+                policy,
+                gradient_bytes=training.gradient_bytes,
+                accumulation_steps=training.accumulation_steps,
+            )
         return sum(each.crossing for each in sent.values())
+
+    def fits_signs(self, row: PlanRow) -> bool:
+        """Whether 1-bit Adam runs in the placement of ``row``, with what it keeps beside Adam's state."""
+        if not row.sends_signs:
+            return False
+        units = unit_elements(self.model.whole, row.training)
+        kept = {"errors of signs": sign_state_bytes(row.training.stage, self.gpus, units)}
+        needs = replace(row.needs, device={**row.needs.device, **kept})
+        return not needs.shortfalls(self.hardware)
 
     @property
     def nearest(self) -> PlanRow:

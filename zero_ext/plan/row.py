@@ -48,7 +48,7 @@ class PlanRow:
 
     @property
     def sends_signs(self) -> bool:
-        """Whether 1-bit Adam runs in this placement."""
+        """Whether 1-bit Adam is for this placement."""
         training = self.training
         return training.stage <= 1 and training.optimizer == "device" and training.moments_dtype == "fp32"
 

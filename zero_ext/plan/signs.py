@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zero_ext.config.blocks import sign_message_bytes
+from zero_ext.config.communication import check_ranks_per_node
 from zero_ext.plan.compressed import Sent
 from zero_ext.plan.memory import check_count
 
@@ -21,10 +22,7 @@ def sign_bytes(
     """
     check_count("world_size", world_size, 1)
     per_node = ranks_per_node or world_size
-    if world_size % per_node:
-        raise ValueError(
-            f"ranks_per_node is {per_node}: it does not divide the {world_size} ranks; set it to a divisor of them"
-        )
+    check_ranks_per_node(per_node, world_size)
     if world_size == 1:
         return {}
     nodes = world_size // per_node
@@ -36,3 +34,15 @@ def sign_bytes(
         "signs_to_owners": Sent(messages * to_owners.all, messages * to_owners.crossing),
         "signs_to_all": Sent(messages * to_all.all, messages * to_all.crossing),
     }
+
+
+def sign_state_bytes(stage: int, world_size: int, units: Mapping[int, int]) -> int:
+    """What 1-bit Adam keeps on a rank beside Adam's state from its first exchange of signs on: errors, in
+    stage 1 the parameters in float32; and its messages, which are there while they travel."""
+    check_count("world_size", world_size, 1)
+    if world_size == 1:
+        return 0
+    elements = sum(numel * count for numel, count in units.items())
+    kept = 8 * elements if stage == 1 else 4 * elements + 4 * elements // world_size
+    messages = sum(count * sign_message_bytes(numel // world_size) for numel, count in units.items())
+    return kept + 2 * world_size * messages

@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForPreTraining,
     AutoModelForSequenceClassification,
+    BertForMaskedLM,
 )
 
 import zero_ext
@@ -20,6 +21,8 @@ from tests.integrations.transformers.models import VOCABULARY, enter, gpt2, llam
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.checkpoint import export_huggingface
+from zero_ext.config import ConfigError
+from zero_ext.integrations.transformers import sparsify_attention
 from zero_ext.parallel import make_mesh, split_tensors
 from zero_ext.parallel.pipeline import Pipeline, split_model
 from zero_ext.zero import engine_of
@@ -192,6 +195,29 @@ def test_stages_of_encoders_are_the_model(world: World, kind: str) -> None:
 
 
 @on_ranks(2, timeout=300)
+def test_sparse_attention_comes_before_the_stages(world: World) -> None:
+    enter(world)
+    layout = {"mode": "fixed", "block": 16, "attention": "unidirectional"}
+    model = llama(world.seed, hidden_size=64, num_hidden_layers=LAYERS)
+    sparsify_attention(model, layout)
+    mesh = make_mesh(pp=2, device_type="cpu")
+    module = split_model(model, mesh, inputs=("input_ids", "attention_mask"))
+    config = {"stage": 3, "timeout_seconds": 60}
+    with pytest.raises(ConfigError, match="call sparsify_attention"):
+        zero_ext.prepare(module, None, {**config, "sparse_attention": layout}, process_group=mesh)
+    prepared, optimizer = zero_ext.prepare(module, optimizer_of(module), config, process_group=mesh)
+    words = batches(world.seed)[0].repeat(1, 8)  # several blocks
+    pipeline = Pipeline(prepared, optimizer, micro_batches=2)
+    loss = pipeline.train_batch(words, mask_of(words), targets=words)
+    alone = llama(world.seed, hidden_size=64, num_hidden_layers=LAYERS)
+    dense = float(alone(words, attention_mask=mask_of(words), labels=words).loss)
+    sparsify_attention(alone, layout)
+    wanted = float(alone(words, attention_mask=mask_of(words), labels=words).loss)
+    assert float(loss) == pytest.approx(wanted, rel=1e-5)
+    assert float(loss) != pytest.approx(dense, rel=1e-5)
+
+
+@on_ranks(2, timeout=300)
 def test_models_that_cannot_be_split(world: World) -> None:
     enter(world)
     mesh = make_mesh(pp=2, device_type="cpu")
@@ -201,6 +227,17 @@ def test_models_that_cannot_be_split(world: World) -> None:
         split_model(AutoModelForCausalLM.from_config(config), mesh)
     with pytest.raises(ValueError, match=r"'bert.pooler.dense.weight' \(16, 16\) is in no part"):
         split_model(AutoModelForPreTraining.from_config(encoder("bert", 2)), mesh)
+    config = AutoConfig.for_model(
+        "esmc", hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    with pytest.raises(ValueError, match="EsmcModel takes no 'inputs_embeds'"):
+        split_model(AutoModelForMaskedLM.from_config(config), mesh)
+
+    class Renamed(BertForMaskedLM):
+        """Its loss does not shift labels, which its name no longer says."""
+
+    with pytest.raises(ValueError, match="the loss of Renamed is not told by its name"):
+        split_model(Renamed(encoder("bert", 2)), mesh)
     model = llama(world.seed)
     with pytest.raises(ValueError, match="LlamaModel brings no plan for pipelines"):
         split_model(model.model, mesh)
@@ -221,7 +258,7 @@ def test_models_whose_stages_would_compute_something_else(world: World) -> None:
     with pytest.raises(ValueError, match="GraniteForCausalLM changes hidden states outside of its parts"):
         split_model(AutoModelForCausalLM.from_config(scaled), mesh)
     judged = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("llama", **sizes))
-    with pytest.raises(ValueError, match="LlamaForSequenceClassification has a head that looks at whole"):
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification has no head for words"):
         split_model(judged, mesh)
     model = llama(world.seed)
     with pytest.raises(ValueError, match="'token_type_ids' are embedded"):

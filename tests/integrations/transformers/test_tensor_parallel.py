@@ -151,5 +151,7 @@ def test_a_model_without_a_plan(world: World) -> None:
     config = AutoConfig.for_model(
         "codegen", n_embd=16, n_layer=1, n_head=2, vocab_size=VOCABULARY, rotary_dim=4
     )
+    model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match="CodeGenForCausalLM brings no plan"):
-        split_tensors(AutoModelForCausalLM.from_config(config), make_mesh(tp=2, device_type="cpu"))
+        split_tensors(model, make_mesh(tp=2, device_type="cpu"))
+    assert split_tensors(model, make_mesh(pp=2, device_type="cpu")) is model  # nothing is to be split

@@ -128,6 +128,13 @@ def _cut(
 
 
 def _own_loss(model: Any) -> Loss:
+    # transformers goes by the class's name, and shifts labels where that says nothing.
+    if not model.can_generate() and model.loss_type != "ForMaskedLM":
+        raise ValueError(
+            f"split_model: the loss of {type(model).__name__} is not told by its name, which has no "
+            "'ForMaskedLM' in it; give a 'loss' of your own"
+        )
+
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = model_loss(logits=logits, labels=labels, vocab_size=vocabulary)
         return found

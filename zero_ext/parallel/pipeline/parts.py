@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,13 @@ from torch import nn
 Plan = Mapping[str, Sequence[Sequence[str]]]
 
 # As transformers' ``base_model_pp_plan``, inputs and outputs of each part, for models that bring none along.
+_ENCODER: Plan = {
+    "embeddings": (["input_ids"], ["hidden_states"]),
+    "encoder.layer": (["hidden_states", "attention_mask"], ["hidden_states"]),
+}
 _PLANS: dict[str, Plan] = {
+    "bert": _ENCODER,
+    "roberta": _ENCODER,
     "gpt2": {
         "wte": (["input_ids"], ["inputs_embeds"]),
         "wpe": (["position_ids"], ["position_embeds"]),
@@ -26,13 +33,6 @@ _PLANS: dict[str, Plan] = {
         "h": (["hidden_states", "alibi", "attention_mask"], ["hidden_states"]),
         "ln_f": (["hidden_states"], ["hidden_states"]),
     },
-    **dict.fromkeys(
-        ("bert", "roberta"),
-        {
-            "embeddings": (["input_ids"], ["hidden_states"]),
-            "encoder.layer": (["hidden_states", "attention_mask"], ["hidden_states"]),
-        },
-    ),
 }
 
 # Models whose layers give tuples, hidden states first.
@@ -43,8 +43,9 @@ _HIDDEN = {"input_ids", "inputs_embeds", "hidden_states"}
 @dataclass(frozen=True)
 class Parts:
     """``pieces`` are the names of the modules that run before the layers, of each layer, and of those that
-    run behind; ``base`` the base model's name, ``layers`` that of their stack in it, with dots. What ``added`` names
-    is added to the hidden states before the layers. ``tuples``: layers give them, hidden states first."""
+    run behind; ``base`` the base model's name, ``layers`` that of their stack in it, with dots. What
+    ``added`` names is added to the hidden states before the layers. ``tuples``: layers give them, hidden
+    states first."""
 
     base: str
     layers: str
@@ -77,8 +78,8 @@ class Parts:
 def parts_of(model: Any) -> Parts:
     """What ``model`` says of its parts, or is known of it.
 
-    Raises ``ValueError`` for a model without a plan, one with a head for other things than words, and for
-    parameters in none of its parts.
+    Raises ``ValueError`` for a model without a plan, one with a head for other things than words, parameters
+    in none of its parts, and a base model that takes no hidden states.
     """
     base, config = getattr(model, "base_model_prefix", ""), getattr(model, "config", None)
     plan = getattr(config, "base_model_pp_plan", None) or _PLANS.get(getattr(config, "model_type", ""))
@@ -90,8 +91,8 @@ def parts_of(model: Any) -> Parts:
         )
     if model.get_output_embeddings() is None:
         raise ValueError(
-            f"{type(model).__name__} has a head that looks at whole sequences, whose words later stages do "
-            "not have; take a model with a head for words (AutoModelForCausalLM, AutoModelForMaskedLM)"
+            f"{type(model).__name__} has no head for words, and another may look at whole sequences, which "
+            "later stages do not have; take a model with one (AutoModelForCausalLM, AutoModelForMaskedLM)"
         )
     modules = dict(body.named_modules())
     order = [name for name in plan if name in modules]
@@ -113,8 +114,14 @@ def parts_of(model: Any) -> Parts:
         if not any(name.startswith(f"{each}.") for names in parts.pieces for each in names):
             raise ValueError(
                 f"{type(model).__name__}: '{name}' {tuple(parameter.shape)} is in no part of the plan "
-                f"{order}; give the layers to PipelineModule as a list"
+                f"{order}; take a model with a head for words alone (AutoModelForCausalLM, "
+                "AutoModelForMaskedLM), or give the layers to PipelineModule as a list"
             )
+    if "inputs_embeds" not in inspect.signature(body.forward).parameters:
+        raise ValueError(
+            f"{type(body).__name__} takes no 'inputs_embeds', by which later stages are given hidden states; "
+            "give its layers to PipelineModule as a list"
+        )
     return parts
 
 

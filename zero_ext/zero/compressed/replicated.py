@@ -42,10 +42,11 @@ class ReplicatedWay(Way):
                 ops.reduce_signs_(exchange.own, server[number], received, 1 / self._ranks)
             exchange.gather()
         for number, exchange in exchanges.items():
-            average = self._room(number)
+            messages, average = exchange.gathered(), self._room(number)
             with resting(average, idle[number]):
-                ops.expand_signs_(average, exchange.gathered(), 1.0, False, self._ranks)
+                ops.expand_signs_(average, messages, 1.0, False, self._ranks)
             self._averaged(number, average, used)
+            del average
 
     def _room(self, number: int) -> torch.Tensor:
         """Where the average goes, float32 [numel]."""

@@ -43,8 +43,9 @@ class ShardedSigns(Way):
             self._step_shard(number, exchange, used)
             exchange.gather()
         for number, exchange in exchanges_of.items():
+            messages = exchange.gathered()
             with resting(replica[number], idle[number]):
-                ops.expand_signs_(replica[number], exchange.gathered(), 1.0, True, self._ranks)
+                ops.expand_signs_(replica[number], messages, 1.0, True, self._ranks)
             self._parts.masters[number].unit.flat.copy_(replica[number])
 
     def _step_shard(self, number: int, exchange: SignExchange, used: frozenset[str]) -> None:

@@ -123,6 +123,8 @@ def resting(values: torch.Tensor, idle: Sequence[tuple[int, int]], begin: int = 
     before = [part.clone() for part in parts]
     for part in parts:
         part.zero_()
-    yield
-    for part, kept in zip(parts, before, strict=True):
-        part.copy_(kept)
+    try:
+        yield
+    finally:
+        for part, kept in zip(parts, before, strict=True):
+            part.copy_(kept)
