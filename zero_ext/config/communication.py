@@ -66,8 +66,8 @@ def check_ranks_per_node(ranks_per_node: int, world_size: int) -> None:
     if world_size % ranks_per_node:
         raise ValueError(
             f"communication.ranks_per_node is {ranks_per_node}, which does not divide the {world_size} "
-            f"ranks; nodes are equally large: set it to a divisor of {world_size}, or start another number of "
-            "ranks"
+            f"ranks; nodes are equally large: set it to a divisor of {world_size}, or start another number "
+            "of ranks"
         )
 
 
