@@ -53,7 +53,9 @@ def plot_timeline(ranks: Sequence[Sequence[Slot]], path: Path, title: str = "") 
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
     axes.set_title(title)
-    axes.legend(handles=[Patch(color=colour, label=what) for what, colour in _COLOURS.items()], fontsize=8)
+    drawn = {slot.what for slots in ranks for slot in slots}
+    shown = [Patch(color=colour, label=what) for what, colour in _COLOURS.items() if what in drawn]
+    axes.legend(handles=shown, fontsize=8)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
