@@ -18,12 +18,10 @@ def apply_sparse_attention(model: nn.Module, policy: SparseAttentionPolicy) -> N
     """Makes attention sparse in all Hugging Face models in `model`; where it is sparse already, it stays.
 
     Raises:
-        ConfigError: one of them cannot take the policy, there is none, or what is there follows another one.
-            Nothing has been changed then.
+        ConfigError: one of them cannot take the policy, there is none, or what is there follows another one;
+            or the model is cut into stages. Nothing has been changed then.
     """
-    staged = sys.modules.get(
-        "zero_ext.parallel.pipeline.model"
-    )  # a part of a model cannot be there otherwise
+    staged = sys.modules.get("zero_ext.parallel.pipeline.model")  # there is none of its models otherwise
     if staged is not None and isinstance(model, staged.StagedModel):
         raise ConfigError(
             Problem(

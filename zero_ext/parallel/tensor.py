@@ -56,8 +56,9 @@ def split_tensors(
     own random numbers where tensors are split, and the same ones elsewhere: give the ranks along "tp" one
     seed.
 
-    Raises ``ValueError``, with nothing changed, for a model without a plan, a plan that names no module or an
-    unknown style, and heads or widths that do not divide by the ranks.
+    On one rank nothing is split. Raises ``ValueError``, with nothing changed, for a model without a plan on
+    several, a plan that names no module or an unknown style, and heads or widths that do not divide by the
+    ranks.
     """
     ranks = mesh["tp"].size()
     if ranks == 1 and plan is None:

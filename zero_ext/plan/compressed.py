@@ -66,12 +66,12 @@ def step_bytes(
     summed = gradient_bytes or (4 if accumulation_steps > 1 else bytes_per_element)
     reduced = bytes_per_element if Placement.of_stage(stage).grads else summed
     widths |= dict.fromkeys(("reduce_scatter", "gather_gradients"), reduced)
+    replicas = _over_replicas(world_size, group, per_node)
     total: Counter[str] = Counter()
     crossing: Counter[str] = Counter()
     for numel, count in units.items():
         sent = _of_unit(stage, group, numel, communication, widths, accumulation_steps)
-        if group < world_size:
-            replicas = _over_replicas(world_size, group, per_node)
+        if replicas.all:
             part = numel // group * bytes_per_element * accumulation_steps
             sent["reduce_scatter"] += Sent(part * replicas.all, part * replicas.crossing)
         for kind, each in sent.items():

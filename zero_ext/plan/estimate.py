@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zero_ext.config import CommunicationPolicy
+from zero_ext.plan.compressed import step_bytes
 from zero_ext.plan.models import PlannedModel
 from zero_ext.plan.simulation.costs import Costs
 from zero_ext.plan.simulation.hardware import Hardware
@@ -13,8 +15,7 @@ from zero_ext.plan.simulation.schedule import StepSchedule
 from zero_ext.plan.simulation.shapes import ModelCost, UnitCost
 from zero_ext.plan.simulation.timeline import Timeline
 from zero_ext.plan.simulation.training import PARAMETER_BYTES, Training
-from zero_ext.plan.simulation.units import padded_elements
-from zero_ext.plan.wire import bytes_sent, wire_elements
+from zero_ext.plan.simulation.units import unit_elements
 
 MOST_UNITS = 96  # that are simulated one by one; deeper models are continued from two shallower ones
 
@@ -86,16 +87,14 @@ def simulated(
 
 
 def _bytes_sent(model: PlannedModel, training: Training) -> int:
-    """By one rank in a step; gradients that added up before they are reduced are wider."""
-    ranks, sent = training.world_size, 0
-    kinds = wire_elements(
+    """By one rank in a step."""
+    sent = step_bytes(
         training.stage,
-        ranks,
-        padded_elements(model.whole, training),
+        training.world_size,
+        unit_elements(model.whole, training),
+        CommunicationPolicy(),
+        bytes_per_element=PARAMETER_BYTES,
+        gradient_bytes=training.gradient_bytes,
         accumulation_steps=training.accumulation_steps,
     )
-    for kind, elements in kinds.items():
-        summed = not training.placement.grads and kind in ("reduce_scatter", "gather_gradients")
-        width = training.gradient_bytes if summed else PARAMETER_BYTES
-        sent += bytes_sent({kind: elements}, ranks, width)[kind]
-    return sent
+    return sum(each.all for each in sent.values())

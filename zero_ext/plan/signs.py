@@ -29,7 +29,7 @@ def sign_bytes(
     # The owner of a part answers every node once, and there one rank tells the others.
     to_owners = Sent(world_size - 1, world_size - per_node)
     to_all = Sent(nodes - 1 + nodes * (per_node - 1), nodes - 1)
-    messages = sum(count * sign_message_bytes(numel // world_size) for numel, count in units.items())
+    messages = _messages(world_size, units)
     return {
         "signs_to_owners": Sent(messages * to_owners.all, messages * to_owners.crossing),
         "signs_to_all": Sent(messages * to_all.all, messages * to_all.crossing),
@@ -44,5 +44,9 @@ def sign_state_bytes(stage: int, world_size: int, units: Mapping[int, int]) -> i
         return 0
     elements = sum(numel * count for numel, count in units.items())
     kept = 8 * elements if stage == 1 else 4 * elements + 4 * elements // world_size
-    messages = sum(count * sign_message_bytes(numel // world_size) for numel, count in units.items())
-    return kept + 2 * world_size * messages
+    return kept + 2 * world_size * _messages(world_size, units)
+
+
+def _messages(world_size: int, units: Mapping[int, int]) -> int:
+    """Bytes of the signs of one rank's parts of all units."""
+    return sum(count * sign_message_bytes(numel // world_size) for numel, count in units.items())
