@@ -163,7 +163,7 @@ def test_partitioned(world: World) -> None:
     wanted = slopes(blocks, world.seed, None)
     for values in ({}, {"tier": "host"}):
         checkpointing = Checkpointing(
-            ActivationPolicy(partition_activations=True, **values), world.group, timeout_seconds=30
+            ActivationPolicy(partition_activations=True, **values), world.group, timeout_seconds=120.0
         )
         for _ in range(2):
             assert same(slopes(blocks, world.seed, checkpointing), wanted)

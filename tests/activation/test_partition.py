@@ -137,7 +137,7 @@ def test_a_rank_with_nothing_to_move_is_refused_on_every_rank(world: World) -> N
     shared = torch.randn(64, WIDTH, requires_grad=True) * 1
     began = time.monotonic()
     for case in ("small", "known", "first small"):
-        checkpointing = Checkpointing(policy, world.group, timeout_seconds=40.0)
+        checkpointing = Checkpointing(policy, world.group, timeout_seconds=120.0)
         inputs = shared
         if case == "known" and world.rank == 1:
             checkpointing._to_move([shared], shared.device)
@@ -185,7 +185,7 @@ def test_later_calls_are_compared_when_backward_begins(world: World) -> None:
 
     for tier in ("device", "host"):
         policy = ActivationPolicy(partition_activations=True, tier=tier)
-        checkpointing = Checkpointing(policy, world.group, timeout_seconds=40.0)
+        checkpointing = Checkpointing(policy, world.group, timeout_seconds=120.0)
 
         def step(between: Callable[[torch.Tensor], torch.Tensor], checkpointing: Any = checkpointing) -> Any:
             hidden = checkpointing(torch.cos, checkpointing(torch.sin, inputs * 1))
@@ -203,7 +203,7 @@ def test_later_calls_are_compared_when_backward_begins(world: World) -> None:
 @on_ranks(2)
 def test_a_rank_with_fewer_calls_is_refused_on_every_rank(world: World) -> None:
     policy = ActivationPolicy(partition_activations=True)
-    checkpointing = Checkpointing(policy, world.group, timeout_seconds=40.0)
+    checkpointing = Checkpointing(policy, world.group, timeout_seconds=120.0)
     inputs, began = torch.ones(64, WIDTH, requires_grad=True), time.monotonic()
     for rank in (None, 0, 1):
         hidden = checkpointing(torch.sin, inputs * 1)
@@ -272,7 +272,7 @@ def test_a_rank_without_room_ends_the_others_wait(world: World) -> None:
 @on_ranks(2)
 def test_a_write_that_failed_on_one_rank_ends_the_others_wait(world: World) -> None:
     policy = ActivationPolicy(partition_activations=True, tier="host", prefetch=0)
-    checkpointing, kept = Checkpointing(policy, world.group, timeout_seconds=40.0), []
+    checkpointing, kept = Checkpointing(policy, world.group, timeout_seconds=120.0), []
     torch.manual_seed(world.seed)
     with noted_records(kept):
         out = checkpointing(torch.sin, torch.randn(64, WIDTH, requires_grad=True) * 1)
@@ -290,7 +290,7 @@ def test_a_rank_without_storage_ends_the_others_wait(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = folder if world.rank == 0 else f"{folder}/missing"
         policy = ActivationPolicy(partition_activations=True, tier="nvme", nvme_paths=(path,))
-        checkpointing = Checkpointing(policy, world.group, timeout_seconds=40.0)
+        checkpointing = Checkpointing(policy, world.group, timeout_seconds=120.0)
         torch.manual_seed(world.seed)
         inputs = torch.randn(64, WIDTH, requires_grad=True) * 1
         began = time.monotonic()

@@ -54,7 +54,7 @@ def two_by_two(world: World) -> Iterator[tuple[World, World]]:
 def steps_of(tensor: World, data: World, section: dict[str, Any] | None) -> tuple[nn.Module, Engine]:
     """Two steps of a prepared model whose blocks are checkpointed if there is a ``section``."""
     blocks, _ = stack(tensor, torch.float32)
-    config = {"stage": 3, "timeout_seconds": 30.0, "activation_checkpointing": section or {}}
+    config = {"stage": 3, "timeout_seconds": 120.0, "activation_checkpointing": section or {}}
     model, optimizer = zero_ext.prepare(
         module := Prepared(blocks, section is not None),
         torch.optim.AdamW(blocks.parameters(), lr=1e-2),
@@ -148,7 +148,7 @@ def test_a_full_buffer_ends_the_groups_connections(world: World) -> None:
     """On one rank alone: the other one hears of it where it would wait."""
     values = {"contiguous_memory_optimization": True, "number_checkpoints": 2}
     policy = ActivationPolicy(partition_activations=True, **values)
-    checkpointing = Checkpointing(policy, world.group, timeout_seconds=40.0)
+    checkpointing = Checkpointing(policy, world.group, timeout_seconds=120.0)
     hidden = torch.ones(64, WIDTH, requires_grad=True) * 1
     kept = [checkpointing(torch.sin, hidden + number) for number in range(2)]
     began = time.monotonic()

@@ -60,7 +60,7 @@ class Training:
         model = Large()
         config = {
             "stage": stage,
-            "timeout_seconds": 20,
+            "timeout_seconds": 120.0,
             "precision": {"dtype": "bf16", "moments_dtype": moments},
             "offload": {**tiers, "nvme_paths": [folder]} if "nvme" in tiers.values() else tiers,
         }
@@ -192,7 +192,7 @@ def load_weights(world: World, path: str, folder: str, tiers: dict[str, str]) ->
     model.scratch = torch.randn(4)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     offload = {**tiers, "nvme_paths": [folder]} if "nvme" in tiers.values() else tiers
-    config = {"stage": 3, "timeout_seconds": 20, "offload": offload}
+    config = {"stage": 3, "timeout_seconds": 120.0, "offload": offload}
     model, _ = zero_ext.prepare(model, optimizer, config, process_group=world.group, values="empty")
     assert engine_of(model).device == torch.device(DEVICE)
     zero_ext.load_safetensors(model, path)

@@ -32,7 +32,7 @@ class Training:
         paths = {"nvme_paths": [folder]} if tier == "nvme" else {}
         config = {
             "stage": stage,
-            "timeout_seconds": 20,
+            "timeout_seconds": 120.0,
             "precision": {"dtype": "bf16", "moments_dtype": moments},
             "units": {"bucket_elements": 700},
             "offload": {"optimizer": tier, "ring_bytes": 1 << 20, **paths},

@@ -70,7 +70,7 @@ class Training:
         trained = OPTIMIZERS[optimizer](p for p in model.parameters() if p.requires_grad)
         config = {
             "stage": stage,
-            "timeout_seconds": 20,
+            "timeout_seconds": 120.0,
             "gradient_clipping": 1.0,
             "precision": {"dtype": dtype},
             "units": {"bucket_elements": 500},

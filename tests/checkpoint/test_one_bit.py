@@ -140,7 +140,7 @@ def prepared_adam(world: World, course: Any) -> tuple[Any, Any, Any]:
     torch.manual_seed(4)
     model = Branching()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, eps=1e-3)
-    config = {"stage": 0, "units": {"bucket_elements": 900}, "timeout_seconds": 30}
+    config = {"stage": 0, "units": {"bucket_elements": 900}, "timeout_seconds": 120.0}
     return *zero_ext.prepare(model, optimizer, config, process_group=world.group), None
 
 

@@ -48,7 +48,7 @@ def prepared(world: World, model: nn.Module, folder: str, stage: int = 3, **more
     offload = dict(more.pop("offload", {}))
     if "nvme" in offload.values():
         offload |= {"nvme_paths": [folder], "ring_bytes": 1 << 20}
-    config = {"stage": stage, "timeout_seconds": 30.0, "offload": offload, **more.pop("config", {})}
+    config = {"stage": stage, "timeout_seconds": 120.0, "offload": offload, **more.pop("config", {})}
     config |= {"units": {"bucket_elements": 300, **more.pop("units", {})}}
     optimizer = more.pop("optimizer", True)
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -103,7 +103,7 @@ def test_groups_may_overlap_in_any_number(world: World) -> None:
     assert total.item() == 2.0
 
 
-@on_ranks(2, timeout=30)
+@on_ranks(2)
 def test_a_silent_peer_ends_the_wait_with_names(world: World) -> None:
     collectives = make_collectives(world.group, 1.0)
     if world.rank == 0:

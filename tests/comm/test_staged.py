@@ -90,7 +90,7 @@ def test_host_tensors_do_not_wait_for_the_devices(world: World) -> None:
     assert flat.tolist() == [1.0, 1.0]
 
 
-@on_ranks(2, timeout=30, stand_in=True)
+@on_ranks(2, stand_in=True)
 def test_a_silent_peer_ends_the_wait_with_names(world: World) -> None:
     collectives = made(world, 1.0)
     if world.rank == 0:

@@ -52,7 +52,7 @@ def test_elements_of_a_step(world: World, stage: int, no_sync: bool) -> None:
         assert others == {"scalars"}
 
 
-@on_ranks(1, timeout=30)
+@on_ranks(1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_one_rank_sends_nothing(world: World, stage: int) -> None:
     engine = third_step(world, stage, 2, False)

@@ -127,7 +127,7 @@ status = os.waitpid(child, 0)[1]
 go.set()
 assert os.waitstatus_to_exitcode(status) == 7, status
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=400)
 
 
 def test_the_interpreter_exits_with_a_loop_under_way() -> None:
@@ -142,5 +142,5 @@ items = Prefetcher(source(), 2)
 next(items)
 print("last line")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=400)
     assert (done.returncode, done.stdout, done.stderr) == (0, "last line\n", "")

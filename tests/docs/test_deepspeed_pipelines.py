@@ -20,7 +20,7 @@ def cross_entropy(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(scores.flatten(0, 1), words.flatten())
 
 
-@on_ranks(4, timeout=180)
+@on_ranks(4)
 def test_the_page_runs(world: World) -> None:
     (code,) = re.findall(r"## Pipelines\n\n```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     generator = torch.Generator().manual_seed(world.seed)

@@ -12,7 +12,7 @@ from tests.multi.pool import RankPool
 
 
 def on_ranks(
-    *world_sizes: int, timeout: float = 60.0, stand_in: bool = False
+    *world_sizes: int, stand_in: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Makes ``def test_x(world, ...)`` a test over ``world_sizes``; further parameters come from parametrize.
 
@@ -24,7 +24,7 @@ def on_ranks(
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
         def test(world_size: int, **arguments: Any) -> None:
             pool: RankPool = arguments.pop(pool_fixture)
-            pool.run(world_size, f"{body.__module__}:{body.__name__}", arguments, timeout)
+            pool.run(world_size, f"{body.__module__}:{body.__name__}", arguments)
 
         own = list(inspect.signature(body).parameters.values())[1:]
         given = [

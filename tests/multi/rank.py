@@ -60,7 +60,7 @@ def serve(rank: int, size: int, folder: str, connection: Connection, stand_in: b
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=size,
-            timeout=datetime.timedelta(seconds=60),
+            timeout=datetime.timedelta(seconds=300),
         )
         groups = {count: dist.new_group(list(range(count))) for count in range(1, size + 1)}
         # What exists now stays for good, so that the collection after each task is quick.

@@ -7,9 +7,6 @@ from typing import Any
 
 from tests.multi.pool import RankPool
 
-# Third-party libraries start slowly, and on a loaded machine by a multiple: it only ends what hangs.
-SHORTEST_LIMIT = 400.0
-
 
 class Worlds:
     """A pool of ranks for each world size, started at first use; ``preload`` as :class:`RankPool` has it."""
@@ -23,14 +20,12 @@ class Worlds:
         world_size: int,
         target: str,
         arguments: dict[str, Any],
-        timeout: float = SHORTEST_LIMIT,
         seed: int | None = None,
     ) -> list[Any]:
-        """See :meth:`RankPool.run`; the default group has ``world_size`` ranks, and a shorter ``timeout``
-        than ``SHORTEST_LIMIT`` counts as that."""
+        """See :meth:`RankPool.run`; the default group has ``world_size`` ranks."""
         if world_size not in self._pools:
             self._pools[world_size] = RankPool(world_size, preload=self._preload)
-        return self._pools[world_size].run(world_size, target, arguments, max(timeout, SHORTEST_LIMIT), seed)
+        return self._pools[world_size].run(world_size, target, arguments, seed=seed)
 
     def close(self) -> None:
         """Ends all ranks."""

@@ -73,7 +73,7 @@ def built(seed: int) -> nn.Sequential:
     )
 
 
-@on_ranks(4, timeout=300)
+@on_ranks(4)
 def test_what_is_found_trains_as_one_process(world: World) -> None:
     mesh = make_mesh(tp=2, device_type="cpu")
     model, alone = built(world.seed), built(world.seed)

@@ -11,7 +11,7 @@ from tests.multi.rank import World
 from zero_ext.parallel import make_mesh, vocabulary_cross_entropy
 
 
-@on_ranks(4, timeout=300)
+@on_ranks(4)
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(16, "float64"), (15, "float64"), (16, "bfloat16")])
 def test_values_and_gradients_are_torchs(world: World, vocabulary: int, dtype: str) -> None:
     mesh = make_mesh(tp=4, device_type="cpu")["tp"]

@@ -65,7 +65,7 @@ def test_an_exchange_moves_every_value_to_its_place_and_back(world: World, cp: i
 @pytest.mark.parametrize(("cp", "heads", "keys"), [(2, 4, 4), (4, 8, 4), (4, 8, 2), (4, 4, 1), (4, 24, 6)])
 def test_attention_is_that_of_whole_sequences(world: World, cp: int, heads: int, keys: int) -> None:
     function = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-    attention = sequence_attention(function, mesh_of(cp), timeout_seconds=30)
+    attention = sequence_attention(function, mesh_of(cp), timeout_seconds=120.0)
     part = attention.exchange.rank
     full, gradient = (parts := whole(heads, keys))[:3], parts[3]
     mine = [each.chunk(cp, 2)[part].clone().requires_grad_() for each in full]
@@ -93,7 +93,7 @@ def test_on_a_device_through_host_memory(world: World) -> None:
 
 @on_ranks(4)
 def test_what_does_not_fit_is_refused_by_all_ranks(world: World) -> None:
-    attention = sequence_attention(F.scaled_dot_product_attention, mesh_of(2), timeout_seconds=30)
+    attention = sequence_attention(F.scaled_dot_product_attention, mesh_of(2), timeout_seconds=120.0)
 
     def attend(heads: int, keys: int, length: int) -> torch.Tensor:
         query = torch.ones(1, heads, length, DIM)
@@ -118,7 +118,7 @@ def test_an_error_of_one_rank_ends_attention_on_all(world: World) -> None:
             raise ArithmeticError("out of luck")
         return query
 
-    attention = sequence_attention(function, mesh_of(2), timeout_seconds=30)
+    attention = sequence_attention(function, mesh_of(2), timeout_seconds=120.0)
     with pytest.raises((ArithmeticError, RuntimeError), match=r"out of luck|has died"):
         attention(*[torch.ones(1, 2, 4, DIM)] * 3)
 
@@ -179,7 +179,7 @@ def square(hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_in_a_pipeline(world: World, schedule: str) -> None:
     mesh = staged()
-    attention = sequence_attention(F.scaled_dot_product_attention, mesh, timeout_seconds=30)
+    attention = sequence_attention(F.scaled_dot_product_attention, mesh, timeout_seconds=120.0)
     torch.manual_seed(world.seed)
     layers = [LayerSpec(Attending, attention) for _ in range(4)]
     module = PipelineModule(layers, mesh, loss=square, schedule=schedule)

@@ -51,7 +51,7 @@ class Course:
         torch.manual_seed(seed)
         module = PipelineModule(specifications(), mesh, loss=mean_loss)
         split_blocks(module, mesh, Block)
-        config = {"stage": stage, "gradient_clipping": 0.5, "timeout_seconds": 60}
+        config = {"stage": stage, "gradient_clipping": 0.5, "timeout_seconds": 120.0}
         self.model, optimizer = zero_ext.prepare(
             module, adamw(module.parameters()), config, process_group=mesh
         )
@@ -102,4 +102,4 @@ def test_a_checkpoint_of_eight_ranks_loads_in_other_layouts(eight: RankPool) -> 
 
 
 def run(pool: RankPool, body: Any, **arguments: Any) -> None:
-    pool.run(RANKS, f"{body.__module__}:{body.__name__}", arguments, timeout=300.0)
+    pool.run(RANKS, f"{body.__module__}:{body.__name__}", arguments)

@@ -83,7 +83,7 @@ def combinations(stage: int) -> Iterator[dict[str, str]]:
         yield dict(zip(kinds, tiers, strict=True))
 
 
-@on_ranks(1, stand_in=True, timeout=120)
+@on_ranks(1, stand_in=True)
 def test_every_choice_of_tiers_trains_as_the_cpu(world: World) -> None:
     cases = [(stage, offload) for stage in range(4) for offload in combinations(stage)]
     references: dict[Any, Run] = {}

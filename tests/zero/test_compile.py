@@ -36,7 +36,7 @@ def compiled_stack(model: nn.Sequential) -> nn.Sequential:
     return nn.Sequential(first, *(torch.compile(block, backend="eager") for block in blocks))
 
 
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 def test_twelve_compiled_blocks_are_one_graph(world: World) -> None:
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(LAYERS)))
     losses = {}
@@ -63,7 +63,7 @@ def test_twelve_compiled_blocks_are_one_graph(world: World) -> None:
         assert abs(one - two) <= 1e-6 * abs(two)
 
 
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 @pytest.mark.parametrize(
     "how", ["block in place before", "block after", "module in place after", "wrapper after"]
 )
@@ -139,13 +139,13 @@ def check_compiled(world: World, device: str, plan: Plan) -> None:
         assert not counters["graph_break"], (stage, offload, counters)
 
 
-@on_ranks(1, 2, timeout=120)
+@on_ranks(1, 2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_compiled_blocks_train_as_plain_ones_in_every_stage_and_tier(world: World, dtype: str) -> None:
     check_compiled(world, "cpu", Plan(micro_batches=2, clip=0.1, dtype=dtype))
 
 
-@on_ranks(1, stand_in=True, timeout=120)
+@on_ranks(1, stand_in=True)
 def test_compiled_blocks_on_an_accelerator(world: World) -> None:
     check_compiled(world, "stand_in", Plan(clip=0.1))
 

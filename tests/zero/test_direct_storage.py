@@ -52,7 +52,7 @@ def test_a_failed_transfer_is_an_error_on_every_rank(world: World, call: str) ->
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_model("stand_in")
         offload = {"params": "nvme", "grads": "nvme", "optimizer": "host", "nvme_paths": [folder]}
-        config = {"stage": 3, "timeout_seconds": 30.0, "offload": offload, **ASKED}
+        config = {"stage": 3, "timeout_seconds": 120.0, "offload": offload, **ASKED}
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer = zero_ext.prepare(model, optimizer, config, process_group=world.group)
 

@@ -43,7 +43,7 @@ def runs_of_all_stages(world: World, plan: Plan) -> tuple[list[Run], Run]:
     return runs, train_plain(world, model, language_loss, language_batch, plan)
 
 
-@on_ranks(1, 2, 3, 4, timeout=120)
+@on_ranks(1, 2, 3, 4)
 def test_fp32_matrix(world: World) -> None:
     for plan in PLANS:
         runs, plain = runs_of_all_stages(world, plan)
@@ -56,7 +56,7 @@ def test_fp32_matrix(world: World) -> None:
             check_close(run, plain)
 
 
-@on_ranks(1, 2, 3, timeout=120)
+@on_ranks(1, 2, 3)
 def test_low_precision_matrix(world: World) -> None:
     for dtype in ("bf16", "fp16"):
         for plan in PLANS[:2] + PLANS[4:6]:
@@ -70,7 +70,7 @@ def test_low_precision_matrix(world: World) -> None:
                 }
 
 
-@on_ranks(2, 3, timeout=120)
+@on_ranks(2, 3)
 def test_twenty_steps_against_ddp(world: World) -> None:
     plan = Plan(steps=20, clip=1.0)
     model = TinyModel()

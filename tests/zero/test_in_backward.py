@@ -79,7 +79,7 @@ def prepared(world: World, model: nn.Module | None = None, **more: Any) -> tuple
     model = TinyModel() if model is None else model
     offload = {"step": "in_backward", **RING, **more.pop("offload", {})}
     units = {"bucket_elements": 700, "persistence_threshold": 100}
-    config = {"stage": 3, "timeout_seconds": 30.0, "units": units, **more, "offload": offload}
+    config = {"stage": 3, "timeout_seconds": 120.0, "units": units, **more, "offload": offload}
     return zero_ext.prepare(
         model, torch.optim.AdamW(model.parameters(), lr=1e-2), config, process_group=world.group
     )
@@ -91,7 +91,7 @@ def backward(world: World, model: Any, number: int = 0) -> float:
     return loss.item()
 
 
-@on_ranks(1, 2, 3, timeout=120)
+@on_ranks(1, 2, 3)
 def test_equals_the_step_after_backward(world: World) -> None:
     for number, (stage, tiers) in enumerate(TIERS):
         both(world, stage, Plan(dtype=("fp32", "bf16")[number % 2]), tiers)
@@ -100,7 +100,7 @@ def test_equals_the_step_after_backward(world: World) -> None:
     both(world, 1, Plan(micro_batches=2), {"optimizer": "nvme"})
 
 
-@on_ranks(1, 2, 3, timeout=120)
+@on_ranks(1, 2, 3)
 def test_clipping_that_strikes_in_some_steps(world: World) -> None:
     plan = Plan(steps=6, clip=1e9, dtype="bf16")
     norms = sorted(norm for norm in train(world, 3, plan, {}).norms if norm is not None)

@@ -95,7 +95,7 @@ def under_way(engine: Engine) -> list[str]:
     return [name for name, state in states.items() if state is not UnitState.RELEASED]
 
 
-@on_ranks(1, 2, timeout=120)
+@on_ranks(1, 2)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_logits_and_generation_are_those_of_the_plain_model(world: World, family: str) -> None:
     torch.manual_seed(world.seed)
@@ -190,7 +190,7 @@ def test_no_look_ahead_beyond_the_limits(world: World) -> None:
             del model
 
 
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 def test_ranks_with_other_prompts_and_lengths_stay_in_step(world: World) -> None:
     torch.manual_seed(world.seed)
     plain = llama().eval()

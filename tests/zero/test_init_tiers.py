@@ -225,7 +225,7 @@ def test_a_path_that_one_rank_lacks(world: World) -> None:
 def run(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", text, str(folder)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
 
 
 KILLED = """

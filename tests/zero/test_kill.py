@@ -25,5 +25,5 @@ def test_a_killed_run_resumes_bit_for_bit_and_leaves_nothing(
         str(kills),
         str(seed),
     ]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0 and done.stdout.startswith(f"killed {kills} times"), done.stdout + done.stderr

@@ -104,7 +104,7 @@ def train(
         return train_prepared(world, Uneven(), language_loss, language_batch, config, plan, make)
 
 
-@on_ranks(1, 2, 3, 4, timeout=120)
+@on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("name", ["lamb", "lion"])
 def test_stages_and_tiers_are_bit_for_bit_the_same(world: World, name: str) -> None:
     plan, make = Plan(clip=0.5), {"lamb": lamb, "lion": lion}[name]

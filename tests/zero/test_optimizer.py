@@ -53,7 +53,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
-@on_ranks(1, 2, 3, timeout=120)
+@on_ranks(1, 2, 3)
 def test_every_allowed_class_at_stages_1_and_3(world: World) -> None:
     for name, make in OPTIMIZERS.items():
         for stage in (1, 3):

@@ -16,7 +16,7 @@ from zero_ext.comm import GroupExchange, HostExchange
 from zero_ext.comm.process_group import make_collectives
 
 
-@on_ranks(2, 3, timeout=120)
+@on_ranks(2, 3)
 def test_matrix_under_delays(world: World) -> None:
     model = TinyModel(layers=2, tied=True)
     for number, plan in enumerate([PLANS[1], PLANS[3], PLANS[4], PLANS[0]._replace(dtype="bf16")]):

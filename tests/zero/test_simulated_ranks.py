@@ -106,7 +106,7 @@ def test_bytes_and_wire_elements_equal_the_formula() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines()]

@@ -35,7 +35,7 @@ def prepared(world: World, folder: str | None, aio: dict[str, Any] | None = None
     torch.manual_seed(world.seed)
     model = TinyModel()
     nvme = {"params": "nvme", "optimizer": "nvme", "nvme_paths": [folder], "ring_bytes": RING, **more}
-    config = {"timeout_seconds": 20.0, "offload": nvme if folder else {}, "aio": aio or {}}
+    config = {"timeout_seconds": 120.0, "offload": nvme if folder else {}, "aio": aio or {}}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return zero_ext.prepare(model, optimizer, config, process_group=world.group)
 

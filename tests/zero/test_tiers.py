@@ -59,7 +59,7 @@ def train(
         return train_prepared(world, TinyModel(), language_loss, language_batch, config, plan, make)
 
 
-@on_ranks(1, 2, 3, timeout=120)
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_matrix(world: World, stage: int) -> None:
     choices = combinations(stage)[1:]

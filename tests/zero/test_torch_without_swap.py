@@ -30,7 +30,7 @@ def torch_2_11() -> Iterator[None]:
         yield
 
 
-@on_ranks(1, 2, timeout=120)
+@on_ranks(1, 2)
 def test_every_stage_and_tier_trains_as_ever(world: World) -> None:
     for number, stage in enumerate(range(4)):
         plan = test_tiers.PLANS[(number + world.seed) % len(test_tiers.PLANS)]
@@ -78,7 +78,7 @@ def test_gathered_units_lie_in_the_pool(world: World) -> None:
         assert pool.overflow.total_bytes == 0 and ops.host_buffer_bytes() == held
 
 
-@on_ranks(1, stand_in=True, timeout=120)
+@on_ranks(1, stand_in=True)
 def test_on_an_accelerator(world: World) -> None:
     with torch_2_11():
         test_accelerator.test_memory_is_what_the_ledger_and_the_plan_say.on_one_rank(world)

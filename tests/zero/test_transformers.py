@@ -42,7 +42,7 @@ def llama_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 @pytest.mark.parametrize("tied", [False, True])
 def test_training_and_generation(world: World, tied: bool) -> None:
     torch.manual_seed(world.seed)
@@ -61,7 +61,7 @@ def test_training_and_generation(world: World, tied: bool) -> None:
     assert all(unit.state is not UnitState.GATHERED for unit in engine_of(model).units)
 
 
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 def test_save_pretrained_never_writes_placeholders(world: World) -> None:
     model = llama(True)
     model, _ = zero_ext.prepare(model, adamw(model.parameters()), configuration(3), process_group=world.group)

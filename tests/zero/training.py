@@ -58,7 +58,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def configuration(stage: int, plan: Plan = DEFAULT, **more: Any) -> dict[str, Any]:
     """A configuration mapping for ``plan`` at ``stage``; ``more`` adds or replaces keys."""
-    config: dict[str, Any] = {"stage": stage, "gradient_clipping": plan.clip, "timeout_seconds": 30.0}
+    config: dict[str, Any] = {"stage": stage, "gradient_clipping": plan.clip, "timeout_seconds": 120.0}
     if plan.accumulation == "declared":
         config["batch"] = {"gradient_accumulation_steps": plan.micro_batches}
     if plan.dtype != "fp32":

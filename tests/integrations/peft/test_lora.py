@@ -50,7 +50,7 @@ def check_same(found: list[float], wanted: list[float]) -> None:
     assert max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True)) < 1e-5, (found, wanted)
 
 
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 @pytest.mark.parametrize("tier", ["device", "host", "nvme"])
 def test_training_saving_loading_and_merging(world: World, tier: str) -> None:
     changes: dict[str, Any] = {"modules_to_save": ["lm_head"], "use_dora": tier == "host"}

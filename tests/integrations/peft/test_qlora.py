@@ -20,7 +20,7 @@ from zero_ext.zero import engine_of
 from zero_ext.zero.ledger import ledger_by_tier
 
 
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 @pytest.mark.parametrize("nested", [False, True])
 def test_losses_are_those_of_unsharded_qlora(world: World, nested: bool) -> None:
     twin = with_adapters(quantised(base(world.seed), nested), world.seed)
@@ -79,7 +79,7 @@ def test_weights_that_were_evaluated_before_are_put_back_in_order(world: World) 
         assert torch.allclose(model(input_ids=ids).logits, wanted, rtol=5e-2, atol=2e-2)
 
 
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 def test_quantised_files_are_refused_by_name_and_load_as_the_message_says(world: World) -> None:
     ids = batch(world.seed, 0, 0, 0)
     with shared_folder(world) as folder:

@@ -22,7 +22,7 @@ from tests.multi.rank import World
 from zero_ext.integrations.peft import ZeroPeftTrainer
 
 
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 def test_modules_to_save_train_are_saved_and_resume(world: World) -> None:
     enter(world)
     data = Sentences(32, world.seed)

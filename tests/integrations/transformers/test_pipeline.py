@@ -109,7 +109,7 @@ class Course:
         return losses, norms
 
 
-@on_ranks(4, timeout=300)
+@on_ranks(4)
 @pytest.mark.parametrize(
     ("kind", "stage", "tp", "tied", "options"),
     [
@@ -129,7 +129,7 @@ def test_steps_are_those_of_one_process(
     world: World, kind: str, stage: int, tp: int, tied: bool, options: dict[str, Any]
 ) -> None:
     enter(world)
-    config = {"stage": stage, "gradient_clipping": 0.5, "timeout_seconds": 60}
+    config = {"stage": stage, "gradient_clipping": 0.5, "timeout_seconds": 120.0}
     course = Course(built(kind, world.seed, tied), 2, tp, config, **options)
     alone = built(kind, world.seed, tied)
     names = {name for name, _ in alone.named_parameters(remove_duplicate=False)}
@@ -150,7 +150,7 @@ def test_steps_are_those_of_one_process(
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@on_ranks(1, timeout=300)
+@on_ranks(1)
 @pytest.mark.parametrize("kind", ["qwen2", "mistral", "gpt_neox", "bloom"])
 def test_stages_one_after_another_are_the_model(world: World, kind: str) -> None:
     enter(world)
@@ -177,7 +177,7 @@ def test_stages_one_after_another_are_the_model(world: World, kind: str) -> None
     torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-6)
 
 
-@on_ranks(1, timeout=300)
+@on_ranks(1)
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 def test_stages_of_encoders_are_the_model(world: World, kind: str) -> None:
     enter(world)
@@ -194,7 +194,7 @@ def test_stages_of_encoders_are_the_model(world: World, kind: str) -> None:
     torch.testing.assert_close(values, model(words, attention_mask=mask).logits, rtol=1e-5, atol=1e-6)
 
 
-@on_ranks(2, timeout=300)
+@on_ranks(2)
 def test_sparse_attention_comes_before_the_stages(world: World) -> None:
     enter(world)
     layout = {"mode": "fixed", "block": 16, "attention": "unidirectional"}
@@ -202,7 +202,7 @@ def test_sparse_attention_comes_before_the_stages(world: World) -> None:
     sparsify_attention(model, layout)
     mesh = make_mesh(pp=2, device_type="cpu")
     module = split_model(model, mesh, inputs=("input_ids", "attention_mask"))
-    config = {"stage": 3, "timeout_seconds": 60}
+    config = {"stage": 3, "timeout_seconds": 120.0}
     with pytest.raises(ConfigError, match="call sparsify_attention"):
         zero_ext.prepare(module, None, {**config, "sparse_attention": layout}, process_group=mesh)
     prepared, optimizer = zero_ext.prepare(module, optimizer_of(module), config, process_group=mesh)
@@ -217,7 +217,7 @@ def test_sparse_attention_comes_before_the_stages(world: World) -> None:
     assert float(loss) != pytest.approx(dense, rel=1e-5)
 
 
-@on_ranks(2, timeout=300)
+@on_ranks(2)
 def test_models_that_cannot_be_split(world: World) -> None:
     enter(world)
     mesh = make_mesh(pp=2, device_type="cpu")
@@ -248,7 +248,7 @@ def test_models_that_cannot_be_split(world: World) -> None:
         split_model(model, mesh)
 
 
-@on_ranks(2, timeout=300)
+@on_ranks(2)
 def test_models_whose_stages_would_compute_something_else(world: World) -> None:
     enter(world)
     mesh = make_mesh(pp=2, device_type="cpu")
@@ -272,7 +272,7 @@ def test_models_whose_stages_would_compute_something_else(world: World) -> None:
         split_model(llama(world.seed), make_mesh(device_type="cpu"), schedule="layer_major")
 
 
-@on_ranks(1, timeout=300)
+@on_ranks(1)
 def test_a_head_in_tiles_is_trained(world: World) -> None:
     enter(world)
     model = built("llama", world.seed, tied=False)

@@ -69,7 +69,7 @@ def alone(reference: Any, batch: dict[str, torch.Tensor], replicas: int) -> torc
     return torch.stack([reference(**share).loss for share in shares]).mean()
 
 
-@on_ranks(4, timeout=300)
+@on_ranks(4)
 @pytest.mark.parametrize(
     ("dp", "cp", "tp", "stage", "kind", "changes"),
     [
@@ -109,7 +109,7 @@ def test_steps_are_those_of_one_process(
     assert exchange.wire.bytes_sent["sequence"] > 0
 
 
-@on_ranks(2, timeout=300)
+@on_ranks(2)
 def test_a_rank_keeps_activations_of_its_part_alone(world: World) -> None:
     enter(world)
     kept = []
@@ -140,7 +140,7 @@ def roberta(seed: int) -> RobertaForCausalLM:
     return RobertaForCausalLM(RobertaConfig(vocab_size=VOCABULARY, is_decoder=True, **sizes))
 
 
-@on_ranks(2, timeout=300)
+@on_ranks(2)
 def test_models_that_cannot_be_split(world: World) -> None:
     enter(world)
     mesh = mesh_of(1, 2)
@@ -170,7 +170,7 @@ def test_models_that_cannot_be_split(world: World) -> None:
         sparsify_attention(model, SPARSE)
 
 
-@on_ranks(2, timeout=300)
+@on_ranks(2)
 def test_parts_that_do_not_fit_are_refused_by_all_ranks(world: World) -> None:
     enter(world)
     model, mesh = llama(world.seed), mesh_of(1, 2)

@@ -83,7 +83,7 @@ def loss_of(model: Any, words: torch.Tensor, samples: slice = slice(None)) -> to
     return model(input_ids=words[samples], attention_mask=there[samples], labels=labels[samples]).loss
 
 
-@on_ranks(4, timeout=300)
+@on_ranks(4)
 @pytest.mark.parametrize(("stage", "tied"), [(0, True), (2, False), (3, True)])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_steps_are_those_of_one_process(world: World, kind: str, stage: int, tied: bool) -> None:
@@ -96,7 +96,7 @@ def test_steps_are_those_of_one_process(world: World, kind: str, stage: int, tie
     check_steps(world, mesh, model, built(kind, world.seed, tie_word_embeddings=tied), stage)
 
 
-@on_ranks(4, timeout=300)
+@on_ranks(4)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("kind", ["gpt2", "bloom", "bert"])
 def test_models_that_bring_no_plan(world: World, kind: str, stage: int) -> None:
@@ -108,7 +108,7 @@ def test_models_that_bring_no_plan(world: World, kind: str, stage: int) -> None:
     check_steps(world, mesh, model, unplanned(kind, world.seed), stage)
 
 
-@on_ranks(4, timeout=300)
+@on_ranks(4)
 def test_projections_side_by_side_are_saved_whole(world: World) -> None:
     enter(world)
     folder = world.everyone(tempfile.mkdtemp() if world.rank == 0 else None)[0]
@@ -126,7 +126,7 @@ def test_projections_side_by_side_are_saved_whole(world: World) -> None:
             assert torch.equal(zero_ext.full_state_dict(then)[name], value), name
 
 
-@on_ranks(2, timeout=300)
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("changes", "plan", "message"),
     [
@@ -145,7 +145,7 @@ def test_splits_that_cannot_be(world: World, changes: Any, plan: Any, message: s
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-@on_ranks(2, timeout=300)
+@on_ranks(2)
 def test_a_model_without_a_plan(world: World) -> None:
     enter(world)
     config = AutoConfig.for_model(

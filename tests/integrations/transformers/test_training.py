@@ -43,7 +43,7 @@ def with_storage(config: dict[str, Any], path: Any) -> dict[str, Any]:
     return {**config, "offload": {**tiers, "nvme_paths": [str(path)]}}
 
 
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 def test_fifty_steps_have_the_losses_of_the_plain_trainer_under_ddp(world: World) -> None:
     enter(world)
     settings = {"max_steps": 50, "seed": world.seed % 1000}
@@ -69,7 +69,7 @@ def test_fifty_steps_have_the_losses_of_the_plain_trainer_under_ddp(world: World
             assert distance(zero_ext.full_state_dict(model), made.state_dict()) < 1e-4, name
 
 
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 def test_accumulation_checkpointing_smoothing_clipping_and_schedule_together(world: World) -> None:
     enter(world)
     settings = {

@@ -45,7 +45,7 @@ def zero(stage: int, folder: Path, nvme: bool = False) -> dict[str, Any]:
     return {"stage": stage, "units": {"persistence_threshold": 0}, **offload}
 
 
-@on_ranks(2, timeout=200)
+@on_ranks(2)
 def test_supervised_fine_tuning_has_the_curve_of_trl(world: World) -> None:
     enter(world)
     data, words = sentences(60, world.seed), tokenizer()
@@ -70,7 +70,7 @@ def test_supervised_fine_tuning_has_the_curve_of_trl(world: World) -> None:
                 assert largest_difference(curve, curves[0]) < 1e-5, (curve, curves[0])
 
 
-@on_ranks(2, timeout=200)
+@on_ranks(2)
 def test_preferences_have_the_curve_of_trl(world: World) -> None:
     enter(world)
     data, words = preferences(40, world.seed), tokenizer()
@@ -100,7 +100,7 @@ def test_preferences_have_the_curve_of_trl(world: World) -> None:
                 assert largest_difference(curve, curves[0]) < 1e-5, (curve, curves[0])
 
 
-@on_ranks(2, timeout=200)
+@on_ranks(2)
 @pytest.mark.parametrize("packed", [False, True])
 def test_checkpoints_hold_adapters_alone_and_resume(world: World, packed: bool) -> None:
     enter(world)
@@ -146,7 +146,7 @@ def test_checkpoints_hold_adapters_alone_and_resume(world: World, packed: bool) 
             make(folder / "other", lora()).train(resume_from_checkpoint=str(saved))
 
 
-@on_ranks(2, timeout=200)
+@on_ranks(2)
 def test_a_reference_that_would_be_written_to_is_refused(world: World) -> None:
     enter(world)
     with shared_folder(world) as folder, pytest.raises(ValueError, match="sync_ref_model"):

@@ -54,7 +54,7 @@ class Course:
         torch.manual_seed(seed)
         module = PipelineModule(layers, mesh, loss=mean_loss, split="uniform")
         split_blocks(module, mesh, Block)
-        config = {"stage": stage, "gradient_clipping": 0.5, "timeout_seconds": 60}
+        config = {"stage": stage, "gradient_clipping": 0.5, "timeout_seconds": 120.0}
         self.model, optimizer = zero_ext.prepare(module, adamw(module), config, process_group=mesh)
         self.pipeline = Pipeline(self.model, optimizer, micro_batches=2)
 

@@ -111,7 +111,7 @@ class Failing(nn.Module):
         return hidden * self.weight
 
 
-@on_ranks(4, timeout=120)
+@on_ranks(4)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_stage_that_fails_ends_the_step_on_all_ranks(world: World, stage: int) -> None:
     layers = [

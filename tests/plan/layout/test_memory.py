@@ -32,7 +32,7 @@ def mesh_of(pp: int, tp: int) -> DeviceMesh:
     return make_mesh(pp=pp, tp=tp, device_type="cpu")
 
 
-@on_ranks(4, timeout=300.0)
+@on_ranks(4)
 @pytest.mark.parametrize(
     ("pp", "tp", "stage", "offload"),
     [

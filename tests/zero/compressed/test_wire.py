@@ -27,7 +27,7 @@ def sent_by_phase(world: World, stage: int, optimizer: Any, steps: int) -> dict[
     model, stepped = zero_ext.prepare(
         model,
         made,
-        {"stage": stage, "precision": {"dtype": "bf16"}, "timeout_seconds": 30},
+        {"stage": stage, "precision": {"dtype": "bf16"}, "timeout_seconds": 120.0},
         process_group=world.group,
     )
     found: dict[Phase, int] = {}

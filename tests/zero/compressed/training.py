@@ -89,7 +89,7 @@ def prepared(world: World, course: Course, seed: int, **more: Any) -> tuple[Any,
         "stage": course.stage,
         "precision": {"dtype": course.dtype},
         "units": {"bucket_elements": 900},
-        "timeout_seconds": 30,
+        "timeout_seconds": 120.0,
         "batch": {"gradient_accumulation_steps": course.micro_batches},
         **more,
     }

@@ -31,7 +31,7 @@ from zero_ext.integrations.deepspeed.pipe import PipelineModule
 ALL = 4  # a pipeline takes the world, which in the pool is all ranks
 
 
-@on_ranks(ALL, timeout=180)
+@on_ranks(ALL)
 @pytest.mark.parametrize(("num_stages", "stage"), [(2, 0), (2, 1), (2, 2), (2, 3), (4, 1), (1, 3)])
 def test_steps_are_those_of_one_process(world: World, num_stages: int, stage: int) -> None:
     engine = engine_of(stage, num_stages)
@@ -55,7 +55,7 @@ def test_steps_are_those_of_one_process(world: World, num_stages: int, stage: in
     )
 
 
-@on_ranks(ALL, timeout=180)
+@on_ranks(ALL)
 def test_what_is_asked_of_an_engine(world: World) -> None:
     engine = engine_of(1)
     assert (engine.num_stages, engine.stage_id) == (2, world.rank // 2)
@@ -71,7 +71,7 @@ def test_what_is_asked_of_an_engine(world: World) -> None:
         engine.save_16bit_model("nowhere")
 
 
-@on_ranks(ALL, timeout=180)
+@on_ranks(ALL)
 def test_outputs_of_an_evaluation(world: World) -> None:
     engine = engine_of(3)
     model, training = Plain(whole_values(world, engine)), micro_batches(engine, world.seed)
@@ -94,7 +94,7 @@ def test_outputs_of_an_evaluation(world: World) -> None:
             engine.eval_batch(training, **asked)
 
 
-@on_ranks(ALL, timeout=180)
+@on_ranks(ALL)
 @pytest.mark.parametrize("checkpointable", [None, ["Block"], ["Words"]])
 def test_layers_that_run_again(world: World, checkpointable: list[str] | None) -> None:
     options = {"activation_checkpoint_interval": 2, "checkpointable_layers": checkpointable}
@@ -121,7 +121,7 @@ class Samples(torch.utils.data.Dataset[Any]):
         return tuple(each[0] for each in inputs), tuple(each[0] for each in labels)
 
 
-@on_ranks(ALL, timeout=180)
+@on_ranks(ALL)
 @pytest.mark.parametrize(("saved", "loaded"), [((2, 2), (4, 1)), ((4, 3), (2, 3))])
 def test_a_checkpoint_goes_on_with_other_stages(
     world: World, saved: tuple[int, int], loaded: tuple[int, int]
@@ -152,7 +152,7 @@ def test_a_checkpoint_goes_on_with_other_stages(
     assert then.data_iterator is own
 
 
-@on_ranks(ALL, timeout=180)
+@on_ranks(ALL)
 def test_data_that_cannot_be_used_is_refused_by_all_ranks(world: World) -> None:
     engine = engine_of(2)
     before = whole_values(world, engine)
@@ -189,7 +189,7 @@ def test_data_that_cannot_be_used_is_refused_by_all_ranks(world: World) -> None:
     )
 
 
-@on_ranks(ALL, timeout=180)
+@on_ranks(ALL)
 def test_an_engine_without_an_optimizer_evaluates(world: World) -> None:
     config = {key: value for key, value in config_of(3).items() if key not in ("optimizer", "scheduler")}
     module = PipelineModule(layers(), num_stages=2, loss_fn=loss_fn)
@@ -205,7 +205,7 @@ def mean_square(found: torch.Tensor) -> torch.Tensor:
     return (found**2).mean()
 
 
-@on_ranks(ALL, timeout=180)
+@on_ranks(ALL)
 def test_the_last_layer_may_return_the_loss(world: World) -> None:
     engine = engine_of(2, layers=[*layers(), mean_square])
     engine.module.loss_fn = None
