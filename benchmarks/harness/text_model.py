@@ -19,7 +19,9 @@ class TextRun:
     """What is trained, on how much, and where it is judged.
 
     `batch` windows of `window` bytes a rank and step; the held-out loss is a mean over `held_out_windows`.
-    The learning rate rises over the part `rise` of the steps.
+    The learning rate rises over the part `rise` of the steps. `betas` have a memory shorter than the steps in
+    full precision of the one-bit family: the first, large gradients are forgotten when the variance freezes,
+    and it is that of a mean, not still growing towards it.
     """
 
     name: str
@@ -29,6 +31,7 @@ class TextRun:
     window: int
     learning_rate: float
     rise: float = 1 / 30
+    betas: tuple[float, float] = (0.9, 0.99)
     held_out_windows: int = 128
 
     def factor(self, step: int) -> float:
@@ -70,8 +73,17 @@ RUNS = {
     for run in (
         TextRun("8m-bytes", BYTE_LLAMA, steps=3000, batch=1, window=128, learning_rate=3e-4),
         # Moments whose bias is not corrected step far in their first hundred steps: a rate that has risen
-        # fully by then holds this run back for long (1-bit Adam: 2.65 in the end, Adam 1.97).
-        TextRun("34m", LLAMA_34M, steps=500, batch=1, window=128, learning_rate=3e-4, rise=1 / 10),
+        # fully by then holds this run back for long.
+        TextRun(
+            "34m",
+            LLAMA_34M,
+            steps=500,
+            batch=4,
+            window=128,
+            learning_rate=3e-4,
+            rise=1 / 10,
+            betas=(0.9, 0.95),
+        ),
         TextRun("tiny", TINY, steps=200, batch=1, window=64, learning_rate=3e-3, held_out_windows=16),
     )
 }
