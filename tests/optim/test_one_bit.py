@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -125,6 +127,27 @@ def test_lamb_with_sharded_moments_is_refused() -> None:
 def test_a_schedule_that_ends_before_the_freeze_is_told() -> None:
     scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 50}}
     config = ZeroConfig.from_mapping({"stage": 0, "scheduler": scheduler})
+    betas = (0.9, 0.8)
     with pytest.warns(RuntimeWarning, match="frozen after step 50, but the scheduler ends at step 50"):
-        check_one_bit_optimizer(made("OneBitAdam", freeze_step=50), config)
-    check_one_bit_optimizer(made("OneBitAdam", freeze_step=8), config)
+        check_one_bit_optimizer(made("OneBitAdam", freeze_step=50, betas=betas), config)
+    check_one_bit_optimizer(made("OneBitAdam", freeze_step=8, betas=betas), config)
+
+
+@pytest.mark.parametrize(
+    ("freeze_step", "beta2", "told"),
+    [
+        (75, 0.99, r"after step 75, .*0\.99 .*53% .*1\.4 times.*at least 138, .*at most 0\.981$"),
+        (137, 0.99, "at least 138, "),
+        (138, 0.99, ""),
+        (75, 0.981, ""),
+        (math.inf, 0.999, ""),
+        (1, 0.0, ""),
+    ],
+)
+def test_a_variance_frozen_while_it_grows_is_told(freeze_step: float, beta2: float, told: str) -> None:
+    optimizer = made("OneBitAdam", freeze_step=freeze_step, betas=(0.9, beta2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_one_bit_optimizer(optimizer, ZeroConfig.from_mapping({"stage": 0}))
+    messages = [str(each.message) for each in caught]
+    assert len(messages) == bool(told) and all(re.search(told, message) for message in messages), messages

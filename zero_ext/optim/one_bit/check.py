@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+
 import torch
 
 from zero_ext.config import ZeroConfig
@@ -11,13 +14,16 @@ from zero_ext.optim.one_bit.lamb import OneBitLamb
 from zero_ext.optim.one_bit.optimizer import OneBitOptimizer
 from zero_ext.optim.one_bit.zero_one import ZeroOneAdam
 
+# Of the mean that it grows towards: below this a frozen variance makes steps more than 1.15 times as long.
+_GROWN = 0.75
+
 
 def check_one_bit_optimizer(
     optimizer: torch.optim.Optimizer | None, config: ZeroConfig, in_parts: bool = False
 ) -> None:
     """Raises ``ValueError`` if ``optimizer`` is of the one-bit family and ``config`` does not serve it, or
-    the model is ``in_parts`` on several ranks; warns if it would never compress. Nothing is asked of others.
-    """
+    the model is ``in_parts`` on several ranks; warns if it would never compress, and if its variance would be
+    frozen before it is that of the gradients. Nothing is asked of others."""
     if not isinstance(optimizer, OneBitOptimizer):
         return
     name = type(optimizer).__name__
@@ -36,3 +42,21 @@ def check_one_bit_optimizer(
         )
     if isinstance(optimizer, OneBitAdam | OneBitLamb):
         warn_of_late_freeze(name, optimizer.freeze_step, config)
+    if isinstance(optimizer, OneBitAdam):
+        _warn_of_early_freeze(optimizer)
+
+
+def _warn_of_early_freeze(optimizer: OneBitAdam) -> None:
+    beta2 = max(group["betas"][1] for group in optimizer.param_groups)
+    steps = optimizer.freeze_step
+    grown = 1 - beta2**steps
+    if grown < _GROWN:
+        warnings.warn(
+            f"OneBitAdam: the variance is frozen after step {steps:g}, when with a second beta of {beta2:g} "
+            f"it has grown to {grown:.0%} of what it averages. Its bias is not corrected, so all later steps "
+            f"are {1 / math.sqrt(grown):.2g} times as long as Adam's. Set freeze_step to at least "
+            f"{math.ceil(math.log(1 - _GROWN) / math.log(beta2))}, or the second beta to at most "
+            f"{math.floor(1000 * (1 - _GROWN) ** (1 / steps)) / 1000:g}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
