@@ -55,9 +55,10 @@ def ends_table(verdicts: list[Verdict], run: TextRun, steps: int) -> Table:
         ("mode", "seeds", "held-out loss", "spread of seeds", "against", "ratio", "at most", "met"),
         note=f"Nats per byte of Python's documentation, documents held out; mean over "
         f"{run.held_out_windows} windows, taken every 10 of the last 100 steps. {RANKS} ranks of "
-        f"{run.batch} × {run.window} bytes, {run.shape.parameters:,} parameters, betas {run.betas}; the same "
-        "weights and windows for every mode of a seed. At most: 1 plus 1% (1.5% for ZeRO++ with int4), or "
-        "plus the spread of the uncompressed mode's seeds if that is more.",
+        f"{run.batch} × {run.window} bytes, {run.shape.parameters:,} parameters; the same weights and "
+        f"windows for every mode of a seed. The one-bit family sends {run.warm_up:.0%} of the steps in full "
+        "precision. At most: 1 plus 1% (1.5% for ZeRO++ with int4), or plus the spread of the uncompressed "
+        "mode's seeds if that is more.",
     )
     for verdict in verdicts:
         mode = mode_named(verdict.mode)

@@ -11,16 +11,15 @@ import torch
 from torch import nn
 
 import zero_ext
+from benchmarks.harness.text_model import TextRun
 
-WARM_UP_PART = 0.15  # of the run, in full precision
-Betas = tuple[float, float]
-Optimizer = Callable[[Iterable[nn.Parameter], int, float, Betas], torch.optim.Optimizer]
+BETAS = (0.9, 0.99)  # a memory shorter than the warm-up: the first, large gradients are forgotten at its end
+Optimizer = Callable[[Iterable[nn.Parameter], TextRun, float], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One way: an optimizer made of parameters, the steps of the run, the learning rate and the betas, and a
-    config.
+    """One way: an optimizer made of parameters, the run and the learning rate, and a config.
 
     `against` is the uncompressed way that it is judged by, `tolerance` the part by which its held-out loss
     may be above that one's where the spread of seeds is not larger.
@@ -35,22 +34,16 @@ class Mode:
     rate_factor: float = 1.0  # of the learning rate that Adam takes
 
 
-def _adam(parameters: Iterable[nn.Parameter], steps: int, rate: float, betas: Betas) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=rate, betas=betas, weight_decay=0.0)
+def _adam(parameters: Iterable[nn.Parameter], run: TextRun, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=rate, betas=BETAS, weight_decay=0.0)
 
 
-def _one_bit_adam(
-    parameters: Iterable[nn.Parameter], steps: int, rate: float, betas: Betas
-) -> torch.optim.Optimizer:
-    return zero_ext.OneBitAdam(parameters, lr=rate, betas=betas, freeze_step=warm_up(steps))
+def _one_bit_adam(parameters: Iterable[nn.Parameter], run: TextRun, rate: float) -> torch.optim.Optimizer:
+    return zero_ext.OneBitAdam(parameters, lr=rate, betas=BETAS, freeze_step=run.warm_up_steps)
 
 
 def _zero_one_adam(
-    parameters: Iterable[nn.Parameter],
-    steps: int,
-    rate: float,
-    betas: Betas,
-    var_update_scaler: int | None = None,
+    parameters: Iterable[nn.Parameter], run: TextRun, rate: float, var_update_scaler: int | None = None
 ) -> torch.optim.Optimizer:
     """The published policy of local steps of a run of 118,000 (Lu et al., arXiv 2202.06009, section 6), made
     shorter with the run: they begin where the variance is frozen and double their number four times. Until
@@ -59,27 +52,20 @@ def _zero_one_adam(
     return zero_ext.ZeroOneAdam(
         parameters,
         lr=rate,
-        betas=betas,
-        var_freeze_step=warm_up(steps),
-        var_update_scaler=warm_up(steps) if var_update_scaler is None else var_update_scaler,
-        local_step_scaler=max(1, steps // 4),
+        betas=BETAS,
+        var_freeze_step=run.warm_up_steps,
+        var_update_scaler=run.warm_up_steps if var_update_scaler is None else var_update_scaler,
+        local_step_scaler=max(1, run.steps // 4),
         local_step_clipper=16,
     )
 
 
-def _lamb(parameters: Iterable[nn.Parameter], steps: int, rate: float, betas: Betas) -> torch.optim.Optimizer:
-    return zero_ext.Lamb(parameters, lr=rate, betas=betas, weight_decay=0.0)
+def _lamb(parameters: Iterable[nn.Parameter], run: TextRun, rate: float) -> torch.optim.Optimizer:
+    return zero_ext.Lamb(parameters, lr=rate, betas=BETAS, weight_decay=0.0)
 
 
-def _one_bit_lamb(
-    parameters: Iterable[nn.Parameter], steps: int, rate: float, betas: Betas
-) -> torch.optim.Optimizer:
-    return zero_ext.OneBitLamb(parameters, lr=rate, betas=betas, freeze_step=warm_up(steps))
-
-
-def warm_up(steps: int) -> int:
-    """Steps in full precision of a run of so many."""
-    return max(1, round(WARM_UP_PART * steps))
+def _one_bit_lamb(parameters: Iterable[nn.Parameter], run: TextRun, rate: float) -> torch.optim.Optimizer:
+    return zero_ext.OneBitLamb(parameters, lr=rate, betas=BETAS, freeze_step=run.warm_up_steps)
 
 
 ZEROPP = {

@@ -36,7 +36,7 @@ class ConvergenceRank:
         self.run, way = dataclasses.replace(text_run(what), steps=steps), mode_named(mode)
         self.base_rate = self.run.learning_rate * way.rate_factor
         model = self.run.model(seed)
-        optimizer = way.optimizer(model.parameters(), steps, self.base_rate, self.run.betas)
+        optimizer = way.optimizer(model.parameters(), self.run, self.base_rate)
         config = {**way.config, "precision": {"dtype": dtype}}
         self.model, self.optimizer = zero_ext.prepare(model, optimizer, config)
         self.engine = engine_of(self.model)
