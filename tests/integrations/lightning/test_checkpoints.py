@@ -145,7 +145,7 @@ def test_resuming_at_other_world_sizes_and_stages(rank_pool: Any, tmp_path: Path
     seed = secrets.randbelow(1 << 30)
     print(f"seed {seed}")
     folder = str(tmp_path)
-    kept = rank_pool.run(2, f"{HERE}:train_and_keep", {"folder": folder}, 120.0, seed)
+    kept = rank_pool.run(2, f"{HERE}:train_and_keep", {"folder": folder}, seed=seed)
     saved = inspect_checkpoint(tmp_path / "every" / "epoch=1.ckpt")
     assert saved.world_size == 2 and saved.step == 12 and not saved.damage
     assert saved.bytes_by_kind["exp_avg"] == saved.bytes_by_kind["master"]
@@ -154,16 +154,16 @@ def test_resuming_at_other_world_sizes_and_stages(rank_pool: Any, tmp_path: Path
     assert {path.suffix for path in files} == {".safetensors", ".json"}
 
     for stage in (3, 1):
-        again = rank_pool.run(2, f"{HERE}:go_on", {"folder": folder, "seed": seed, "stage": stage}, 120.0)
+        again = rank_pool.run(2, f"{HERE}:go_on", {"folder": folder, "seed": seed, "stage": stage})
         for one, other in zip(again, kept, strict=True):
             assert largest_difference(one, other[12:24]) < 1e-5
-    alone = rank_pool.run(1, f"{HERE}:go_on", {"folder": folder, "seed": seed, "stage": 2}, 120.0)[0]
+    alone = rank_pool.run(1, f"{HERE}:go_on", {"folder": folder, "seed": seed, "stage": 2})[0]
     mean = [(a + b) / 2 for a, b in zip(kept[0][12:24], kept[1][12:24], strict=True)]
     assert largest_difference(alone, mean) < 1e-4
-    rank_pool.run(2, f"{HERE}:evaluate_alone", {"folder": folder, "seed": seed}, 120.0)
-    rank_pool.run(2, f"{HERE}:save_plain", {"folder": folder}, 120.0)
+    rank_pool.run(2, f"{HERE}:evaluate_alone", {"folder": folder, "seed": seed})
+    rank_pool.run(2, f"{HERE}:save_plain", {"folder": folder})
     damage(tmp_path / "every" / "epoch=1.ckpt", tmp_path / "damaged")
-    rank_pool.run(2, f"{HERE}:refuse", {"folder": folder, "seed": seed}, 120.0)
+    rank_pool.run(2, f"{HERE}:refuse", {"folder": folder, "seed": seed})
 
 
 def damage(source: Path, target: Path) -> None:
