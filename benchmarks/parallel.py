@@ -1,7 +1,7 @@
 """Pipelines and split tensors: how full a pipeline is, what the engine costs over torch's own parts, and
 what ZeRO sends inside a pipeline.
 
-Run from the repository root: python -m benchmarks.parallel [--width 512] [--blocks 12] [--rounds 15]
+Run from the repository root: python -m benchmarks.parallel [--width 512] [--blocks 12] [--rounds 5]
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ WORKER = "benchmarks.harness.parallel_rank"
 PIPELINE = "zero-pp-2"
 EFFICIENCY_BAR, OVERHEAD_BAR = 0.95, 1.05
 STAGE_ROUNDS = 3  # in which a stage's seconds are measured, for every micro-batch
+STARTS = 3  # of all processes: where their memory comes to lie makes some percent, in all of a start's rounds
 # The contenders of two ranks: torch's own, and zero_ext's under ZeRO's stages.
 AGAINST = {
     "torch-pp": ("zero-pp-0", "zero-pp-2", "zero-pp-3"),
@@ -88,9 +89,26 @@ def real(team: Team, micro_batches: int, rounds: int) -> list[Fullness]:
     return found
 
 
-def overheads(team: Team, rounds: int) -> dict[str, dict[str, Any]]:
-    """Step times of torch's own parts and of zero_ext, in turn."""
-    kinds = [kind for peer, own in AGAINST.items() for kind in (peer, *own)]
+def measured(shape: Shape, rounds: int) -> tuple[list[Fullness], dict[str, list[float]]]:
+    """Two ranks, started afresh several times: how full their pipelines are, and seconds by contender."""
+    runs: list[Fullness] = []
+    taken: dict[str, list[float]] = {}
+    for start in range(STARTS):
+        with Team("two ranks", 2, 1, worker=WORKER) as team:
+            team.ask("start", shape=asdict(shape))
+            team.ask("make", kind=PIPELINE)
+            team.ask("steps", kind=PIPELINE, count=2)
+            runs += real(team, shape.micro_batches, rounds)
+            for kind, seconds in in_turn(team, rounds, start).items():
+                taken.setdefault(kind, []).extend(seconds)
+    return runs, taken
+
+
+def in_turn(team: Team, rounds: int, first: int) -> dict[str, list[float]]:
+    """Seconds of steps of torch's own parts and of zero_ext, in turn, each peer and those against it from
+    number ``first`` on."""
+    families = [(peer, *own) for peer, own in AGAINST.items()]
+    kinds = [kind for family in families for kind in (*family[first:], *family[:first])]
     taken: dict[str, list[float]] = {kind: [] for kind in kinds}
     for kind in kinds:
         if kind != PIPELINE:
@@ -100,6 +118,11 @@ def overheads(team: Team, rounds: int) -> dict[str, dict[str, Any]]:
         # To and fro: a machine that gets slower does so for all alike.
         for kind in kinds[:: -1 if number % 2 else 1]:
             taken[kind].append(max(team.ask("steps", kind=kind, count=1)))
+    return taken
+
+
+def overheads(taken: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
+    """Seconds of every contender, and their ratio to its peer's."""
     return {
         kind: {"seconds": taken[kind], "peer": peer, "ratio": ratio_of_rounds(taken[kind], taken[peer])}
         for peer, own in AGAINST.items()
@@ -130,7 +153,7 @@ def fullness_table(simulations: list[Fullness], runs: list[Fullness], exchange: 
         "equal length and exchanges in no time. Simulated: the order that four ranks ran, each slot as "
         "long as its stage takes with the other ranks asleep, the stages in turn (medians; below, passes as "
         f"they came on a machine whose speed changes), and {1e3 * exchange:.2f} ms an exchange, as "
-        "measured. Real: the median over the rounds.",
+        f"measured; the median of {STARTS} starts. Real: the median over the rounds of {STARTS} starts.",
     )
     simulation, as_it_came = simulations
     middle = sorted(runs, key=lambda run: run.reached)[len(runs) // 2]
@@ -146,10 +169,10 @@ def overhead_table(found: dict[str, dict[str, Any]]) -> Table:
     table = Table(
         "A step of zero_ext against torch's own parts, two ranks",
         ("contender", "ms a step", "against", "ratio", "at most"),
-        note="Medians of rounds in turn; ratios are medians of the rounds' ratios, with their range. The "
-        "same layers, schedule, splits and batches. torch: its schedule with its fused AdamW, or "
-        "parallelize_module with its AdamW as it comes, as the fused one refuses split tensors beside "
-        "others. The number is ZeRO's stage; there is one replica.",
+        note=f"Medians of rounds in turn, in {STARTS} starts of all processes; ratios are medians of the "
+        "rounds' ratios, with their range. The same layers, schedule, splits and batches. torch: its "
+        "schedule with its fused AdamW, or parallelize_module with its AdamW as it comes, as the fused one "
+        "refuses split tensors beside others. The number is ZeRO's stage; there is one replica.",
     )
     for kind, each in found.items():
         row = ["", "", ""]
@@ -180,19 +203,16 @@ def main(
     blocks: Annotated[int, typer.Option(help="Of the model; a multiple of 4.")] = 12,
     window: Annotated[int, typer.Option(help="Bytes in a sample.")] = 128,
     micro_batches: Annotated[int, typer.Option(help="A step.")] = 16,
-    rounds: Annotated[int, typer.Option(min=1, help="Measured.")] = 15,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured after each start.")] = 5,
     output: Annotated[str, typer.Option(help="Name of the files in benchmarks/results.")] = "parallel",
 ) -> None:
     """Measure; write benchmarks/results/parallel.{json,md}."""
     console = terminal()
     shape = Shape(width, blocks, 8, window, micro_batches, samples=1)
-    simulations, exchange = simulated(shape)
-    with Team("two ranks", 2, 1, worker=WORKER) as team:
-        team.ask("start", shape=asdict(shape))
-        team.ask("make", kind=PIPELINE)
-        team.ask("steps", kind=PIPELINE, count=2)
-        runs = real(team, micro_batches, rounds)
-        costs = overheads(team, rounds)
+    starts = sorted((simulated(shape) for _ in range(STARTS)), key=lambda start: start[0][0].reached)
+    simulations, exchange = starts[STARTS // 2]
+    runs, taken = measured(shape, rounds)
+    costs = overheads(taken)
     sent = traffic(shape)
     reached = statistics.median(run.reached for run in runs)
     failures = [
@@ -206,7 +226,8 @@ def main(
         if "peer" in each and each["ratio"].median > OVERHEAD_BAR
     ]
     data: dict[str, Any] = {"environment": describe(), "shape": asdict(shape), "exchange_seconds": exchange}
-    data["fullness"] = [asdict(each) for each in (*simulations, *runs)]
+    data["fullness"] = [asdict(each) for start, _ in starts for each in start]
+    data["fullness"] += [asdict(each) for each in runs]
     data["overheads"] = {
         kind: each | ({"ratio": asdict(each["ratio"])} if "ratio" in each else {})
         for kind, each in costs.items()
