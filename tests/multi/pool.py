@@ -24,6 +24,9 @@ POOL_SIZE = 4
 # Far more than any test takes: on a loaded machine all is slow by a multiple, and this only ends what hangs.
 LIMIT_SECONDS = 400.0
 GRACE_SECONDS = 10.0  # for the other ranks to report as well, once one has failed
+# Torch keeps the groups of every mesh for the life of the process, and gloo wakes a thread for each of them a
+# hundred times a second: in numbers they slow all that runs. Ended, they would be missed by DTensor's caches.
+MOST_GROUPS = 16
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "zero_ext", "zero_ext.zero", "tests.multi.rank"]
 
 
@@ -32,7 +35,8 @@ class RankFailure(AssertionError):
 
 
 class RankPool:
-    """``size`` processes in one gloo world, started at first use and again after any failure.
+    """``size`` processes in one gloo world, started at first use and again after any failure, and when their
+    tests have left many process groups.
 
     Work is named ``module:function``; its arguments are JSON-able, its results JSON-able or tensors. A call
     runs on the first ``world_size`` ranks, which form a group of their own; the others stay idle. With
@@ -75,7 +79,9 @@ class RankPool:
             raise RankFailure(
                 f"{target} failed on ranks {sorted(failures)} of {world_size} (seed {seed})\n{listed}"
             )
-        return [results[rank] for rank in range(world_size)]
+        if max(answer["groups"] for answer in results.values()) > MOST_GROUPS:
+            self.close()
+        return [results[rank]["result"] for rank in range(world_size)]
 
     def close(self) -> None:
         """Ends all ranks; the next call starts new ones."""
@@ -110,8 +116,8 @@ class RankPool:
 
     def _collect(
         self, pending: dict[Connection, int], timeout: float
-    ) -> tuple[dict[int, Any], dict[int, str]]:
-        results: dict[int, Any] = {}
+    ) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
+        results: dict[int, dict[str, Any]] = {}
         failures: dict[int, str] = {}
         deadline = time.monotonic() + timeout
         # The machine itself may have stood still until past the deadline: then the ranks get a moment more.
@@ -136,7 +142,7 @@ class RankPool:
                 if "error" in answer:
                     failures[rank] = answer["error"]
                 elif rank not in failures:
-                    results[rank] = answer["result"]
+                    results[rank] = answer
                 if failures:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return results, failures

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from tests.accelerator.stand_in import enable, is_enabled
 
@@ -73,9 +74,8 @@ def serve(rank: int, size: int, folder: str, connection: Connection, stand_in: b
             except EOFError:
                 return
             buffer = io.BytesIO()
-            torch.save(
-                _answer(task, World(rank, task.world_size, groups[task.world_size], task.seed)), buffer
-            )
+            answer = _answer(task, World(rank, task.world_size, groups[task.world_size], task.seed))
+            torch.save(answer | {"groups": len(_world.pg_map)}, buffer)
             connection.send_bytes(buffer.getvalue())
             gc.collect()
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.multi.on_ranks import on_ranks
-from tests.multi.pool import RankFailure, RankPool
+from tests.multi.pool import MOST_GROUPS, RankFailure, RankPool
 from tests.multi.rank import World
 
 HERE = "tests.multi.test_pool"
@@ -79,3 +80,16 @@ def test_failures_name_the_rank_and_the_pool_comes_back(small_pool: RankPool) ->
 def test_the_decorator_runs_bodies_on_ranks(world: World, word: str) -> None:
     assert world.everyone((world.rank, word)) == [(rank, word) for rank in range(world.size)]
     assert len(set(world.everyone(world.seed))) == 1
+
+
+def leave_groups(world: World, count: int) -> int:
+    for _ in range(count):
+        init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("pp", "dp"))
+    return os.getpid()
+
+
+def test_ranks_with_many_groups_are_replaced(small_pool: RankPool) -> None:
+    first, second = (small_pool.run(2, f"{HERE}:leave_groups", {"count": 1}) for _ in range(2))
+    assert first == second
+    assert small_pool.run(2, f"{HERE}:leave_groups", {"count": MOST_GROUPS}) == second
+    assert not set(small_pool.run(2, f"{HERE}:leave_groups", {"count": 0})) & set(second)
