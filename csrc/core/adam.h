@@ -24,6 +24,8 @@ struct AdamBuffers {
   NumericType grad_type;
   void* param;
   std::optional<NumericType> param_type;
+  // Raised if a new master weight or moment is not finite; null to not look.
+  std::int32_t* non_finite = nullptr;
 };
 
 // Updates the elements [begin, end) of all segments laid end to end: callers may split

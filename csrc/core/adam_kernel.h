@@ -17,7 +17,8 @@ void run_adam(const AdamBuffers& buffers, const AdamFactors& factors, std::int64
       {buffers.master,
        {static_cast<Moment*>(buffers.exp_avg), static_cast<Moment*>(buffers.exp_avg_sq)},
        static_cast<const Grad*>(buffers.grad),
-       static_cast<Param*>(buffers.param)},
+       static_cast<Param*>(buffers.param),
+       buffers.non_finite},
       factors, begin, end);
 }
 

@@ -10,6 +10,7 @@
 #include "kernels.h"
 #include "lamb_kernel.h"
 #include "lion_kernel.h"
+#include "non_finite_kernel.h"
 #include "squared_norm_kernel.h"
 
 namespace zero_ext::core {
@@ -131,6 +132,9 @@ constexpr Kernels make_kernels() {
   table.squared_norm[0] = &SquaredNorm<V, float>::run;
   table.squared_norm[1] = &SquaredNorm<V, BFloat16>::run;
   table.squared_norm[2] = &SquaredNorm<V, Float16>::run;
+  table.all_finite[0] = &all_finite<V, float>;
+  table.all_finite[1] = &all_finite<V, BFloat16>;
+  table.all_finite[2] = &all_finite<V, Float16>;
   return table;
 }
 

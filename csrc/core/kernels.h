@@ -27,6 +27,7 @@ using QuantizeKernel = void (*)(const float*, std::int64_t, std::uint8_t*, float
 using DequantizeKernel = void (*)(const std::uint8_t*, const float*, std::int64_t, float*);
 using ConvertKernel = void (*)(void*, const void*, std::int64_t);
 using SquaredNormKernel = void (*)(const void*, std::int64_t, Superaccumulator&);
+using AllFiniteKernel = bool (*)(const void*, std::int64_t);
 using SumKernel = void (*)(void*, std::span<const void* const>, std::int64_t, std::int64_t, float,
                            bool);
 using CompressSignsKernel = void (*)(const void*, float, std::int64_t, float*, MessageTarget);
@@ -58,6 +59,7 @@ struct Kernels {
   ConvertKernel accumulate[kNumericTypes][kNumericTypes];  // [target][source]
   SumKernel sum_shards[kNumericTypes][kNumericTypes];      // [target][source]
   SquaredNormKernel squared_norm[kNumericTypes];
+  AllFiniteKernel all_finite[kNumericTypes];
   CompressSignsKernel compress_signs[kNumericTypes];
   ExpandSignsKernel expand_signs[kNumericTypes];
   SumSignsKernel sum_signs;

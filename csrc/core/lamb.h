@@ -26,6 +26,8 @@ struct LambBuffers {
   NumericType grad_type;
   void* param;
   std::optional<NumericType> param_type;
+  // Raised if a new master weight or moment is not finite; null to not look.
+  std::int32_t* non_finite = nullptr;
 };
 
 // Exact sums of squares of one segment: of its master weights, and of what LambRule::direction says

@@ -16,7 +16,8 @@ void run_lion(const LionBuffers& buffers, const LionFactors& factors, std::int64
   StepLoop<V, LionRule, Moment, Grad, Param>::run({buffers.master,
                                                    {static_cast<Moment*>(buffers.exp_avg)},
                                                    static_cast<const Grad*>(buffers.grad),
-                                                   static_cast<Param*>(buffers.param)},
+                                                   static_cast<Param*>(buffers.param),
+                                                   buffers.non_finite},
                                                   factors, begin, end);
 }
 

@@ -14,10 +14,11 @@ constexpr const char* kOp = "adam_step_";
 
 void adam_step(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_avg_sq,
                const Tensor& grad, const std::optional<Tensor>& param, const Tensor& segments,
-               const Tensor& hyper, const Tensor& grad_scale) {
+               const Tensor& hyper, const Tensor& grad_scale,
+               const std::optional<Tensor>& non_finite) {
   const torch::stable::accelerator::DeviceGuard guard(master.get_device_index());
   const core::AdamBuffers buffers =
-      ops::read_adam_buffers(kOp, master, exp_avg, exp_avg_sq, grad, param);
+      ops::read_adam_buffers(kOp, master, exp_avg, exp_avg_sq, grad, param, non_finite);
   launch_step<core::AdamHyper>(kOp, master, buffers, segments, hyper, grad_scale,
                                [&]<class Moment, class Grad, class Param>(
                                    const core::AdamSegment* parts, std::int64_t count) {

@@ -17,11 +17,11 @@ void adam_step_8bit(const Tensor& master, const Tensor& exp_avg_codes,
                     const Tensor& exp_avg_sq_codes, const Tensor& exp_avg_scales,
                     const Tensor& exp_avg_sq_scales, const Tensor& grad,
                     const std::optional<Tensor>& param, const Tensor& segments, const Tensor& hyper,
-                    const Tensor& grad_scale) {
+                    const Tensor& grad_scale, const std::optional<Tensor>& non_finite) {
   const torch::stable::accelerator::DeviceGuard guard(master.get_device_index());
   const core::Adam8BitBuffers buffers =
       ops::read_adam_8bit_buffers(kOp, master, {exp_avg_codes, exp_avg_scales},
-                                  {exp_avg_sq_codes, exp_avg_sq_scales}, grad, param);
+                                  {exp_avg_sq_codes, exp_avg_sq_scales}, grad, param, non_finite);
   const auto prepared = prepare_segments<core::AdamHyper>(kOp, master, segments, hyper, grad_scale);
   with_grad_and_param(
       buffers.grad_type, buffers.param_type,

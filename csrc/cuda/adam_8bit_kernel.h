@@ -26,6 +26,7 @@ struct AdamBlocks {
   float* exp_avg_sq_scales;
   const Grad* grad;
   Param* param;
+  std::int32_t* non_finite;  // as of StepPointers
   const core::AdamSegment* segments;
   std::int64_t segment_count;
   bool aligned;  // master, codes, grad and param start at multiples of kAccessBytes
@@ -43,6 +44,7 @@ struct AdamBlocks {
             buffers.exp_avg_sq_scales,
             static_cast<const Grad*>(buffers.grad),
             static_cast<Param*>(buffers.param),
+            buffers.non_finite,
             segments,
             segment_count,
             aligned};
@@ -84,13 +86,15 @@ struct AdamBlocks {
       Pack<float> masters = load_pack(master + at, range, 0.0F);
       const Pack<Grad> gradients = load_pack(grad + at, range, Grad{});
       Pack<Param> params;
+      float fault = 0.0F;
       ZERO_EXT_UNROLL
       for (int k = 0; k < kPackElements; ++k) {
         if (!range.holds(k)) continue;
         float* const moments[] = {&exp_avg.at[own + k], &exp_avg_sq.at[own + k]};
         update_element<core::AdamRule>(masters.values[k], moments, gradients.values[k],
-                                       params.values[k], segment.factors);
+                                       params.values[k], segment.factors, fault);
       }
+      report(fault, non_finite);
       store_pack(master + at, masters, range);
       if constexpr (has_param) store_pack(param + at, params, range);
     });

@@ -18,7 +18,8 @@ FlatStep<core::AdamRule, Moment, Grad, Param> adam_step_of(const core::AdamBuffe
   return {{buffers.master,
            {static_cast<Moment*>(buffers.exp_avg), static_cast<Moment*>(buffers.exp_avg_sq)},
            static_cast<const Grad*>(buffers.grad),
-           static_cast<Param*>(buffers.param)},
+           static_cast<Param*>(buffers.param),
+           buffers.non_finite},
           numel,
           segments,
           segment_count};

@@ -26,7 +26,7 @@ void lamb_norms(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_a
   constexpr const char* op = "lamb_norms_";
   const torch::stable::accelerator::DeviceGuard guard(master.get_device_index());
   const core::LambBuffers buffers =
-      ops::read_lamb_buffers(op, master, exp_avg, exp_avg_sq, grad, std::nullopt);
+      ops::read_lamb_buffers(op, master, exp_avg, exp_avg_sq, grad, std::nullopt, std::nullopt);
   const auto prepared = prepare_segments<core::LambHyper>(op, master, segments, hyper, grad_scale);
   std::int64_t* const sums = ops::read_lamb_norms(op, norms, segments);
   if (prepared.count == 0 || master.numel() == 0) return;
@@ -49,11 +49,12 @@ void lamb_norms(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_a
 
 void lamb_step(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_avg_sq,
                const Tensor& grad, const std::optional<Tensor>& param, const Tensor& segments,
-               const Tensor& hyper, const Tensor& grad_scale) {
+               const Tensor& hyper, const Tensor& grad_scale,
+               const std::optional<Tensor>& non_finite) {
   constexpr const char* op = "lamb_step_";
   const torch::stable::accelerator::DeviceGuard guard(master.get_device_index());
   const core::LambBuffers buffers =
-      ops::read_lamb_buffers(op, master, exp_avg, exp_avg_sq, grad, param);
+      ops::read_lamb_buffers(op, master, exp_avg, exp_avg_sq, grad, param, non_finite);
   launch_step<core::LambHyper>(op, master, buffers, segments, hyper, grad_scale,
                                [&]<class Moment, class Grad, class Param>(
                                    const core::LambSegment* parts, std::int64_t count) {

@@ -20,7 +20,8 @@ FlatStep<core::LambRule, Moment, Grad, Param> lamb_step_of(const core::LambBuffe
   return {{buffers.master,
            {static_cast<Moment*>(buffers.exp_avg), static_cast<Moment*>(buffers.exp_avg_sq)},
            static_cast<const Grad*>(buffers.grad),
-           static_cast<Param*>(buffers.param)},
+           static_cast<Param*>(buffers.param),
+           buffers.non_finite},
           numel,
           segments,
           segment_count};

@@ -14,9 +14,10 @@ constexpr const char* kOp = "lion_step_";
 
 void lion_step(const Tensor& master, const Tensor& exp_avg, const Tensor& grad,
                const std::optional<Tensor>& param, const Tensor& segments, const Tensor& hyper,
-               const Tensor& grad_scale) {
+               const Tensor& grad_scale, const std::optional<Tensor>& non_finite) {
   const torch::stable::accelerator::DeviceGuard guard(master.get_device_index());
-  const core::LionBuffers buffers = ops::read_lion_buffers(kOp, master, exp_avg, grad, param);
+  const core::LionBuffers buffers =
+      ops::read_lion_buffers(kOp, master, exp_avg, grad, param, non_finite);
   launch_step<core::LionHyper>(kOp, master, buffers, segments, hyper, grad_scale,
                                [&]<class Moment, class Grad, class Param>(
                                    const core::LionSegment* parts, std::int64_t count) {

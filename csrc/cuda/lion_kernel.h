@@ -16,7 +16,8 @@ FlatStep<core::LionRule, Moment, Grad, Param> lion_step_of(const core::LionBuffe
   return {{buffers.master,
            {static_cast<Moment*>(buffers.exp_avg)},
            static_cast<const Grad*>(buffers.grad),
-           static_cast<Param*>(buffers.param)},
+           static_cast<Param*>(buffers.param),
+           buffers.non_finite},
           numel,
           segments,
           segment_count};

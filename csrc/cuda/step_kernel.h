@@ -23,6 +23,7 @@ struct StepPointers {
   Moment* moments[Rule::kMoments];
   const Grad* grad;
   Param* param;
+  std::int32_t* non_finite;  // raised if a new master weight or moment is not finite; may be null
 
   // Whether all start at multiples of kAccessBytes.
   bool aligned() const {
@@ -32,21 +33,28 @@ struct StepPointers {
   }
 };
 
-// One element.
+// One element. `fault` becomes NaN if a new value is not finite, and stays as it is otherwise.
 template <class Rule, class Moment, class Grad, class Param>
 ZERO_EXT_HOST_DEVICE void update_element(float& master, Moment* const (&moments)[Rule::kMoments],
                                          Grad grad, [[maybe_unused]] Param& param,
-                                         const typename Rule::Factors& factors) {
+                                         const typename Rule::Factors& factors, float& fault) {
   using Scalar = core::ScalarVector;
   float values[1 + Rule::kMoments];
   values[0] = Scalar::load(&master);
   ZERO_EXT_UNROLL
   for (int m = 0; m < Rule::kMoments; ++m) values[1 + m] = Scalar::load(moments[m]);
   Rule::template update<Scalar>(values, Scalar::load(&grad), factors);
+  ZERO_EXT_UNROLL
+  for (int m = 0; m <= Rule::kMoments; ++m) fault += values[m] * 0.0F;
   Scalar::store(&master, values[0]);
   ZERO_EXT_UNROLL
   for (int m = 0; m < Rule::kMoments; ++m) Scalar::store(moments[m], values[1 + m]);
   if constexpr (!std::is_same_v<Param, NoParam>) Scalar::store(&param, values[0]);
+}
+
+// At the end of a thread's work. Threads that raise a flag write the same value.
+ZERO_EXT_HOST_DEVICE void report(float fault, std::int32_t* non_finite) {
+  if (fault != 0.0F && non_finite != nullptr) *non_finite = 1;
 }
 
 template <class Rule, class Moment, class Grad, class Param>
@@ -74,19 +82,22 @@ struct FlatStep {
 
   ZERO_EXT_HOST_DEVICE void operator()(std::int64_t thread, std::int64_t threads) const {
     Segment current{};  // in registers: most threads never leave one segment
+    float fault = 0.0F;
     for (std::int64_t begin = thread * kPackElements; begin < numel;
          begin += threads * kPackElements) {
       const std::int64_t end = begin + kPackElements;
       if (current.begin <= begin && end <= current.end) {
-        whole(begin, current.factors);
+        whole(begin, current.factors, fault);
       } else {
-        search(begin, end, current);
+        search(begin, end, current, fault);
       }
     }
+    report(fault, at.non_finite);
   }
 
   // Updates what the segments hold of [begin, end); leaves the last of them in `current`.
-  ZERO_EXT_HOST_DEVICE void search(std::int64_t begin, std::int64_t end, Segment& current) const {
+  ZERO_EXT_HOST_DEVICE void search(std::int64_t begin, std::int64_t end, Segment& current,
+                                   float& fault) const {
     for (std::int64_t i = first_ending_after(segments, segment_count, begin); i < segment_count;
          ++i) {
       if (segments[i].begin >= end) return;
@@ -94,16 +105,16 @@ struct FlatStep {
       const std::int64_t first = current.begin > begin ? current.begin : begin;
       const std::int64_t last = current.end < end ? current.end : end;
       if (last - first == kPackElements) {
-        whole(first, current.factors);
+        whole(first, current.factors, fault);
       } else {
-        elements(first, last, current.factors);
+        elements(first, last, current.factors, fault);
       }
     }
   }
 
   // A whole pack of one segment.
-  ZERO_EXT_HOST_DEVICE void whole(std::int64_t begin, const Factors& factors) const {
-    if (!aligned) return elements(begin, begin + kPackElements, factors);
+  ZERO_EXT_HOST_DEVICE void whole(std::int64_t begin, const Factors& factors, float& fault) const {
+    if (!aligned) return elements(begin, begin + kPackElements, factors, fault);
     Pack<float> masters = load_pack(at.master + begin);
     Pack<Moment> moments[kMoments];
     ZERO_EXT_UNROLL
@@ -115,7 +126,8 @@ struct FlatStep {
       Moment* own[kMoments];
       ZERO_EXT_UNROLL
       for (int m = 0; m < kMoments; ++m) own[m] = &moments[m].values[k];
-      update_element<Rule>(masters.values[k], own, gradients.values[k], params.values[k], factors);
+      update_element<Rule>(masters.values[k], own, gradients.values[k], params.values[k], factors,
+                           fault);
     }
     store_pack(at.master + begin, masters);
     ZERO_EXT_UNROLL
@@ -123,8 +135,8 @@ struct FlatStep {
     if constexpr (has_param) store_pack(at.param + begin, params);
   }
 
-  ZERO_EXT_HOST_DEVICE void elements(std::int64_t begin, std::int64_t end,
-                                     const Factors& factors) const {
+  ZERO_EXT_HOST_DEVICE void elements(std::int64_t begin, std::int64_t end, const Factors& factors,
+                                     float& fault) const {
     for (std::int64_t i = begin; i < end; ++i) {
       Param unused;
       Param* target = &unused;
@@ -132,7 +144,7 @@ struct FlatStep {
       Moment* own[kMoments];
       ZERO_EXT_UNROLL
       for (int m = 0; m < kMoments; ++m) own[m] = at.moments[m] + i;
-      update_element<Rule>(at.master[i], own, at.grad[i], *target, factors);
+      update_element<Rule>(at.master[i], own, at.grad[i], *target, factors, fault);
     }
   }
 };

@@ -1,5 +1,7 @@
 #include "adam_8bit_buffers.h"
 
+#include "step_tensors.h"
+
 namespace zero_ext::ops {
 namespace {
 
@@ -18,7 +20,8 @@ void check_moment(const char* op, const QuantizedTensors& moment, const std::str
 core::Adam8BitBuffers read_adam_8bit_buffers(const char* op, const Tensor& master,
                                              const QuantizedTensors& exp_avg,
                                              const QuantizedTensors& exp_avg_sq, const Tensor& grad,
-                                             const std::optional<Tensor>& param) {
+                                             const std::optional<Tensor>& param,
+                                             const std::optional<Tensor>& non_finite) {
   check_dtype(master, {op, "master"}, ScalarType::Float);
   const std::int64_t numel = master.numel();
   check_flat(master, {op, "master"}, numel);
@@ -37,13 +40,15 @@ core::Adam8BitBuffers read_adam_8bit_buffers(const char* op, const Tensor& maste
                                 grad.const_data_ptr(),
                                 grad_type,
                                 nullptr,
-                                std::nullopt};
+                                std::nullopt,
+                                read_flag(op, non_finite)};
   if (param) {
     buffers.param_type = check_numeric(*param, {op, "param"});
     check_flat(*param, {op, "param"}, numel);
     buffers.param = param->mutable_data_ptr();
     extents.push_back(extent(*param, {op, "param"}));
   }
+  if (non_finite) extents.push_back(extent(*non_finite, {op, "non_finite"}));
   check_disjoint(std::move(extents));
   return buffers;
 }

@@ -12,6 +12,7 @@ namespace zero_ext::ops {
 core::Adam8BitBuffers read_adam_8bit_buffers(const char* op, const Tensor& master,
                                              const QuantizedTensors& exp_avg,
                                              const QuantizedTensors& exp_avg_sq, const Tensor& grad,
-                                             const std::optional<Tensor>& param);
+                                             const std::optional<Tensor>& param,
+                                             const std::optional<Tensor>& non_finite);
 
 }  // namespace zero_ext::ops

@@ -10,6 +10,7 @@ namespace zero_ext::ops {
 
 core::AdamBuffers read_adam_buffers(const char* op, const Tensor& master, const Tensor& exp_avg,
                                     const Tensor& exp_avg_sq, const Tensor& grad,
-                                    const std::optional<Tensor>& param);
+                                    const std::optional<Tensor>& param,
+                                    const std::optional<Tensor>& non_finite);
 
 }  // namespace zero_ext::ops

@@ -19,7 +19,7 @@ void lamb_norms(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_a
                 const Tensor& grad_scale, const Tensor& norms) {
   constexpr const char* op = "lamb_norms_";
   const core::LambBuffers buffers =
-      read_lamb_buffers(op, master, exp_avg, exp_avg_sq, grad, std::nullopt);
+      read_lamb_buffers(op, master, exp_avg, exp_avg_sq, grad, std::nullopt, std::nullopt);
   const std::vector<core::LambSegment> parts = read_segments<core::LambHyper>(
       op, segments, hyper, read_scale(op, grad_scale), master.numel());
   std::int64_t* entries = read_lamb_norms(op, norms, segments);
@@ -40,9 +40,11 @@ void lamb_norms(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_a
 
 void lamb_step(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_avg_sq,
                const Tensor& grad, const std::optional<Tensor>& param, const Tensor& segments,
-               const Tensor& hyper, const Tensor& grad_scale) {
+               const Tensor& hyper, const Tensor& grad_scale,
+               const std::optional<Tensor>& non_finite) {
   constexpr const char* op = "lamb_step_";
-  const core::LambBuffers buffers = read_lamb_buffers(op, master, exp_avg, exp_avg_sq, grad, param);
+  const core::LambBuffers buffers =
+      read_lamb_buffers(op, master, exp_avg, exp_avg_sq, grad, param, non_finite);
   const std::vector<core::LambSegment> parts = read_segments<core::LambHyper>(
       op, segments, hyper, read_scale(op, grad_scale), master.numel());
   torch::stable::parallel_for(
@@ -58,7 +60,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
       "Tensor segments, Tensor hyper, Tensor grad_scale, Tensor(a!) norms) -> ()");
   library.def(
       "lamb_step_(Tensor(a!) master, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor grad, "
-      "Tensor(d!)? param, Tensor segments, Tensor hyper, Tensor grad_scale) -> ()");
+      "Tensor(d!)? param, Tensor segments, Tensor hyper, Tensor grad_scale, "
+      "Tensor(e!)? non_finite=None) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {

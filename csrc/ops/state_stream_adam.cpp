@@ -87,8 +87,10 @@ core::AdamRange read_range(const StateStream& stream, const std::int64_t* row, s
 
 void state_stream_adam(std::int64_t handle, const Tensor& ranges, const std::vector<Tensor>& params,
                        const std::vector<Tensor>& grads, const Tensor& segments,
-                       const Tensor& hyper, const Tensor& grad_scale, const Tensor& counters) {
+                       const Tensor& hyper, const Tensor& grad_scale, const Tensor& counters,
+                       const std::optional<Tensor>& non_finite) {
   check_counters(counters, kOp);
+  std::int32_t* const flag = read_flag(kOp, non_finite);
   check_shapes(ranges, params, grads, segments, hyper);
   const std::shared_ptr<StateStream> stream = stream_of(handle);
   const core::AdamMoments moments = moments_of(*stream);
@@ -109,6 +111,7 @@ void state_stream_adam(std::int64_t handle, const Tensor& ranges, const std::vec
     memory.push_back(extent(grads[i], {kOp, "grads[" + std::to_string(i) + "]"}));
   }
   for (std::size_t i = 0; i < work.size(); ++i) work[i].segments = parts[i];
+  if (flag != nullptr) memory.push_back(extent(*non_finite, {kOp, "non_finite"}));
   check_disjoint(std::move(memory));
   core::ThreadUse threads([](std::int64_t begin, std::int64_t end, std::int64_t grain,
                              const core::PartFunction& function) {
@@ -119,7 +122,7 @@ void state_stream_adam(std::int64_t handle, const Tensor& ranges, const std::vec
                               const core::PartFunction& function) {
     threads.run(count, grain, so_far, function);
   };
-  add_counters(counters, core::adam_stream(*stream->store, stream->ring, work, moments, run));
+  add_counters(counters, core::adam_stream(*stream->store, stream->ring, work, moments, run, flag));
 }
 
 }  // namespace
@@ -127,7 +130,8 @@ void state_stream_adam(std::int64_t handle, const Tensor& ranges, const std::vec
 STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
   library.def(
       "state_stream_adam_(int handle, Tensor ranges, Tensor(a!)[] params, Tensor[] grads, "
-      "Tensor segments, Tensor hyper, Tensor grad_scale, Tensor(b!) counters) -> ()");
+      "Tensor segments, Tensor hyper, Tensor grad_scale, Tensor(b!) counters, "
+      "Tensor(c!)? non_finite=None) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {

@@ -19,7 +19,8 @@ core::NumericType check_moments(const char* op, std::span<const Moment> moments,
 }  // namespace
 
 StepTypes check_step(const char* op, const Tensor& master, std::span<const Moment> moments,
-                     const Tensor& grad, const std::optional<Tensor>& param) {
+                     const Tensor& grad, const std::optional<Tensor>& param,
+                     const std::optional<Tensor>& non_finite) {
   check_dtype(master, {op, "master"}, ScalarType::Float);
   const std::int64_t numel = master.numel();
   check_flat(master, {op, "master"}, numel);
@@ -36,8 +37,19 @@ StepTypes check_step(const char* op, const Tensor& master, std::span<const Momen
     check_flat(*param, {op, "param"}, numel);
     extents.push_back(extent(*param, {op, "param"}));
   }
+  if (read_flag(op, non_finite) != nullptr) {
+    extents.push_back(extent(*non_finite, {op, "non_finite"}));
+  }
   check_disjoint(std::move(extents));
   return types;
+}
+
+std::int32_t* read_flag(const char* op, const std::optional<Tensor>& non_finite) {
+  if (!non_finite) return nullptr;
+  const Argument argument{op, "non_finite"};
+  check_dtype(*non_finite, argument, ScalarType::Int);
+  check_flat(*non_finite, argument, 1);
+  return non_finite->mutable_data_ptr<std::int32_t>();
 }
 
 std::int64_t check_segments(const char* op, const Tensor& segments, const Tensor& hyper,

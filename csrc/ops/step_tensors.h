@@ -21,9 +21,13 @@ struct StepTypes {
 };
 
 // Master weights float32 [n]; moments all float32 or all bfloat16 [n]; gradients and parameters
-// [n]. None shares memory with another.
+// [n]; the flag as of read_flag. None shares memory with another.
 StepTypes check_step(const char* op, const Tensor& master, std::span<const Moment> moments,
-                     const Tensor& grad, const std::optional<Tensor>& param);
+                     const Tensor& grad, const std::optional<Tensor>& param,
+                     const std::optional<Tensor>& non_finite);
+
+// The int32 [1] in a tensor, null without one.
+std::int32_t* read_flag(const char* op, const std::optional<Tensor>& non_finite);
 
 // int64 [S, 2] with float64 [S, columns], which `names` lists; returns S.
 std::int64_t check_segments(const char* op, const Tensor& segments, const Tensor& hyper,

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -296,6 +297,29 @@ TEST(AdamStream, MovesStateOnceAndListsPadding) {
   EXPECT_EQ(counters.bytes_read - counters.padding_read, 8 * layout.elements());
   EXPECT_EQ(counters.bytes_written - counters.padding_written, 8 * layout.elements());
   EXPECT_GT(counters.computing.count(), 0);
+}
+
+TEST(AdamStream, RaisesTheFlagOfTheStepInMemory) {
+  auto generator = fresh_generator();
+  for (const AdamMoments moments :
+       {AdamMoments::float32, AdamMoments::bfloat16, AdamMoments::blockwise8}) {
+    const ChunkLayout layout(5 * 512 + 7, adam_fields(moments), 512, 512);
+    const std::vector<AdamSegment> all{
+        {0, layout.elements(), adam_factors({1e-2, 0.9, 0.99, 1e-8, 0, 1, true, false}, 1.0F)}};
+    for (const bool poisoned : {false, true}) {
+      MemoryStore store(layout.extent_bytes(), generator(), {512});
+      std::ranges::fill(store.data, std::byte{0});
+      Ring ring(4 * 8192);
+      Bytes grad = random_values(generator, layout.elements(), NumericType::float32);
+      const std::int64_t place = pick(generator, 0, layout.elements() - 1);
+      const float infinity = std::numeric_limits<float>::infinity();
+      if (poisoned) std::memcpy(grad.data() + 4 * place, &infinity, sizeof(infinity));
+      const AdamRange range{layout, 0, {NumericType::float32, grad.data(), -1}, std::nullopt, all};
+      std::int32_t flag = 0;
+      adam_stream(store, ring, {&range, 1}, moments, on_threads, &flag);
+      EXPECT_EQ(flag, poisoned ? 1 : 0) << "element " << place;
+    }
+  }
 }
 
 TEST(AdamStream, SkipsChunksThatNoSegmentTouches) {

@@ -110,6 +110,7 @@ def natives(draw: st.DrawFn) -> dict[str, Any]:
             "tag_validation": draw(st.sampled_from(["ignore", "warn", "fail"])),
         },
         "gradient_clipping": draw(st.floats(0, 1e6)),
+        "check_finite": draw(st.booleans()),
         "timeout_seconds": draw(st.floats(0.001, 1e6)),
         "steps_per_print": draw(st.none() | COUNTS),
         "monitor": draw(st.none() | monitors()),

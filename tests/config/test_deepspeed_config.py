@@ -158,6 +158,15 @@ def test_bf16_under_both_names(section: str) -> None:
     assert config.precision.moments_dtype == "bf16"
 
 
+@pytest.mark.parametrize("section", ["bf16", "bfloat16"])
+def test_the_check_of_bf16_gradients(section: str) -> None:
+    for value, wanted in ((True, True), (False, False), ("auto", True)):
+        source = {section: {"enabled": True, "check_grad_overflow": value}}
+        assert load_deepspeed_config(source).config.check_finite is wanted
+    off = {section: {"enabled": False, "check_grad_overflow": False}}
+    assert load_deepspeed_config(off).config.check_finite and load_deepspeed_config({}).config.check_finite
+
+
 def test_stage_is_0_when_missing() -> None:
     assert load_deepspeed_config({}).config.stage == 0
 

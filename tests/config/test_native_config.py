@@ -83,6 +83,7 @@ def test_frozen_and_replaced() -> None:
         ({"gradient_clipping": True}, "gradient_clipping", ("got True (bool)",)),
         ({"gradient_clipping": "1"}, "gradient_clipping", ("got '1' (str)",)),
         ({"gradient_clipping": -1.0}, "gradient_clipping", ("got -1.0", "at least 0")),
+        ({"check_finite": 1}, "check_finite", ("got 1 (int)", "true or false")),
         ({"timeout_seconds": 0}, "timeout_seconds", ("got 0", "above 0")),
         ({"steps_per_print": 1.5}, "steps_per_print", ("got 1.5",)),
         ({"monitor": {"csv": ""}}, "monitor.csv", ("got ''", "wanted true, false or a path")),

@@ -200,6 +200,7 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "dequantise_": lambda: (torch.rand(600).half(), blocks(300, 2), 4, True, 256, 2),
     "dequantize_blockwise": lambda: (*quantized(True), True),
     "expand_signs_": lambda: (torch.rand(100).half(), signs(50, 2), 0.5, True, 2),
+    "flag_non_finite_": lambda: (torch.rand(100).bfloat16(), torch.zeros(1, dtype=torch.int32)),
     "host_buffer": lambda: (4096,),
     "host_buffer_bytes": lambda: (),
     "host_exchange_close": lambda: (host_exchange(),),
@@ -269,6 +270,12 @@ def test_adam_without_param() -> None:
     arguments = list(adam_inputs())
     arguments[4] = None
     torch.library.opcheck(torch.ops.zero_ext.adam_step_.default, tuple(arguments))
+
+
+@pytest.mark.parametrize("name", ["adam_step_", "adam_step_8bit_", "lamb_step_", "lion_step_"])
+def test_steps_with_a_flag(name: str) -> None:
+    arguments = (*SAMPLES[name](), torch.zeros(1, dtype=torch.int32))
+    torch.library.opcheck(getattr(torch.ops.zero_ext, name).default, arguments)
 
 
 def test_attention_with_gradients() -> None:

@@ -45,6 +45,8 @@ def test_opcheck(store: int) -> None:
     fields = ops.ADAM_FIELDS[torch.bfloat16]
     opcheck(torch.ops.zero_ext.state_stream_fill_.default, (stream, 0, torch.rand(16), counters()))
     opcheck(torch.ops.zero_ext.state_stream_adam_.default, (stream, ranges, *step))
+    flag = torch.zeros(1, dtype=torch.int32)
+    opcheck(torch.ops.zero_ext.state_stream_adam_.default, (stream, ranges, *step, flag))
     opcheck(torch.ops.zero_ext.state_stream_read_.default, (stream, *part))
     opcheck(torch.ops.zero_ext.state_stream_write_.default, (stream, *part))
     opcheck(torch.ops.zero_ext.state_stream_chunk_elements.default, (stream,))

@@ -54,6 +54,9 @@ class ZeroConfig(Policy):
         sparse_attention: the layout that attention is computed by, see its class; `prepare` puts it into a
             Hugging Face model. None leaves attention as it is.
         gradient_clipping: largest global gradient norm; 0 means no clipping.
+        check_finite: refuse a step whose gradients hold NaN or infinity, before anything changes, and name
+            the parameters; report a step that leaves such values in weights or moments. False checks only
+            where a gradient norm is computed anyway: for clipping, and for the loss scale of fp16.
         timeout_seconds: longest wait for a collective before the job is ended with the rank's name.
         steps_per_print: steps between progress lines; None prints none.
         monitor: what is written down of the run, see its class; None writes nothing.
@@ -74,6 +77,7 @@ class ZeroConfig(Policy):
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     sparse_attention: SparseAttentionPolicy | None = None
     gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
+    check_finite: bool = True
     timeout_seconds: Annotated[float, Field(gt=0, le=31_536_000)] = 600.0
     steps_per_print: Positive | None = None
     monitor: MonitorPolicy | None = None

@@ -210,9 +210,14 @@ class AdamWork(NamedTuple):
     rows: Sequence[Sequence[float]]
 
 
-def stream_adam(works: Sequence[AdamWork], scale: torch.Tensor) -> None:
-    """One Adam step over all ``works``, which share one stream, as one pipeline: reads, updates and writes of
-    different chunks are in flight at once."""
+def stream_adam(
+    works: Sequence[AdamWork], scale: torch.Tensor, non_finite: torch.Tensor | None = None
+) -> None:
+    """Make one Adam step over all ``works``, which share one stream, as one pipeline.
+
+    Reads, updates and writes of different chunks are in flight simultaneously. ``non_finite`` is the flag of
+    :func:`zero_ext.ops.adam_step_`.
+    """
     ranges: list[list[int]] = []
     gradients: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
@@ -240,6 +245,7 @@ def stream_adam(works: Sequence[AdamWork], scale: torch.Tensor) -> None:
             torch.tensor(rows, dtype=torch.float64, device="cpu").view(-1, 8),
             scale,
             counters,
+            non_finite,
         )
 
 

@@ -50,6 +50,7 @@ from zero_ext.ops.isa import get_isa, set_isa
 from zero_ext.ops.lamb import lamb_norms_, lamb_step_
 from zero_ext.ops.library import is_built, load, load_kernels
 from zero_ext.ops.lion import lion_step_
+from zero_ext.ops.non_finite import flag_non_finite_
 from zero_ext.ops.norm import ACCUMULATOR_ENTRIES, squared_norm_, squared_norm_value
 from zero_ext.ops.signs import compress_signs_, expand_signs_, reduce_signs_, sum_signs_
 from zero_ext.ops.state_stream import (
@@ -116,6 +117,7 @@ __all__ = [
     "dequantise_",
     "dequantize_blockwise",
     "expand_signs_",
+    "flag_non_finite_",
     "get_isa",
     "host_buffer",
     "host_buffer_bytes",

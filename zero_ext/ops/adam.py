@@ -17,6 +17,7 @@ def adam_step_(
     segments: Tensor,
     hyper: Tensor,
     grad_scale: Tensor,
+    non_finite: Tensor | None = None,
 ) -> None:
     """Updates a flat shard in place, reading and writing every element once.
 
@@ -33,6 +34,8 @@ def adam_step_(
         hyper: float64 [S, 8], per segment: lr, beta1, beta2, eps, weight_decay, step (1-based, this step
             included), decoupled (1 AdamW, 0 Adam), maximize (0 or 1).
         grad_scale: float32, 0-d. If it is not finite the step is skipped: nothing changes, on any device.
+        non_finite: int32 [1] or None. Set to 1 if a new master weight or moment is NaN or infinite, and left
+            alone otherwise.
 
     All tensors are contiguous, on one device, the CPU or a CUDA one, and share no memory with one another.
 
@@ -48,21 +51,11 @@ def adam_step_(
     Source: Kingma and Ba (arXiv 1412.6980), section 2; Loshchilov and Hutter (arXiv 1711.05101),
     algorithm 2.
     """
-    op("adam_step_")(master, exp_avg, exp_avg_sq, grad, param, segments, hyper, grad_scale)
-    written = [master, exp_avg, exp_avg_sq]
-    torch.autograd.graph.increment_version(written if param is None else [*written, param])
+    op("adam_step_")(master, exp_avg, exp_avg_sq, grad, param, segments, hyper, grad_scale, non_finite)
+    written = [master, exp_avg, exp_avg_sq, param, non_finite]
+    torch.autograd.graph.increment_version([each for each in written if each is not None])
 
 
 @fake_kernel("adam_step_")
-def _adam_step_(
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-    param: Tensor | None,
-    segments: Tensor,
-    hyper: Tensor,
-    grad_scale: Tensor,
-) -> None:
-    tensors = [master, exp_avg, exp_avg_sq, grad, segments, hyper, grad_scale]
-    check_one_device("adam_step_", tensors if param is None else [*tensors, param])
+def _adam_step_(*tensors: Tensor | None, **named: Tensor | None) -> None:
+    check_one_device("adam_step_", [each for each in (*tensors, *named.values()) if each is not None])

@@ -18,6 +18,7 @@ def adam_step_8bit_(
     segments: Tensor,
     hyper: Tensor,
     grad_scale: Tensor,
+    non_finite: Tensor | None = None,
 ) -> None:
     """:func:`adam_step_` with moments of one byte an element and four bytes a block of 256.
 
@@ -35,7 +36,8 @@ def adam_step_8bit_(
         exp_avg, exp_avg_sq: the moments of n elements.
         grad: float32, bfloat16 or float16 [n].
         param: float32, bfloat16 or float16 [n], or None when `master` is the parameter itself.
-        segments, hyper, grad_scale: as in :func:`adam_step_`.
+        segments, hyper, grad_scale, non_finite: as in :func:`adam_step_`. The flag is about moments before
+            they are quantized again.
 
     All tensors are contiguous, on one device, the CPU or a CUDA one, and share no memory with one another.
     The result is the same, bit for bit, on every instruction set, for any number of threads, and for the
@@ -50,9 +52,9 @@ def adam_step_8bit_(
     2110.02861), section 2.
     """
     tensors = [master, exp_avg.codes, exp_avg_sq.codes, exp_avg.scales, exp_avg_sq.scales, grad, param]
-    op("adam_step_8bit_")(*tensors, segments, hyper, grad_scale)
-    written = [master, *exp_avg, *exp_avg_sq]
-    torch.autograd.graph.increment_version(written if param is None else [*written, param])
+    op("adam_step_8bit_")(*tensors, segments, hyper, grad_scale, non_finite)
+    written = [master, *exp_avg, *exp_avg_sq, param, non_finite]
+    torch.autograd.graph.increment_version([each for each in written if each is not None])
 
 
 @fake_kernel("adam_step_8bit_")

@@ -26,7 +26,7 @@ def lamb_norms_(
             :func:`squared_norm_`, which can be summed over parts of a parameter and over ranks, so that the
             norms do not depend on where those end.
 
-    The other arguments are :func:`lamb_step_`'s, whose trust ratios are not read.
+    The other arguments are :func:`lamb_step_`'s, without its flag. Trust ratios are not read.
 
     Raises:
         RuntimeError: as :func:`lamb_step_`; nothing has been changed.
@@ -44,6 +44,7 @@ def lamb_step_(
     segments: Tensor,
     hyper: Tensor,
     grad_scale: Tensor,
+    non_finite: Tensor | None = None,
 ) -> None:
     """Updates a flat shard in place, reading and writing every element once.
 
@@ -64,6 +65,8 @@ def lamb_step_(
             (1 - beta^step, or 1 without bias correction), eps_inside_sqrt and maximize (0 or 1), trust_ratio.
             With eps_inside_sqrt eps is added to v / correction2. A trust ratio of NaN makes the weights NaN.
         grad_scale: float32, 0-d. If it is not finite the step is skipped: nothing changes, on any device.
+        non_finite: int32 [1] or None. Set to 1 if a new master weight or moment is NaN or infinite, and left
+            alone otherwise.
 
     All tensors are contiguous, on one device, and share no memory with one another.
 
@@ -74,9 +77,9 @@ def lamb_step_(
     Source: You et al., "Large batch optimization for deep learning: training BERT in 76 minutes" (arXiv
     1904.00962), algorithm 2.
     """
-    op("lamb_step_")(master, exp_avg, exp_avg_sq, grad, param, segments, hyper, grad_scale)
-    written = [master, exp_avg, exp_avg_sq]
-    torch.autograd.graph.increment_version(written if param is None else [*written, param])
+    op("lamb_step_")(master, exp_avg, exp_avg_sq, grad, param, segments, hyper, grad_scale, non_finite)
+    written = [master, exp_avg, exp_avg_sq, param, non_finite]
+    torch.autograd.graph.increment_version([each for each in written if each is not None])
 
 
 @fake_kernel("lamb_norms_")

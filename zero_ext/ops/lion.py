@@ -16,6 +16,7 @@ def lion_step_(
     segments: Tensor,
     hyper: Tensor,
     grad_scale: Tensor,
+    non_finite: Tensor | None = None,
 ) -> None:
     """Updates a flat shard in place, reading and writing every element once.
 
@@ -33,6 +34,8 @@ def lion_step_(
             stay untouched.
         hyper: float64 [S, 5], per segment: lr, beta1, beta2, weight_decay, maximize (0 or 1).
         grad_scale: float32, 0-d. If it is not finite the step is skipped: nothing changes, on any device.
+        non_finite: int32 [1] or None. Set to 1 if a new master weight or moment is NaN or infinite, and left
+            alone otherwise.
 
     All tensors are contiguous, on one device, the CPU or a CUDA one, and share no memory with one another. On
     a CUDA device the host does not wait, as in :func:`adam_step_`. Results are the CPU's, bit for bit.
@@ -43,9 +46,9 @@ def lion_step_(
 
     Source: Chen et al., "Symbolic discovery of optimization algorithms" (arXiv 2302.06675), algorithm 2.
     """
-    op("lion_step_")(master, exp_avg, grad, param, segments, hyper, grad_scale)
-    written = [master, exp_avg]
-    torch.autograd.graph.increment_version(written if param is None else [*written, param])
+    op("lion_step_")(master, exp_avg, grad, param, segments, hyper, grad_scale, non_finite)
+    written = [master, exp_avg, param, non_finite]
+    torch.autograd.graph.increment_version([each for each in written if each is not None])
 
 
 @fake_kernel("lion_step_")

@@ -133,6 +133,7 @@ def state_stream_adam_(
     hyper: Tensor,
     grad_scale: Tensor,
     counters: Tensor,
+    non_finite: Tensor | None = None,
 ) -> None:
     """One step of Adam on R ranges whose state lies in the store.
 
@@ -155,13 +156,16 @@ def state_stream_adam_(
         hyper, grad_scale: as of ``adam_step_``.
         counters: int64 [7], increased by this call's values, in the order of ``STREAM_COUNTERS``; bytes
             include padding.
+        non_finite: as of ``adam_step_``.
 
     Raises:
         RuntimeError: a bad argument or overlapping extents, before anything moves; or a failed transfer,
             named by the store, with none left in flight: some chunks have then made the step.
     """
-    op("state_stream_adam_")(handle, ranges, params, grads, segments, hyper, grad_scale, counters)
-    torch.autograd.graph.increment_version([*params, counters])
+    arguments = (handle, ranges, params, grads, segments, hyper, grad_scale, counters, non_finite)
+    op("state_stream_adam_")(*arguments)
+    written = [*params, counters] if non_finite is None else [*params, counters, non_finite]
+    torch.autograd.graph.increment_version(written)
 
 
 @fake_kernel("state_stream_open")
@@ -229,6 +233,7 @@ def _state_stream_adam_(
     hyper: Tensor,
     grad_scale: Tensor,
     counters: Tensor,
+    non_finite: Tensor | None = None,
 ) -> None:
     tensors = [ranges, *params, *grads, segments, hyper, grad_scale, counters]
-    check_one_device("state_stream_adam_", tensors)
+    check_one_device("state_stream_adam_", tensors if non_finite is None else [*tensors, non_finite])

@@ -95,6 +95,7 @@ CUDA_SHARED_SOURCES: tuple[str, ...] = (
     "csrc/ops/lamb_buffers.cpp",
     "csrc/ops/lion_buffers.cpp",
     "csrc/ops/message_arguments.cpp",
+    "csrc/ops/non_finite_arguments.cpp",
     "csrc/ops/norm_arguments.cpp",
     "csrc/ops/sign_arguments.cpp",
     "csrc/ops/step_tensors.cpp",

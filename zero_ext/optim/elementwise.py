@@ -19,6 +19,7 @@ from zero_ext.optim.compatibility import (
     per_element,
     plain_scalars,
 )
+from zero_ext.optim.non_finite import NonFiniteFlag
 from zero_ext.optim.stepper import OwnedRange, Segment, Update
 
 
@@ -44,11 +45,16 @@ class ElementwiseStepper:
             for owned in ranges
         ]
         self._kept: dict[int, list[dict[str, Any] | None]] = {}  # by range, of each of its segments
+        self._flag: NonFiniteFlag | None = None
         for owned, values in zip(self._ranges, self._tensors, strict=True):
             for segment, value in zip(owned.segments, values, strict=True):
                 state = initial_state(optimizer, value, self._live_groups[segment.group])
                 if state:
                     self._inner.state[value] = state
+
+    def watch(self, flag: NonFiniteFlag) -> None:
+        """Raise ``flag`` for master weights that are not finite after a step. See :meth:`Stepper.watch`."""
+        self._flag = flag
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`; the scaled gradient of one range exists in fp32 while it runs."""
@@ -65,8 +71,10 @@ class ElementwiseStepper:
             if segment.name in used:
                 value.grad = scaled[segment.begin : segment.begin + segment.numel]
         self._inner.step()
-        for value in values:
+        for segment, value in zip(owned.segments, values, strict=True):
             value.grad = None
+            if self._flag is not None and segment.name in used:
+                self._flag.look(value)
         if owned.output is not None and owned.output.tier == "nvme":
             # Whole, or the rest of a block would have to be read. What did not change stays as it is.
             self._staging.send(owned.state.read(MASTER, 0, owned.state.numel), owned.output, owned.state.tier)

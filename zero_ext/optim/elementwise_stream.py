@@ -19,6 +19,7 @@ from zero_ext.optim.compatibility import (
     per_element,
     plain_scalars,
 )
+from zero_ext.optim.non_finite import NonFiniteFlag
 from zero_ext.optim.stepper import OwnedRange, Segment, Update
 
 
@@ -40,6 +41,7 @@ class ElementwiseStream:
         self._kept: dict[int, tuple[dict[str, dict[str, Any]], dict[str, bool]]] = {}
         self._made: dict[str, bool] = {}  # whether a parameter's state exists: from its first step on
         self._stream = _stored(ranges[0]).stream
+        self._flag: NonFiniteFlag | None = None
         for owned in ranges:
             for segment in owned.segments:
                 state = initial_state(optimizer, torch.zeros(1, device="cpu"), self._groups[segment.group])
@@ -50,6 +52,10 @@ class ElementwiseStream:
                 for name, entry in state.items():
                     if per_element(entry) and entry[0] != 0:  # storage is zero from the start
                         _fill(_stored(owned), name, segment, float(entry[0]))
+
+    def watch(self, flag: NonFiniteFlag) -> None:
+        """Raise ``flag`` for master weights that are not finite after a step. See :meth:`Stepper.watch`."""
+        self._flag = flag
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`; the gradient of one chunk exists in fp32 while it runs."""
@@ -97,6 +103,8 @@ class ElementwiseStream:
         self._inner.step()
         for segment, value in stepped:
             self._keep(segment, value, values, begin)
+            if self._flag is not None:
+                self._flag.look(value)
         chunk.changed = True
         spans = []
         for segment, value in stepped:

@@ -25,6 +25,7 @@ from zero_ext.offload import (
 from zero_ext.optim.compatibility import plain_scalars
 from zero_ext.optim.lion import lion_row
 from zero_ext.optim.moments import EightBitMoments, FloatMoments, LionMoments, Moments, MomentsDtype
+from zero_ext.optim.non_finite import NonFiniteFlag, flag_on
 from zero_ext.optim.stepper import OwnedRange, Segment, Update
 
 Row = TypeVar("Row")
@@ -46,6 +47,11 @@ class FusedStepper(ABC):
         self._ranges = tuple(ranges)
         self._staging = staging
         self._moments = moments
+        self._flag: NonFiniteFlag | None = None
+
+    def watch(self, flag: NonFiniteFlag) -> None:
+        """Raise ``flag`` for results that are not finite. See :meth:`Stepper.watch`."""
+        self._flag = self._moments.flag = flag
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """See :class:`Stepper`. Gradients may be fp32, bf16 or fp16."""
@@ -103,6 +109,9 @@ class FusedStepper(ABC):
             hyper = torch.tensor(kept, dtype=torch.float64, device="cpu")
             tier = self._ranges[index].state.tier
             self._moments.update(index, part, *self._staging.beside(tier, segments, hyper, scale))
+
+    def _host_flag(self) -> torch.Tensor | None:
+        return flag_on(self._flag, torch.device("cpu"))
 
     @abstractmethod
     def _hyper_parameters(self, segment: Segment) -> list[float]:
@@ -177,7 +186,7 @@ class AdamStepper(FusedStepper):
                 self._step_far(owned.state, gradient, output, rows, scale)
         if stored:
             # All ranges in one pipeline: between two of them nothing has to drain.
-            stream_adam(stored, scale)
+            stream_adam(stored, scale, self._host_flag())
         yield from in_storage
 
     def _rows(
@@ -208,7 +217,8 @@ class AdamStepper(FusedStepper):
             target = near_output.part(*span) if near_output is not None else None
             if part.staged is not None:
                 target = _in_host(part.staged)
-            stream_adam([AdamWork(state.part(*span), source, target, bounds, rows)], scale)
+            work = AdamWork(state.part(*span), source, target, bounds, rows)
+            stream_adam([work], scale, self._host_flag())
             part.sent.extend(bounds or [(0, 0)])
 
     def _hyper_parameters(self, segment: Segment) -> list[float]:

@@ -191,6 +191,7 @@ class LambStepper(FusedStepper):
                     torch.tensor(bounds, dtype=torch.int64, device="cpu"),
                     torch.tensor(rows, dtype=torch.float64, device="cpu"),
                     scale,
+                    self._host_flag(),
                 )
                 chunk.changed = True
                 output = self._ranges[chunk.index].output

@@ -10,6 +10,7 @@ import torch
 from zero_ext import ops
 from zero_ext.offload import MASTER, StateField, StepPart, Values
 from zero_ext.optim.block_values import BlockValues, codes_of, scales_of
+from zero_ext.optim.non_finite import NonFiniteFlag, flag_on
 from zero_ext.optim.stepper import OwnedRange, Segment
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -33,7 +34,10 @@ def moment_fields(dtype: MomentsDtype) -> dict[str, StateField]:
 
 
 class Moments(Protocol):
-    """The moments of every owned range; zeros at first. ``index`` counts the ranges."""
+    """The moments of every owned range; zeros at first. ``index`` counts the ranges. Updates raise ``flag``,
+    if there is one, where a result is not finite."""
+
+    flag: NonFiniteFlag | None
 
     def update(
         self, index: int, part: StepPart, segments: torch.Tensor, hyper: torch.Tensor, scale: torch.Tensor
@@ -49,6 +53,7 @@ class FloatMoments:
     """Adam's moments in fp32 or bf16, as state of the ranges."""
 
     KINDS: tuple[str, ...] = MOMENTS
+    flag: NonFiniteFlag | None = None
 
     def __init__(self, ranges: Sequence[OwnedRange], dtype: torch.dtype) -> None:
         self._ranges = tuple(ranges)
@@ -60,7 +65,8 @@ class FloatMoments:
         """See :class:`Moments`."""
         state = self._ranges[index].state
         master, exp_avg, exp_avg_sq = state.read_kinds((MASTER, *MOMENTS), part.begin, part.end)
-        ops.adam_step_(master, exp_avg, exp_avg_sq, part.gradient, part.output, segments, hyper, scale)
+        buffers = (master, exp_avg, exp_avg_sq, part.gradient, part.output)
+        ops.adam_step_(*buffers, segments, hyper, scale, flag_on(self.flag, master.device))
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Moments`."""
@@ -80,7 +86,8 @@ class LionMoments(FloatMoments):
     ) -> None:
         """See :class:`Moments`."""
         master, exp_avg = self._ranges[index].state.read_kinds((MASTER, *self.KINDS), part.begin, part.end)
-        ops.lion_step_(master, exp_avg, part.gradient, part.output, segments, hyper, scale)
+        buffers = (master, exp_avg, part.gradient, part.output)
+        ops.lion_step_(*buffers, segments, hyper, scale, flag_on(self.flag, master.device))
 
 
 class LambMoments(FloatMoments):
@@ -92,12 +99,15 @@ class LambMoments(FloatMoments):
         """See :class:`Moments`."""
         state = self._ranges[index].state
         master, exp_avg, exp_avg_sq = state.read_kinds((MASTER, *MOMENTS), part.begin, part.end)
-        ops.lamb_step_(master, exp_avg, exp_avg_sq, part.gradient, part.output, segments, hyper, scale)
+        buffers = (master, exp_avg, exp_avg_sq, part.gradient, part.output)
+        ops.lamb_step_(*buffers, segments, hyper, scale, flag_on(self.flag, master.device))
 
 
 class EightBitMoments:
     """Moments quantized block by block (Dettmers et al., arXiv 2110.02861): a byte an element and a scale for
     256 of them. Blocks are counted from each range's first element, whatever parameters lie there."""
+
+    flag: NonFiniteFlag | None = None
 
     def __init__(self, ranges: Sequence[OwnedRange]) -> None:
         self._ranges = tuple(ranges)
@@ -113,7 +123,8 @@ class EightBitMoments:
             ops.Quantized(*state.read_kinds((codes_of(kind), scales_of(kind)), part.begin, part.end))
             for kind in MOMENTS
         )
-        ops.adam_step_8bit_(master, exp_avg, exp_avg_sq, part.gradient, part.output, segments, hyper, scale)
+        buffers = (master, exp_avg, exp_avg_sq, part.gradient, part.output)
+        ops.adam_step_8bit_(*buffers, segments, hyper, scale, flag_on(self.flag, master.device))
 
     def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
         """See :class:`Moments`: as float32. Where the same range is cut in the same blocks again, these have

@@ -11,6 +11,7 @@ import torch
 
 from zero_ext.config import Tier
 from zero_ext.offload import Values
+from zero_ext.optim.non_finite import NonFiniteFlag
 from zero_ext.optim.stepper import Segment, Stepper, Update
 
 
@@ -36,6 +37,11 @@ class SplitStepper:
             ]
             for place in stepper.step(own, scale, used):
                 yield indices[place]
+
+    def watch(self, flag: NonFiniteFlag) -> None:
+        """Raise ``flag`` for results that are not finite. See :meth:`Stepper.watch`."""
+        for stepper, _ in self._parts:
+            stepper.watch(flag)
 
     def keep(self, index: int) -> None:
         """See :class:`Stepper`."""

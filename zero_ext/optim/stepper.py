@@ -10,6 +10,7 @@ import torch
 
 from zero_ext.config import Tier
 from zero_ext.offload import ShardHome, StateHome, Values
+from zero_ext.optim.non_finite import NonFiniteFlag
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,9 @@ class Stepper(Protocol):
 
         Yields the index of a range as soon as its parameters are in place.
         """
+
+    def watch(self, flag: NonFiniteFlag) -> None:
+        """Raise ``flag`` from now on in every step that makes a master weight or moment NaN or infinite."""
 
     def keep(self, index: int) -> None:
         """Before a step on one range that may be taken back: keeps what it changes, the parameters that

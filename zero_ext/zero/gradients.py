@@ -56,6 +56,9 @@ class UnitGradients:
         self._gathering: Pending | None = None
         self._pending: Pending | None = None
         self.contributed: set[int] = set()  # parameters with a gradient since the gradients were cleared
+        # Counts writes to the reduced gradient from outside. Those of a ShardedGradient move no version
+        # counter, because torch does not count writes that happen below its dispatcher.
+        self.changes = 0
         dtype = accumulation_dtype if accumulates else unit.layout.dtype
         self.local: torch.Tensor | None = None
         self._slice: SliceGradients | None = None
@@ -286,6 +289,7 @@ class UnitGradients:
         here."""
         layout, whole = self.unit.layout, self._whole()
         first = layout.offsets[index]
+        self.changes += 1
         if whole is not None:
             whole[first : first + layout.specs[index].numel].copy_(flat)
             return
@@ -299,6 +303,7 @@ class UnitGradients:
         """Applies ``change`` to what this rank holds of one parameter's reduced gradient: all of it if
         replicated."""
         layout, whole = self.unit.layout, self._whole()
+        self.changes += 1
         if whole is not None:
             change(whole[layout.offsets[index] : layout.offsets[index] + layout.specs[index].numel])
             return

@@ -65,6 +65,11 @@ class InBackward(AfterBackward):
         if last:
             follow_writes(self._masters)
 
+    @property
+    def updated(self) -> bool:
+        """See :class:`AfterBackward`."""
+        return bool(self._early) and not self._on_trial
+
     def came(self, gradients: UnitGradients) -> None:
         """See :class:`AfterBackward`."""
         self.pending = self.pending or self._last
@@ -142,6 +147,8 @@ class InBackward(AfterBackward):
         if self._on_trial:
             for number in self._early:
                 (self._stepper.take_back if self.taken_back else self._stepper.settle)(number)
+            if self.taken_back and self.flag is not None:
+                self.flag.lower()
         done = () if self.taken_back else self._early
         list(self._stepper.step(self._updates(done), scale, used))
 
@@ -158,6 +165,8 @@ class InBackward(AfterBackward):
         for number in self._early:
             self._stepper.take_back(number)
             self._masters[number].write_output()
+        if self.flag is not None:
+            self.flag.lower()
 
     def forget(self) -> str | None:
         """See :class:`AfterBackward`. Raises ``RuntimeError`` if updates were made that cannot be taken

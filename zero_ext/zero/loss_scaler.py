@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from zero_ext.config import LossScalePolicy
 
@@ -22,8 +23,16 @@ class LossScaler:
         self._hysteresis = policy.hysteresis
         self._clean_steps = 0
 
-    def update(self, overflow: bool) -> None:
-        """Tells the outcome of a step."""
+    def update(self, overflow: bool, explain: Callable[[], str] | None = None) -> None:
+        """Move the scale after a step.
+
+        Args:
+            overflow: whether the step's gradients overflowed.
+            explain: returns which of them did, for the error below.
+
+        Raises:
+            FloatingPointError: gradients overflow at the smallest scale.
+        """
         policy = self._policy
         if policy.static:
             return
@@ -41,9 +50,11 @@ class LossScaler:
             self._hysteresis -= 1
             return
         if self.scale <= policy.minimum:
+            which = f" {explain()}" if explain is not None else ""
             raise FloatingPointError(
                 f"gradients overflow in fp16 even at the smallest loss scale {self.scale:g} "
-                "(loss_scale.minimum): the loss or the model diverges. Use bf16, or lower the learning rate."
+                f"(loss_scale.minimum).{which} The loss or the model diverges. Use bf16, or lower the "
+                "learning rate."
             )
         self.scale = max(self.scale / 2.0, policy.minimum)
 

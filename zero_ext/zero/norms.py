@@ -10,7 +10,6 @@ from torch import nn
 
 from zero_ext import ops
 from zero_ext.comm import Collectives
-from zero_ext.zero.expert import expert_ranks
 from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.model_ranks import largest_over_model, sum_over_model
 from zero_ext.zero.squares import Squares
@@ -107,18 +106,6 @@ class GradientNorms:
         ]
         largest = float(torch.tensor([0.0, *own], dtype=torch.float64, device="cpu").amax())
         return largest_over_model(self._collectives.model, largest, "largest gradient of the whole model")
-
-    def first_non_finite(self) -> str:
-        """Full name of the first parameter whose gradient is not finite, or where to look for it."""
-        for key, number in self._keys():
-            gradients = self._gradients[key]
-            if self.of(gradients, number) != self.of(gradients, number):
-                expert = expert_ranks(gradients.unit.parameters[number])
-                elsewhere = ", or the expert in its place on another rank" if expert else ""
-                return f"'{gradients.unit.layout.specs[number].name}'{elsewhere}"
-        if self._collectives.model is not None:
-            return "a part of the model that other ranks hold; see their messages"
-        return "the sum over all parameters"
 
     def read_together(self, read: Callable[[], Result]) -> Result:
         """The result of ``read``; where gradients lie in storage, which may fail on one rank alone, once all

@@ -62,7 +62,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         With delayed updates (``offload.step``) the parameters follow the step before. Returns the closure's
         value. Raises ``RuntimeError`` without gradients or inside backward, ``FloatingPointError`` if
-        clipping meets a norm that is not finite.
+        gradients, or weights or moments after the update, are not finite (``check_finite``).
         """
         value = None
         if closure is not None:

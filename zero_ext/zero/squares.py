@@ -22,6 +22,10 @@ class Squares:
         for device, sums in other._sums.items():
             self._sum_on(device).add_(sums)
 
+    def count_non_finite(self) -> int:
+        """Return how many of the values added were not finite; waits for the devices."""
+        return int(self.total()[-1])
+
     def total(self) -> torch.Tensor:
         """All of it as an int64 superaccumulator in host memory, for :func:`zero_ext.ops.squared_norm_value`;
         waits for the devices."""

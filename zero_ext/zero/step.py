@@ -12,9 +12,11 @@ from zero_ext.config import ZeroConfig
 from zero_ext.config.events import StepEnd
 from zero_ext.offload import Tiers
 from zero_ext.optim import OwnedRange, Segment, Stepper, Total
+from zero_ext.optim.non_finite import NonFiniteFlag
 from zero_ext.optim.one_bit.stepper import OneBitStepper
 from zero_ext.zero.compressed import CompressedUpdates
 from zero_ext.zero.delayed import Delayed
+from zero_ext.zero.finite_checks import FiniteChecks, NonFiniteState, advice_on
 from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.in_backward import InBackward
 from zero_ext.zero.layout import Overlap
@@ -23,7 +25,7 @@ from zero_ext.zero.master import MasterShard
 from zero_ext.zero.norms import GradientNorms
 from zero_ext.zero.together import FailedTogether, together
 from zero_ext.zero.unit import Unit
-from zero_ext.zero.update import AfterBackward, any_stored, settings_of
+from zero_ext.zero.update import MIXTURE, AfterBackward, any_stored, settings_of
 
 Groups = list[dict[str, Any]]
 
@@ -54,6 +56,9 @@ class OptimizerStep:
         self._clipping = config.gradient_clipping
         self._when = config.offload.step
         self._delays_after = config.offload.delay_after_steps
+        self._checks = FiniteChecks(masters, gradients, collectives)
+        self._flag = NonFiniteFlag() if config.check_finite else None
+        self._last_pass = False
         self.scaler = LossScaler(config.loss_scale)
         self.scales_loss = scales_loss
         self.stepper: Stepper | None = None
@@ -84,6 +89,8 @@ class OptimizerStep:
         self.groups = groups
         settings = settings_of(groups) if self._when == "delayed" else groups
         self.stepper = make(ranges, settings, self._total)
+        if self._flag is not None:
+            self.stepper.watch(self._flag)
         parts = (self.stepper, self._masters, self._gradients, self._collectives)
         if self._when == "in_backward":
             on_trial = bool(self._clipping) or self.scales_loss
@@ -96,6 +103,7 @@ class OptimizerStep:
             self.updates = Delayed(*parts, groups, settings, self._tiers)
         else:
             self.updates = AfterBackward(*parts)
+        self.updates.flag = self._flag
 
     def _total(self, own: Callable[[], torch.Tensor]) -> torch.Tensor:
         if any_stored(self._masters, [self._gradients[master.unit] for master in self._masters]):
@@ -144,8 +152,9 @@ class OptimizerStep:
 
     def finish(self) -> None:
         """Makes the parameters follow the updates of the last step; a collective."""
-        if self.updates is not None:
+        if self.updates is not None and self.updates.under_way:
             self._guarded(lambda updates: updates.finish())
+            self._guarded(lambda updates: self._refuse_state(self.steps))
 
     @property
     def clears_gradients(self) -> bool:
@@ -154,6 +163,7 @@ class OptimizerStep:
 
     def begin_backward(self, last: bool) -> None:
         """A backward pass begins; ``last`` says that it is the last of its step."""
+        self._last_pass = last
         if self.updates is not None:
             self.updates.begin_backward(last, self._unscale())
 
@@ -163,9 +173,23 @@ class OptimizerStep:
             self.updates.came(gradients)
 
     def reduced(self, gradients: UnitGradients) -> None:
-        """A reduction of this unit is finished."""
-        if self.updates is not None:
+        """A reduction of this unit is finished. A gradient that is not finite makes no update: the step will
+        refuse it."""
+        if self.updates is not None and self._look_at(gradients):
             self.updates.reduced(gradients)
+
+    def _look_at(self, gradients: UnitGradients) -> bool:
+        """Look at a reduced gradient, if it is the step's last; return False if it is not finite."""
+        if not (self._last_pass and self._looks_at_gradients):
+            return True
+        if gradients.home.is_late and self._when != "in_backward":
+            return True  # the host would wait for it to come from the device; the step looks at it
+        return self._checks.look_at(gradients)
+
+    @property
+    def _looks_at_gradients(self) -> bool:
+        """Whether gradients are looked at themselves: their norm, where there is one, tells it too."""
+        return self._flag is not None and not (self._clipping or self.scales_loss or self.keeps_local)
 
     def read(self, gradients: UnitGradients, index: int) -> None:
         """Backward runs code of the model again that reads parameter ``index`` of this unit."""
@@ -174,6 +198,7 @@ class OptimizerStep:
 
     def forget_gradients(self) -> None:
         """The gradients are cleared. Raises ``RuntimeError`` if a step in backward has used them."""
+        self._checks.forget()
         if self.updates is not None:
             self.damage = self.updates.forget() or self.damage
 
@@ -185,6 +210,8 @@ class OptimizerStep:
     def forget_damage(self) -> None:
         """State and parameters were replaced."""
         self.damage = None
+        if self._flag is not None:
+            self._flag.lower()
         if self.updates is not None:
             self.updates.drop()
 
@@ -219,16 +246,21 @@ class OptimizerStep:
                 "optimizer.step() without gradients: no parameter of this model got one since the last "
                 "zero_grad(). Call loss.backward() on a loss that depends on the model."
             )
+        if self._flag is not None and self._flag.waits:
+            # The last step did not wait for the kernels of its updates, which have ended by now.
+            self._guarded(lambda updates: self._refuse_state(self.steps))
         scale, overflow = self._gradient_scale()
         self.finish()
         if self.scales_loss:
-            self.scaler.update(overflow)
+            self.scaler.update(overflow, self._name_overflow)
         if overflow:
             self.skipped_steps += 1
         else:
             self._guarded(lambda updates: updates.run(scale, used))
             if self.steps < self._delays_after:
                 self.finish()
+            if self._flag is not None and not (self._flag.waits or self.under_way):
+                self._guarded(lambda updates: self._refuse_state(self.steps + 1))
         self.steps += 1
         self._collectives.wire.begin_step()
         self._tiers.transfers.begin_step()
@@ -260,6 +292,8 @@ class OptimizerStep:
         if self.keeps_local:
             return scale, self._refuse_local_overflow()
         if not (self._clipping or self.scales_loss):
+            if self._looks_at_gradients:
+                self._refuse_gradients()
             return scale, False
         norm = self._norms.total() * scale.double()
         self.grad_norm = float(norm)
@@ -267,11 +301,7 @@ class OptimizerStep:
             self._guarded(lambda updates: updates.take_back())
             if self.scales_loss:
                 return scale, True
-            raise FloatingPointError(
-                f"rank {self._collectives.rank}: the gradient norm is {self.grad_norm}; first in "
-                f"{self._norms.first_non_finite()}. Nothing was updated. Look for a division by zero or an "
-                "overflow in the loss, or set gradient_clipping to 0 to step without a norm."
-            )
+            raise self._bad_gradients(f" (their norm is {self.grad_norm})")
         if self._clipping:
             scale *= torch.clamp(self._clipping / (norm + 1e-6), max=1.0).float()
         return scale, False
@@ -279,14 +309,66 @@ class OptimizerStep:
     def _refuse_local_overflow(self) -> bool:
         """Whether unreduced gradients overflowed on any rank. Raises ``FloatingPointError`` unless they are
         scaled."""
+        if self._flag is None and not self.scales_loss:
+            return False
         ranks = self.updates.not_finite() if self.updates is not None else []
         if ranks and not self.scales_loss:
-            raise FloatingPointError(
-                f"rank {self._collectives.rank}: the gradients of ranks {ranks} are not finite. Nothing was "
-                "exchanged or updated, on any rank. Look for a division by zero or an overflow in the loss; "
-                "call optimizer.zero_grad() to go on without this step."
-            )
+            raise self._bad_gradients(f" on ranks {ranks}")
         return bool(ranks)
+
+    def _refuse_gradients(self) -> None:
+        """Raise ``FloatingPointError`` on all ranks if a reduced gradient is not finite on any; a
+        collective."""
+
+        def look() -> bool:
+            return not self._checks.gradients_are_finite()
+
+        found = self._norms.read_together(look)
+        updated = self.updates is not None and self.updates.updated
+        bad, mixed = self._checks.agree((found, updated), "finite gradients")
+        if not bad:
+            return
+        error = self._bad_gradients("", mixed)
+        if mixed:
+            self.damage = str(error)
+            self._guarded(lambda updates: updates.drop())
+        else:
+            self._guarded(lambda updates: updates.take_back())
+        raise error
+
+    def _bad_gradients(self, more: str, mixed: bool = False) -> FloatingPointError:
+        """Return the error of gradients that are not finite; a collective."""
+        names = self._checks.names(local=self.keeps_local)
+        outcome = (
+            "Units whose gradients came earlier were updated during backward (offload.step is "
+            f"'in_backward'). {MIXTURE} With gradient_clipping such updates are taken back."
+            if mixed
+            else "No parameter or optimizer state was changed."
+        )
+        return FloatingPointError(
+            f"rank {self._collectives.rank}: gradients of step {self.steps + 1}: expected finite values, got "
+            f"NaN or infinity in {names.describe(names.gradients)}{more}. {outcome} {advice_on(names)}"
+        )
+
+    def _name_overflow(self) -> str:
+        """Return which gradients overflowed, and what to do; a collective."""
+        names = self._checks.names(local=self.keeps_local)
+        found = f"NaN or infinity in {names.describe(names.gradients)}."
+        return f"{found} {advice_on(names)}" if names.weights else found
+
+    def _refuse_state(self, step: int) -> None:
+        """Raise :class:`NonFiniteState` on all ranks if the update of ``step`` left NaN or infinity on any; a
+        collective."""
+        if self._flag is None or not self._checks.agree([self._flag.lower()], "finite weights")[0]:
+            return
+        names = self._checks.names(self.stepper)
+        what, found = ("weights", names.weights) if names.weights else ("moments", names.moments)
+        raise NonFiniteState(
+            f"rank {self._collectives.rank}: {what} after step {step}: expected finite values, got NaN or "
+            f"infinity in {names.describe(found)}. The step was made, and its gradients were finite: the "
+            "update overflowed or divided by zero, or the weights were not finite before it. Load the last "
+            "checkpoint, and lower the learning rate or raise eps."
+        )
 
     def end(self, skipped: bool, loss: float | None, seconds: float) -> StepEnd:
         """What is told of the step that ended."""

@@ -10,6 +10,7 @@ import torch
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier
 from zero_ext.optim import Stepper, Update
+from zero_ext.optim.non_finite import NonFiniteFlag
 from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.kept import Kept
 from zero_ext.zero.master import MasterShard
@@ -28,13 +29,16 @@ class AfterBackward:
     something. ``pending`` says that updates may have been made which ``optimizer.step()`` has not finished,
     ``clears`` that a step forgets its gradients, ``taken_back`` that the last step took updates back,
     ``under_way`` that parameters are still to follow updates of a step that has ended.
-    ``kept_steps`` and ``taken_back_steps`` count the steps whose updates on trial were right and wrong.
+    ``flag`` is what the stepper raises where its results are not finite, None where nobody looks. Updates
+    that are taken back lower it. ``kept_steps`` and ``taken_back_steps`` count the steps whose updates on
+    trial were right and wrong.
     """
 
     pending = False
     clears = False
     taken_back = False
     under_way = False
+    flag: NonFiniteFlag | None = None
     kept_steps = 0
     taken_back_steps = 0
 
@@ -53,6 +57,11 @@ class AfterBackward:
     @property
     def keeps_local(self) -> bool:
         """Whether the next step wants gradients as they are on each rank, unreduced."""
+        return False
+
+    @property
+    def updated(self) -> bool:
+        """Whether units were updated in backward and cannot be taken back."""
         return False
 
     @property

@@ -23,6 +23,8 @@ struct Adam8BitBuffers {
   NumericType grad_type;
   void* param;
   std::optional<NumericType> param_type;
+  // Raised if a new master weight or moment is not finite; null to not look.
+  std::int32_t* non_finite = nullptr;
 };
 
 // Updates the elements of the segments that lie in the blocks [first_block, last_block): callers

@@ -35,7 +35,8 @@ struct Adam8BitBlock {
     const typename Loop::Pointers at{buffers.master + begin,
                                      {exp_avg.values, exp_avg_sq.values},
                                      static_cast<const Grad*>(buffers.grad) + begin,
-                                     param == nullptr ? nullptr : param + begin};
+                                     param == nullptr ? nullptr : param + begin,
+                                     buffers.non_finite};
     for (const AdamSegment& segment : segments) {
       const std::int64_t first = std::max(segment.begin, begin) - begin;
       const std::int64_t last = std::min(segment.end, end) - begin;

@@ -110,7 +110,8 @@ class MovedChunks {
 // The step on one chunk in memory.
 class ChunkStep {
  public:
-  ChunkStep(AdamMoments moments, const ChunkParts& parts) : moments_(moments), parts_(parts) {}
+  ChunkStep(AdamMoments moments, const ChunkParts& parts, std::int32_t* non_finite)
+      : moments_(moments), parts_(parts), non_finite_(non_finite) {}
 
   void operator()(const AdamRange& range, const ChunkPipeline::Slot& slot,
                   const PipelineCounters& so_far) {
@@ -147,7 +148,8 @@ class ChunkStep {
                               gradient(range, slot),
                               range.gradient.type,
                               param(range, slot),
-                              param_type(range)};
+                              param_type(range),
+                              non_finite_};
     std::int64_t total = 0;
     for (const AdamSegment& segment : segments_) total += segment.end - segment.begin;
     parts_(total, kGrain, so_far, [&](std::int64_t begin, std::int64_t end) {
@@ -167,7 +169,8 @@ class ChunkStep {
                                   gradient(range, slot),
                                   range.gradient.type,
                                   param(range, slot),
-                                  param_type(range)};
+                                  param_type(range),
+                                  non_finite_};
     parts_(block_count(count), kGrainBlocks, so_far, [&](std::int64_t begin, std::int64_t end) {
       adam_step_8bit(buffers, segments_, begin, end);
     });
@@ -220,16 +223,18 @@ class ChunkStep {
 
   AdamMoments moments_;
   const ChunkParts& parts_;
+  std::int32_t* non_finite_;
   std::vector<AdamSegment> segments_;
 };
 
 }  // namespace
 
 PipelineCounters adam_stream(ByteStore& store, Ring& ring, std::span<const AdamRange> ranges,
-                             AdamMoments moments, const ChunkParts& parts) {
+                             AdamMoments moments, const ChunkParts& parts,
+                             std::int32_t* non_finite) {
   check_ranges(store, ranges);
   ChunkPipeline pipeline(store, ring, MovedChunks(ranges));
-  ChunkStep step(moments, parts);
+  ChunkStep step(moments, parts, non_finite);
   while (const ChunkPipeline::Slot* const slot = pipeline.next()) {
     step(ranges[slot->job.range], *slot, pipeline.counters());
   }

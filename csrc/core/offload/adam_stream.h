@@ -52,8 +52,9 @@ using ChunkParts =
 // thread and those of `parts` while reads and writes of other chunks are in flight. Throws
 // std::runtime_error before anything changes when extents overlap or are not aligned. When a
 // transfer fails its error is thrown, with none left in flight; some chunks then hold the state
-// after the step.
+// after the step. `non_finite` is that of AdamBuffers.
 PipelineCounters adam_stream(ByteStore& store, Ring& ring, std::span<const AdamRange> ranges,
-                             AdamMoments moments, const ChunkParts& parts);
+                             AdamMoments moments, const ChunkParts& parts,
+                             std::int32_t* non_finite = nullptr);
 
 }  // namespace zero_ext::core

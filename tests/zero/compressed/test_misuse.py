@@ -30,7 +30,7 @@ def test_nan_on_one_rank_stops_all_and_spoils_nothing(world: World, name: str) -
     before, values = held(optimizer), parameters(model)
     loss = branching_loss(world.seed, model, 1, 0, world.rank)
     (loss * float("nan") if world.rank == 1 else loss).backward()
-    with pytest.raises(FloatingPointError, match=r"gradients of ranks \[1\] are not finite"):
+    with pytest.raises(FloatingPointError, match=r"NaN or infinity in '.* on ranks \[1\]"):
         optimizer.step()
     optimizer.zero_grad()
     check_same(held(optimizer), before)

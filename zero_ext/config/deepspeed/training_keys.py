@@ -8,7 +8,8 @@ from .key import ANYTHING, FLAG, MAPPING, TEXT, Fate, Key, Kind, choice, number,
 
 _DTYPES = choice("fp32", "fp16", "bf16")
 _BF16_OVERFLOW = (
-    "the norm is checked when gradients are clipped; not finite is an error, never a skipped step"
+    "gradients that are not finite end the step with an error that names them, where DeepSpeed skips it; "
+    "true when missing"
 )
 _PRINT = Kind(
     "an integer of at least 1, null or infinity",
@@ -17,9 +18,9 @@ _PRINT = Kind(
 _MEAN = "gradients are summed in fp32 and divided after that, so scaling them before the sum changes nothing"
 
 
-def _bf16(name: str, fate: Fate, why: str, *harmless: object) -> Key:
+def _bf16(name: str, fate: Fate, why: str, *harmless: object, native: str = "") -> Key:
     alias = (f"bfloat16.{name}",)
-    return Key(f"bf16.{name}", FLAG, fate, why, "", harmless, True, "bf16.enabled", aliases=alias)
+    return Key(f"bf16.{name}", FLAG, fate, why, native, harmless, True, "bf16.enabled", aliases=alias)
 
 
 BATCH_KEYS = (
@@ -108,7 +109,7 @@ PRECISION_KEYS = (
     ),
     Key("bf16.enabled", FLAG, "honoured", "precision.dtype becomes bf16", aliases=("bfloat16.enabled",)),
     _bf16("immediate_grad_update", "no effect", "gradients add up as soon as they exist", True),
-    _bf16("check_grad_overflow", "no effect", _BF16_OVERFLOW),
+    _bf16("check_grad_overflow", "honoured", _BF16_OVERFLOW, native="check_finite"),
     _bf16("bf16_master_weights_and_grads", "refused", "master weights are fp32 here; remove it", False),
     _bf16("bf16_optimizer_states", "honoured", "precision.moments_dtype becomes bf16", False),
     Key(

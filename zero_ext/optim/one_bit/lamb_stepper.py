@@ -78,7 +78,7 @@ class OneBitLambStepper(OneBitStepper):
 
     def descend_along(self, index: int, run: Run, direction: torch.Tensor, ratio: float) -> None:
         """The masters of one parameter step by lr x ``ratio`` against ``direction``, which is used up."""
-        self.state(index, MASTER)[run.begin : run.end].sub_(direction.mul_(run.lr * ratio))
+        self.look(self.state(index, MASTER)[run.begin : run.end].sub_(direction.mul_(run.lr * ratio)))
 
     def adapted_ratio(
         self, index: int, name: str, run: Run, fresh: torch.Tensor, directions: tuple[torch.Tensor, ...]

@@ -120,7 +120,12 @@ class OneBitStepper(AdamStepper):
             for piece in run.pieces():
                 update = exp_avg[piece] / denominator(variance[piece], run.eps)
                 decay_(master[piece], run)
-                master[piece].sub_(update.mul_(run.lr))
+                self.look(master[piece].sub_(update.mul_(run.lr)))
+
+    def look(self, values: torch.Tensor) -> None:
+        """Raise the flag of :meth:`watch` if ``values`` [n], which were just written, are not all finite."""
+        if self._flag is not None:
+            self._flag.look(values)
 
     def scalars(self) -> dict[str, Any]:
         """See :class:`Stepper`."""

@@ -47,6 +47,7 @@ class LocalSteps(ReplicatedWay):
                 for piece in run.pieces():
                     drift[piece].add_(momentum[piece] * run.lr)
                     decay_(master[piece], run)
+                    self._stepper.look(master[piece])
             if not exchanges:
                 self._write(number)
         if exchanges:
@@ -66,7 +67,8 @@ class LocalSteps(ReplicatedWay):
         variance = self._stepper.state(number, "exp_avg_sq")
         for run in self._stepper.runs(number, used):
             for piece in run.pieces():
-                master[piece].sub_(average[piece] / denominator(variance[piece], run.eps))
+                update = average[piece] / denominator(variance[piece], run.eps)
+                self._stepper.look(master[piece].sub_(update))
                 common[piece].copy_(average[piece] / run.rate)
             whole = slice(run.begin, run.end)
             self._kept["momentum"][number][whole].copy_(common[whole])

@@ -1,0 +1,45 @@
+"""The flag that optimizer updates raise where their results are not finite."""
+
+from __future__ import annotations
+
+import torch
+
+from zero_ext import ops
+
+
+class NonFiniteFlag:
+    """A flag that is raised when an update makes a master weight or moment NaN or infinite.
+
+    There is one flag for each device that has state, so that an update never waits for another device.
+    """
+
+    def __init__(self) -> None:
+        self._flags: dict[torch.device, torch.Tensor] = {}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return the flag, int32 [1], that kernels on ``device`` raise."""
+        if device not in self._flags:
+            self._flags[device] = torch.zeros(1, dtype=torch.int32, device=device)
+        return self._flags[device]
+
+    def look(self, values: torch.Tensor) -> None:
+        """Raise the flag if ``values`` [n] hold NaN or infinity. An accelerator is not waited for."""
+        ops.flag_non_finite_(values, self.on(values.device))
+
+    @property
+    def waits(self) -> bool:
+        """Whether :meth:`lower` waits for an accelerator."""
+        return any(device.type != "cpu" for device in self._flags)
+
+    def lower(self) -> bool:
+        """Lower the flag and return whether it was raised."""
+        raised = any(bool(flag) for flag in self._flags.values())
+        if raised:
+            for flag in self._flags.values():
+                flag.zero_()
+        return raised
+
+
+def flag_on(flag: NonFiniteFlag | None, device: torch.device) -> torch.Tensor | None:
+    """Return what an op takes as its flag on ``device``, None where nobody looks."""
+    return None if flag is None else flag.on(device)
