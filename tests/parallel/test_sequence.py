@@ -140,6 +140,29 @@ def test_a_batch_cut_and_put_together_again(world: World, labelled: str) -> None
 
 
 @on_ranks(4)
+def test_labels_of_masked_tokens_stay_where_they_are(world: World) -> None:
+    mesh, words = mesh_of(4), torch.randint(9, (BATCH, LENGTH))
+    labels = torch.where(torch.rand(BATCH, LENGTH) < 0.5, words, -100)
+    parts = world.everyone(cut_batch({"input_ids": words, "labels": labels}, mesh, shift_labels=False))
+    assert torch.equal(torch.cat([part["labels"] for part in parts], 1), labels)
+    assert all("shift_labels" not in part for part in parts)
+    assert all(float(part["num_items_in_batch"]) == int((labels != -100).sum()) / 4 for part in parts)
+
+
+@on_ranks(4)
+def test_positions_counted_from_padding(world: World) -> None:
+    words = torch.tensor([[5, 6, 1, 7, 8, 9, 1, 1], [5, 6, 7, 8, 9, 5, 6, 7]])
+    wanted = torch.tensor([[2, 3, 1, 4, 5, 6, 1, 1], [2, 3, 4, 5, 6, 7, 8, 9]])
+    parts = world.everyone(cut_batch({"input_ids": words}, mesh_of(4), padding_idx=1))
+    assert torch.equal(torch.cat([part["position_ids"] for part in parts], 1), wanted)
+    vectors = world.everyone(cut_batch({"inputs_embeds": torch.ones(2, 8, 3)}, mesh_of(4), padding_idx=1))
+    assert torch.equal(torch.cat([part["position_ids"] for part in vectors], 1), wanted[1:])
+    packed = {"input_ids": words, "position_ids": wanted.roll(3, 1)}
+    with pytest.raises(ValueError, match="'position_ids' do not count on by 1"):
+        cut_batch(packed, mesh_of(4), padding_idx=1)
+
+
+@on_ranks(4)
 @pytest.mark.parametrize(
     ("length", "changes", "message"),
     [

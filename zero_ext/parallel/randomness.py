@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from zero_ext.activation.generator import DefaultGenerator
+from zero_ext.parallel.attention_styles import MultiQueryOutputs
 from zero_ext.parallel.styles import InputsParallel, OutputsParallel
 
 # Training forwards with random numbers between two looks at whether the ranks draw the same.
@@ -46,7 +47,7 @@ def split_randomness(model: nn.Module, mesh: DeviceMesh, styles: dict[str, Paral
 def _splits_outputs(style: ParallelStyle) -> bool:
     if isinstance(style, ColwiseParallel):
         return style.use_local_output and all(isinstance(each, Shard) for each in style.output_layouts)
-    return isinstance(style, OutputsParallel)
+    return isinstance(style, OutputsParallel | MultiQueryOutputs)
 
 
 def _takes_split_inputs(style: ParallelStyle) -> bool:

@@ -14,21 +14,39 @@ from zero_ext.parallel.sequence import part_of
 _IGNORED = -100
 
 
-def cut_batch(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
-    """The part along the sequence that this rank of mesh["cp"] has, of a batch that all of them got whole.
+def cut_batch(
+    batch: Mapping[str, Any],
+    mesh: DeviceMesh,
+    *,
+    shift_labels: bool = True,
+    padding_idx: int | None = None,
+) -> dict[str, Any]:
+    """Return this rank's chunk of a batch of sequences, which all ranks along mesh["cp"] hold in full.
 
-    Every tensor [batch, length, ...] is cut, but for "attention_mask", which stays whole, as attention sees
-    the whole sequence. "position_ids" are those of the whole sequence, made where missing, int64 [1, length /
-    cp]. "labels" are shifted to the token before theirs first and are "shift_labels" then, too;
-    "shift_labels" given are only cut. With them comes "num_items_in_batch", float: the tokens of the whole
-    batch whose label is not -100 (or the "num_items_in_batch" given) over cp. So the sum of a rank's losses
-    over this number, averaged over the ranks, is the mean over all tokens, wherever those with -100 are;
-    models of transformers compute it by themselves, ``model(**cut_batch(batch, mesh)).loss``. Their mean over
-    a rank's own tokens would not be.
+    The sum of a rank's losses over "num_items_in_batch", averaged over the ranks, is the mean over all tokens
+    with a label, whatever rank they are on. The mean over a rank's own tokens is not. Models of transformers
+    compute the sum by themselves: ``model(**cut_batch(batch, mesh)).loss``.
 
-    Raises ``ValueError`` for a batch without "input_ids" or "inputs_embeds", a length that does not divide by
-    the ranks, a mask or labels of another shape, and positions that begin anew (packed sequences) without a
-    mask [batch, 1, length, length] that says so.
+    Args:
+        batch: Tensors [batch, length, ...], among them "input_ids" or "inputs_embeds". They are cut along the
+            length, but for "attention_mask", which stays full, as attention sees the full sequence.
+        mesh: A mesh with the dimension "cp".
+        shift_labels: Whether "labels" are moved to the token before theirs, as causal models need. They are
+            "shift_labels" then, too. "shift_labels" in ``batch`` are never moved. Give False for models that
+            predict masked tokens, whose labels are at the token itself.
+        padding_idx: The token of padding where a model counts positions from it, as RoBERTa does
+            (``model.config.pad_token_id``). Tokens of padding have it as their position, and others count on
+            from the number behind it.
+
+    Returns:
+        The chunks, and beside them "position_ids" of the full sequence where they are missing, int64 [1 or
+        batch, length / cp]. With labels also "num_items_in_batch", float: the labels of the full batch that
+        are not -100 (or the "num_items_in_batch" of ``batch``), divided by cp.
+
+    Raises:
+        ValueError: For a batch without tokens, a length that does not divide by the ranks, a mask, labels or
+            positions of another shape, and positions that begin anew (packed sequences) without a mask
+            [batch, 1, length, length] that keeps them apart.
     """
     rank, size = part_of(mesh)
     whole = dict(batch)
@@ -45,13 +63,15 @@ def cut_batch(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
             f"tokens, with {_IGNORED} as labels"
         )
     if whole.get("position_ids") is None:
-        whole["position_ids"] = torch.arange(length, dtype=torch.int64, device=tokens.device)[None]
-    _check(whole, tokens)
+        whole["position_ids"] = _positions(tokens, padding_idx)
+    _check(whole, tokens, padding_idx)
     labels = whole.get("shift_labels")
     if labels is None and whole.get("labels") is not None:
-        labels = F.pad(whole["labels"], (0, 1), value=_IGNORED)[:, 1:]
+        labels = whole["labels"]
+        if shift_labels:
+            labels = whole["shift_labels"] = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
     if labels is not None:
-        whole["labels"] = whole["shift_labels"] = labels
+        whole["labels"] = labels
         given = whole.get("num_items_in_batch")
         whole["num_items_in_batch"] = ((labels != _IGNORED).sum() if given is None else given) / size
     mask = whole.pop("attention_mask", None)
@@ -67,7 +87,19 @@ def _has_length(value: Any, length: int) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == length
 
 
-def _check(whole: Mapping[str, Any], tokens: torch.Tensor) -> None:
+def _positions(tokens: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
+    """The positions of full sequences, int64 [1 or batch, length]."""
+    length = tokens.shape[1]
+    counted = torch.arange(length, dtype=torch.int64, device=tokens.device)[None]
+    if padding_idx is None:
+        return counted
+    if tokens.is_floating_point():  # embeddings, which do not say what is padding
+        return counted + padding_idx + 1
+    there = (tokens != padding_idx).long()
+    return there.cumsum(1) * there + padding_idx
+
+
+def _check(whole: Mapping[str, Any], tokens: torch.Tensor, padding_idx: int | None) -> None:
     batch, length = tokens.shape[:2]
     for name in ("labels", "shift_labels"):
         found = whole.get(name)
@@ -83,7 +115,10 @@ def _check(whole: Mapping[str, Any], tokens: torch.Tensor) -> None:
     positions = whole["position_ids"]
     if tuple(positions.shape) not in ((1, length), (batch, length)):
         raise ValueError(f"'position_ids' has shape {tuple(positions.shape)}, wanted {(batch, length)}")
-    if not square and bool((positions.diff() != 1).any()):
+    begun = positions.diff() != 1
+    if padding_idx is not None:
+        begun &= (positions != padding_idx)[:, 1:] & (positions != padding_idx)[:, :-1]
+    if not square and bool(begun.any()):
         raise ValueError(
             "'position_ids' do not count on by 1: several sequences in one row need an attention_mask "
             f"{(batch, 1, length, length)} that keeps them apart"

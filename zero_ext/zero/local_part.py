@@ -15,6 +15,8 @@ from torch import nn
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+"""Exchanges the memory of a parameter, where its class has another ``data``."""
 _KNOWN = ("Shard", "_StridedShard", "Replicate")
 
 
@@ -35,7 +37,7 @@ def point_at(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
     if is_distributed(parameter):
         parameter._local_tensor = tensor
     else:
-        parameter.data = tensor
+        set_data(parameter, tensor)
 
 
 def is_split(parameter: torch.Tensor) -> bool:
@@ -153,7 +155,7 @@ def problem_of(parameter: torch.Tensor, ranks: list[int], dtype: torch.dtype) ->
         return (
             f"of shape {tuple(parameter.shape)} is {parts} side by side, which do not divide by {mesh.size()}"
         )
-    if is_split(parameter) and parameter.dim() > 2:
+    if is_split(parameter) and parameter.dim() > 2 and not parts:
         return f"has {parameter.dim()} dimensions and is split; 1 or 2 wanted"
     if not parameter._local_tensor.is_contiguous():
         return "has a part here that is not contiguous; split it with distribute_tensor or parallelize_module"

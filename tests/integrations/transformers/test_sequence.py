@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, AutoModelForCausalLM, RobertaConfig, RobertaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from tests.integrations.transformers.beside_one_process import assert_steps_as_alone
 from tests.integrations.transformers.models import VOCABULARY, bert, enter, gpt2, llama
@@ -134,10 +134,73 @@ def test_a_rank_keeps_activations_of_its_part_alone(world: World) -> None:
     assert kept[0] / 2 <= kept[1] <= kept[0] / 2 + outputs + 64, kept
 
 
-def roberta(seed: int) -> RobertaForCausalLM:
+def masked(kind: str, seed: int, **changes: Any) -> Any:
+    """A model that predicts masked tokens."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    fixed = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH + 2, "pad_token_id": 0}
+    dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    return RobertaForCausalLM(RobertaConfig(vocab_size=VOCABULARY, is_decoder=True, **sizes))
+    config = AutoConfig.for_model(kind, embedding_size=16, **{**fixed, **sizes, **dropout, **changes})
+    return AutoModelForMaskedLM.from_config(config)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("dp", "cp", "tp", "stage", "kind", "padding"),
+    [
+        (1, 4, 1, 0, "bert", None),
+        (2, 2, 1, 3, "bert", None),
+        (1, 2, 2, 3, "bert", None),
+        (2, 2, 1, 2, "roberta", 1),
+        (1, 2, 2, 1, "roberta", 1),
+        (2, 2, 1, 3, "xlm-roberta", 1),
+        (2, 2, 1, 1, "camembert", 1),
+        (2, 2, 1, 1, "electra", None),
+        (2, 2, 1, 0, "modernbert", None),
+    ],
+)
+def test_masked_tokens_are_predicted_as_by_one_process(
+    world: World, dp: int, cp: int, tp: int, stage: int, kind: str, padding: int | None
+) -> None:
+    """Ranks have different numbers of labels; samples have paddings of different lengths."""
+    enter(world)
+    mesh = mesh_of(dp, cp, tp)
+    changes = {} if padding is None else {"pad_token_id": padding}
+    model, reference = masked(kind, world.seed, **changes), masked(kind, world.seed, **changes)
+    if tp > 1:
+        split_tensors(model, mesh)
+    exchange = split_sequence(model, mesh)
+    replica = mesh["dp"].get_local_rank()
+
+    def loss_here(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        part = {name: each.chunk(dp)[replica] for name, each in batch.items()}
+        return model(**cut_batch(part, mesh, shift_labels=False, padding_idx=padding)).loss
+
+    given = batches(world.seed, True)
+    if padding is not None:
+        for batch in given:
+            batch["input_ids"][batch["attention_mask"] == 0] = padding
+    losses = [(partial(loss_here, batch=batch), partial(alone, batch=batch, replicas=dp)) for batch in given]
+    assert_steps_as_alone(world, mesh, model, reference, stage, losses)
+    assert exchange.wire.bytes_sent["sequence"] > 0
+
+
+@on_ranks(2)
+def test_masked_parts_that_do_not_fit_are_refused_by_all_ranks(world: World) -> None:
+    enter(world)
+    model, mesh = masked("roberta", world.seed, pad_token_id=1), mesh_of(1, 2)
+    split_sequence(model, mesh)
+    batch = batches(world.seed, False)[0]
+    for options, message in (
+        ({"padding_idx": 1}, "Give cut_batch shift_labels=False"),
+        ({"shift_labels": False}, "position_ids: expected at least 1, got 0"),
+    ):
+        theirs = "rank 0 of 'cp' refused its part of the sequence"
+        both = world.rank == 0 or "shift" in message
+        with pytest.raises(ValueError, match=re.escape(message if both else theirs)):
+            model(**cut_batch(batch, mesh, **options))
+    part = cut_batch(batch, mesh, shift_labels=False, padding_idx=1)
+    torch.testing.assert_close(model(**part, return_dict=False)[0], model(**part).loss)
 
 
 @on_ranks(2)
@@ -155,7 +218,6 @@ def test_models_that_cannot_be_split(world: World) -> None:
         (bert(world.seed).base_model, "has a head that may look at several tokens"),
         (llama(world.seed, rope_parameters=LONG), "has rotary embeddings of the type 'dynamic'"),
         (llama(world.seed, output_router_logits=True), "has output_router_logits"),
-        (roberta(world.seed), "has positions that are counted from its padding"),
         (gpt2(world.seed, add_cross_attention=True), "has cross-attention"),
         (nn.Linear(2, 2), "is no model of transformers and has no SparseSelfAttention"),
         (per_head, "layouts of SparseSelfAttention differ from head to head"),

@@ -130,11 +130,20 @@ def test_projections_side_by_side_are_saved_whole(world: World) -> None:
 @pytest.mark.parametrize(
     ("changes", "plan", "message"),
     [
-        ({"num_attention_heads": 1, "num_key_value_heads": 1}, None, "num_attention_heads is 1"),
-        ({"num_key_value_heads": 1}, None, "num_key_value_heads is 1"),
-        ({"intermediate_size": 33}, None, "mlp.gate_proj' has a weight of (33, 16)"),
-        ({}, {"model.layers.*.mlp.up": "colwise"}, "'model.layers.*.mlp.up' names no module"),
+        (
+            {"num_attention_heads": 1, "num_key_value_heads": 1},
+            None,
+            "num_attention_heads: expected a multiple of tp (2), got 1",
+        ),
+        ({"num_key_value_heads": 1}, None, "num_key_value_heads: expected a multiple of tp (2), got 1"),
+        ({"intermediate_size": 33}, None, "mlp.gate_proj.weight': expected a multiple of tp (2)"),
+        ({}, {"model.layers.*.mlp.up": "colwise"}, "expected 'model.layers.*.mlp.up' to name a module"),
         ({}, {"model.layers.*.mlp.up_proj": "sideways"}, "style 'sideways'"),
+        ({}, {"model.layers.*.mlp.up_proj": "embedding_rowwise"}, "expected Embedding, got Linear"),
+        ({}, {"model.layers.*.mlp": "colwise"}, "expected Linear or Embedding, got LlamaMLP"),
+        ({}, {"model.layers.*.mlp.up_proj.weight": "local_params"}, "expected one of colwise"),
+        ({}, {"model.layers.*.self_attn": "mla_kv_a_proj"}, "expected qk_rope_head_dim"),
+        ({"tie_word_embeddings": True}, {"lm_head": "colwise"}, "expected 'model.embed_tokens' to be split"),
     ],
 )
 def test_splits_that_cannot_be(world: World, changes: Any, plan: Any, message: str) -> None:
@@ -152,6 +161,6 @@ def test_a_model_without_a_plan(world: World) -> None:
         "codegen", n_embd=16, n_layer=1, n_head=2, vocab_size=VOCABULARY, rotary_dim=4
     )
     model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match="CodeGenForCausalLM brings no plan"):
+    with pytest.raises(ValueError, match="CodeGenForCausalLM: expected a plan"):
         split_tensors(model, make_mesh(tp=2, device_type="cpu"))
     assert split_tensors(model, make_mesh(pp=2, device_type="cpu")) is model  # nothing is to be split

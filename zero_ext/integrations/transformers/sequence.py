@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, find_packed_sequence_indices
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -38,7 +39,7 @@ def check_sequences(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         problem = f"has several configurations ({', '.join(parts)}); give its language model alone"
     elif kinds - _LAYERS:
         problem = f"has layers of the kind {min(kinds - _LAYERS)!r}; only {sorted(_LAYERS)} are exchanged"
-    elif not (model.can_generate() or model.base_model is model) or _looks_around(model):
+    elif not (model.can_generate() or model.base_model is model or _is_masked(model)) or _looks_around(model):
         problem = "has a head that may look at several tokens; give its base model, without a pooler"
     elif getattr(config, "output_router_logits", False):
         problem = "has output_router_logits, whose loss needs the tokens of all ranks; set it to False"
@@ -46,8 +47,6 @@ def check_sequences(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         problem = (
             f"has rotary embeddings of the type {_by_length(config)!r}, which depend on the whole length"
         )
-    elif any(_counts_from_padding(module) for module in model.modules()):
-        problem = "has positions that are counted from its padding"
     elif "position_ids" not in inspect.signature(model.forward).parameters:
         problem = "takes no position_ids, which say where a part of the sequence lies"
     elif attention not in ALL_MASK_ATTENTION_FUNCTIONS or attention not in ALL_ATTENTION_FUNCTIONS:
@@ -75,9 +74,18 @@ def _by_length(config: Any) -> str:
     return min(kinds & {"dynamic", "longrope"}, default="")
 
 
-def _counts_from_padding(module: torch.nn.Module) -> bool:
-    positions = getattr(module, "position_embeddings", None)
-    return isinstance(positions, torch.nn.Embedding) and positions.padding_idx is not None
+def _is_masked(model: Any) -> bool:
+    """Whether a model predicts masked tokens, each by its own hidden state."""
+    return bool(model.loss_type == "ForMaskedLM")
+
+
+def _padding_positions(model: torch.nn.Module) -> int | None:
+    """The position of padding in a model that counts positions from it, as RoBERTa does."""
+    for module in model.modules():
+        positions = getattr(module, "position_embeddings", None)
+        if isinstance(positions, torch.nn.Embedding) and positions.padding_idx is not None:
+            return positions.padding_idx
+    return None
 
 
 def exchange_sequences(model: PreTrainedModel, exchange: SequenceExchange) -> None:
@@ -91,16 +99,42 @@ def exchange_sequences(model: PreTrainedModel, exchange: SequenceExchange) -> No
     for module in attentions:
         module.sequence_exchange = exchange
     parameters = list(inspect.signature(model.forward).parameters)
+    masked, padding = _is_masked(model), _padding_positions(model)
 
     def check(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(parameters, args, strict=False)) | kwargs
-        _agree(exchange, {name: value for name, value in given.items() if value is not None})
+        _agree(exchange, {name: value for name, value in given.items() if value is not None}, masked, padding)
 
     model.register_forward_pre_hook(check, with_kwargs=True)
+    if masked:
+        _sum_masked_losses(model, parameters)
 
 
-def _agree(exchange: SequenceExchange, given: dict[str, Any]) -> None:
-    """Raises ``ValueError`` on all ranks unless all give parts of one batch."""
+def _sum_masked_losses(model: Any, parameters: list[str]) -> None:
+    """Make a model that predicts masked tokens divide its summed losses by ``num_items_in_batch``.
+
+    BERT and its kin ignore that number and return the mean over a rank's own tokens.
+    """
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def with_loss(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        labels, items = given.pop("labels", None), given.pop("num_items_in_batch", None)
+        output = forward(**given)
+        if labels is None:
+            return output
+        logits = output[0] if isinstance(output, tuple) else output.logits
+        total = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="sum")
+        loss = total / items
+        return (loss, *output) if isinstance(output, tuple) else type(output)(loss=loss, **output)
+
+    model.forward = with_loss
+
+
+def _agree(exchange: SequenceExchange, given: dict[str, Any], masked: bool, padding: int | None) -> None:
+    """Raises ``ValueError`` on all ranks unless all give parts of one batch. ``masked`` models have labels of
+    tokens where they are, and some count positions from that of ``padding``."""
     tokens = given.get("input_ids", given.get("inputs_embeds"))
     if tokens is None:
         exchange.agree((0, 0), "batch and length", "neither input_ids nor inputs_embeds given")
@@ -113,7 +147,13 @@ def _agree(exchange: SequenceExchange, given: dict[str, Any]) -> None:
     square, problem = len(seen) == 4, ""
     if positions is None:
         problem = "position_ids are missing, so that the model would take every part for the first one"
-    elif "labels" in given and "shift_labels" not in given:
+    elif padding is not None and int(positions.min()) < padding:
+        problem = f"position_ids: expected at least {padding}, got {int(positions.min())}. Give cut_batch "
+        problem += f"padding_idx={padding}, from which this model counts"
+    elif masked and "shift_labels" in given:
+        problem = "labels: expected those of the tokens themselves, got shift_labels. Give cut_batch "
+        problem += "shift_labels=False"
+    elif "labels" in given and not masked and "shift_labels" not in given:
         problem = "labels given without shift_labels: a part does not know the first label of the next one"
     elif "labels" in given and "num_items_in_batch" not in given:
         problem = "labels given without num_items_in_batch: a mean over a part's own labels is another loss"
@@ -121,7 +161,7 @@ def _agree(exchange: SequenceExchange, given: dict[str, Any]) -> None:
         problem = f"attention_mask is {seen}, wanted that of all {whole} tokens of the sequence"
     elif square and seen[1:3] != (1, whole):
         problem = f"attention_mask is {seen}, wanted [batch, 1, {whole}, {whole}]"
-    elif not square and find_packed_sequence_indices(positions) is not None:
+    elif padding is None and not square and find_packed_sequence_indices(positions) is not None:
         problem = "position_ids begin anew (packed sequences), which needs an attention_mask of 4 dimensions"
     elif cache is not None and cache.get_seq_length():
         problem = f"past_key_values hold {cache.get_seq_length()} tokens; over ranks there is no generation"
