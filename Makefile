@@ -5,6 +5,7 @@
 #   make demo-compressed  train over two simulated nodes with a fraction of the bytes, beside the same without
 #   make demo-3d   train as pipeline stages, as parts of tensors and as ZeRO's shards, held to one process
 #   make test-integrations  with the real transformers, DeepSpeed, Lightning, Ray and others, and the examples
+#   make zoo       train models that nobody tuned to the library, beside plain torch; a table in build/zoo.md
 #   make bench     measure against peers     make sanitize  C++ tests under ASan+UBSan and TSan
 #   make lint      what CI checks            make format    rewrite files to the house style
 #   make cuda-check  compile the CUDA kernels; needs nvcc, no GPU
@@ -38,7 +39,7 @@ BENCHMARK_PEERS := $(VENV)/.stamp-benchmark-peers
 INTEGRATIONS := $(VENV)/.stamp-integrations
 DOCUMENTATION := $(VENV)/.stamp-documentation
 
-.PHONY: setup test test-cpp test-python test-integrations demo demo-offload demo-long demo-compressed demo-3d bench sanitize cuda-check gpu-check lint format \
+.PHONY: setup test test-cpp test-python test-integrations demo demo-offload demo-long demo-compressed demo-3d zoo bench sanitize cuda-check gpu-check lint format \
         docs wheel clean
 
 setup: $(EXTENSION)
@@ -75,6 +76,9 @@ test-python: setup
 
 test-integrations: $(INTEGRATIONS)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadscope tests/integrations
+
+zoo: $(INTEGRATIONS)
+	$(BIN)/python -m tests.zoo --report build/zoo.md
 
 demo: setup
 	$(BIN)/python examples/demo.py

@@ -1,0 +1,314 @@
+"""Models of transformers from its own tables: default configurations, shrunk, with generic inputs.
+
+Run ``python -m tests.zoo.transformers_cases --check [PATTERN]`` to train the cases in plain torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import fnmatch
+import functools
+import inspect
+import json
+import random
+import resource
+import signal
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.zoo.case import Case, adamw, sgd
+from tests.zoo.transformers_exclusions import CLASSES_BY_REASON, EXCLUDED
+from tests.zoo.transformers_inputs import Draw, loss_of, make_inputs, sub_configs
+from tests.zoo.transformers_overrides import FIELDS, ILL_CONDITIONED, INPUTS, Part
+from tests.zoo.transformers_shrink import shrink
+
+# Mappings whose classes have no head. They are used where nothing else is there.
+BASES = frozenset({"", "IMAGE", "TEXT_ENCODING"})
+GENERATING = frozenset({"CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT"})
+NEW_TOKENS = 6
+SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A class of transformers and what it is used for.
+
+    Attributes:
+        class_name: the class, by its name in ``transformers``.
+        model_type: the key of its configuration.
+        tasks: names of the Auto mappings that contain the class, without prefix and suffix.
+    """
+
+    class_name: str
+    model_type: str
+    tasks: frozenset[str]
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Exceptions for the inputs, those of the class before those of the model type."""
+        return {**INPUTS.get(self.model_type, {}), **INPUTS.get(self.class_name, {})}
+
+
+def task_name(mapping: str) -> str:
+    """Return the task of a mapping, such as "CAUSAL_LM" for "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"."""
+    return mapping.removeprefix("MODEL").removesuffix("MAPPING_NAMES").removeprefix("_FOR").strip("_")
+
+
+def class_names(value: str | tuple[str, ...] | list[str]) -> list[str]:
+    """Return the classes of an entry of a mapping."""
+    return [value] if isinstance(value, str) else list(value)
+
+
+def entries() -> Iterator[tuple[str, str, str]]:
+    """Yield task, model type and class for every entry of every mapping."""
+    for name, mapping in sorted(vars(modeling_auto).items()):
+        if name.startswith("MODEL") and name.endswith("_MAPPING_NAMES"):
+            for model_type, value in mapping.items():
+                for class_name in class_names(value):
+                    yield task_name(name), model_type, class_name
+
+
+def squeezed(name: str) -> str:
+    """Return a name in small letters without separators."""
+    return name.replace("-", "").replace("_", "").lower()
+
+
+@functools.cache
+def recipes() -> tuple[Recipe, ...]:
+    """Return a recipe for every class with a head, and for base classes where their model type has none."""
+    tasks: dict[str, set[str]] = {}
+    types: dict[str, list[str]] = {}
+    with_head: set[str] = set()
+    for task, model_type, class_name in entries():
+        tasks.setdefault(class_name, set()).add(task)
+        types.setdefault(class_name, []).append(model_type)
+        if task not in BASES:
+            with_head.add(model_type)
+    found = []
+    for class_name in sorted(tasks):
+        if tasks[class_name] <= BASES and with_head & set(types[class_name]):
+            continue
+        # Several model types share a class. Its own is the one that its name begins with.
+        fitting = [name for name in types[class_name] if squeezed(class_name).startswith(squeezed(name))]
+        model_type = max(fitting, key=len) if fitting else types[class_name][0]
+        found.append(Recipe(class_name, model_type, frozenset(tasks[class_name])))
+    return tuple(found)
+
+
+@functools.cache
+def tiny_config(model_type: str, class_name: str = "") -> Any:
+    """Return the shrunk default configuration of a model type. Copy it before use: models change theirs."""
+    overrides = {**FIELDS.get(model_type, {}), **FIELDS.get(class_name, {})}
+    arguments = overrides.pop("arguments", {})
+    # A field "backbone_config": Part("resnet") is the shrunk configuration of another model type.
+    arguments, overrides = (
+        {name: part(value) if isinstance(value, Part) else value for name, value in values.items()}
+        for values in (arguments, overrides)
+    )
+    return shrink(CONFIG_MAPPING[model_type](**arguments), {**overrides, **arguments})
+
+
+def part(value: Part) -> Any:
+    """Return the configuration that a :class:`Part` names."""
+    config = copy.deepcopy(tiny_config(value.model_type))
+    if value.out_indices:
+        config.out_indices = list(value.out_indices)
+    return config
+
+
+@functools.cache
+def signature(class_name: str) -> Mapping[str, inspect.Parameter]:
+    """Return the arguments of a class's forward method."""
+    return inspect.signature(getattr(transformers, class_name).forward).parameters
+
+
+def config_of(recipe: Recipe) -> Any:
+    """Return a fresh configuration for a recipe's class."""
+    config = copy.deepcopy(tiny_config(recipe.model_type, recipe.class_name))
+    wanted = getattr(transformers, recipe.class_name).config_class
+    # Multimodal types list the class of their text model, too, which takes the text configuration.
+    config = next((item for item in sub_configs(config) if type(item) is wanted), config)
+    if getattr(config, "is_encoder_decoder", False):
+        for name in ("decoder_start_token_id", "pad_token_id"):
+            if getattr(config, name, None) is None:
+                setattr(config, name, 0)
+    if "SEQUENCE_CLASSIFICATION" in recipe.tasks:
+        for item in sub_configs(config):
+            if getattr(item, "pad_token_id", None) is None:
+                item.pad_token_id = 0
+    for name, value in recipe.settings.get("config", {}).items():
+        setattr(config, name, value)
+    return config
+
+
+def build(recipe: Recipe) -> nn.Module:
+    """Return a model with random weights."""
+    return getattr(transformers, recipe.class_name)(config_of(recipe))
+
+
+def batch(recipe: Recipe, step: int) -> dict[str, Any]:
+    """Return the inputs of a step."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    arguments = signature(recipe.class_name)
+    return make_inputs(Draw(config_of(recipe), recipe.tasks, arguments, generator, recipe.settings))
+
+
+def generate(recipe: Recipe, model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Return the tokens of greedy decoding after a prompt."""
+    omitted = {"labels", "decoder_input_ids", "return_loss", *recipe.settings.get("omit_in_generate", ())}
+    prompt = {name: value for name, value in inputs.items() if name not in omitted}
+    prompt.update(recipe.settings.get("generate", {}))
+    return model.generate(**prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
+
+
+def generates(recipe: Recipe) -> bool:
+    """Tell whether greedy decoding is part of the case."""
+    return bool(recipe.tasks & GENERATING) and recipe.settings.get("generate", True) is not None
+
+
+def case_of(recipe: Recipe) -> Case:
+    """Return the case of a class."""
+    return Case(
+        name=f"transformers/{recipe.class_name}",
+        build=functools.partial(build, recipe),
+        batch=functools.partial(batch, recipe),
+        loss=loss_of,
+        generate=functools.partial(generate, recipe) if generates(recipe) else None,
+        optimizer=sgd if recipe.class_name in ILL_CONDITIONED else adamw,
+    )
+
+
+def transformers_cases() -> list[Case]:
+    """Return a case for every class that runs in plain torch. Nothing is built yet."""
+    return [case_of(recipe) for recipe in recipes() if recipe.class_name not in EXCLUDED]
+
+
+CASES = transformers_cases()
+
+
+def seed_all(seed: int) -> None:
+    """Seed all generators. SpecAugment draws from numpy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+def train(case: Case, steps: int = 2) -> tuple[list[float], nn.Module]:
+    """Train in plain torch and return the losses."""
+    seed_all(0)
+    model = case.build().train()
+    optimizer = case.optimizer(model)
+    losses = []
+    for step in range(steps):
+        seed_all(step + 1)
+        optimizer.zero_grad()
+        loss = case.loss(model, case.batch(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+def check(case: Case) -> dict[str, Any]:
+    """Train twice with the same seeds, generate, and return what happened."""
+    start = time.perf_counter()
+    losses, model = train(case)
+    seconds = time.perf_counter() - start
+    if not all(torch.isfinite(torch.tensor(losses))):
+        raise ValueError(f"losses: expected finite values, got {losses}.")
+    if losses[0] == 0:
+        raise ValueError("losses: expected something to train, got 0.")
+    again, _ = train(case)
+    if losses != again:
+        raise ValueError(f"losses: expected the same with the same seeds, got {losses} and {again}.")
+    tokens = 0
+    if case.generate is not None:
+        with torch.no_grad():
+            tokens = case.generate(model.eval(), case.batch(0)).numel()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    without = sum(parameter.grad is None for parameter in model.parameters())
+    return {
+        "seconds": round(seconds, 2),
+        "losses": losses,
+        "parameters": count,
+        "no_grad": without,
+        "tokens": tokens,
+    }
+
+
+def on_alarm(*_: object) -> None:
+    """Stop a case that takes too long."""
+    raise TimeoutError(f"took longer than {SECONDS} s")
+
+
+def checked(case: Case) -> dict[str, Any]:
+    """Return the result of :func:`check` or its error."""
+    signal.signal(signal.SIGALRM, on_alarm)
+    try:
+        # Outside the time limit: an import that is interrupted would make all later imports fail.
+        getattr(transformers, case.name.rpartition("/")[2])
+        signal.alarm(SECONDS)
+        return {"name": case.name, "ok": True, **check(case)}
+    except Exception as error:
+        return {
+            "name": case.name,
+            "ok": False,
+            "error": f"{type(error).__name__}: {error}",
+            "trace": place_of(error),
+        }
+    finally:
+        signal.alarm(0)
+
+
+def place_of(error: BaseException) -> str:
+    """Return the innermost lines of a traceback."""
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        frames.append(f"{code.co_filename.split('/')[-1]}:{trace.tb_lineno}:{code.co_name}")
+        trace = trace.tb_next
+    return " < ".join(reversed(frames[-4:]))
+
+
+def main() -> None:
+    """Check cases in plain torch and print a line for each and a summary."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", nargs="?", const="*", required=True, metavar="PATTERN")
+    parser.add_argument("--all", action="store_true", help="check excluded classes, too")
+    parser.add_argument("--part", default="0/1", metavar="I/N", help="check every N-th case, from the I-th")
+    parser.add_argument("--json", action="store_true", help="print JSON lines")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_AS, (24 << 30, 24 << 30))
+    index, parts = map(int, options.part.split("/"))
+    wanted = options.check if "*" in options.check else f"*{options.check}*"
+    cases = [case_of(recipe) for recipe in recipes()] if options.all else CASES
+    cases = [case for case in cases if fnmatch.fnmatch(case.name, wanted)][index::parts]
+    results = []
+    for case in cases:
+        results.append(checked(case))
+        line = results[-1]
+        print(json.dumps(line) if options.json else " ".join(map(str, line.values())), flush=True)
+    passed = [line for line in results if line["ok"]]
+    print(f"{len(passed)} of {len(results)} run, {len(EXCLUDED)} of {len(recipes())} are excluded:")
+    for reason, names in CLASSES_BY_REASON.items():
+        print(f"{len(names.split()):4} {reason}")
+    raise SystemExit(len(passed) != len(results))
+
+
+if __name__ == "__main__":
+    main()
