@@ -197,7 +197,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_nothing_is_updated(world: Wo
             lambda g: g * float("nan") if world.rank == world.size - 1 else g
         )
         feature_loss(model, features).backward()
-        with pytest.raises(FloatingPointError, match=r"gradient norm is nan; first in '1\.up\.weight'"):
+        with pytest.raises(FloatingPointError, match=r"infinity in '1\.up\.weight' \(their norm is nan"):
             optimizer.step()
         handle.remove()
         after = zero_ext.full_state_dict(model)
@@ -306,7 +306,7 @@ def test_a_model_inside_a_prepared_one_or_around_it_is_refused(world: World) -> 
 def test_trainable_parameters_of_a_dtype_without_kernels_are_refused_by_name(world: World) -> None:
     for dtype in (torch.float64, torch.complex64):
         model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).to(dtype)})
-        with pytest.raises(ValueError, match=rf"'b\.weight' is trainable and {dtype}"):
+        with pytest.raises(ValueError, match=rf"'b\.weight'(?s:.*){dtype}"):
             prepared(world, model, 3)
         assert model["b"].weight.isfinite().all()
         model["b"].requires_grad_(False)

@@ -321,19 +321,27 @@ def test_misuse_between_init_and_prepare(world: World) -> None:
     model = born(lambda: nn.Linear(3, 1))
     with pytest.raises(RuntimeError, match=r"from zero_ext.Init cannot be copied or pickled before"):
         copy.deepcopy(model)
-    with pytest.raises(RuntimeError, match="single memory location"):
+    torch.manual_seed(world.rank)
+    with pytest.raises(RuntimeError, match="expected the same value on all ranks"):
         nn.init.normal_(model.weight)
+    with pytest.raises(RuntimeError, match=r"expected a tensor of \(1, 3\) torch.float32"):
+        model.bfloat16()
     edits: list[tuple[str, Callable[[nn.Module], Any]]] = [
-        ("bias", lambda model: nn.init.zeros_(model.bias)),  # one element: torch itself does not notice
-        ("weight", lambda model: nn.init.zeros_(model.weight)),  # nor for filling
+        ("bias", lambda model: nn.init.zeros_(model.bias)),
+        ("weight", lambda model: nn.init.zeros_(model.weight)),
         ("weight", lambda model: setattr(model.weight, "data", torch.ones(1, 3))),
-        ("weight", lambda model: model.bfloat16()),
+        ("weight", lambda model: model.weight.data[0, 1:].fill_(7.0)),
     ]
     for name, edit in edits:
         model = born(lambda: nn.Linear(3, 1))
-        edit(model)
-        with pytest.raises(RuntimeError, match=f"'{name}' was written to between zero_ext.Init"):
-            zero_ext.prepare(model, None, configuration(3), process_group=world.group)
+        plain = nn.Linear(3, 1)
+        with torch.no_grad():
+            for own, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+                own.copy_(parameter)
+            edit(plain)
+            edit(model)
+        zero_ext.prepare(model, None, configuration(3), process_group=world.group)
+        assert torch.equal(zero_ext.full_state_dict(model)[name], plain.get_parameter(name))
     model = born(lambda: nn.Linear(3, 1))
     with pytest.raises(RuntimeError, match=r"sharded by zero_ext.Init over 2 ranks.*prepared over 3"):
         full_value(model.weight, mock.Mock(world_size=3))

@@ -149,8 +149,8 @@ def test_a_released_parameter_of_integers_refuses_to_be_computed_with(world: Wor
         lambda: torch.ops.aten.bitwise_and(weight, weight),
         lambda: weight.float() @ ones,
         lambda: torch.cat([weight, weight]),
-        lambda: weight.data,
-        lambda: weight.detach(),
+        lambda: weight.data + 1,
+        lambda: weight.detach().sum(),
         lambda: weight[0],
         lambda: weight.numpy(),
         lambda: weight.item(),
@@ -179,7 +179,7 @@ def test_bytes_born_sharded(world: World) -> None:
         torch.manual_seed(world.seed)
         with zero_ext.Init(configuration(3, offload=offload), process_group=world.group):
             model = nn.Sequential(*(ByteLinear(WIDTH) for _ in range(3)), nn.Linear(WIDTH, 2))
-        with pytest.raises(RuntimeError, match=r"zero_ext\.Init was used before zero_ext\.prepare"):
+        with pytest.raises(RuntimeError, match=r"zero_ext\.Init.*gives its bytes"):
             model[0].weight.float()
         assert model[0].weight.shape == (WIDTH, WIDTH)
         zero_ext.prepare(model, None, configuration(3, offload=offload), process_group=world.group)

@@ -19,6 +19,7 @@ from tests.zero.models import language_batch, language_loss
 from tests.zero.test_gradients import after_backward, check_step, close
 from zero_ext import ops
 from zero_ext.zero import engine_of, pieces
+from zero_ext.zero.finite_checks import FiniteChecks
 
 
 @contextlib.contextmanager
@@ -79,7 +80,9 @@ def test_what_is_not_finite_is_found_by_name(world: World) -> None:
         name, parameter = next(iter(model.named_parameters()))
         parameter.grad.mul_(float("inf"))
         engine = engine_of(model)
-        assert engine.norms.total().isnan() and engine.norms.first_non_finite() == f"'{name}'"
+        checks = FiniteChecks(engine.masters, engine.optimizer_step._gradients, engine.collectives)
+        assert engine.norms.total().isnan() and not checks.gradients_are_finite()
+        assert checks.names().gradients == (f"'{name}'",)
 
 
 def inject(world: World, model: Any, writing: bool, calls: int = 1) -> None:

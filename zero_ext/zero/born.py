@@ -14,8 +14,12 @@ from zero_ext.comm import Collectives
 from zero_ext.config import Tier
 from zero_ext.offload import STORAGE_ALIGNMENT, Arrival, Birthplace, ShardHome, allocate
 from zero_ext.zero.layout import ALIGNMENT_BYTES, FlatLayout, ParameterSpec, in_memory_order, memory_order
-from zero_ext.zero.placeholder import allow_use, are_blank, has_nan, placeholder, refuse_use
+from zero_ext.zero.packed import refuse_packed
+from zero_ext.zero.placeholder import are_blank, placeholder
+from zero_ext.zero.plain_torch import plain_torch
 from zero_ext.zero.postponed import Postponed
+from zero_ext.zero.released import ParameterFacts, release_to, restore_class
+from zero_ext.zero.together import refuse_different, together
 
 ATTRIBUTE = "_zero_ext_born_shard"
 GUARDED = ("__deepcopy__", "__reduce_ex__", "share_memory_")
@@ -67,11 +71,12 @@ class BornShard:
         """Whether somebody gave ``parameter`` a value while only shards of it existed."""
         if not self.spec.numel:
             return False
-        return (
-            parameter.dtype != self._memory.dtype
-            or parameter.data_ptr() != self._memory.data_ptr()
-            or not bool(are_blank(self._memory).all())
-        )
+        with torch._C.DisableTorchFunctionSubclass():
+            return (
+                parameter.dtype != self._memory.dtype
+                or parameter.data_ptr() != self._memory.data_ptr()
+                or not bool(are_blank(self._memory).all())
+            )
 
     def part(self, start: int, shape: tuple[int, ...]) -> BornShard:
         """The elements from ``start`` on, in memory order, as a parameter of ``shape``, row-major."""
@@ -132,6 +137,7 @@ class BornShard:
     def detach_from(self, parameter: nn.Parameter) -> None:
         """Leaves ``parameter`` to itself, until :func:`set_born` gives it back; the refusal of copies
         stays."""
+        restore_class(parameter)
         vars(parameter).pop(ATTRIBUTE, None)
 
     def _fetch(self, into: torch.Tensor, begin: int) -> None:
@@ -176,7 +182,7 @@ def shard_at_birth(
 
     failures.attempt(keep)
     home = homes[0] if homes else Lost(place.tier, failures.error)
-    set_born(parameter, BornShard(spec, cut, home, collectives))
+    _mark_born(parameter, BornShard(spec, cut, home, collectives))
 
 
 def _fill(home: ShardHome, own: torch.Tensor) -> None:
@@ -185,16 +191,53 @@ def _fill(home: ShardHome, own: torch.Tensor) -> None:
         home.store(first, own[first : first + step], "device").let_go()
 
 
-def set_born(parameter: nn.Parameter, born: BornShard) -> None:
-    """Makes ``born`` all that there is of ``parameter``."""
+def _mark_born(parameter: nn.Parameter, born: BornShard) -> None:
     setattr(parameter, ATTRIBUTE, born)
+    restore_class(parameter)
     parameter.data = born.placeholder
-    if not has_nan(born.spec.dtype):
-        refuse_use(
-            parameter,
-            f"a parameter of shape {born.spec.shape} from zero_ext.Init was used before zero_ext.prepare, "
-            "while this rank holds only a part of it",
-        )
+
+
+def set_born(parameter: nn.Parameter, born: BornShard) -> None:
+    """Makes ``born`` all that there is of ``parameter``; its value is fetched when it is used."""
+    _mark_born(parameter, born)
+    release_to(parameter, _BornAccess(born))
+
+
+def leave_init(parameter: nn.Parameter) -> None:
+    """Begin to fetch the value of ``parameter``, if it is sharded, when it is used; until then
+    :class:`zero_ext.Init` sees to that."""
+    born = born_shard(parameter)
+    if born is not None:
+        release_to(parameter, _BornAccess(born))
+        refuse_copies(parameter)
+
+
+class _BornAccess:
+    """Reads and writes a parameter of :class:`zero_ext.Init` before ``prepare``; see :class:`Access`."""
+
+    def __init__(self, born: BornShard) -> None:
+        self._born = born
+
+    def facts(self, parameter: nn.Parameter) -> ParameterFacts:
+        """See :class:`~zero_ext.zero.released.Access`."""
+        spec = self._born.spec
+        return ParameterFacts(f"of shape {spec.shape} from zero_ext.Init", spec.stride)
+
+    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+        """See :class:`~zero_ext.zero.released.Access`."""
+        refuse_packed(parameter, self.facts(parameter).name)
+        with plain_torch():
+            return self._born.whole()
+
+    def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """See :class:`~zero_ext.zero.released.Access`."""
+        born = self._born
+        with plain_torch():
+            flat = in_memory_order(value, born.spec)
+            refuse_different(born.collectives, self.facts(parameter).name, flat)
+            together(
+                born.collectives, lambda: born.replace_own(flat), "a write to a parameter of zero_ext.Init"
+            )
 
 
 def refuse_copies(parameter: nn.Parameter) -> None:
@@ -212,7 +255,7 @@ def refuse_copies(parameter: nn.Parameter) -> None:
 
 def forget_birth(parameter: nn.Parameter) -> None:
     """Drops the shard and the refusals that came with it."""
-    allow_use(parameter)
+    restore_class(parameter)
     for name in (ATTRIBUTE, *GUARDED):
         vars(parameter).pop(name, None)
 

@@ -26,8 +26,10 @@ from zero_ext.zero.hooks import ForwardHooks
 from zero_ext.zero.ledger import ledger_of
 from zero_ext.zero.local_part import local_gradient
 from zero_ext.zero.master import MasterShard, follow_writes
+from zero_ext.zero.model_checks import check_unchanged
 from zero_ext.zero.model_ranks import together_in_model
 from zero_ext.zero.norms import GradientNorms
+from zero_ext.zero.on_demand import OnDemandAccess
 from zero_ext.zero.partition import Owned, uses_up_gradients
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.postponed import Postponed
@@ -95,9 +97,9 @@ class Engine:
             self.masters, self._gradients, self.norms, collectives, tiers, config, scales_loss
         )
         self.reducer = GradientReducer(trained, starts, collectives, self._bus, self.optimizer_step.reduced)
-        self.residency = Residency(
-            self.units, config.units.live_elements, config.units.prefetch_elements, self._bus
-        )
+        limits = (config.units.live_elements, config.units.prefetch_elements)
+        self.access = OnDemandAccess(self)
+        self.residency = Residency(self.units, *limits, self._bus, _weakly(self.access.commit))
         events = map(_weakly, (self._begin_backward, self._end_backward, self._abandon_backward))
         self.backward_pass = BackwardPass(self.residency, self._clock, _weakly(self.passed), *events)
         check = _weakly(self._check_parameters)
@@ -204,21 +206,10 @@ class Engine:
             self._refuse_capture("a forward", "Python gathers parameters and reduces gradients")
         self.optimizer_step.refuse_damage()
         self.optimizer_step.refuse_pending("a forward")
-        for parameter, name, place in self._places:
-            owner = place()
-            if owner is None or dict.get(owner._parameters, name.rpartition(".")[2]) is not parameter:
-                raise RuntimeError(
-                    f"parameter '{name}' was replaced or removed after zero_ext.prepare. Change the model "
-                    "before prepare, or values in place inside 'with zero_ext.gathered(params):'."
-                )
+        check_unchanged(self.model, self._places, self.names)
         for unit in self.units:
             if not unit.placement.params:
                 unit.check_unmoved()
-        if sum(1 for _ in self.model.parameters()) != len(self.names):
-            new = [name for name, parameter in self.model.named_parameters() if parameter not in self.names]
-            raise RuntimeError(
-                f"parameters {new} were added after zero_ext.prepare; build the whole model before prepare"
-            )
 
     # -- backward -----------------------------------------------------------------------------------------
 
@@ -387,6 +378,8 @@ class Engine:
         if not in_backward():
             self.backward_pass.abandon()
         self.optimizer_step.forget_gradients()
+        if not in_backward():
+            self.residency.release_retained()
         for gradients in self._gradients.values():
             gradients.clear()
             for parameter in gradients.unit.parameters:
@@ -406,6 +399,9 @@ class Engine:
         with together_in_model(self.collectives.model):
             self._settle_gradients()
             stepped = self.optimizer_step.run()
+        if stepped and not self.optimizer_step.under_way:
+            for gradients in self.reducer.gradients:
+                gradients.unit.forbid_saved(gradients.contributed)
         self._micro_steps = 0
         if self.optimizer_step.clears_gradients:
             self.clear_gradients()

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
-
-import torch
 from torch import nn
 
 from zero_ext.zero.unit import Unit
@@ -17,13 +13,14 @@ class Call:
     ``inputs`` counts the block's gradient-requiring inputs, ``awaited`` those whose gradient has not arrived
     in this backward pass; at zero the backward of this call is over and its units may go. ``repeats`` says
     that backward runs a call of the forward again; ``takes_leaves`` that the gradient of an input may
-    arrive before those of the parameters.
+    arrive before those of the parameters; ``alone`` that no block runs around the module, which is none.
     """
 
-    def __init__(self, home: nn.Module, name: str, repeats: bool) -> None:
+    def __init__(self, home: nn.Module, name: str, repeats: bool, alone: bool = False) -> None:
         self.home = home
         self.name = name
         self.repeats = repeats
+        self.alone = alone
         self.touched: list[Unit] = []
         self.inputs = 0
         self.takes_leaves = False
@@ -56,43 +53,13 @@ class CallStack:
                 return call
         raise AssertionError(f"{type(home).__name__} left a call that it never entered")
 
+    def runs_alone(self, home: nn.Module) -> bool:
+        """Whether the innermost call is one of ``home`` by itself."""
+        return bool(self._calls) and self._calls[-1].alone and self._calls[-1].home is home
+
     def holder_for(self, home: nn.Module | None) -> Call:
         """The call that shall hold a unit of ``home``: the running call of ``home``, else the innermost."""
         for call in reversed(self._calls):
             if call.home is home:
                 return call
         return self._calls[-1]
-
-
-def tensors_in(value: object, depth: int = 8) -> Iterator[torch.Tensor]:
-    """Every tensor reachable in nested lists, tuples, mappings and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth:
-        children: Iterable[object] = ()
-        if isinstance(value, Mapping):
-            children = value.values()
-        elif isinstance(value, list | tuple | set | frozenset):
-            children = value
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            children = (getattr(value, field.name) for field in dataclasses.fields(value))
-        for child in children:
-            yield from tensors_in(child, depth - 1)
-
-
-def opaque_in(value: object, depth: int = 8) -> Iterator[object]:
-    """The objects inside ``value`` that :func:`tensors_in` cannot look into."""
-    plain = (torch.Tensor, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
-    if isinstance(value, plain):
-        return
-    if isinstance(value, Mapping):
-        children: Iterable[object] = value.values()
-    elif isinstance(value, list | tuple | set | frozenset):
-        children = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        children = (getattr(value, field.name) for field in dataclasses.fields(value))
-    else:
-        yield value
-        return
-    for child in children if depth else ():
-        yield from opaque_in(child, depth - 1)

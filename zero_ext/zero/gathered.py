@@ -13,12 +13,12 @@ from zero_ext.zero.born import born_shard
 from zero_ext.zero.buffers import persistent_buffers
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.expert import expert_ranks
-from zero_ext.zero.gather_order import GatherOrder
 from zero_ext.zero.gathered_born import gathered_born
 from zero_ext.zero.layout import in_memory_order
 from zero_ext.zero.local_part import is_split, local_value, whole_of
 from zero_ext.zero.lookup import engine_of, engine_of_parameter
 from zero_ext.zero.master import MasterShard
+from zero_ext.zero.on_demand import held
 from zero_ext.zero.unit import Unit, UnitState
 
 
@@ -62,14 +62,12 @@ def _gathered_units(units: list[tuple[Engine, Unit]], modifier_rank: int | None)
     if modifier_rank is not None:
         for engine in dict.fromkeys(engine for engine, _ in units):
             engine.finish_updates()
-    holder = object()
-    # An order of its own: to look ahead from here would gather units that the block does not use.
-    order = GatherOrder()
-    complete = False
-    try:
-        for engine, unit in units:
-            with engine.pool.growing():
-                engine.residency.need(unit, holder, order, exact=True)
+    by_engine: dict[Engine, list[Unit]] = {}
+    for engine, unit in units:
+        by_engine.setdefault(engine, []).append(unit)
+    with contextlib.ExitStack() as holding:
+        for engine, those in by_engine.items():
+            holding.enter_context(held(engine, those))
         before = {unit: [parameter._version for parameter in unit.parameters] for _, unit in units}
         yield
         for engine, unit in units:
@@ -78,12 +76,6 @@ def _gathered_units(units: list[tuple[Engine, Unit]], modifier_rank: int | None)
                 _check_only_read(unit, before[unit])
             else:
                 _take_over(engine, unit, modifier_rank)
-        complete = True
-    finally:
-        for engine, unit in units:
-            if not complete and unit.holders == {holder}:
-                unit.accept_writes()
-            engine.residency.let_go(unit, holder)
 
 
 def _listed(parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[nn.Parameter]:

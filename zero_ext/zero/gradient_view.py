@@ -33,6 +33,10 @@ class GradientViews:
         """Makes every contributed gradient visible as ``param.grad``."""
         readable = not self._engine.optimizer_step.pending
         self._shown = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            self._publish(readable)
+
+    def _publish(self, readable: bool) -> None:
         for gradients in self._engine.reducer.gradients:
             for number in gradients.contributed:
                 parameter = gradients.unit.parameters[number]
@@ -48,6 +52,10 @@ class GradientViews:
 
     def note_cleared(self) -> None:
         """Follows what the user did to ``param.grad`` since :meth:`publish`: cleared or replaced it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._note_cleared()
+
+    def _note_cleared(self) -> None:
         for gradients in self._engine.reducer.gradients:
             cleared = []
             for number, parameter in enumerate(gradients.unit.parameters):

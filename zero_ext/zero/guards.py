@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from zero_ext.zero.unit import Unit, UnitState
 
 _GUARD_ATTRIBUTE = "_zero_ext_state_guard"
+_PICKLING = ("__reduce_ex__", "__deepcopy__")
 
 
 def guard_module(model: nn.Module, units: dict[nn.Parameter, Unit]) -> None:
@@ -25,6 +27,7 @@ def guard_module(model: nn.Module, units: dict[nn.Parameter, Unit]) -> None:
             _guard_state_dict(module, guard)
     for parameter in units:
         _guard_copies(parameter)
+    _guard_pickling(model)
     model._apply = ApplyGuard(model)  # type: ignore[method-assign]
     model.share_memory = _refuse_sharing  # type: ignore[method-assign]
 
@@ -92,6 +95,30 @@ def _guard_copies(parameter: nn.Parameter) -> None:
     parameter.__deepcopy__ = refuse  # type: ignore[method-assign]
     parameter.__reduce_ex__ = refuse  # type: ignore[method-assign]
     parameter.share_memory_ = refuse  # type: ignore[method-assign]
+
+
+def _guard_pickling(model: nn.Module) -> None:
+    """Refuse pickling of ``model``, and still let it be copied where its parameters can be."""
+    weak = weakref.ref(model)
+
+    def refuse(*_: object) -> Any:
+        raise RuntimeError(
+            "a prepared model cannot be pickled: it holds process groups, threads and hooks. Use "
+            "zero_ext.full_state_dict(model) or zero_ext.save_checkpoint."
+        )
+
+    def plain_copy(memo: dict[int, Any]) -> Any:
+        original = weak()
+        if original is None:
+            raise AssertionError("the guard of a deleted model was called")
+        own = {name: vars(original).pop(name) for name in _PICKLING}
+        try:
+            return copy.deepcopy(original, memo)
+        finally:
+            vars(original).update(own)
+
+    for name, guard in zip(_PICKLING, (refuse, plain_copy), strict=True):
+        object.__setattr__(model, name, guard)
 
 
 def _refuse_sharing() -> Any:

@@ -21,12 +21,13 @@ from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.config import ZeroConfig, load_config
 from zero_ext.offload import Birthplace
-from zero_ext.zero.born import REBUILD, born_shard, full_value, refuse_copies, shard_at_birth
+from zero_ext.zero.aliases import memory_of, two_over_one_memory
+from zero_ext.zero.born import REBUILD, born_shard, full_value, leave_init, shard_at_birth
 from zero_ext.zero.construction import accelerator_or_cpu
 from zero_ext.zero.heap import trim_heap
 from zero_ext.zero.meta import materialise
-from zero_ext.zero.placeholder import METADATA, function_name
 from zero_ext.zero.postponed import Postponed
+from zero_ext.zero.released import METADATA, function_name
 from zero_ext.zero.together import together
 
 WHOLE_ELEMENTS_LIMIT = 8 * 1024 * 1024
@@ -108,11 +109,12 @@ class Init:
                     materialise(modules)
             if self._births is not None and kind is None:
                 with torch._C.DisableTorchFunction():
+                    self._births.refuse_aliases(modules)
                     self._births.shard_all()
                 for module in modules:
                     for parameter in module._parameters.values():
-                        if parameter is not None and born_shard(parameter) is not None:
-                            refuse_copies(parameter)
+                        if parameter is not None:
+                            leave_init(parameter)
             complete = kind is None
         finally:
             self._modules.clear()
@@ -155,6 +157,8 @@ class _Births:
         self._elements = 0  # of all that are whole, as they were when they became so
         self._cut_elements = 0  # since freed memory was given back
         self._by_placeholder: dict[int, weakref.ref[nn.Parameter]] = {}
+        self._by_storage: dict[int, weakref.ref[nn.Parameter]] = {}
+        self._aliases: list[tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Parameter]]] = []
 
     def open(self) -> None:
         """Makes the place where shards go; a collective where that is storage."""
@@ -177,8 +181,33 @@ class _Births:
                 self.touch([origin])
                 parameter.data = origin.data
         if id(parameter) not in self._whole and born_shard(parameter) is None:
+            self._note_alias(parameter)
             self._keep(parameter)
             self._shard_oldest(1)
+
+    def _note_alias(self, parameter: nn.Parameter) -> None:
+        memory = memory_of(parameter)
+        if memory is None:
+            return
+        reference = self._by_storage.get(memory.storage)
+        other = reference() if reference is not None else None
+        seen = memory_of(other) if other is not None and other is not parameter else None
+        if other is not None and seen is not None and seen.overlaps(memory):
+            self._aliases.append((weakref.ref(other), weakref.ref(parameter)))
+        self._by_storage[memory.storage] = weakref.ref(parameter)
+
+    def refuse_aliases(self, modules: Iterable[nn.Module]) -> None:
+        """Raise ``ValueError`` if ``modules`` have two parameters that were made over the same memory."""
+        names = {
+            id(parameter): f"{type(module).__name__}.{name}"
+            for module in modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        for one, two in self._aliases:
+            first, second = names.get(id(one())), names.get(id(two()))
+            if first is not None and second is not None:
+                raise two_over_one_memory(first, second)
 
     def touch(self, parameters: Sequence[nn.Parameter]) -> None:
         """``parameters`` are about to be read or written, together."""
@@ -202,6 +231,8 @@ class _Births:
         """Leaves what is whole as it is. Unless the model is ``complete``, what is stored of it goes."""
         self._whole.clear()
         self._by_placeholder.clear()
+        self._by_storage.clear()
+        self._aliases.clear()
         self._elements = 0
         # From here on the shards hold their place, which goes with the last of them.
         place, self._place = self._place, None

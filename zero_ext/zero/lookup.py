@@ -7,6 +7,7 @@ import weakref
 from torch import nn
 
 from zero_ext.zero.engine import Engine
+from zero_ext.zero.released import set_access
 
 MODULE_ATTRIBUTE = "_zero_ext_engine"
 PARAMETER_ATTRIBUTE = "_zero_ext_engine_ref"
@@ -17,6 +18,7 @@ def attach_engine(model: nn.Module, engine: Engine) -> None:
     object.__setattr__(model, MODULE_ATTRIBUTE, engine)
     for parameter in engine.index:
         setattr(parameter, PARAMETER_ATTRIBUTE, weakref.ref(engine))
+        set_access(parameter, engine.access)
 
 
 def engine_of(model: nn.Module) -> Engine:

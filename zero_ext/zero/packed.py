@@ -7,17 +7,32 @@ They are small, stay whole on every rank, and are state of the model as its buff
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
+from zero_ext.zero.released import plain_class
+
 _DEPTH = 4
 _OWN = "_zero_ext"
+_NO_FUNCTIONS: Any = nn.Parameter.__torch_function__
 
 
 def is_packed(parameter: nn.Parameter) -> bool:
     """Whether tensors on ``parameter`` say what its bytes mean, so that it may not be cast."""
     return next(_attached(parameter), None) is not None
+
+
+def refuse_packed(parameter: nn.Parameter, name: str) -> None:
+    """Raise ``RuntimeError`` for a parameter ``name`` whose class alone knows how to use its value."""
+    kind: Any = plain_class(parameter)
+    if is_packed(parameter) or kind.__torch_function__ is not _NO_FUNCTIONS:
+        raise RuntimeError(
+            f"parameter '{name}' is sharded over the ranks and its class {kind.__name__} gives its bytes a "
+            "meaning of their own: expected a use in the forward of its module. Else use it inside 'with "
+            "zero_ext.gathered(params):'."
+        )
 
 
 def packed_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -44,7 +59,7 @@ def _everywhere(model: nn.Module) -> Iterator[tuple[str, object, str, torch.Tens
 
 def _attached(parameter: nn.Parameter) -> Iterator[tuple[str, object, str, torch.Tensor]]:
     # Attributes of an ordinary parameter are somebody's notes on it, not a part of its value.
-    if type(parameter) is not nn.Parameter or not parameter.dtype.is_floating_point:
+    if plain_class(parameter) is not nn.Parameter or not parameter.dtype.is_floating_point:
         yield from _inside(parameter, "", _DEPTH)
 
 

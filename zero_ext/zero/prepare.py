@@ -28,6 +28,7 @@ from zero_ext.optim.compatibility import (
 from zero_ext.optim.lamb import Lamb
 from zero_ext.optim.one_bit import check_one_bit_optimizer
 from zero_ext.zero.activations import activation_group_of, checkpointing_of
+from zero_ext.zero.aliases import find_aliases, renew
 from zero_ext.zero.buffers import move_buffers
 from zero_ext.zero.construction import (
     broadcast_buffers,
@@ -43,11 +44,12 @@ from zero_ext.zero.expert import expert_ranks
 from zero_ext.zero.expert_checks import check_experts
 from zero_ext.zero.forecast import Forecast
 from zero_ext.zero.guards import guard_module
-from zero_ext.zero.hooks import install, watch_reads
+from zero_ext.zero.hook_installation import install, watch_reads
 from zero_ext.zero.input_cast import cast_inputs, cast_running_statistics
 from zero_ext.zero.local_part import is_distributed, problem_of
 from zero_ext.zero.lookup import MODULE_ATTRIBUTE, PARAMETER_ATTRIBUTE, attach_engine
 from zero_ext.zero.meta import leave_meta
+from zero_ext.zero.model_checks import check_embeddings, check_modules
 from zero_ext.zero.model_ranks import counted_once
 from zero_ext.zero.module import ZeroModule
 from zero_ext.zero.optimizer import ZeroOptimizer
@@ -126,7 +128,8 @@ def prepare(
     collectives = _join(groups, settings, owned, place)
     collectives.shard_among(settings.communication.sharding_ranks)
     settings = settings.replace(batch=settings.batch.resolve(collectives.world_size))
-    _check_parameters(owned, optimizer, groups)
+    aliases = find_aliases(model, owned)
+    _check_parameters(model, owned, optimizer, groups, collectives.world_size)
     own_settings = without_names_elsewhere(model, settings, collectives.model)
     tiling = plan_tiling(model, own_settings.units.tiles)
     check_experts(owned, tiling, optimizer, settings, groups)
@@ -158,6 +161,7 @@ def prepare(
         elsewhere = [item.spec.name for item in owned if not item.counted]
         for state in (engine.state, engine.trained_state):
             state.parts = PartsState(state, groups.whole, names, elsewhere)
+    renew(aliases, engine)
     engine.hooks.checkpointing = checkpointing_of(engine, activation_group)
     engine.tiers.transfers.clear()
     return (ZeroModule(model) if wrap else model), prepared
@@ -259,21 +263,28 @@ def _prepared_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, elemen
 def _check_model(model: nn.Module) -> None:
     if vars(model).get(MODULE_ATTRIBUTE) is not None or isinstance(model, ZeroModule):
         raise ValueError(f"{type(model).__name__} is prepared already; call zero_ext.prepare once a model")
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        raise ValueError(
-            "the whole model is compiled; compile its blocks instead (for block in model.layers: "
-            "torch.compile(block)) and prepare the plain model around them"
-        )
+    check_modules(model)
 
 
 def _check_parameters(
-    owned: Sequence[Owned], optimizer: torch.optim.Optimizer | None, groups: RankGroups
+    model: nn.Module,
+    owned: Sequence[Owned],
+    optimizer: torch.optim.Optimizer | None,
+    groups: RankGroups,
+    world_size: int,
 ) -> None:
+    check_embeddings(model, world_size)
     for item in owned:
         name, parameter, dtype = item.spec.name, item.parameter, item.spec.dtype
         if getattr(parameter, PARAMETER_ATTRIBUTE, None) is not None:
             raise ValueError(
                 f"parameter '{name}' belongs to a prepared model already; prepare the outermost model, once"
+            )
+        if optimizer is not None and parameter.requires_grad and dtype.is_complex:
+            raise ValueError(
+                f"parameter '{name}': expected real numbers, got {dtype}: optimizer state, clipping and "
+                "reduction are in float32. Keep it as real numbers with a last axis of 2, and use "
+                "torch.view_as_complex(parameter) in forward; or freeze it."
             )
         if optimizer is not None and parameter.requires_grad and dtype not in DTYPES.values():
             raise ValueError(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from zero_ext.config.events import Bus, GatherEvent, ReleaseEvent
 from zero_ext.zero.gather_order import GatherOrder
 from zero_ext.zero.unit import Unit, UnitState
+
+_RETAINED = object()  # holds units whose values a second backward pass will need
 
 
 class Residency:
@@ -18,16 +20,25 @@ class Residency:
     ones as long as all that is ahead stays within ``prefetch_limit``; 0 gathers nothing ahead. Units gathered
     ahead of need never push the live parameters over ``live_limit``; a unit above it is gathered alone, with
     one warning naming it. Between two passes of an order that repeats, what the next one needs first stays
-    under way; parameters may be changed only after :meth:`forget_values`.
+    under way; parameters may be changed only after :meth:`forget_values`. What was written in place to
+    gathered parameters goes through ``commit`` (unit, numbers of the parameters) before they are released.
     """
 
-    def __init__(self, units: Sequence[Unit], live_limit: int, prefetch_limit: int, bus: Bus) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        live_limit: int,
+        prefetch_limit: int,
+        bus: Bus,
+        commit: Callable[[Unit, list[int]], None],
+    ) -> None:
         self.units = tuple(unit for unit in units if unit.placement.params)
         self.forward_order = GatherOrder()
         self.backward_order = GatherOrder()
         self._live_limit = live_limit
         self._prefetch_limit = prefetch_limit
         self._bus = bus
+        self._commit = commit
         self._warned: set[str] = set()
 
     @property
@@ -57,11 +68,40 @@ class Residency:
         if unit.state is UnitState.GATHERED and not unit.holders and unit.placement.params:
             self._release(unit)
 
-    def release_all(self) -> None:
-        """Releases every unit, also those gathered ahead and never used."""
+    def retain(self, units: Iterable[Unit], reason: str) -> None:
+        """Keep ``units`` gathered until :meth:`release_retained`, and warn of the ``reason`` once.
+
+        For a backward pass that needs them at a time that hooks cannot foresee.
+        """
+        for unit in units:
+            self.need(unit, _RETAINED, self.backward_order)
+        if reason not in self._warned and self.units:
+            self._warned.add(reason)
+            warnings.warn(
+                f"{reason}: its parameters stay gathered until the next optimizer.step() or zero_grad(). Run "
+                "forward and backward inside 'with zero_ext.double_backward(model):' to hold one unit at a "
+                "time.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def retain_present(self, unit: Unit) -> None:
+        """Keep ``unit``, which is gathered, until :meth:`release_retained`."""
+        if unit.placement.params:
+            unit.holders.add(_RETAINED)
+
+    def release_retained(self) -> None:
+        """Release what :meth:`retain` keeps."""
         for unit in self.units:
-            unit.holders.clear()
-            self._evict(unit)
+            if _RETAINED in unit.holders:
+                self.let_go(unit, _RETAINED)
+
+    def release_all(self) -> None:
+        """Releases every unit that is not retained, also those gathered ahead and never used."""
+        for unit in self.units:
+            unit.holders.intersection_update({_RETAINED})
+            if not unit.holders:
+                self._evict(unit)
 
     def release_idle(self) -> None:
         """Releases the units that nobody holds, also those on their way."""
@@ -72,6 +112,7 @@ class Residency:
     def forget_values(self) -> None:
         """Before shards change: releases the units that nobody holds, and drops what nodes keep of others'
         shards."""
+        self.release_retained()
         self.release_idle()
         for unit in self.units:
             unit.exchange.forget()
@@ -105,7 +146,12 @@ class Residency:
             self._bus.publish(GatherEvent(unit.name, unit.layout.numel, prefetched, seconds))
 
     def _release(self, unit: Unit) -> None:
-        unit.to_released()
+        try:
+            written = unit.written()
+            if written:
+                self._commit(unit, written)
+        finally:
+            unit.to_released()
         if self._bus:
             self._bus.publish(ReleaseEvent(unit.name, unit.layout.numel))
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from zero_ext import ops
 from zero_ext.comm import Collectives
 
 Result = TypeVar("Result")
@@ -37,3 +38,33 @@ def together(collectives: Collectives, action: Callable[[], Result], what: str, 
             f"rank {collectives.rank}: {what} failed on ranks {failed}{reason} {advice}".rstrip()
         ) from error
     return results[0]
+
+
+def refuse_different(collectives: Collectives, name: str, flat: torch.Tensor) -> None:
+    """Raise on all ranks unless all have written the same value to a parameter; a collective.
+
+    Args:
+        collectives: The ranks that have the parameter.
+        name: Its full name.
+        flat: The value [n] that this rank has written, contiguous.
+
+    Raises:
+        RuntimeError: The values differ.
+    """
+    ranks = collectives.world_size
+    if ranks == 1:
+        return
+    written = flat.view(torch.uint8).cpu()
+    sums = [ops.crc32c(written, seed) for seed in (0, 1)] if written.numel() else [0, 0]
+    digests = torch.zeros(ranks, 2, dtype=torch.int64, device=flat.device)
+    digests[collectives.rank, 0], digests[collectives.rank, 1] = sums[0], sums[1] ^ written.numel()
+    label = f"agreement on a write to parameter '{name}'"
+    collectives.gather(digests.view(-1), digests[collectives.rank], "scalars", label).wait()
+    differs = [rank for rank in range(ranks) if not torch.equal(digests[rank], digests[0])]
+    if differs:
+        raise RuntimeError(
+            f"parameter '{name}' was written to in place: expected the same value on all ranks, got another "
+            f"on ranks {differs} than on rank 0. Nothing was changed. Write inside 'with "
+            "zero_ext.gathered(params, modifier_rank=0):', which takes the values of one rank, or seed "
+            "random numbers alike."
+        )

@@ -13,12 +13,12 @@ from zero_ext.comm import Collectives, Pending
 from zero_ext.config.communication import CommunicationPolicy
 from zero_ext.config.placement import Placement
 from zero_ext.offload import HERE, Arrival, Tiers, put
-from zero_ext.zero.blank import Blanks
 from zero_ext.zero.layout import FlatLayout
-from zero_ext.zero.local_part import local_part, point_at
+from zero_ext.zero.local_part import is_distributed, local_part, point_at, set_data
 from zero_ext.zero.parameter_exchange import ParameterExchange
-from zero_ext.zero.placeholder import allow_use, blanks, has_nan, refuse_use
+from zero_ext.zero.placeholder import blanks
 from zero_ext.zero.pool import BufferPool, attach, detach
+from zero_ext.zero.released import gathered_class, plain_class, released_class
 
 
 class UnitState(enum.Enum):
@@ -75,8 +75,11 @@ class Unit:
             self._placeholders = [
                 elements[index].expand(spec.shape) for index, spec in enumerate(layout.specs)
             ]
-            self._blanks = Blanks(elements)
-        self._versions = [0] * len(self.parameters)
+        self._classes: tuple[tuple[type, type], ...] = ()  # gathered and released class of each parameter
+        self._distributed = any(map(is_distributed, self.parameters))
+        self._generations = (0,) * len(self.parameters)
+        self._released_generations = (1,) * len(self.parameters)
+        self._expected = self._generations
         self.state = UnitState.GATHERED
 
     def _make_buffers(self, tiers: Tiers) -> None:
@@ -244,7 +247,7 @@ class Unit:
         """Makes the parameters views of the gathered flat buffer as it is."""
         self._require(UnitState.GATHERED)
         for parameter, view in zip(self.parameters, self._views, strict=True):
-            allow_use(parameter)
+            parameter.__class__ = plain_class(parameter)
             if not torch._has_compatible_shallow_copy_type(local_part(parameter), view):
                 _move(parameter, view.device)
         self._point_at(self._views)
@@ -266,24 +269,52 @@ class Unit:
         self._require(UnitState.GATHERED)
         return self._views[index]
 
+    # -- writes -------------------------------------------------------------------------------------------
+    # Autograd compares a tensor's version counter with the one at which it saved the tensor. The counters of
+    # sharded parameters therefore differ while they are released: a backward that would use a released
+    # parameter, or a view of it, raises.
+
+    def generation(self, index: int) -> int:
+        """A number that changes whenever the value of parameter ``index`` does."""
+        return self._generations[index]
+
     def accept_writes(self) -> None:
         """Declares what was written to the parameters so far as intended."""
-        self._versions = [parameter._version for parameter in self.parameters]
+        released = self._expected is self._released_generations
+        if not released:
+            self._set_generations(parameter._version for parameter in self.parameters)
+        self._mark(released)
 
     def forbid_saved(self, indices: Iterable[int]) -> None:
-        """These parameters were updated while a backward pass goes on: autograd raises if it still needs the
-        values that it saved of them."""
+        """These parameters were updated: autograd raises if it still needs the values that it saved of
+        them."""
         if not self.written():
-            torch.autograd.graph.increment_version([self.parameters[index] for index in indices])
-            self.accept_writes()
+            released = self._expected is self._released_generations
+            changed = frozenset(indices)
+            self._set_generations(
+                version + 2 * (index in changed) for index, version in enumerate(self._generations)
+            )
+            self._mark(released)
 
     def written(self) -> list[int]:
         """Indices of parameters that were written in place since the engine last looked."""
-        return [
-            index
-            for index, (parameter, version) in enumerate(zip(self.parameters, self._versions, strict=True))
-            if parameter._version != version
-        ]
+        with torch._C.DisableTorchFunctionSubclass():
+            return [
+                index
+                for index, (parameter, version) in enumerate(
+                    zip(self.parameters, self._expected, strict=True)
+                )
+                if parameter._version != version
+            ]
+
+    def _set_generations(self, generations: Iterable[int]) -> None:
+        self._generations = tuple(generations)
+        self._released_generations = tuple(version + 1 for version in self._generations)
+
+    def _mark(self, released: bool) -> None:
+        """Sets the version counters to what they are in this state."""
+        self._expected = self._released_generations if released else self._generations
+        torch._C._autograd._unsafe_set_version_counter(self.parameters, self._expected)
 
     def describe(self) -> str:
         """Name and parameters, for messages."""
@@ -296,18 +327,19 @@ class Unit:
         return f"{kind}_persistent" if self.persistent else kind
 
     def _point_at(self, tensors: Sequence[torch.Tensor]) -> None:
-        refuses = tensors is self._placeholders and not has_nan(self.layout.dtype)
-        for parameter, tensor, spec in zip(self.parameters, tensors, self.layout.specs, strict=True):
-            allow_use(parameter)
-            point_at(parameter, tensor)
-            if refuses:
-                refuse_use(
-                    parameter,
-                    f"parameter '{spec.name}' ({spec.dtype}) was used while it is sharded over the ranks. "
-                    "Use it in the forward of the module that owns it, or inside 'with "
-                    "zero_ext.gathered(params):'.",
-                )
-        self.accept_writes()
+        released = tensors is self._placeholders
+        if not self._classes:
+            kinds = [plain_class(parameter) for parameter in self.parameters]
+            self._classes = tuple((gathered_class(kind), released_class(kind)) for kind in kinds)
+        for parameter, tensor, classes in zip(self.parameters, tensors, self._classes, strict=True):
+            parameter.__class__ = classes[0]
+            if self._distributed:
+                point_at(parameter, tensor)
+            else:
+                set_data(parameter, tensor)
+            if released:
+                parameter.__class__ = classes[1]
+        self._mark(released)
 
     def check_unmoved(self) -> None:
         """Raises if a parameter does not point where the engine has put it: ``.half()``, ``p.data = ...``."""
@@ -317,14 +349,15 @@ class Unit:
 
     def _moved(self) -> RuntimeError | None:
         wanted = self._placeholders if self.state is not UnitState.GATHERED else self._views
-        for parameter, tensor, spec in zip(self.parameters, wanted, self.layout.specs, strict=True):
-            local = local_part(parameter)
-            if local.dtype != tensor.dtype or local.data_ptr() != tensor.data_ptr():
-                return RuntimeError(
-                    f"rank {self.collectives.rank}: the data of parameter '{spec.name}' was replaced after "
-                    "zero_ext.prepare (by .half(), .to() or param.data = ...). Convert the model before "
-                    "prepare; edit values in place inside 'with zero_ext.gathered(params):'."
-                )
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, tensor, spec in zip(self.parameters, wanted, self.layout.specs, strict=True):
+                local = local_part(parameter) if self._distributed else parameter
+                if local.dtype != tensor.dtype or local.data_ptr() != tensor.data_ptr():
+                    return RuntimeError(
+                        f"rank {self.collectives.rank}: the data of parameter '{spec.name}' was replaced "
+                        "after zero_ext.prepare (by .half() or .to()). Convert the model before prepare; "
+                        "edit values in place inside 'with zero_ext.gathered(params):'."
+                    )
         return None
 
     def _misuse(self) -> RuntimeError | None:
@@ -332,15 +365,15 @@ class Unit:
         moved = self._moved()
         if moved is not None:
             return moved
-        names = [self.layout.specs[index].name for index in self.written()]
-        if self.state is not UnitState.GATHERED:
-            names += [self.layout.specs[index].name for index in self._blanks.written()]
-        if not names:
+        if self.state is UnitState.GATHERED:
+            return None  # writes to what is in memory are for whoever releases it
+        written = self.written()
+        if not written:
             return None
         return RuntimeError(
-            f"rank {self.collectives.rank}: parameter '{names[0]}' was written to while it belongs to "
-            "the sharded model; the value would be lost. Write inside 'with zero_ext.gathered(params, "
-            "modifier_rank=0):'."
+            f"rank {self.collectives.rank}: parameter '{self.layout.specs[written[0]].name}' was written to "
+            "through a tensor that was a view of it while it was in memory; the value would be lost. Write "
+            "to the parameter itself, or inside 'with zero_ext.gathered(params, modifier_rank=0):'."
         )
 
     def _require(self, *states: UnitState) -> None:

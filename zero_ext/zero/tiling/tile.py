@@ -91,7 +91,9 @@ class EmbeddingTile(Tile):
         (weight,) = self._parameters.values()
         if weight is None:
             raise AssertionError("an embedding tile without weight")
-        return self._look_up(rows, weight)
+        # Nothing of the value is read, so a released weight need not be fetched.
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._look_up(rows, weight)
 
     def _look_up(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.embedding(

@@ -1,0 +1,466 @@
+"""Parameters whose value is not in memory: any use of one fetches the full value, or raises by name.
+
+A module's forward finds its parameters gathered by the engine's hooks. Whatever else touches a released
+parameter reaches :meth:`ReleasedTensor.__torch_function__`. The function then runs on an independent copy of
+the full value. Autograd connects that copy to the parameter, and saves a reference in place of the copy, so
+that backward fetches the value again. In-place writes are handed to the engine. Views stay lazy: a view of a
+released parameter is a :class:`ReleasedView`, which fetches the value when it is used and writes to it when
+it is written to.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from zero_ext.zero.local_part import is_distributed
+from zero_ext.zero.placeholder import placeholder
+
+# True of a placeholder too. Autograd's own calls refer to the tensor itself, whatever its value.
+METADATA_NAMES = """
+    shape size dim ndim ndimension numel nelement __len__ dtype device layout itemsize element_size nbytes
+    names is_floating_point is_complex is_signed is_meta is_sparse is_sparse_csr is_quantized is_nested
+    is_cuda is_cpu is_xpu is_mps is_xla is_mkldnn is_vulkan is_inference get_device requires_grad
+    requires_grad_ is_leaf grad grad_dtype grad_fn output_nr retains_grad retain_grad _version _backward_hooks
+    _post_accumulate_grad_hooks register_hook register_post_accumulate_grad_hook detach_ _is_view _base
+    backward __hash__ __setattr__ __repr__ __format__
+"""
+METADATA = frozenset(METADATA_NAMES.split())
+"""Names of the functions that say nothing about a parameter's value or memory layout."""
+# Answered by a tensor without values that has the true layout.
+_LAYOUT_NAMES = """
+    stride is_contiguous storage_offset dim_order is_non_overlapping_and_dense empty_like zeros_like
+    ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full
+    new_empty_strided new_tensor
+"""
+_LAYOUT = frozenset(_LAYOUT_NAMES.split())
+_CREATES = frozenset(name for name in _LAYOUT if name.endswith("_like") or name.startswith("new_"))
+# There is no one memory behind a released parameter to point at, share or replace.
+_MEMORY_NAMES = """
+    data_ptr untyped_storage storage _typed_storage storage_type __cuda_array_interface__ __dlpack__
+    _to_dlpack share_memory_ is_shared set_ resize_ resize_as_ as_strided_ __reduce_ex__ __deepcopy__
+    __setstate__ module_load
+"""
+_MEMORY = frozenset(_MEMORY_NAMES.split())
+_ACCESS = "_zero_ext_access"
+_get_data: Callable[..., Any] = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_set_data: Callable[..., Any] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class Access(Protocol):
+    """How the value of a released parameter is read and written; both are collectives."""
+
+    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return an independent copy of the full value."""
+
+    def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Make ``value``, alike on all ranks, the parameter's value."""
+
+    def facts(self, parameter: nn.Parameter) -> ParameterFacts:
+        """Return what is known of the parameter without its value."""
+
+
+class ParameterFacts(NamedTuple):
+    """Full name and memory order of a parameter; ``generation`` changes with its value."""
+
+    name: str
+    stride: tuple[int, ...]
+    generation: int = 0
+
+
+class RefusedAccess:
+    """Access that raises ``RuntimeError(reason)``."""
+
+    def __init__(self, reason: str, facts: ParameterFacts) -> None:
+        self._reason = reason
+        self._facts = facts
+
+    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+        """See :class:`Access`."""
+        raise RuntimeError(self._reason)
+
+    def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """See :class:`Access`."""
+        raise RuntimeError(self._reason)
+
+    def facts(self, parameter: nn.Parameter) -> ParameterFacts:
+        """See :class:`Access`."""
+        return self._facts
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """The name that a function given to ``__torch_function__`` is known by; a property's is its own."""
+    name = getattr(function, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        name = getattr(getattr(function, "__self__", None), "__name__", "")
+    return str(name)
+
+
+class GatheredParameter(nn.Parameter):
+    """A parameter whose full value is in memory.
+
+    ``data`` shares the version counter and the memory, so the engine notices every write through it.
+    """
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The value, without autograd."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _check_new_data(self, value)
+        with torch.no_grad():
+            self.copy_(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return an ordinary parameter."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(
+                self.detach().clone(memory_format=torch.preserve_format), self.requires_grad
+            )
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+
+class ReleasedTensor:
+    """Mixed into the class of a parameter whose value is not in memory, and of views of it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _perform(func, args, kwargs or {})
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The value, without autograd; read when it is used, written when it is written to."""
+        return _get_data(self)  # by way of torch's function modes
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _set_data(self, value)
+
+    # Torch does not dispatch these two methods through __torch_function__.
+    def set_(self, *_: Any, **__: Any) -> Any:
+        """Raise ``RuntimeError``: there is no memory to exchange."""
+        raise _memory_refusal(self, "set_")
+
+    def as_subclass(self, *_: Any) -> Any:
+        """Raise ``RuntimeError``: there is no memory to share."""
+        raise _memory_refusal(self, "as_subclass")
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        parameter, _extent = _origin(self)
+        described = f"shape={tuple(self.shape)}, dtype={self.dtype}"  # type: ignore[attr-defined]
+        return f"<{type(self).__name__} '{_name(parameter)}', {described}>"
+
+
+class ReleasedView(ReleasedTensor, torch.Tensor):  # type: ignore[misc]
+    """A view of a released parameter: :class:`Extent` of its memory, fetched when it is used."""
+
+
+class Extent(NamedTuple):
+    """Where a view lies in the memory of a parameter's full value, in elements of ``dtype``."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Extent:
+        """Return the extent of ``tensor`` in its storage."""
+        return Extent(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def in_memory_of(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that shares memory with ``value``, but neither autograd nor version counter."""
+        empty = torch.empty(0, dtype=self.dtype, device=value.device)
+        return empty.set_(value.untyped_storage(), self.offset, self.shape, self.stride)
+
+
+@functools.cache
+def released_class(kind: type) -> Any:
+    """Return the class of a parameter of class ``kind`` while its value is not in memory."""
+    return type(kind)(f"Released{kind.__name__}", (ReleasedTensor, kind), {"__module__": kind.__module__})
+
+
+def gathered_class(kind: type) -> type:
+    """Return the class of a parameter of class ``kind`` while the engine has its value in memory."""
+    return GatheredParameter if kind is nn.Parameter else kind
+
+
+def plain_class(parameter: nn.Parameter) -> type:
+    """Return the class that ``parameter`` had before the engine changed it."""
+    kind: type = type(parameter)
+    if issubclass(kind, ReleasedTensor):
+        kind = kind.__mro__[2]
+    return nn.Parameter if kind is GatheredParameter else kind
+
+
+def release_to(parameter: nn.Parameter, access: Access) -> None:
+    """Declare that the value of ``parameter`` is not in memory, and is used through ``access``.
+
+    It stays the same object and an instance of its class; ``type`` is a subclass meanwhile.
+    """
+    setattr(parameter, _ACCESS, access)
+    parameter.__class__ = released_class(plain_class(parameter))
+
+
+def restore_class(parameter: nn.Parameter) -> None:
+    """End :func:`release_to`; a parameter that is not released stays as it is."""
+    if issubclass(type(parameter), ReleasedTensor):
+        parameter.__class__ = plain_class(parameter)
+        vars(parameter).pop(_ACCESS, None)
+
+
+def set_access(parameter: nn.Parameter, access: Access) -> None:
+    """Name who reads and writes the value of ``parameter`` whenever it is released."""
+    setattr(parameter, _ACCESS, access)
+
+
+def _access(parameter: nn.Parameter) -> Access:
+    found: Access | None = vars(parameter).get(_ACCESS)
+    if found is None:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(parameter.shape)} was used while zero_ext.prepare shards it: its "
+            "value is not in memory. Use it before prepare, or after prepare has returned."
+        )
+    return found
+
+
+def _name(parameter: nn.Parameter) -> str:
+    return _access(parameter).facts(parameter).name
+
+
+def _origin(tensor: Any) -> tuple[nn.Parameter, Extent | None]:
+    """The parameter that a released tensor is, or is a view of, and then which part."""
+    found: tuple[nn.Parameter, Extent | None] = vars(tensor).get("_zero_ext_view") or (tensor, None)
+    return found
+
+
+def _check_new_data(target: Any, value: torch.Tensor) -> None:
+    if isinstance(value, torch.Tensor) and value.shape == target.shape and value.dtype == target.dtype:
+        return
+    parameter, _ = _origin(target)
+    got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+    raise RuntimeError(
+        f"data of parameter '{_name(parameter)}': expected a tensor of "
+        f"{tuple(target.shape)} {target.dtype}, got {got}. Change the model's shapes and dtypes before "
+        "zero_ext.prepare."
+    )
+
+
+def _memory_refusal(released: Any, function: str) -> RuntimeError:
+    return RuntimeError(
+        f"parameter '{_name(_origin(released)[0])}' has no memory on this rank: expected a use of its value, "
+        f"got {function}, which is about its memory. Do it inside 'with zero_ext.gathered(params):', or use "
+        "zero_ext.full_state_dict(model)."
+    )
+
+
+def _perform(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    name = function_name(func)
+    if name in METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if name in _MEMORY:
+        raise _memory_refusal(next(_released_in((args, kwargs))), name)
+    if name in _LAYOUT:
+        return _on_layout(func, name, args, kwargs)
+    if name == "__iter__":
+        return iter(_perform(torch.Tensor.unbind, args, {}))
+    if name == "data" and len(args) == 2:
+        _check_new_data(*args)
+        with torch.no_grad():
+            _perform(torch.Tensor.copy_, args, {})
+        return None
+    if name in ("data", "detach"):
+        parameter, extent = _origin(args[0])
+        return view_of_released(parameter, extent or _whole(parameter))
+    return _Use().run(func, args, kwargs)
+
+
+def _released_in(value: Any) -> Iterator[ReleasedTensor]:
+    if isinstance(value, ReleasedTensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _released_in(item)
+
+
+def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """``value`` with ``replace`` applied to what its lists, tuples and dicts hold."""
+    if isinstance(value, dict):
+        return {key: _replaced(item, replace) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_replaced(item, replace) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        named = hasattr(value, "_fields")
+        return type(value)(*items) if named else type(value)(items)
+    return replace(value)
+
+
+def _whole(parameter: nn.Parameter) -> Extent:
+    """The extent of the full value in memory of its own."""
+    return Extent(parameter.dtype, tuple(parameter.shape), _access(parameter).facts(parameter).stride, 0)
+
+
+def _on_layout(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The result of ``func`` on tensors without values that have the true layout."""
+
+    def layout(item: Any) -> Any:
+        if not isinstance(item, ReleasedTensor):
+            return item
+        parameter, extent = _origin(item)
+        dtype, shape, stride, offset = extent or _whole(parameter)
+        return torch.empty(0, dtype=dtype, device="meta").as_strided(shape, stride, offset)
+
+    if name in _CREATES and kwargs.get("device") is None:
+        kwargs = {**kwargs, "device": next(_released_in((args, kwargs))).device}  # type: ignore[attr-defined]
+    return func(*_replaced(args, layout), **_replaced(dict(kwargs), layout))
+
+
+def view_of_released(
+    parameter: nn.Parameter, extent: Extent, source: torch.Tensor | None = None
+) -> ReleasedView:
+    """Return the view of ``parameter`` at ``extent``. Its gradient is that of ``source``, a view of the
+    value."""
+    blank = placeholder(extent.shape, extent.dtype, parameter.device)
+    view: Any = torch.Tensor._make_subclass(ReleasedView, blank)
+    view._zero_ext_view = (parameter, extent)
+    attached: ReleasedView = view if source is None else _Attached.apply(source, [view])
+    return attached
+
+
+class _Attached(torch.autograd.Function):
+    """Makes a tensor that autograd has not seen stand for ``source``."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
+        return held[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+class _Saved(NamedTuple):
+    """A tensor that autograd saved, by where it lies in a parameter's value of that time."""
+
+    parameter: nn.Parameter
+    extent: Extent
+    generation: int
+
+    def fetch(self) -> torch.Tensor:
+        access = _access(self.parameter)
+        facts = access.facts(self.parameter)
+        if facts.generation != self.generation:
+            raise RuntimeError(
+                f"backward: expected the value of parameter '{facts.name}' that forward used, but the "
+                "parameter was updated or written to since. Run backward before optimizer.step()."
+            )
+        return self.extent.in_memory_of(access.read(self.parameter))
+
+
+class _StandIn(NamedTuple):
+    """A tensor in the place of a released one, as it was before the call."""
+
+    released: Any
+    value: torch.Tensor
+    version: int
+    node: Any  # of autograd
+
+
+class _Use:
+    """One call of a torch function on the full values of released tensors."""
+
+    def __init__(self) -> None:
+        self._values: dict[nn.Parameter, torch.Tensor] = {}
+        self._parameter_of: dict[int, nn.Parameter] = {}  # by storage of the value
+        self._stand_ins: dict[int, _StandIn] = {}  # by the identity of the tensor
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of ``func``, having written what it wrote."""
+        args, kwargs = _replaced(args, self._resolve), _replaced(dict(kwargs), self._resolve)
+        if torch.is_grad_enabled():
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        self._write()
+        return _replaced(result, self._seen_as)
+
+    def _resolve(self, item: Any) -> Any:
+        if not isinstance(item, ReleasedTensor):
+            return item
+        released: Any = item
+        parameter, extent = _origin(released)
+        if parameter not in self._values:
+            self._values[parameter] = _access(parameter).read(parameter)
+        value = self._values[parameter]
+        if not is_distributed(value):
+            self._parameter_of[value.untyped_storage()._cdata] = parameter
+            with torch.inference_mode(False):
+                value = (extent or Extent.of(value)).in_memory_of(value)
+        if torch.is_grad_enabled() and released.requires_grad:
+            value = _Attached.apply(released, [value])
+        self._stand_ins[id(value)] = _StandIn(released, value, value._version, value.grad_fn)
+        return value
+
+    def _owner(self, tensor: Any) -> nn.Parameter | None:
+        """The parameter in whose fetched value ``tensor`` lies."""
+        if not isinstance(tensor, torch.Tensor) or is_distributed(tensor) or tensor.layout != torch.strided:
+            return None
+        return self._parameter_of.get(tensor.untyped_storage()._cdata)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        parameter = self._owner(tensor)
+        if parameter is None:
+            return tensor
+        return _Saved(parameter, Extent.of(tensor), _access(parameter).facts(parameter).generation)
+
+    def _write(self) -> None:
+        written: dict[nn.Parameter, None] = {}
+        for released, value, version, node in self._stand_ins.values():
+            if value._version == version:
+                continue
+            parameter, _ = _origin(released)
+            if node is not None and value.grad_fn is not node:
+                raise RuntimeError(
+                    f"parameter '{_name(parameter)}' requires grad and was written to in place while "
+                    "autograd records. Write inside 'with torch.no_grad():'."
+                )
+            if value.shape != released.shape or value.dtype != released.dtype:
+                raise RuntimeError(
+                    f"parameter '{_name(parameter)}': expected its shape {tuple(released.shape)} to stay, "
+                    f"got {tuple(value.shape)}. Change shapes before zero_ext.prepare."
+                )
+            written[parameter] = None
+        for parameter in written:
+            _access(parameter).write(parameter, self._values[parameter])
+
+    def _seen_as(self, result: Any) -> Any:
+        """What the caller gets for ``result``: views of fetched values stay lazy."""
+        if isinstance(result, np.ndarray):
+            result.flags.writeable = False  # a write to it would be lost
+            return result
+        stand_in = self._stand_ins.get(id(result))
+        if stand_in is not None:
+            return stand_in.released
+        parameter = self._owner(result)
+        if parameter is None:
+            return result
+        if result.is_conj() or result.is_neg():
+            return result.resolve_conj().resolve_neg()
+        return view_of_released(parameter, Extent.of(result), result if result.requires_grad else None)
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    return packed.fetch() if isinstance(packed, _Saved) else packed
