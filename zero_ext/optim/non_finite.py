@@ -15,6 +15,7 @@ class NonFiniteFlag:
 
     def __init__(self) -> None:
         self._flags: dict[torch.device, torch.Tensor] = {}
+        self._seen: dict[torch.device, tuple[torch.Tensor, torch.Event]] = {}  # copies on their way here
 
     def on(self, device: torch.device) -> torch.Tensor:
         """Return the flag, int32 [1], that kernels on ``device`` raise."""
@@ -28,15 +29,33 @@ class NonFiniteFlag:
 
     @property
     def waits(self) -> bool:
-        """Whether :meth:`lower` waits for an accelerator."""
+        """Whether :meth:`lower` may tell of an update later than in the call that follows it."""
         return any(device.type != "cpu" for device in self._flags)
 
     def lower(self) -> bool:
-        """Lower the flag and return whether it was raised."""
-        raised = any(bool(flag) for flag in self._flags.values())
+        """Lower the flag and return whether it was raised.
+
+        An accelerator is not waited for: this looks at a copy that an earlier call asked for.
+        """
+        found = [self._raised(device, flag) for device, flag in self._flags.items()]
+        raised = any(found)
         if raised:
+            self._seen.clear()
             for flag in self._flags.values():
                 flag.zero_()
+        return raised
+
+    def _raised(self, device: torch.device, flag: torch.Tensor) -> bool:
+        if device.type == "cpu":
+            return bool(flag)
+        copy, arrived = self._seen.get(device, (None, None))
+        if arrived is not None and not arrived.query():
+            return False
+        raised = copy is not None and bool(copy)
+        if copy is None:
+            copy = torch.empty_like(flag, device="cpu", pin_memory=True)
+        copy.copy_(flag, non_blocking=True)
+        self._seen[device] = copy, torch.accelerator.current_stream(device).record_event()
         return raised
 
 

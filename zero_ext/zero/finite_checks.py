@@ -84,21 +84,18 @@ class FiniteChecks:
     def look_at(self, gradients: UnitGradients) -> bool:
         """Look at a gradient whose reduction has just ended; return False if it is known not to be finite.
 
-        An accelerator is not waited for: what it finds is known in :meth:`gradients_are_finite`. A gradient
-        on NVMe was looked at on its way there.
+        Gradients in an accelerator's memory are left to the flags of the update, which are read a step later:
+        the host would have to wait. A gradient on NVMe was looked at on its way there.
         """
         home = gradients.home
         if home.tier == "nvme":
             return home.failure is not None or self._stored_is_finite(gradients)
         if not home.valid:
             return True
-        flags = [
-            self._flag_of(gradients, memory) for memory in home.visit(0, gradients.unit.layout.shard_numel)
-        ]
-        return not any(flag.device.type == "cpu" and bool(flag) for flag in flags)
+        return self._in_memory_is_finite(gradients)
 
     def gradients_are_finite(self) -> bool:
-        """Return whether all reduced gradients are finite in this rank's shards. Waits for accelerators."""
+        """Return whether all reduced gradients in host memory or on NVMe are finite in this rank's shards."""
         return all(self._is_finite(gradients) for gradients in self._gradients if gradients.contributed)
 
     def _is_finite(self, gradients: UnitGradients) -> bool:
@@ -107,8 +104,11 @@ class FiniteChecks:
             return True
         if home.tier == "nvme":
             return self._stored_is_finite(gradients)
-        numel = gradients.unit.layout.shard_numel
-        return not any(bool(self._flag_of(gradients, memory)) for memory in home.visit(0, numel))
+        return self._in_memory_is_finite(gradients)
+
+    def _in_memory_is_finite(self, gradients: UnitGradients) -> bool:
+        parts = gradients.home.visit(0, gradients.unit.layout.shard_numel)
+        return not any(part.device.type == "cpu" and bool(self._flag_of(gradients, part)) for part in parts)
 
     def _stored_is_finite(self, gradients: UnitGradients) -> bool:
         squares = Squares()

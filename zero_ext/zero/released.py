@@ -283,6 +283,11 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     if name in ("data", "detach"):
         parameter, extent = _origin(args[0])
         return view_of_released(parameter, extent or _whole(parameter))
+    if name in ("view_as", "expand_as") and len(args) == 2 and args[0] is args[1]:
+        # Torch's way to the node that accumulates a leaf's gradient, behind that of such a view.
+        parameter, extent = _origin(args[0])
+        tracked = torch.is_grad_enabled() and args[0].requires_grad
+        return view_of_released(parameter, extent or _whole(parameter), args[0] if tracked else None)
     return _Use().run(func, args, kwargs)
 
 
