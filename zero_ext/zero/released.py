@@ -213,10 +213,10 @@ def release_to(parameter: nn.Parameter, access: Access) -> None:
 
 
 def restore_class(parameter: nn.Parameter) -> None:
-    """End :func:`release_to`; a parameter that is not released stays as it is."""
+    """End :func:`release_to`, and drop the access; the class of a parameter that is not released stays."""
     if issubclass(type(parameter), ReleasedTensor):
         parameter.__class__ = plain_class(parameter)
-        vars(parameter).pop(_ACCESS, None)
+    vars(parameter).pop(_ACCESS, None)
 
 
 def set_access(parameter: nn.Parameter, access: Access) -> None:
@@ -272,6 +272,9 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     if name in _MEMORY:
         raise _memory_refusal(next(_released_in((args, kwargs))), name)
     if name in _LAYOUT:
+        if any(map(is_distributed, args)):  # which knows its layout itself
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         return _on_layout(func, name, args, kwargs)
     if name == "__iter__":
         return iter(_perform(torch.Tensor.unbind, args, {}))
@@ -280,6 +283,8 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         with torch.no_grad():
             _perform(torch.Tensor.copy_, args, {})
         return None
+    if name in ("data", "detach") and is_distributed(args[0]):
+        return _Use().run(torch.Tensor.detach, args, {})
     if name in ("data", "detach"):
         parameter, extent = _origin(args[0])
         return view_of_released(parameter, extent or _whole(parameter))

@@ -74,7 +74,8 @@ class Watching(ZeroStrategy):
     def setup(self, trainer: Any) -> None:
         module = self.lightning_module
         assert module is not None
-        held = sum(parameter.untyped_storage().nbytes() for parameter in module.parameters())
+        with torch._C.DisableTorchFunctionSubclass():
+            held = sum(parameter.untyped_storage().nbytes() for parameter in module.parameters())
         self.born_sharded = held < sum(parameter.nbytes for parameter in module.parameters()) / 10
         super().setup(trainer)
 
