@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 
@@ -172,13 +171,8 @@ def test_memory_order_survives(world: World) -> None:
 
 
 @on_ranks(2)
-def test_embedding_with_max_norm_trains_right_or_is_refused(world: World) -> None:
+def test_embedding_with_max_norm_is_refused(world: World) -> None:
     """It writes to its weight in forward."""
-    torch.manual_seed(world.seed)
     model = nn.Sequential(nn.Embedding(23, WIDTH, max_norm=1.0), nn.Linear(WIDTH, 3))
-    twin = copy.deepcopy(model)
-    del twin
-    model, _ = zero_ext.prepare(model, adamw(model.parameters()), configuration(3), process_group=world.group)
-    with pytest.raises((RuntimeError, ValueError), match=r"max_norm|'0\.weight' was written to"):
-        feature_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
-        feature_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
+    with pytest.raises(ValueError, match="max_norm"):
+        zero_ext.prepare(model, adamw(model.parameters()), configuration(3), process_group=world.group)

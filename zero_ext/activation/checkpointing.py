@@ -141,7 +141,8 @@ class Checkpointing:
                 "saved tensors are on the device already: activation_checkpointing.tier is 'device'; set it "
                 "to 'host' or 'nvme'"
             )
-        own = {each.untyped_storage()._cdata for module in modules for each in module.parameters()}
+        with torch._C.DisableTorchFunctionSubclass():  # those that ZeRO has released have no memory to name
+            own = {each.untyped_storage()._cdata for module in modules for each in module.parameters()}
 
         def stays(tensor: torch.Tensor) -> bool:
             storage = tensor.untyped_storage()._cdata

@@ -11,9 +11,12 @@ class NonFiniteFlag:
     """A flag that is raised when an update makes a master weight or moment NaN or infinite.
 
     There is one flag for each device that has state, so that an update never waits for another device.
+    ``waits`` says, alike on all ranks, that :meth:`lower` may tell of an update later than in the call that
+    follows it: the model trains on an accelerator, which may have state.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.waits = device.type != "cpu"
         self._flags: dict[torch.device, torch.Tensor] = {}
         self._seen: dict[torch.device, tuple[torch.Tensor, torch.Event]] = {}  # copies on their way here
 
@@ -26,11 +29,6 @@ class NonFiniteFlag:
     def look(self, values: torch.Tensor) -> None:
         """Raise the flag if ``values`` [n] hold NaN or infinity. An accelerator is not waited for."""
         ops.flag_non_finite_(values, self.on(values.device))
-
-    @property
-    def waits(self) -> bool:
-        """Whether :meth:`lower` may tell of an update later than in the call that follows it."""
-        return any(device.type != "cpu" for device in self._flags)
 
     def lower(self) -> bool:
         """Lower the flag and return whether it was raised.

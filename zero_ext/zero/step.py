@@ -57,7 +57,7 @@ class OptimizerStep:
         self._when = config.offload.step
         self._delays_after = config.offload.delay_after_steps
         self._checks = FiniteChecks(masters, gradients, collectives)
-        self._flag = NonFiniteFlag() if config.check_finite else None
+        self._flag = NonFiniteFlag(tiers.device.device) if config.check_finite else None
         self._last_pass = False
         self.scaler = LossScaler(config.loss_scale)
         self.scales_loss = scales_loss
