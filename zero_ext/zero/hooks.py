@@ -15,6 +15,7 @@ from zero_ext.zero.backward import BackwardPass, in_backward
 from zero_ext.zero.block_outputs import opaque_in, shares_memory, tensors_in, with_own_memory
 from zero_ext.zero.frames import Call, CallStack
 from zero_ext.zero.on_demand import transform_refusal
+from zero_ext.zero.plain_torch import in_transform
 from zero_ext.zero.residency import Residency
 from zero_ext.zero.step_clock import Beginning, StepClock
 from zero_ext.zero.tiling import Tile
@@ -50,7 +51,7 @@ class ForwardHooks:
         call = self.calls.holder_for(home)
         if call in unit.holders:
             return
-        if _in_transform():
+        if in_transform():
             if unit.state is not UnitState.GATHERED:
                 raise RuntimeError(transform_refusal(unit.layout.specs[0].name))
             self._residency.retain_present(unit)  # no hook will gather it for backward
@@ -69,7 +70,7 @@ class ForwardHooks:
             self._check()
             self._inside.enter_context(self.checkpointing)
             self._residency.forward_order.begin(repeats=not torch.is_grad_enabled())
-        if torch.is_grad_enabled() and not _in_transform():
+        if torch.is_grad_enabled() and not in_transform():
             self._watch_inputs(call, inputs)
 
     def leave(self, home: nn.Module, outputs: Any) -> Any:
@@ -81,7 +82,7 @@ class ForwardHooks:
         forward_only = isinstance(home, Tile) and not call.inputs
         recomputing = in_backward() and not forward_only
         try:
-            if (call.touched or not self.calls) and not _in_transform():
+            if (call.touched or not self.calls) and not in_transform():
                 tensors = list(tensors_in(outputs))
                 if any(shares_memory(tensor, self._storages) for tensor in tensors):
                     outputs = with_own_memory(outputs, self._storages)
@@ -165,8 +166,3 @@ def _uses_of(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]] | Non
     was changed in place since."""
     node, uses = getattr(tensor, _USES, (None, None))
     return uses if node is not None and node is tensor.grad_fn else None
-
-
-def _in_transform() -> bool:
-    """Whether a torch.func transform is running."""
-    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -14,7 +14,7 @@ from zero_ext.zero.expert import expert_ranks
 from zero_ext.zero.gather_order import GatherOrder
 from zero_ext.zero.local_part import like_parameter, local_part
 from zero_ext.zero.packed import refuse_packed
-from zero_ext.zero.plain_torch import plain_torch
+from zero_ext.zero.plain_torch import in_transform, plain_torch
 from zero_ext.zero.released import ParameterFacts
 from zero_ext.zero.together import refuse_different
 from zero_ext.zero.unit import Unit
@@ -91,7 +91,7 @@ class OnDemandAccess:
         return engine
 
     def _refuse_unfit(self, parameter: nn.Parameter, name: str) -> None:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if in_transform():
             raise RuntimeError(transform_refusal(name))
         refuse_packed(parameter, name)
 

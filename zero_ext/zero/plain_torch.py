@@ -23,3 +23,8 @@ def plain_torch() -> Iterator[None]:
     """Hide what runs inside from autograd, inference mode and dispatch modes."""
     with torch.inference_mode(False), torch.no_grad(), without_modes():
         yield
+
+
+def in_transform() -> bool:
+    """Return whether a torch.func transform is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

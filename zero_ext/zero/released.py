@@ -73,26 +73,6 @@ class ParameterFacts(NamedTuple):
     generation: int = 0
 
 
-class RefusedAccess:
-    """Access that raises ``RuntimeError(reason)``."""
-
-    def __init__(self, reason: str, facts: ParameterFacts) -> None:
-        self._reason = reason
-        self._facts = facts
-
-    def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        """See :class:`Access`."""
-        raise RuntimeError(self._reason)
-
-    def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """See :class:`Access`."""
-        raise RuntimeError(self._reason)
-
-    def facts(self, parameter: nn.Parameter) -> ParameterFacts:
-        """See :class:`Access`."""
-        return self._facts
-
-
 def function_name(function: Callable[..., Any]) -> str:
     """The name that a function given to ``__torch_function__`` is known by; a property's is its own."""
     name = getattr(function, "__name__", "")
