@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -181,42 +182,173 @@ def test_a_write_in_gathered_for_reading_raises(world: World) -> None:
             pass
 
 
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy of the model": copy.deepcopy,
-    "deepcopy of the module": lambda m: copy.deepcopy(m.module),
-    "deepcopy of a parameter": lambda m: copy.deepcopy(m.layer.weight),
+REFUSED_COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda m: pickle.dumps(m.module),
     "pickle of a parameter": lambda m: pickle.dumps(m.layer.weight),
     "torch.save of the model": lambda m: torch.save(m.module, io.BytesIO()),
     "torch.save of a parameter": lambda m: torch.save(m.layer.weight, io.BytesIO()),
     "torch.save of a list": lambda m: torch.save(list(m.parameters()), io.BytesIO()),
-    "AveragedModel": torch.optim.swa_utils.AveragedModel,
-    "state_dict": lambda m: m.state_dict(),
-    "state_dict of the module": lambda m: m.module.state_dict(),
-    "state_dict of a child": lambda m: m.layer.state_dict(),
     "torch.save of the state_dict": lambda m: torch.save(m.state_dict(), io.BytesIO()),
+    "torch.save of the state_dict on rank 0": lambda m: torch.save(m.layer.state_dict(), io.BytesIO()),
+    "safetensors": lambda m: safetensors.torch.save(m.state_dict()),
     "half": lambda m: m.half(),
     "to dtype": lambda m: m.to(torch.bfloat16),
     "to meta": lambda m: m.to("meta"),
     "double of the module": lambda m: m.module.double(),
     "share_memory": lambda m: m.share_memory(),
     "share_memory of the module": lambda m: m.module.share_memory(),
+    "share_memory_ of a parameter": lambda m: m.layer.weight.share_memory_(),
     "load_state_dict assign": lambda m: m.load_state_dict(Scalars().state_dict(), assign=True),
-    "load_state_dict of the module": lambda m: m.module.load_state_dict(Scalars().state_dict()),
-    "load_state_dict of the module, assign": lambda m: m.module.load_state_dict(
-        Scalars().state_dict(), assign=True
+    "load_state_dict of the module, assign": lambda m: (
+        m.module.load_state_dict(Scalars().state_dict(), assign=True),
+        m(torch.zeros(2, WIDTH)),
     ),
-    "load_state_dict of a child": lambda m: m.layer.load_state_dict(nn.Linear(WIDTH, WIDTH).state_dict()),
 }
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", list(COPIES))
-def test_copies_of_a_sharded_model_raise_and_name_the_call(world: World, what: str) -> None:
+@pytest.mark.parametrize("what", list(REFUSED_COPIES))
+def test_copies_that_hold_a_part_raise_and_name_the_call(world: World, what: str) -> None:
     model, _ = prepared(world, Scalars())
-    with pytest.raises((RuntimeError, ValueError), match=r"full_state_dict|prepare|assign=False"):
-        COPIES[what](model)
+    if world.rank == 0 or "on rank 0" not in what:
+        with pytest.raises((RuntimeError, ValueError), match=r"full_state_dict|prepare|assign=False"):
+            REFUSED_COPIES[what](model)
+    if "of the module, assign" not in what:
+        feature_loss(model, feature_batch(world.seed, 0, 0, world.rank)).backward()
+
+
+STATES: dict[str, Callable[[Any], Any]] = {
+    "of the model": lambda m: m.state_dict(),
+    "of the module": lambda m: (m.module if hasattr(m, "module") else m).state_dict(),
+    "of a child": lambda m: {f"layer.{name}": value for name, value in m.layer.state_dict().items()},
+    "with autograd": lambda m: m.state_dict(keep_vars=True),
+    "deep copy": lambda m: copy.deepcopy(m.state_dict()),
+    "clones": lambda m: {name: value.clone() for name, value in m.state_dict().items()},
+    "another dtype": lambda m: {name: value.double() for name, value in m.state_dict().items()},
+    "of a deep copy": lambda m: copy.deepcopy(m).state_dict(),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("what", list(STATES))
+def test_state_dict_has_full_values(world: World, what: str, stage: int) -> None:
+    torch.manual_seed(world.seed)
+    plain = Scalars()
+    model, optimizer = prepared(world, copy.deepcopy(plain), stage)
+    kept = STATES[what](model)
+    wanted = STATES[what](plain)
+    assert list(kept) == list(wanted)
+    for name, value in wanted.items():
+        assert kept[name].dtype == value.dtype and kept[name].shape == value.shape
+        assert torch.equal(kept[name], value)
     feature_loss(model, feature_batch(world.seed, 0, 0, world.rank)).backward()
+    optimizer.step()
+    # As in torch, what was not copied follows the model.
+    state = zero_ext.full_state_dict(model)
+    follows = what in ("of the model", "of the module", "of a child", "with autograd")
+    assert torch.equal(kept["layer.bias"], state["layer.bias"]) == follows
+
+
+LOADS: dict[str, Callable[[Any, dict[str, torch.Tensor]], Any]] = {
+    "model": lambda m, state: m.load_state_dict(state),
+    "module": lambda m, state: m.module.load_state_dict(state),
+    "not strict": lambda m, state: m.module.load_state_dict({**state, "other": torch.ones(1)}, strict=False),
+    "children": lambda m, state: (
+        m.layer.load_state_dict({name.removeprefix("layer."): state[name] for name in state if "." in name}),
+        m.module.load_state_dict({name: state[name] for name in state if "." not in name}, strict=False),
+    ),
+    "own": lambda m, state: m.module.load_state_dict(
+        {name: value * 0 + state[name] for name, value in m.module.state_dict().items()}
+    ),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("what", list(LOADS))
+def test_load_state_dict_reaches_the_shards(world: World, what: str, stage: int) -> None:
+    torch.manual_seed(world.seed)
+    plain = Scalars()
+    model, optimizer = prepared(world, Scalars(), stage)
+    LOADS[what](model, plain.state_dict())
+    assert all(
+        torch.equal(value, plain.state_dict()[n]) for n, value in zero_ext.full_state_dict(model).items()
+    )
+    reference = adamw(plain.parameters())
+    for net, stepping in ((model, optimizer), (plain, reference)):
+        feature_loss(net, feature_batch(world.seed, 0, 0, 0)).backward()
+        stepping.step()
+    for name, value in zero_ext.full_state_dict(model).items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-6, atol=1e-7)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "model": copy.deepcopy,
+    "module": lambda m: copy.deepcopy(m.module),
+    "in a dict": lambda m: copy.deepcopy({"net": m})["net"],
+    "averaged": lambda m: torch.optim.swa_utils.AveragedModel(m).module,
+    "inside gathered": lambda m: _copied_inside_gathered(m),
+    "twice": lambda m: copy.deepcopy(copy.deepcopy(m)),
+}
+
+
+def _copied_inside_gathered(model: Any) -> Any:
+    with zero_ext.gathered(model):
+        return copy.deepcopy(model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("what", list(COPIES))
+def test_a_deep_copy_is_an_ordinary_model(world: World, what: str, tied: bool) -> None:
+    """It has the values of that moment, trains with a plain optimizer, and leaves the original alone."""
+    torch.manual_seed(world.seed)
+    plain = TinyModel(tied=tied)
+    model, optimizer = prepared(world, copy.deepcopy(plain))
+    twin = COPIES[what](model)
+    assert type(twin) is TinyModel
+    assert [type(p) for p in twin.parameters()] == [nn.Parameter] * len(list(plain.parameters()))
+    batch = language_batch(world.seed, 0, 0, 0)
+    nets = [(twin, adamw(twin.parameters())), (plain, adamw(plain.parameters()))]
+    for _ in range(2):
+        for net, stepping in nets:
+            language_loss(net, batch).backward()
+            stepping.step()
+            stepping.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(twin.parameters(), plain.parameters(), strict=True))
+    twin.share_memory()
+    twin.double()
+    buffer = io.BytesIO()
+    torch.save(twin.state_dict(), buffer)
+    pickle.dumps(twin)
+    language_loss(model, batch).backward()
+    optimizer.step()
+    again = TinyModel(tied=tied)
+    again.load_state_dict(zero_ext.full_state_dict(model))
+    assert not torch.equal(again.norm.weight, twin.norm.weight.float())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_deep_copy_of_a_bf16_model_casts_its_inputs_and_pickles(world: World, stage: int) -> None:
+    model, _ = prepared(world, Scalars(), stage, precision={"dtype": "bf16"})
+    features = feature_batch(world.seed, 0, 0, 0)
+    wanted = model(features)
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert wanted.dtype == torch.bfloat16 and torch.equal(twin(features), wanted)
+
+
+@on_ranks(2)
+def test_parameters_copy_to_ordinary_ones(world: World) -> None:
+    torch.manual_seed(world.seed)
+    plain = Scalars()
+    model, _ = prepared(world, copy.deepcopy(plain))
+    made = copy.deepcopy([*model.parameters(), model.layer.weight, model.layer.weight.detach()[1:]])
+    for copied, wanted in zip(made[:-2], plain.parameters(), strict=True):
+        assert type(copied) is nn.Parameter and copied.requires_grad and torch.equal(copied, wanted)
+    assert made[-2] is made[2] and torch.equal(made[2], plain.layer.weight)
+    assert type(made[-1]) is torch.Tensor and torch.equal(made[-1], plain.layer.weight[1:])
 
 
 @on_ranks(2)

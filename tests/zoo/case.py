@@ -24,9 +24,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
+def sgd(model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
     """Return SGD with momentum, for models whose gradients are noise that ``eps`` does not bound."""
-    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
 @dataclass

@@ -304,24 +304,35 @@ INPUTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 # Classes that train with SGD, because AdamW amplifies rounding in them: torch's own implementations of AdamW
-# (single tensor, foreach, fused) end 1.3e-5 to 8e-3 apart after four steps in plain torch.
-ILL_CONDITIONED = frozenset(
+# (single tensor and fused) end up to 1.3 apart after four steps in plain torch.
+_ILL_CONDITIONED_NAMES = """
+    Aimv2Model AlignModel DFineForObjectDetection DPTForSemanticSegmentation
+    DeformableDetrForObjectDetection Deimv2ForObjectDetection EmbeddingGemma2Model
+    EmbeddingGemma2TextModel FlaubertForQuestionAnsweringSimple Gemma4ForCausalLM
+    Gemma4ForConditionalGeneration Gemma4UnifiedForCausalLM Gemma4UnifiedForConditionalGeneration
+    GroundingDinoForObjectDetection GroupViTModel HGNetV2Backbone HGNetV2ForImageClassification
+    InformerModel LevitForImageClassification LevitForImageClassificationWithTeacher
+    MMGroundingDinoForObjectDetection MT5ForQuestionAnswering MixtralForQuestionAnswering
+    MobileNetV1ForImageClassification MobileNetV2ForImageClassification MobileNetV2ForSemanticSegmentation
+    MobileViTV2ForImageClassification MobileViTV2ForSemanticSegmentation MptForQuestionAnswering
+    NemotronAsrStreamingEncoder OwlViTForObjectDetection Owlv2ForObjectDetection
+    PPDocLayoutV3ForObjectDetection PPLCNetBackbone PPLCNetForImageClassification PPLCNetV3Backbone
+    ParakeetEncoder ParakeetForCTC ParakeetForRNNT ParakeetForTDT RTDetrForObjectDetection
+    RTDetrResNetBackbone RTDetrV2ForObjectDetection ResNetBackbone ResNetForImageClassification
+    RoCBertForQuestionAnswering RwkvForCausalLM SLANetForTableRecognition Swinv2Backbone
+    Swinv2ForImageClassification Swinv2ForMaskedImageModeling TapasForQuestionAnswering TextNetBackbone
+    TextNetForImageClassification Tipsv2DptForNormalEstimation Tipsv2DptForSemanticSegmentation
+    UperNetForSemanticSegmentation VitsModel Wav2Vec2BertForCTC Wav2Vec2ConformerForCTC XCLIPModel
+    XLMForQuestionAnsweringSimple XLMRobertaXLForQuestionAnswering
+"""
+ILL_CONDITIONED = frozenset(_ILL_CONDITIONED_NAMES.split())
+# Of these, those whose losses are large from the start, so that the usual rate of SGD ends in NaN.
+LARGE_LOSSES = frozenset(
     {
-        "AlignModel",
-        "EmbeddingGemma2Model",
-        "Gemma4ForConditionalGeneration",
-        "Gemma4UnifiedForCausalLM",
-        "GroupViTModel",
-        "MobileViTV2ForImageClassification",
+        "OwlViTForObjectDetection",
         "Owlv2ForObjectDetection",
-        "PPLCNetBackbone",
-        "ParakeetForCTC",
-        "ParakeetForRNNT",
-        "RTDetrResNetBackbone",
-        "ResNetBackbone",
-        "Swinv2Backbone",
-        "VitsModel",
-        "Wav2Vec2BertForCTC",
-        "Wav2Vec2ConformerForCTC",
+        "TapasForQuestionAnswering",
+        "Tipsv2DptForNormalEstimation",
+        "Tipsv2DptForSemanticSegmentation",
     }
 )

@@ -19,7 +19,7 @@ from zero_ext.zero.placeholder import are_blank, placeholder
 from zero_ext.zero.plain_torch import plain_torch
 from zero_ext.zero.postponed import Postponed
 from zero_ext.zero.released import ParameterFacts, release_to, restore_class
-from zero_ext.zero.together import refuse_different, together
+from zero_ext.zero.together import refuse_different_writes, together
 
 ATTRIBUTE = "_zero_ext_born_shard"
 GUARDED = ("__deepcopy__", "__reduce_ex__", "share_memory_")
@@ -234,7 +234,7 @@ class _BornAccess:
         born = self._born
         with plain_torch():
             flat = in_memory_order(value, born.spec)
-            refuse_different(born.collectives, self.facts(parameter).name, flat)
+            refuse_different_writes(born.collectives, self.facts(parameter).name, flat)
             together(
                 born.collectives, lambda: born.replace_own(flat), "a write to a parameter of zero_ext.Init"
             )

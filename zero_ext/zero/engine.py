@@ -314,6 +314,9 @@ class Engine:
                     # Ranks may have used other parameters; torch.nn.utils takes the norm over those it sees.
                     self.reducer.settle()
                 self._micro_steps += 1
+            else:
+                # torch.autograd.grad brought none, but passed units: what follows may assign them.
+                self.reducer.end_backward(False)
         finally:
             self._loss_scaled = False
             self.views.publish()

@@ -255,19 +255,7 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     unit, number = engine.index[parameter]
     if unit not in {master.unit for master in engine.masters}:
         return None
-    gradients = engine.gradients_of(unit)
-    if number not in gradients.contributed:
-        return None
-    layout = unit.layout
-    flat = torch.empty(layout.numel, dtype=gradients.home.dtype, device=parameter.device)
-    own = engine.norms.read_together(lambda: gradients.home.shard().read(0, layout.shard_numel))
-    if unit.collectives.world_size == 1:
-        flat.copy_(own)
-    else:
-        label = f"gradient of '{layout.specs[number].name}'"
-        unit.collectives.gather(flat, own, "gather_gradients", label, may_be_nan=True).wait()
-    spec = layout.specs[number]
-    return whole_of(parameter, flat.as_strided(spec.shape, spec.stride, layout.offsets[number])).clone()
+    return engine.views.whole(engine.gradients_of(unit), number)
 
 
 @contextlib.contextmanager

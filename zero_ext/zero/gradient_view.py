@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from zero_ext.zero.backward import in_backward
 from zero_ext.zero.expert import expert_ranks
+from zero_ext.zero.extent import Extent
 from zero_ext.zero.gradients import UnitGradients
-from zero_ext.zero.local_part import is_split, like_parameter, local_gradient
-from zero_ext.zero.sharded_gradient import ShardedGradient
+from zero_ext.zero.layout import in_memory_order
+from zero_ext.zero.local_part import (
+    is_distributed,
+    is_split,
+    like_parameter,
+    local_gradient,
+    local_value,
+    whole_of,
+)
+from zero_ext.zero.sharded_gradient import ShardedGradient, Source
+from zero_ext.zero.together import refuse_different
 
 if TYPE_CHECKING:
     from zero_ext.zero.engine import Engine
@@ -21,7 +33,7 @@ class GradientViews:
     """Keeps ``param.grad`` and the flat gradients in step; the access behind :class:`ShardedGradient`.
 
     A parameter has a gradient exactly if ``param.grad`` is not None, as in torch: setting it to None
-    clears it, assigning a tensor replaces it (where this rank holds the whole gradient).
+    clears it, assigning a tensor replaces it.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -85,22 +97,16 @@ class GradientViews:
                 "of the whole model"
             )
         self._settle()
-        if norm_type == 2:
-            value = self._engine.norms.of(gradients, number)
-        elif norm_type == float("inf"):
-            value = self._engine.norms.largest(gradients, number)
-        else:
-            raise RuntimeError(
-                f"norms of sharded gradients are the 2-norm and the inf-norm, not {norm_type:g}"
-            )
+        norms = self._engine.norms
+        value = norms.of(gradients, number) if norm_type == 2 else norms.largest(gradients, number)
         return torch.tensor(value, dtype=torch.float32, device=self._engine.device)
 
-    def scale(self, key: object, factor: torch.Tensor | float) -> None:
+    def change(self, key: object, change: Callable[[torch.Tensor], object]) -> None:
         """See :class:`GradientAccess`."""
-        self._refuse("scaling param.grad")
+        self._refuse("changing param.grad")
         gradients, number = self._find(key)
         self._settle()
-        gradients.scale_parameter(number, factor)
+        gradients.change_parameter(number, change)
         self._engine.norms.forget()
 
     def zero(self, key: object) -> None:
@@ -108,6 +114,59 @@ class GradientViews:
         self._engine.optimizer_step.refuse_pending("zeroing param.grad")
         gradients, number = self._find(key)
         gradients.zero_parameter(number)
+        self._engine.norms.forget()
+
+    def read(self, key: object) -> torch.Tensor:
+        """See :class:`GradientAccess`."""
+        gradients, number = self._find(key)
+        name = gradients.unit.layout.specs[number].name
+        if in_backward():
+            raise RuntimeError(
+                f"backward: expected a tensor of its own, got '{name}'.grad, which is sharded over the "
+                "ranks. Compute the loss from zero_ext.full_gradient(param)."
+            )
+        self._refuse("reading param.grad")
+        self._settle()
+        whole = self.whole(gradients, number)
+        if whole is None:
+            raise RuntimeError(f"'{name}'.grad was cleared: expected a use before optimizer.zero_grad().")
+        return whole
+
+    def write(self, key: object, value: torch.Tensor) -> None:
+        """See :class:`GradientAccess`."""
+        self._refuse("changing param.grad")
+        self.replace(*self._find(key), value)
+
+    def whole(self, gradients: UnitGradients, number: int) -> torch.Tensor | None:
+        """A copy of one parameter's whole averaged gradient, None without one; a collective."""
+        if number not in gradients.contributed:
+            return None
+        unit, engine = gradients.unit, self._engine
+        layout, parameter = unit.layout, unit.parameters[number]
+        flat = torch.empty(layout.numel, dtype=gradients.home.dtype, device=parameter.device)
+        own = engine.norms.read_together(lambda: gradients.home.shard().read(0, layout.shard_numel))
+        if unit.collectives.world_size == 1:
+            flat.copy_(own)
+        else:
+            label = f"gradient of '{layout.specs[number].name}'"
+            unit.collectives.gather(flat, own, "gather_gradients", label, may_be_nan=True).wait()
+        spec = layout.specs[number]
+        return whole_of(parameter, flat.as_strided(spec.shape, spec.stride, layout.offsets[number])).clone()
+
+    def replace(self, gradients: UnitGradients, number: int, value: torch.Tensor) -> None:
+        """Makes ``value``, whole and alike on all ranks, one parameter's averaged gradient; a collective.
+        ``RuntimeError`` on all ranks if theirs differ."""
+        parameter, spec = gradients.unit.parameters[number], gradients.unit.layout.specs[number]
+        local = local_gradient(parameter, value) if is_distributed(value) else local_value(parameter, value)
+        flat = in_memory_order(local.detach(), spec).contiguous()
+        refuse_different(
+            self._engine.collectives.holders(bool(expert_ranks(parameter))),
+            f"the gradient of '{spec.name}' was assigned or written to",
+            flat,
+            "Average it over the ranks first (torch.distributed.all_reduce), seed random numbers alike, or "
+            "let loss.backward() bring it.",
+        )
+        gradients.assign(number, flat)
         self._engine.norms.forget()
 
     def _refuse(self, what: str) -> None:
@@ -119,8 +178,8 @@ class GradientViews:
         if not reducer.settled and not reducer.settle():
             raise RuntimeError(
                 "after no_sync() or inside an accumulation the ranks hold gradients of different parameters, "
-                "so a norm taken over param.grad would differ between them. Use "
-                "model.clip_grad_norm_(max_norm), or take the norm after the pass that reduces."
+                "so what is done to param.grad would differ between them. Use model.clip_grad_norm_ or "
+                "zero_ext.full_gradient(param), or do it after the pass that reduces."
             )
 
     def _find(self, key: Any) -> tuple[UnitGradients, int]:
@@ -129,21 +188,18 @@ class GradientViews:
 
     def _placeholder(self, parameter: nn.Parameter, gradients: UnitGradients, number: int) -> ShardedGradient:
         if parameter not in self._placeholders:
-            name = gradients.unit.layout.specs[number].name
+            spec = gradients.unit.layout.specs[number]
             # Neither key nor access refers to the parameter, which would keep itself alive by its gradient.
             key = (self._engine.reducer.gradients.index(gradients), number)
-            self._placeholders[parameter] = ShardedGradient(parameter, weakref.proxy(self), key, name)
+            stride = parameter.stride() if is_distributed(parameter) else spec.stride
+            extent = Extent(parameter.dtype, tuple(parameter.shape), stride, 0)
+            source = Source(weakref.proxy(self), key, spec.name, extent)
+            self._placeholders[parameter] = ShardedGradient(source, parameter.device)
         return self._placeholders[parameter]
 
     def _replace(self, gradients: UnitGradients, number: int, value: torch.Tensor) -> None:
-        self._engine.optimizer_step.refuse_pending("assigning param.grad")
-        view, name = gradients.full_view(number), gradients.unit.layout.specs[number].name
-        if view is None or isinstance(value, ShardedGradient):
-            raise RuntimeError(
-                f"'{name}'.grad was assigned a tensor, but its gradient is sharded over the ranks, lies on "
-                "NVMe or ends with its update inside backward. Scale it in place "
-                "(param.grad.mul_(factor)) or change it inside the loss."
-            )
-        gradients.assign(number, view, local_gradient(gradients.unit.parameters[number], value))
+        self._refuse("assigning param.grad")
+        if isinstance(value, ShardedGradient):
+            value = value.clone()
+        self.replace(gradients, number, value)
         self._shown[gradients.unit.parameters[number]] = value
-        self._engine.norms.forget()

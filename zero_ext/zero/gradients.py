@@ -263,20 +263,32 @@ class UnitGradients:
         if self.local is not None and index in self._filled:
             self.local[layout.offsets[index] : layout.offsets[index] + layout.specs[index].numel].zero_()
 
-    def assign(self, index: int, view: torch.Tensor, value: torch.Tensor) -> None:
-        """Makes ``value`` the reduced gradient of one parameter, ``view`` its :meth:`full_view`."""
+    def assign(self, index: int, flat: torch.Tensor) -> None:
+        """Makes ``flat``, whole and in memory order, the reduced gradient of one parameter, where it is held
+        here; the parameter need not have had one."""
         if self.has_local and not self.home.valid:
             raise RuntimeError(
                 f"'{self.unit.layout.specs[index].name}'.grad was assigned a tensor while other gradients "
                 "wait to be reduced, after no_sync() or inside an accumulation. Assign it before the first "
                 "backward pass of a step or after the one that reduces."
             )
-        whole = self._whole()
-        if whole is not None and not self.home.valid and not self._filled:
-            whole.zero_()  # a later pass adds to all of it, and there are gradients of an earlier step
-        view.copy_(value)
+        if not self.home.valid:
+            self._begin_with_zeros()
+        self.replace_parameter(index, flat)
         self.contributed.add(index)
-        self.home.landed()
+
+    def _begin_with_zeros(self) -> None:
+        """Makes the reduced gradient valid, as a later pass adds to all of it."""
+        whole = self._whole()
+        target = self.home.begin() if whole is None else whole
+        if target is not None:
+            target.zero_()
+            self.home.landed()
+            return
+        landing = self._lend(self.unit.layout.shard_numel, self.home.dtype, "landing")
+        landing.zero_()
+        self.home.take(landing, self.home.dtype)
+        self.home.settle()
 
     def scale_parameter(self, index: int, factor: torch.Tensor | float) -> None:
         """Multiplies the reduced gradient of one parameter, where it is held here."""

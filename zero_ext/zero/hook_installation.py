@@ -210,6 +210,16 @@ def _install_block_hooks(
     module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
 
+def uninstall_from_copy(model: nn.Module) -> None:
+    """Removes the hooks that a deep copy of a prepared model has from the original."""
+    for module in model.modules():
+        for kind in ("_forward_pre_hooks", "_forward_hooks"):
+            hooks, with_kwargs = getattr(module, kind), getattr(module, f"{kind}_with_kwargs")
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__module__", "") == __name__]:
+                for table in (hooks, with_kwargs, module._forward_hooks_always_called):
+                    table.pop(key, None)
+
+
 def _is_compiled(module: nn.Module) -> bool:
     return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
     """From now on, floating-point tensors among the arguments of ``model`` arrive in ``dtype``."""
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return _cast(args, dtype), _cast(kwargs, dtype)
-
-    model.register_forward_pre_hook(before, with_kwargs=True)
+    # A partial function, as a deep copy of the model keeps it and has to be picklable.
+    model.register_forward_pre_hook(partial(_cast_arguments, dtype), with_kwargs=True)
 
 
 def cast_running_statistics(model: nn.Module, dtype: torch.dtype) -> None:
@@ -28,6 +26,12 @@ def cast_running_statistics(model: nn.Module, dtype: torch.dtype) -> None:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
                     module._buffers[name] = buffer.to(dtype)
+
+
+def _cast_arguments(
+    dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    return _cast(args, dtype), _cast(kwargs, dtype)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

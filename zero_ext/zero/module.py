@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -42,6 +43,12 @@ class ZeroModule(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         delattr(self.module, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """An ordinary copy of the module, with full values on every rank; a collective where they are
+        sharded."""
+        copied: nn.Module = copy.deepcopy(self.module, memo)
+        return copied
 
     def share_memory(self) -> ZeroModule:
         """Refused, as on the module itself."""
@@ -90,7 +97,8 @@ class ZeroModule(nn.Module):
         return full_state_dict(self, rank0_only=rank0_only, wanted=wanted)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own ``state_dict``: its keys, true values, or an error naming the right call."""
+        """The module's own ``state_dict``. Values of sharded parameters are fetched when used, on all
+        ranks alike; pickling them is refused in favor of :func:`zero_ext.full_state_dict`."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(

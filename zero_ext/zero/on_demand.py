@@ -16,7 +16,7 @@ from zero_ext.zero.local_part import like_parameter, local_part
 from zero_ext.zero.packed import refuse_packed
 from zero_ext.zero.plain_torch import in_transform, plain_torch
 from zero_ext.zero.released import ParameterFacts
-from zero_ext.zero.together import refuse_different
+from zero_ext.zero.together import refuse_different_writes
 from zero_ext.zero.unit import Unit
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def commit_writes(engine: Engine, unit: Unit, numbers: Iterable[int]) -> None:
         for number in numbers:
             spec, begin = unit.layout.specs[number], unit.layout.offsets[number]
             everyone = engine.collectives.holders(bool(expert_ranks(unit.parameters[number])))
-            refuse_different(everyone, spec.name, unit.flat[begin : begin + spec.numel])
+            refuse_different_writes(everyone, spec.name, unit.flat[begin : begin + spec.numel])
         engine.optimizer_step.refuse_drift(f"a write to parameters of {unit.describe()}")
         unit.store_shard()
         for master in engine.masters:

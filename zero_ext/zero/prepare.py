@@ -233,7 +233,7 @@ def _shard(
         if unit.placement.params and plan.home is not None
     }
     install(model, engine.hooks, homes)
-    guard_module(model, {parameter: unit for parameter, (unit, _) in homes.items()})
+    guard_module(model, homes)
     if settings.precision.dtype != "keep":
         cast_inputs(model, DTYPES[settings.precision.dtype])
     attach_engine(model, engine)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from zero_ext.zero.extent import Extent, replaced
 from zero_ext.zero.local_part import is_distributed
 from zero_ext.zero.placeholder import placeholder
 
@@ -43,7 +44,7 @@ _CREATES = frozenset(name for name in _LAYOUT if name.endswith("_like") or name.
 # There is no one memory behind a released parameter to point at, share or replace.
 _MEMORY_NAMES = """
     data_ptr untyped_storage storage _typed_storage storage_type __cuda_array_interface__ __dlpack__
-    _to_dlpack share_memory_ is_shared set_ resize_ resize_as_ as_strided_ __reduce_ex__ __deepcopy__
+    _to_dlpack share_memory_ is_shared set_ resize_ resize_as_ as_strided_ __reduce_ex__
     __setstate__ module_load
 """
 _MEMORY = frozenset(_MEMORY_NAMES.split())
@@ -126,6 +127,21 @@ class ReleasedTensor:
     def data(self, value: torch.Tensor) -> None:
         _set_data(self, value)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return an ordinary parameter with the full value, or an ordinary tensor with that of the view."""
+        if id(self) in memo:
+            found: torch.Tensor = memo[id(self)]
+            return found
+        parameter, extent = _origin(self)
+        value = _access(parameter).read(parameter)
+        made: torch.Tensor
+        if extent is not None:
+            made = extent.in_memory_of(value).clone()
+        else:
+            made = plain_class(parameter)(value, parameter.requires_grad)
+        memo[id(self)] = made
+        return made
+
     # Torch does not dispatch these two methods through __torch_function__.
     def set_(self, *_: Any, **__: Any) -> Any:
         """Raise ``RuntimeError``: there is no memory to exchange."""
@@ -143,25 +159,6 @@ class ReleasedTensor:
 
 class ReleasedView(ReleasedTensor, torch.Tensor):  # type: ignore[misc]
     """A view of a released parameter: :class:`Extent` of its memory, fetched when it is used."""
-
-
-class Extent(NamedTuple):
-    """Where a view lies in the memory of a parameter's full value, in elements of ``dtype``."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Extent:
-        """Return the extent of ``tensor`` in its storage."""
-        return Extent(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-
-    def in_memory_of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that shares memory with ``value``, but neither autograd nor version counter."""
-        empty = torch.empty(0, dtype=self.dtype, device=value.device)
-        return empty.set_(value.untyped_storage(), self.offset, self.shape, self.stride)
 
 
 @functools.cache
@@ -284,19 +281,6 @@ def _released_in(value: Any) -> Iterator[ReleasedTensor]:
             yield from _released_in(item)
 
 
-def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """``value`` with ``replace`` applied to what its lists, tuples and dicts hold."""
-    if isinstance(value, dict):
-        return {key: _replaced(item, replace) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_replaced(item, replace) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        named = hasattr(value, "_fields")
-        return type(value)(*items) if named else type(value)(items)
-    return replace(value)
-
-
 def _whole(parameter: nn.Parameter) -> Extent:
     """The extent of the full value in memory of its own."""
     return Extent(parameter.dtype, tuple(parameter.shape), _access(parameter).facts(parameter).stride, 0)
@@ -314,7 +298,7 @@ def _on_layout(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
 
     if name in _CREATES and kwargs.get("device") is None:
         kwargs = {**kwargs, "device": next(_released_in((args, kwargs))).device}  # type: ignore[attr-defined]
-    return func(*_replaced(args, layout), **_replaced(dict(kwargs), layout))
+    return func(*replaced(args, layout), **replaced(dict(kwargs), layout))
 
 
 def view_of_released(
@@ -378,14 +362,14 @@ class _Use:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of ``func``, having written what it wrote."""
-        args, kwargs = _replaced(args, self._resolve), _replaced(dict(kwargs), self._resolve)
+        args, kwargs = replaced(args, self._resolve), replaced(dict(kwargs), self._resolve)
         if torch.is_grad_enabled():
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
         self._write()
-        return _replaced(result, self._seen_as)
+        return replaced(result, self._seen_as)
 
     def _resolve(self, item: Any) -> Any:
         if not isinstance(item, ReleasedTensor):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+
+from zero_ext.zero.extent import Extent, replaced
 
 aten = torch.ops.aten
 
@@ -16,62 +19,117 @@ class GradientAccess(Protocol):
     def norm_of(self, key: object, norm_type: float) -> torch.Tensor:
         """The norm over all ranks of one parameter's gradient, 0-d float32. A collective."""
 
-    def scale(self, key: object, factor: torch.Tensor | float) -> None:
-        """Multiplies this rank's part of one parameter's gradient."""
+    def change(self, key: object, change: Callable[[torch.Tensor], object]) -> None:
+        """Applies the element-wise ``change``, in place, to this rank's part of one parameter's gradient."""
 
     def zero(self, key: object) -> None:
         """Sets this rank's part of one parameter's gradient to zero."""
 
+    def read(self, key: object) -> torch.Tensor:
+        """An independent copy of one parameter's whole gradient in the dtype it is kept in. A collective."""
+
+    def write(self, key: object, value: torch.Tensor) -> None:
+        """Makes ``value``, alike on all ranks, one parameter's gradient. A collective."""
+
+
+class Source(NamedTuple):
+    """One parameter's gradient: how it is reached, the parameter's full name, and its layout as a whole."""
+
+    access: GradientAccess
+    key: object
+    name: str
+    extent: Extent
+
 
 class ShardedGradient(torch.Tensor):
-    """Stands for a gradient of which this rank holds a shard, or that lies on NVMe, with the shape
-    and dtype of its parameter.
+    """Stands for a gradient of which this rank holds a shard, or that lies on NVMe, or for a view of it.
 
-    Norms (2 and inf) are the true global ones and must be taken on every rank, so that
-    ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` are right; scaling in place and ``zero_``
-    act on the shard. Everything else raises ``RuntimeError`` naming the call that gives the whole gradient.
+    Scaling, clamping and zeroing in place act on the shard, without communication. Norms (2 and inf) are the
+    global ones. Everything else fetches the whole gradient for that one call, and writes back what the call
+    changes, which must be the same on all ranks. All ranks make the same calls in the same order.
     """
 
-    _access: GradientAccess
-    _key: object
-    _name: str
+    _source: Source
+    _extent: Extent
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, access: GradientAccess, key: object, name: str) -> ShardedGradient:
+    def __new__(cls, source: Source, device: torch.device, extent: Extent | None = None) -> ShardedGradient:
+        here = extent or source.extent
         made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=False
+            cls, here.shape, here.stride, here.offset, dtype=here.dtype, device=device, requires_grad=False
         )
-        made._access, made._key, made._name = access, key, name
+        made._source, made._extent = source, here
         return made
 
-    def __init__(self, like: torch.Tensor, access: GradientAccess, key: object, name: str) -> None:
+    def __init__(self, source: Source, device: torch.device, extent: Extent | None = None) -> None:
         super().__init__()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ShardedGradient('{self._name}', shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"ShardedGradient('{self._source.name}', shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    # Torch dispatches none of these.
+    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
+        """Return the values, read-only: a write to them would be lost."""
+        array: np.ndarray[Any, Any] = self.clone().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        """Return the values as numbers."""
+        return self.clone().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return an ordinary tensor."""
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            f"the gradient of '{self._source.name}' is sharded over the ranks: expected an ordinary tensor "
+            "to pickle. Use zero_ext.full_gradient(param) on all ranks."
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it stands for the gradient itself rather than for a view of it."""
+        return self._extent == self._source.extent
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        handler = _HANDLERS.get(func)
-        subject = args[0] if isinstance(args[0], list | tuple) else args[:1]
-        if handler is not None and all(isinstance(item, ShardedGradient) for item in subject):
-            return handler(*args, **(kwargs or {}))
-        name = next((arg._name for arg in _flat(args) if isinstance(arg, ShardedGradient)), "?")
-        raise RuntimeError(
-            f"the gradient of '{name}' is sharded over the ranks or lies on NVMe, and {func} needs all of "
-            "it. Use model.clip_grad_norm_(max_norm) to clip, zero_ext.full_gradient(param) for the whole "
-            "gradient on every rank; optimizer.step() unscales and clips by itself when the configuration "
-            "says so."
-        )
+        kwargs = kwargs or {}
+        if "_foreach_" in func._schema.name:
+            return _one_by_one(func, args, kwargs)
+        first = args[0] if args else None
+        if isinstance(first, ShardedGradient) and first.is_whole:
+            if func in _HANDLERS:
+                return _HANDLERS[func](*args, **kwargs)
+            if func.overloadpacket in _ELEMENTWISE and all(map(_is_number, (*args[1:], *kwargs.values()))):
+                return _change(func, first, args[1:], kwargs)
+        if func.is_view:
+            return _view(func, args, kwargs)
+        return _on_values(func, args, kwargs)
 
 
-def _flat(values: Any) -> list[Any]:
-    found: list[Any] = []
-    for value in values:
-        found += _flat(value) if isinstance(value, list | tuple) else [value]
-    return found
+def _is_number(value: Any) -> bool:
+    """Whether ``value`` says the same of all elements."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and not isinstance(value, ShardedGradient)
+    return not isinstance(value, list | tuple)
+
+
+def _change(
+    func: Any, gradient: ShardedGradient, rest: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> ShardedGradient:
+    # A number may be on another device than what it changes.
+    rest, kwargs = replaced((rest, kwargs), lambda value: value.item() if _is_tensor(value) else value)
+    change = func.overloadpacket
+    gradient._source.access.change(gradient._source.key, lambda part: change(part, *rest, **kwargs))
+    return gradient
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _vector_norm(
@@ -81,59 +139,120 @@ def _vector_norm(
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    if dim or keepdim:
-        raise RuntimeError(
-            f"the gradient of '{gradient._name}' is sharded over the ranks: norms over single dims need all "
-            "of it; use zero_ext.full_gradient(param)"
-        )
-    return gradient._access.norm_of(gradient._key, float(ord)).to(dtype or gradient.dtype)
-
-
-def _norm(gradient: ShardedGradient, p: float | None = None, *_: object) -> torch.Tensor:
-    return _vector_norm(gradient, 2 if p is None else p)
-
-
-def _foreach_norm(gradients: list[ShardedGradient], ord: float = 2, dtype: Any = None) -> list[torch.Tensor]:
-    return [_vector_norm(gradient, ord, dtype=dtype) for gradient in gradients]
-
-
-def _scale(gradient: ShardedGradient, factor: torch.Tensor | float) -> ShardedGradient:
-    if isinstance(factor, torch.Tensor) and factor.numel() != 1:
-        raise RuntimeError(
-            f"the gradient of '{gradient._name}' is sharded over the ranks: one number can scale it, not a "
-            f"tensor of shape {tuple(factor.shape)}; zero_ext.full_gradient(param) gives the whole gradient"
-        )
-    gradient._access.scale(gradient._key, factor)
-    return gradient
-
-
-def _divide(gradient: ShardedGradient, divisor: torch.Tensor | float) -> ShardedGradient:
-    return _scale(gradient, 1.0 / divisor)
+    source = gradient._source
+    if dim or keepdim or ord not in (2, float("inf")):
+        more = {"ord": ord, "dim": dim, "keepdim": keepdim, "dtype": dtype}
+        norm: torch.Tensor = _on_values(aten.linalg_vector_norm.default, (gradient,), more)
+        return norm
+    return source.access.norm_of(source.key, float(ord)).to(dtype or gradient.dtype)
 
 
 def _zero(gradient: ShardedGradient) -> ShardedGradient:
-    gradient._access.zero(gradient._key)
+    gradient._source.access.zero(gradient._source.key)
     return gradient
 
 
-def _foreach_scale(gradients: list[ShardedGradient], factor: torch.Tensor | float) -> None:
-    for gradient in gradients:
-        _scale(gradient, factor)
+def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
+    """The result of a function of lists, one of their items at a time: whole gradients are large."""
+    results: list[Any] = []
+    single = _SINGLE.get(func.overloadpacket)
+    for number in range(len(args[0])):
+        own = [[value[number]] if isinstance(value, list | tuple) else value for value in args]
+        if single is not None:
+            item = (value[0] if isinstance(value, list) else value for value in own)
+            results.append(single(*item, **kwargs))
+        else:
+            results += _on_values(func, tuple(own), kwargs) or ()
+    return results if func._schema.returns else None
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a function that returns views gives: gradients that know where they lie in theirs."""
+    gradient = next(value for value in args if isinstance(value, ShardedGradient))
+
+    def layout(value: Any) -> Any:
+        if not isinstance(value, ShardedGradient):
+            return value
+        dtype, shape, stride, offset = value._extent
+        return torch.empty(0, dtype=dtype, device="meta").as_strided(shape, stride, offset)
+
+    def at(view: torch.Tensor) -> ShardedGradient:
+        return ShardedGradient(gradient._source, gradient.device, Extent.of(view))
+
+    return replaced(func(*replaced(args, layout), **replaced(dict(kwargs), layout)), at)
+
+
+def _on_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The result of ``func`` on whole gradients, having written back what it changed."""
+    if func.namespace != "aten":
+        name = next(item._source.name for item in _gradients_in((args, kwargs)))
+        raise RuntimeError(
+            f"the gradient of '{name}' is sharded over the ranks and already their mean: expected a function "
+            f"of its values, got {func}, which works on its memory. Drop that call, or use "
+            "zero_ext.full_gradient(param) and assign the result to param.grad."
+        )
+    written = _written(func, args, kwargs)
+    # A sum of passes may be kept in more bits than it shows; what is written back keeps them.
+    keeps_bits = bool(written) and all(
+        item.dtype == item._source.extent.dtype for item in _gradients_in((args, kwargs))
+    )
+    values: dict[object, torch.Tensor] = {}
+    originals: dict[int, ShardedGradient] = {}
+
+    def value_of(item: Any) -> Any:
+        if not isinstance(item, ShardedGradient):
+            return item
+        source, extent = item._source, item._extent
+        if source.key not in values:
+            value = source.extent.ordered(source.access.read(source.key))
+            values[source.key] = value if keeps_bits else value.to(source.extent.dtype)
+        value = values[source.key]
+        there = (extent._replace(dtype=value.dtype) if keeps_bits else extent).in_memory_of(value)
+        originals[id(there)] = item
+        return there
+
+    result = func(*replaced(args, value_of), **replaced(dict(kwargs), value_of))
+    for source in {item._source.key: item._source for item in written}.values():
+        source.access.write(source.key, values[source.key])
+    return replaced(result, lambda item: originals.get(id(item), item))
+
+
+def _gradients_in(value: Any) -> Iterator[ShardedGradient]:
+    if isinstance(value, ShardedGradient):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _gradients_in(item)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[ShardedGradient]:
+    """The gradients among the arguments that ``func`` changes in place."""
+    found: list[ShardedGradient] = []
+    for number, formal in enumerate(func._schema.arguments):
+        if formal.alias_info is None or not formal.alias_info.is_write:
+            continue
+        found += _gradients_in(args[number] if number < len(args) else kwargs.get(formal.name))
+    return found
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.linalg_vector_norm.default: _vector_norm,
-    aten.norm.Scalar: _norm,
+    aten.norm.Scalar: lambda gradient, p=2: _vector_norm(gradient, p),
     aten.norm.ScalarOpt_dim: lambda gradient, p=2, dim=None, keepdim=False: _vector_norm(
-        gradient, p, dim, keepdim
+        gradient, 2 if p is None else p, dim, keepdim
     ),
-    aten._foreach_norm.Scalar: _foreach_norm,
-    aten.mul_.Tensor: _scale,
-    aten.mul_.Scalar: _scale,
-    aten.div_.Tensor: _divide,
-    aten.div_.Scalar: _divide,
-    aten._foreach_mul_.Tensor: _foreach_scale,
-    aten._foreach_mul_.Scalar: _foreach_scale,
     aten.zero_.default: _zero,
     aten.detach.default: lambda gradient: gradient,
+}
+# In place, and of each element on its own.
+_ELEMENTWISE_NAMES = "mul_ div_ add_ sub_ neg_ clamp_ clamp_min_ clamp_max_ nan_to_num_ sign_ fill_"
+_ELEMENTWISE = frozenset(getattr(aten, name) for name in _ELEMENTWISE_NAMES.split())
+# What a function of lists is of one item, where that needs no whole gradient.
+_SINGLE: dict[Any, Any] = {
+    aten._foreach_norm: aten.linalg_vector_norm,
+    aten._foreach_mul_: aten.mul_,
+    aten._foreach_div_: aten.div_,
+    aten._foreach_clamp_min_: aten.clamp_min_,
+    aten._foreach_clamp_max_: aten.clamp_max_,
+    aten._foreach_zero_: aten.zero_,
 }

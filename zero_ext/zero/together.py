@@ -40,13 +40,14 @@ def together(collectives: Collectives, action: Callable[[], Result], what: str, 
     return results[0]
 
 
-def refuse_different(collectives: Collectives, name: str, flat: torch.Tensor) -> None:
-    """Raise on all ranks unless all have written the same value to a parameter; a collective.
+def refuse_different(collectives: Collectives, what: str, flat: torch.Tensor, advice: str) -> None:
+    """Raise on all ranks unless all have the same value; a collective.
 
     Args:
-        collectives: The ranks that have the parameter.
-        name: Its full name.
-        flat: The value [n] that this rank has written, contiguous.
+        collectives: The ranks to compare.
+        what: What happened to what, for the message.
+        flat: The value [n] of this rank, contiguous.
+        advice: What to do where they differ.
 
     Raises:
         RuntimeError: The values differ.
@@ -58,13 +59,22 @@ def refuse_different(collectives: Collectives, name: str, flat: torch.Tensor) ->
     sums = [ops.crc32c(written, seed) for seed in (0, 1)] if written.numel() else [0, 0]
     digests = torch.zeros(ranks, 2, dtype=torch.int64, device=flat.device)
     digests[collectives.rank, 0], digests[collectives.rank, 1] = sums[0], sums[1] ^ written.numel()
-    label = f"agreement on a write to parameter '{name}'"
+    label = f"agreement after {what}"
     collectives.gather(digests.view(-1), digests[collectives.rank], "scalars", label).wait()
     differs = [rank for rank in range(ranks) if not torch.equal(digests[rank], digests[0])]
     if differs:
         raise RuntimeError(
-            f"parameter '{name}' was written to in place: expected the same value on all ranks, got another "
-            f"on ranks {differs} than on rank 0. Nothing was changed. Write inside 'with "
-            "zero_ext.gathered(params, modifier_rank=0):', which takes the values of one rank, or seed "
-            "random numbers alike."
+            f"{what}: expected the same value on all ranks, got another on ranks {differs} than on rank 0. "
+            f"Nothing was changed. {advice}"
         )
+
+
+def refuse_different_writes(collectives: Collectives, name: str, flat: torch.Tensor) -> None:
+    """:func:`refuse_different` after a write of ``flat`` to the parameter ``name``."""
+    refuse_different(
+        collectives,
+        f"parameter '{name}' was written to in place",
+        flat,
+        "Write inside 'with zero_ext.gathered(params, modifier_rank=0):', which takes the values of one "
+        "rank, or seed random numbers alike.",
+    )

@@ -108,8 +108,7 @@ def replace_gradient(parameter: nn.Parameter, value: torch.Tensor) -> None:
     gradients = engine.gradients_of(unit) if unit in {master.unit for master in engine.masters} else None
     if gradients is None or number not in gradients.contributed:
         raise ValueError(f"'{spec.name}' has no gradient to replace; call backward first")
-    gradients.replace_parameter(number, in_memory_order(local_value(parameter, value.detach()), spec))
-    engine.norms.forget()
+    engine.views.replace(gradients, number, value)
 
 
 def _owned_parts(engine: Engine, parameter: nn.Parameter, kind: str) -> Iterator[OwnedPart]:

@@ -14,7 +14,6 @@ from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weight
 
 from zero_ext.zero.buffers import persistent_buffers
 from zero_ext.zero.gathered import full_state_dict, load_full_state_dict
-from zero_ext.zero.guards import state_keys_only
 from zero_ext.zero.lookup import engine_of
 from zero_ext.zero.packed import is_packed
 from zero_ext.zero.together import together
@@ -93,8 +92,7 @@ class _Method:
 
 def _save(model: PeftModel, name: str, plain: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
     if args or kwargs.get("state_dict") is not None:
-        with state_keys_only(model):
-            plain(save_directory, *args, **kwargs)
+        plain(save_directory, *args, **kwargs)
         return
     if kwargs.get("path_initial_model_for_weight_conversion") is not None:
         raise ValueError(
@@ -108,8 +106,7 @@ def _save(model: PeftModel, name: str, plain: Any, save_directory: Any, *args: A
 
     def write() -> None:
         if writes:
-            with state_keys_only(model):
-                plain(save_directory, state_dict=state, **kwargs)
+            plain(save_directory, state_dict=state, **kwargs)
 
     together(engine.collectives, write, f"writing the adapter to {save_directory}", "Nothing was changed.")
 
@@ -158,10 +155,9 @@ def _stored_keys(
     by_stub = {id(stub): name for name, stub in stubs.items()}
     found: dict[str, str] = {}
     for adapter in adapters:
-        with state_keys_only(model):
-            chosen = get_peft_model_state_dict(
-                model, stubs, adapter_name=adapter, save_embedding_layers=save_embedding_layers
-            )
+        chosen = get_peft_model_state_dict(
+            model, stubs, adapter_name=adapter, save_embedding_layers=save_embedding_layers
+        )
         unknown = [key for key, stub in chosen.items() if id(stub) not in by_stub]
         if unknown:
             raise ValueError(

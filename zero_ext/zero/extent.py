@@ -1,0 +1,47 @@
+"""Where a tensor lies in memory that is not there yet, and calls with such tensors among their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Extent(NamedTuple):
+    """Where a view lies in the memory of a parameter's full value, in elements of ``dtype``."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Extent:
+        """Return the extent of ``tensor`` in its storage."""
+        return Extent(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def ordered(self, value: torch.Tensor) -> torch.Tensor:
+        """Return ``value``, of this shape, with its elements in this order in memory: itself if they are."""
+        if value.stride() == self.stride and value.storage_offset() == self.offset:
+            return value
+        memory = torch.empty_strided(self.shape, self.stride, dtype=value.dtype, device=value.device)
+        return memory.copy_(value)
+
+    def in_memory_of(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that shares memory with ``value``, but neither autograd nor version counter."""
+        empty = torch.empty(0, dtype=self.dtype, device=value.device)
+        return empty.set_(value.untyped_storage(), self.offset, self.shape, self.stride)
+
+
+def replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """``value`` with ``replace`` applied to what its lists, tuples and dicts hold."""
+    if isinstance(value, dict):
+        return {key: replaced(item, replace) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [replaced(item, replace) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        named = hasattr(value, "_fields")
+        return type(value)(*items) if named else type(value)(items)
+    return replace(value)
