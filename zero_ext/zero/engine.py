@@ -344,7 +344,7 @@ class Engine:
         if factor < 1.0:
             for gradients in self.reducer.gradients:
                 for number in gradients.contributed:
-                    gradients.scale_parameter(number, factor)
+                    gradients.change_parameter(number, lambda part: part.mul_(factor))
             self.norms.forget()
         return norm.to(self.device, torch.float32)
 

@@ -274,7 +274,10 @@ class UnitGradients:
             )
         if not self.home.valid:
             self._begin_with_zeros()
-        self.replace_parameter(index, flat)
+        layout = self.unit.layout
+        before = layout.shard_range(self.unit.collectives.rank)[0] - layout.offsets[index]
+        start = max(before, 0) if self._whole() is None else 0
+        self.change_parameter(index, _Taken(flat[start:]))
         self.contributed.add(index)
 
     def _begin_with_zeros(self) -> None:
@@ -289,27 +292,6 @@ class UnitGradients:
         landing.zero_()
         self.home.take(landing, self.home.dtype)
         self.home.settle()
-
-    def scale_parameter(self, index: int, factor: torch.Tensor | float) -> None:
-        """Multiplies the reduced gradient of one parameter, where it is held here."""
-        if isinstance(factor, torch.Tensor):
-            factor = factor.item()  # it may be on another device than what it scales
-        self.change_parameter(index, lambda part: part.mul_(factor))
-
-    def replace_parameter(self, index: int, flat: torch.Tensor) -> None:
-        """Makes ``flat``, whole and in memory order, the reduced gradient of one parameter, where it is held
-        here."""
-        layout, whole = self.unit.layout, self._whole()
-        first = layout.offsets[index]
-        self.changes += 1
-        if whole is not None:
-            whole[first : first + layout.specs[index].numel].copy_(flat)
-            return
-        shard_begin = layout.shard_range(self.unit.collectives.rank)[0]
-        for begin, end in self._own_ranges(index):
-            start = shard_begin + begin - first
-            taken = _Taken(flat[start : start + end - begin])
-            self.home.change(begin, end, taken)
 
     def change_parameter(self, index: int, change: Callable[[torch.Tensor], object]) -> None:
         """Applies ``change`` to what this rank holds of one parameter's reduced gradient: all of it if
