@@ -98,8 +98,7 @@ class Case:
             the loss, and None leaves evaluation out.
         optimizer: makes the optimizer of one module.
         expected: "equal", or a regular expression for the message of a refusal, or either of these by
-            variant. Variants that the mapping leaves out are "equal". Where a refusal is expected, an equal
-            result passes too.
+            variant. Variants that the mapping leaves out are "equal".
         reason: why a refusal is right.
         variants: the variants that make sense for the case. Cases whose loop keeps state of its own leave
             out "checkpoint".

@@ -130,11 +130,11 @@ def _replaced(outcome: Outcome, **changes: Any) -> Outcome:
 def _judged(case: Case, outcome: Outcome) -> Outcome:
     """Return ``outcome`` with the verdict of the case's expectation."""
     expected = case.expectation(outcome.variant)
-    if outcome.kind == "equal":
-        return outcome
-    if outcome.kind == "refused" and expected != "equal" and re.search(expected, outcome.detail):
-        return outcome
-    return _replaced(outcome, passed=False)
+    if expected == "equal":
+        passed = outcome.kind == "equal"
+    else:
+        passed = outcome.kind == "refused" and re.search(expected, outcome.detail) is not None
+    return outcome if passed else _replaced(outcome, passed=False)
 
 
 def _differs(case: Case, variant: str, difference: float, worst: str) -> Outcome:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from tests.zoo.case import NAMED_CALL, Case, TrainingState
+from tests.zoo.case import Case, TrainingState
 from tests.zoo.inputs import classification, generator, greedy, labeled, next_token, tokens
 from tests.zoo.own.language import GPT, LENGTH, VOCABULARY
 
@@ -254,8 +254,6 @@ CASES = [
     adapted(
         "lora-merged",
         lambda: nn.Sequential(LoRALinear(8, 8, 2, True), nn.Tanh(), LoRALinear(8, 3, 2, True)),
-        expected=NAMED_CALL,
-        reason="evaluation writes to weight.data",
     ),
     adapted(
         "dora", lambda: nn.Sequential(LoRAWrapper(nn.Linear(8, 8)), nn.Tanh(), LoRAWrapper(nn.Linear(8, 3)))
@@ -269,8 +267,6 @@ CASES = [
         loss=maml_loss,
         step=maml_step,
         evaluate=classification,
-        expected=NAMED_CALL,
-        reason="needs double_backward",
     ),
     adapted("maml", Net, loss=maml_loss, step=maml_documented, evaluate=classification),
     adapted("reptile", Net, step=reptile_step),
@@ -280,8 +276,6 @@ CASES = [
         LearnedOptimizer,
         loss=own,
         evaluate=None,
-        expected=NAMED_CALL,
-        reason="needs double_backward",
     ),
     Case("own/adaptation/lora-short", lambda: with_lora(1), last_tokens, next_token, optimizer=trained_only),
     adapted(

@@ -8,7 +8,7 @@ import torch
 from torch import autograd, nn
 from torch.nn import functional as F
 
-from tests.zoo.case import NAMED_CALL, REFUSED_WHERE_SHARDED, WITHOUT_CHECKPOINT, Case, TrainingState
+from tests.zoo.case import WITHOUT_CHECKPOINT, Case, TrainingState
 from tests.zoo.inputs import features, images
 
 LATENT = 5
@@ -278,15 +278,11 @@ CASES = [
     gan(
         "wgan-data-clamp",
         lambda s, x: wasserstein_step(s, x, "data"),
-        expected=REFUSED_WHERE_SHARDED,
-        reason="writes to sharded parameters",
     ),
     gan("wgan-gathered-clamp", lambda s, x: wasserstein_step(s, x, "gathered")),
     gan(
         "wgan-gp-naive",
         lambda s, x: penalized_step(s, x, False),
-        expected=NAMED_CALL,
-        reason="needs double_backward",
     ),
     gan("wgan-gp", lambda s, x: penalized_step(s, x, True)),
     gan("r1", r1_step),

@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd import grad
 from torch.nn import functional as F
 
-from tests.zoo.case import NAMED_CALL, REFUSED_WHERE_SHARDED, Case, TrainingState
+from tests.zoo.case import REFUSED_WHERE_SHARDED, Case, TrainingState
 from tests.zoo.inputs import features, labeled, mean_square
 
 
@@ -294,8 +294,6 @@ CASES = [
         "physics-informed-naive",
         Field,
         step=stepped(residual, False),
-        expected=NAMED_CALL,
-        reason="needs double_backward",
     ),
     equation(
         "hamiltonian",
@@ -310,8 +308,6 @@ CASES = [
         Hamiltonian,
         batch=features(4),
         loss=mean_square,
-        expected=NAMED_CALL,
-        reason="needs double_backward",
     ),
     equation(
         "score-jvp",

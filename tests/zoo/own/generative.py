@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.zoo.case import REFUSED_WHERE_SHARDED, WITHOUT_CHECKPOINT, Case, TrainingState
+from tests.zoo.case import WITHOUT_CHECKPOINT, Case, TrainingState
 from tests.zoo.inputs import features, generator, images, own_loss
 
 
@@ -363,8 +363,6 @@ CASES = [
     generative(
         "flow-actnorm",
         lambda: Flow(actnorm=True),
-        expected=REFUSED_WHERE_SHARDED,
-        reason="writes to parameters in forward",
     ),
     generative("made", MADE),
     generative("energy-langevin", Energy, loss=contrastive_divergence, evaluate=lambda m, x: m(x).mean()),
@@ -386,7 +384,5 @@ CASES = [
         setup=copy_model,
         step=denoising_step_with_copy,
         variants=WITHOUT_CHECKPOINT,
-        expected=REFUSED_WHERE_SHARDED,
-        reason="copies a sharded model",
     ),
 ]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
-from tests.zoo.case import REFUSED_WHERE_SHARDED, WITHOUT_CHECKPOINT, Case, TrainingState
+from tests.zoo.case import WITHOUT_CHECKPOINT, Case, TrainingState
 from tests.zoo.inputs import labeled, own_loss
 
 
@@ -233,26 +233,15 @@ def elastic(state: TrainingState, inputs: Any) -> torch.Tensor:
 
 
 def penalty_case(name: str, build: Any = Classifier, **more: Any) -> Case:
-    """Return a case of a classifier; reads of sharded parameters may be refused."""
-    defaults = {
-        "loss": penalized_in_loop(lambda m: 0.0),
-        "expected": REFUSED_WHERE_SHARDED,
-        "reason": "reads sharded parameters outside forward",
-    }
+    """Return a case of a classifier."""
+    defaults = {"loss": penalized_in_loop(lambda m: 0.0)}
     return Case(f"own/penalties/{name}", build, labeled(8, 3), **(defaults | more))
 
 
-EQUAL = {"expected": "equal", "reason": ""}
-GRADIENTS = {
-    "expected": dict.fromkeys(
-        ("1", "2", "3", "nvme", "init", "checkpoint"), r"ShardedGradient|zero_ext\.\w+|gradient"
-    ),
-    "reason": "gradients are sharded",
-}
 CASES = [
     *(penalty_case(f"in-loss-{n}", loss=penalized_in_loop(p)) for n, p in PENALTIES.items()),
     *(
-        penalty_case(f"in-forward-{n}", lambda p=p: PenalizedInside(p), loss=own_loss, **EQUAL)
+        penalty_case(f"in-forward-{n}", lambda p=p: PenalizedInside(p), loss=own_loss)
         for n, p in PENALTIES.items()
     ),
     penalty_case("logged-norm", step=logged(lambda m: m.head.weight.norm())),
@@ -262,13 +251,13 @@ CASES = [
     penalty_case(
         "logged-state-dict", step=logged(lambda m: sum(v.float().sum() for v in m.state_dict().values()))
     ),
-    penalty_case("logged-gathered", step=penalized_gathered, **EQUAL),
-    penalty_case("gradient-norms", step=gradient_norms, **EQUAL),
-    penalty_case("gradient-clipped-by-value", step=clipped_by_value, **GRADIENTS),
-    penalty_case("gradient-noise", step=noisy_gradients, **GRADIENTS),
-    penalty_case("gradient-taken", step=taken_gradients, **GRADIENTS),
-    penalty_case("accumulated", step=accumulated, **EQUAL),
+    penalty_case("logged-gathered", step=penalized_gathered),
+    penalty_case("gradient-norms", step=gradient_norms),
+    penalty_case("gradient-clipped-by-value", step=clipped_by_value),
+    penalty_case("gradient-noise", step=noisy_gradients),
+    penalty_case("gradient-taken", step=taken_gradients),
+    penalty_case("accumulated", step=accumulated),
     penalty_case("sharpness-aware", step=lambda s, i: sharpness_aware(s, i, False)),
-    penalty_case("sharpness-aware-gathered", step=lambda s, i: sharpness_aware(s, i, True), **EQUAL),
+    penalty_case("sharpness-aware-gathered", step=lambda s, i: sharpness_aware(s, i, True)),
     penalty_case("elastic-consolidation", setup=consolidate, step=elastic, variants=WITHOUT_CHECKPOINT),
 ]

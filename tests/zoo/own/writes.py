@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.zoo.case import NAMED_CALL, REFUSED_WHERE_SHARDED, WITHOUT_CHECKPOINT, Case, TrainingState
+from tests.zoo.case import WITHOUT_CHECKPOINT, Case, TrainingState
 from tests.zoo.inputs import classification, labeled, tokens
 from tests.zoo.own.penalties import Classifier, log_step
 
@@ -213,24 +213,14 @@ def two_classes(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def written(name: str, build: Any = Classifier, **more: Any) -> Case:
-    """Return a case of a classifier; writes to sharded parameters may be refused."""
-    defaults = {
-        "loss": classification,
-        "expected": REFUSED_WHERE_SHARDED,
-        "reason": "writes to sharded parameters",
-    }
-    return Case(f"own/writes/{name}", build, labeled(8, 3), **(defaults | more))
+    """Return a case of a classifier."""
+    return Case(f"own/writes/{name}", build, labeled(8, 3), **({"loss": classification} | more))
 
 
-EQUAL = {"expected": "equal", "reason": ""}
-# Assigning to ``data`` replaces the memory of a parameter, which no stage allows.
 CASES = [
+    *(written(n, step=after(w)) for n, w in WRITES.items()),
     *(
-        written(n, step=after(w), expected=NAMED_CALL if n == "data-assigned" else REFUSED_WHERE_SHARDED)
-        for n, w in WRITES.items()
-    ),
-    *(
-        written(f"{n}-gathered", step=after(w, True), **EQUAL)
+        written(f"{n}-gathered", step=after(w, True))
         for n, w in WRITES.items()
         if n not in ("data-assigned", "state-dict")
     ),
@@ -255,7 +245,6 @@ CASES = [
         setup=average_plain_twin,
         step=averaged_gathered,
         variants=WITHOUT_CHECKPOINT,
-        **EQUAL,
     ),
-    written("swapped-for-evaluation", step=evaluated_with_average, **EQUAL),
+    written("swapped-for-evaluation", step=evaluated_with_average),
 ]
