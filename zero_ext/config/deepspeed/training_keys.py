@@ -61,9 +61,9 @@ PRECISION_KEYS = (
     Key(
         "fp16.auto_cast",
         FLAG,
-        "refused",
-        "inputs are not cast here; cast floating-point inputs to fp16 yourself",
-        harmless=(False,),
+        "no effect",
+        "floating-point inputs are always cast to fp16 here, in DeepSpeed only if this is true",
+        harmless=(True,),
         auto=True,
         switch="fp16.enabled",
     ),
