@@ -308,7 +308,7 @@ def test_harmless_values_pass_in_silence(key: Key) -> None:
         ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel", ("autotp_size to 1",)),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency", ("refused",)),
         ({"compile": {"deepcompile": True}}, "compile", ("torch.compile",)),
-        ({"a.b": 1}, "a.b", ("without dots",)),
+        ({"fp16": {"a.b": 1}}, "fp16.a.b", ("expected a string without dots", "got 'a.b'")),
         ({"": 1}, "''", ("unknown key",)),
         ({"gradient_clipping": 10**400}, "gradient_clipping", ("finite",)),
         ({"train_batch_size": 10**5000}, "train_batch_size", ("too large to print",)),

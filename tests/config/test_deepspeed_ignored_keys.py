@@ -12,3 +12,13 @@ def test_inputs_are_always_cast() -> None:
         found = load_deepspeed_config(source)
         assert found.config.precision.dtype == ("fp16" if enabled else "keep")
         assert [(note.path, note.outcome) for note in found.notes] == [(path, "no effect") for path in paths]
+
+
+def test_dotted_keys_are_ignored() -> None:
+    """TRL writes them beside the nested ones that it means."""
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": 7}
+    source = {"gradient_clipping": 0, "zero_optimization": zero}
+    dotted = {"zero_optimization.stage3_prefetch_bucket_size": 0.9 * 15**2, "zero_optimization.stage": "auto"}
+    found = load_deepspeed_config({**source, **dotted})
+    assert found.config == load_deepspeed_config(source).config
+    assert [(note.path, note.outcome) for note in found.notes] == [(path, "no effect") for path in dotted]

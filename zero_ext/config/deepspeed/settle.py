@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ..errors import Problem, join_path, show, unknown_key
 from .key import Key
+from .note import Note
 from .table import KEYS, SECTIONS
 
 AUTO = "auto"
@@ -16,11 +17,13 @@ _OPEN = ("optimizer.params", "scheduler.params")
 
 @dataclass
 class Settled:
-    """Values by the key's own path (aliases resolved), the paths as written, and what was wrong."""
+    """Values by the key's own path (aliases resolved), the paths as written, what was wrong, and what was
+    ignored."""
 
     values: dict[str, object] = field(default_factory=dict)
     written: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
 
 
 def settle(source: Mapping[str, object], resolve: Mapping[str, object]) -> Settled:
@@ -40,8 +43,13 @@ def _walk(
 ) -> None:
     for name, value in section.items():
         path = join_path(prefix, name)
-        if not isinstance(name, str) or "." in name:
-            settled.problems.append(Problem(path, f"key {name!r} is no plain name, wanted one without dots"))
+        if isinstance(name, str) and "." in name and not prefix:
+            # TRL writes such keys when it means the nested ones. DeepSpeed ignores them.
+            why = "a key with dots names nothing, in DeepSpeed either; nest it to set it"
+            settled.notes.append(Note(path, "no effect", why))
+        elif not isinstance(name, str) or "." in name:
+            text = f"expected a string without dots, got {show(name)}. Nest one mapping per name."
+            settled.problems.append(Problem(path, text))
         elif path in KEYS:
             _take(KEYS[path], path, value, resolve, settled)
         elif path in SECTIONS:

@@ -72,7 +72,7 @@ def load_deepspeed_config(
     settled = settle(values, resolve or {})
     tier_notes = settle_tiers(settled)
     notes, native = _judge(settled)
-    notes += tier_notes
+    notes += settled.notes + tier_notes
     _set_precision(settled, native)
     _set_optimizer(settled, native, notes)
     _set_leaf_modules(settled, native)
