@@ -40,7 +40,7 @@ def _aio(name: str, kind: Kind, fate: Fate, why: str, *harmless: object, native:
 _NVME_PATH = "joins offload.nvme_paths; required by device 'nvme'"
 
 PARAM_KEYS = (
-    _device(PARAM, "offload.params", "cpu is the tier host; stage 3 only"),
+    _device(PARAM, "offload.params", "cpu is the tier host; no effect below stage 3"),
     _field(PARAM, "nvme_path", or_null(_PATH), "honoured", _NVME_PATH),
     _field(PARAM, "buffer_count", whole(0), "no effect", _STAGING),
     _field(PARAM, "buffer_size", whole(0), "no effect", f"{_STAGING}, never by the largest tensor"),

@@ -18,7 +18,7 @@ def settle_tiers(settled: Settled) -> list[Note]:
         _renew(path, section, settled)
     if settled.values.get(f"{OPTIMIZER}.ratio") == 0:
         settled.values[f"{OPTIMIZER}.device"] = "none"
-    notes = []
+    notes = _drop_parameters_that_stay(settled)
     for section in (PARAM, OPTIMIZER):
         device, path = _device(section, settled), f"{section}.nvme_path"
         given = settled.values.get(path)
@@ -47,6 +47,17 @@ def set_tiers(settled: Settled, native: dict[str, object]) -> None:
         native["offload.nvme_paths"] = list(folders.values())
     if _device(OPTIMIZER, settled) != "none" and native["stage"] in (2, 3):
         native["offload.grads"] = "host"
+
+
+def _drop_parameters_that_stay(settled: Settled) -> list[Note]:
+    """Take out offload_param below stage 3, where no parameter is sharded and DeepSpeed does not read it."""
+    stage = settled.values.get("zero_optimization.stage", 0)
+    if stage == 3 or _device(PARAM, settled) == "none":
+        return []
+    written = settled.written[f"{PARAM}.device"].removesuffix(".device")
+    for path in [path for path in settled.values if path.startswith(f"{PARAM}.")]:
+        del settled.values[path]
+    return [Note(written, "no effect", f"it acts in stage 3, and the stage is {stage}")]
 
 
 def _device(section: str, settled: Settled) -> str:
