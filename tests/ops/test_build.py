@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
 
 import pytest
 
 from tests.ops.forked import Builder
-from zero_ext.ops import build, library, toolchain
+from zero_ext.ops import build, build_cache, library, toolchain
 from zero_ext.ops.build_cache import CachedModule, build_key
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,21 +136,129 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
         build.build_ops()
 
 
-def test_a_folder_of_others_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = CachedModule(tmp_path / "build", "_C")
+@pytest.fixture
+def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of private builds, of a temporary folder like ``/tmp``."""
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp").chmod(0o1777)
+    monkeypatch.setattr(build_cache.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    build_cache._say_private.cache_clear()
+    return tmp_path / "tmp" / f"zero_ext-{os.getuid()}"
+
+
+def belongs_to(monkeypatch: pytest.MonkeyPatch, owners: dict[Path, int]) -> None:
+    """Lets these paths belong to other users."""
+    whole = Path.lstat
+
+    def lstat(path: Path) -> os.stat_result:
+        facts = whole(path)
+        return os.stat_result((*facts[:4], owners.get(path, facts.st_uid), *facts[5:]))
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757, 0o1777])
+@pytest.mark.parametrize("below", [".", "zero_ext", "zero_ext/build"])
+def test_a_folder_that_others_can_write_to_is_replaced_by_a_private_one(
+    tmp_path: Path,
+    private: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    mode: int,
+    below: str,
+) -> None:
+    base = tmp_path / "caches"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(base))
+    (base / "zero_ext" / "build").mkdir(parents=True)
+    shared = (base / below).resolve()
+    shared.chmod(mode)
+    module = CachedModule(build_cache.cache_folder() / "build", "_C")
+    if mode == 0o1777 and below == ".":
+        # As in /tmp: what this user owns there, others cannot replace.
+        assert module.folder == base / "zero_ext" / "build"
+        return
+    assert module.folder == private / "build"
+    assert f"{shared}: expected no write permission for group and others, got mode {mode:o}. " in (
+        capsys.readouterr().err
+    )
     with module.locked():
-        pass
-    module.check_owner()
-    module.folder.chmod(0o777)
-    with pytest.raises(
-        RuntimeError, match=r"with mode 777, and modules are loaded only from .*XDG_CACHE_HOME"
-    ):
-        module.check_owner()
-    facts = os.stat_result((0o755, 0, 0, 1, 1234, 0, 0, 0, 0, 0))
-    monkeypatch.setattr(Path, "stat", lambda path: facts)
-    monkeypatch.setattr(os, "getuid", lambda: 4321)
-    with pytest.raises(RuntimeError, match=r"belongs to user 1234 .*this user \(4321\) or root"):
-        module.check_owner()
+        assert (private / "build" / "lock").is_file()
+    assert stat.S_IMODE(private.stat().st_mode) == 0o700
+    assert not list((base / "zero_ext" / "build").iterdir())
+    shared.chmod(0o755)
+    assert CachedModule(base / "zero_ext" / "build", "_C").folder == base / "zero_ext" / "build"
+
+
+def test_a_folder_of_another_user_is_replaced_and_one_of_root_is_not(
+    tmp_path: Path, private: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "caches"
+    base.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(base))
+    for owner, expected in ((os.getuid() + 1234, private), (0, base / "zero_ext")):
+        with monkeypatch.context() as patch:
+            belongs_to(patch, {base: owner})
+            assert build_cache.cache_folder() == expected
+    assert f"{base}: expected it to belong to user {os.getuid()} or root, got" in capsys.readouterr().err
+    # A link that another user can point elsewhere is as good as a folder of that user.
+    link = tmp_path / "link"
+    link.symlink_to(base)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(link))
+    assert build_cache.cache_folder() == link / "zero_ext"
+    belongs_to(monkeypatch, {link: os.getuid() + 1234})
+    assert build_cache.cache_folder() == private
+
+
+def test_parents_of_the_home_folder_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "open" / "home"
+    (home / ".cache").mkdir(parents=True)
+    home.parent.chmod(0o777)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: home)
+    assert build_cache.cache_folder() == home / ".cache" / "zero_ext"
+    home.chmod(0o775)
+    assert build_cache.distrust(build_cache.cache_folder()) is None
+    assert build_cache.cache_folder() != home / ".cache" / "zero_ext"
+
+
+def test_a_private_folder_that_another_user_has_made_is_refused(
+    tmp_path: Path, private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "open"))
+    private.mkdir()
+    belongs_to(monkeypatch, {private: os.getuid() + 1234})
+    with pytest.raises(RuntimeError, match=rf"{private}: expected it to belong to .*set XDG_CACHE_HOME"):
+        build_cache.cache_folder()
+
+
+def test_a_module_that_others_can_write_to_is_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = CachedModule(tmp_path / "zero_ext" / "build", "_C")
+    before = os.umask(0o002)
+    try:
+        with module.locked():
+            built = module.folder / "built.so"
+            built.write_bytes(b"code")
+            module.put(built)
+    finally:
+        os.umask(before)
+    assert module.is_complete()
+    assert stat.S_IMODE(module.folder.parent.stat().st_mode) == 0o755
+    checksum = module.path.with_name(f"{module.path.name}.sha256")
+    for path in (module.path, checksum):
+        path.chmod(0o664)
+        assert not module.is_complete()
+        path.chmod(0o644)
+        assert module.is_complete()
+        with monkeypatch.context() as patch:
+            belongs_to(patch, {path: os.getuid() + 1234})
+            assert not module.is_complete()
+    module.folder.chmod(0o775)
+    with pytest.raises(RuntimeError, match=r"got mode 775\. Remove the write permission, or set XDG_CACHE"):
+        module.is_complete()
 
 
 def test_a_full_disk_is_reported_with_the_way_out(

@@ -1,8 +1,12 @@
-"""Where just-in-time builds lie, and how processes share them.
+"""The cache of just-in-time builds, and how processes share it.
 
-``$XDG_CACHE_HOME/zero_ext`` (by default ``~/.cache/zero_ext``) holds a folder for each build: the module,
-its checksum, the log, and a lock for the ranks that start together. A module appears there complete or not
-at all.
+``$XDG_CACHE_HOME/zero_ext`` (by default ``~/.cache/zero_ext``) holds one folder per build: the module, its
+checksum, the log, and a lock for the ranks that start together. A module appears there complete or not at
+all.
+
+A module is native code, and whoever can write to its path runs code as this user. So the owner and mode of
+the module, of its folder and of every parent up to the home folder are checked before anything is loaded or
+written. Where they do not pass, modules are built in a private folder below the system's temporary folder.
 """
 
 from __future__ import annotations
@@ -11,22 +15,109 @@ import fcntl
 import hashlib
 import os
 import platform
+import stat
 import sys
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 
-# What distinguishes one state of a file from the next: a replaced file has another inode.
+# Distinguishes one state of a file from the next: a replaced file has another inode.
 FileState = tuple[int, int]
+_MOST_LINKS = 40  # as many as Linux follows
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_folder() -> Path:
-    """Folder of all just-in-time builds."""
+    """Return the folder of all just-in-time builds: the user's cache, or a private folder if others can write
+    to that one.
+
+    Raises:
+        RuntimeError: others can write to the private folder too.
+    """
+    folder = _user_cache()
+    reason = distrust(folder)
+    return folder if reason is None else _private_folder(reason)
+
+
+def distrust(path: Path) -> str | None:
+    """Return why another user could put a module at `path`, or None.
+
+    Symbolic links are followed one at a time, and every folder on the way is checked, but for those above the
+    home folder. A missing path passes: this user creates it. A folder with the sticky bit like ``/tmp``
+    passes as a parent, because others cannot replace entries that this user owns. As the last folder it does
+    not, because others can add entries.
+    """
+    home = Path.home().resolve()
+    path = path.absolute()
+    last = (path, path.resolve())
+    for each, facts in _steps(path):
+        if each in home.parents:
+            continue
+        if facts.st_uid not in (os.getuid(), 0):
+            return f"{each}: expected it to belong to user {os.getuid()} or root, got user {facts.st_uid}"
+        if stat.S_ISLNK(facts.st_mode):
+            continue
+        sticky_parent = bool(facts.st_mode & stat.S_ISVTX) and each not in last
+        if facts.st_mode & _OTHERS_WRITE and not sticky_parent:
+            mode = stat.S_IMODE(facts.st_mode)
+            return f"{each}: expected no write permission for group and others, got mode {mode:o}"
+    return None
+
+
+def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield every folder and symbolic link on the way to `path` that exists, from the root on."""
+    waiting, at, links = list(reversed(path.parts[1:])), Path(path.anchor), 0
+    yield at, at.lstat()
+    while waiting:
+        name = waiting.pop()
+        if name == "..":
+            at = at.parent
+            continue
+        each = at / name
+        try:
+            facts = each.lstat()
+        except OSError:
+            return
+        yield each, facts
+        if not stat.S_ISLNK(facts.st_mode):
+            at = each
+            continue
+        links += 1
+        if links > _MOST_LINKS:
+            return
+        target = each.readlink()
+        at = Path(target.anchor) if target.is_absolute() else at
+        waiting.extend(reversed(target.parts[1:] if target.is_absolute() else target.parts))
+
+
+def _user_cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "zero_ext"
+    return Path(base).absolute() / "zero_ext"
+
+
+def _private_folder(reason: str) -> Path:
+    """Return the private folder that is used for `reason`; it is the same for all processes of this user."""
+    folder = Path(tempfile.gettempdir()).absolute() / f"zero_ext-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    again = distrust(folder)
+    if again is not None:
+        raise RuntimeError(
+            f"{reason}; {again}. Remove the write permission, or set XDG_CACHE_HOME to a folder that only "
+            "you can write to."
+        )
+    _say_private(reason, folder)
+    return folder
+
+
+@cache
+def _say_private(reason: str, folder: Path) -> None:
+    print(f"zero_ext: {reason}. Modules are built in {folder} instead.", file=sys.stderr)
 
 
 def build_key(root: Path, names: list[str], settings: list[str]) -> str:
@@ -44,10 +135,17 @@ def build_key(root: Path, names: list[str], settings: list[str]) -> str:
 
 @dataclass(frozen=True)
 class CachedModule:
-    """The place of one module in the cache."""
+    """One module of the cache. A `folder` that others can write to is replaced by a private one."""
 
     folder: Path
     name: str  # like "_C_cuda"
+
+    def __post_init__(self) -> None:
+        reason = distrust(self.folder)
+        if reason is not None:
+            inside = self.folder.is_relative_to(_user_cache())
+            below = self.folder.relative_to(_user_cache()) if inside else Path(self.folder.name)
+            object.__setattr__(self, "folder", _private_folder(reason) / below)
 
     @property
     def path(self) -> Path:
@@ -66,31 +164,32 @@ class CachedModule:
         return self.folder / "failed.txt"
 
     def is_complete(self) -> bool:
-        """Whether the module is there with the bytes that were built.
+        """Return whether the module is there with the bytes that were built, and nobody else can write to it.
 
         Raises:
-            RuntimeError: the folder is another user's, or others may write to it.
+            RuntimeError: others can write to the folder, which was safe before.
         """
+        self.check_owner()
+        if any(distrust(path) is not None for path in (self.path, self._checksum)):
+            return False
         try:
             expected = self._checksum.read_text()
             contents = self.path.read_bytes()
         except OSError:
             return False
-        self.check_owner()
         return hashlib.sha256(contents).hexdigest() == expected
 
     def check_owner(self) -> None:
-        """Refuses a folder into which another user could have put a module.
+        """Refuse a folder into which another user could have put a module.
 
         Raises:
-            RuntimeError: it belongs to neither this user nor root, or others may write to it.
+            RuntimeError: it belongs to another user, or others can write to it.
         """
-        facts = self.folder.stat()
-        if facts.st_uid not in (os.getuid(), 0) or facts.st_mode & 0o002:
+        reason = distrust(self.folder)
+        if reason is not None:
             raise RuntimeError(
-                f"{self.folder} belongs to user {facts.st_uid} with mode {facts.st_mode & 0o777:o}, and "
-                f"modules are loaded only from folders of this user ({os.getuid()}) or root that others "
-                "cannot write to; remove it, or set XDG_CACHE_HOME to a folder of your own"
+                f"{reason}. Remove the write permission, or set XDG_CACHE_HOME to a folder that only you can "
+                "write to."
             )
 
     def state(self) -> FileState | None:
@@ -101,6 +200,9 @@ class CachedModule:
         """Moves a finished file into its place, its checksum first, both on disk before they are seen."""
         checksum = module.with_suffix(".sha256")
         checksum.write_text(hashlib.sha256(module.read_bytes()).hexdigest())
+        # A linker follows the umask, which may let the group write.
+        module.chmod(0o755)
+        checksum.chmod(0o644)
         for path in (checksum, module):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -124,7 +226,11 @@ class CachedModule:
         """
         failed_before = _state(self._failure)
         try:
-            self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+            # mkdir(parents=True) gives parents the mode of the umask.
+            for folder in (*reversed(self.folder.parents), self.folder):
+                if not folder.is_dir():
+                    folder.mkdir(mode=0o755, exist_ok=True)
+            self.check_owner()
             file = (self.folder / "lock").open("w")
         except OSError as error:
             raise RuntimeError(
@@ -132,7 +238,6 @@ class CachedModule:
                 f"to: {error.strerror}; set XDG_CACHE_HOME to a folder that this user may write to"
             ) from error
         with file:
-            self.check_owner()
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -153,6 +258,10 @@ def _state(path: Path) -> FileState | None:
 
 
 def cached_modules() -> list[CachedModule]:
-    """The modules in the cache, in the order of their folders' names."""
+    """Return the modules in the cache, in the order of their folders' names.
+
+    Folders that others can write to are left out.
+    """
     paths = sorted(cache_folder().glob("**/_C*.abi3.so"))
+    paths = [path for path in paths if distrust(path.parent) is None]
     return [CachedModule(path.parent, path.name.removesuffix(".abi3.so")) for path in paths]
