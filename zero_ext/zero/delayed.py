@@ -21,6 +21,10 @@ from zero_ext.zero.together import FailedTogether, together
 from zero_ext.zero.unit import Unit
 from zero_ext.zero.update import MIXTURE, AfterBackward, publish, settings_of
 
+_UNCHANGED = (
+    "No parameter or optimizer state was changed. Call optimizer.zero_grad() and repeat forward and backward."
+)
+
 
 class Delayed(AfterBackward):
     """The updates of a step run on a thread of their own until the next step, or until state is read (the
@@ -56,7 +60,7 @@ class Delayed(AfterBackward):
         latest in :meth:`finish`."""
         if self._job is not None:
             raise AssertionError("the updates of a step before were not finished")
-        updates = [Update(each.index, self._keep(each)) for each in self._updates()]
+        updates = self._copy_gradients()
         for kept, now in zip(self._settings, settings_of(self._groups), strict=True):
             kept.clear()
             kept.update(now)
@@ -110,6 +114,24 @@ class Delayed(AfterBackward):
     def _near(self, number: int) -> Tier:
         tier = self._masters[number].state.tier
         return "host" if tier == "nvme" else tier
+
+    def _copy_gradients(self) -> list[Update]:
+        """Return updates that read copies of the gradients. A collective where gradients are on NVMe.
+
+        Raises:
+            RuntimeError: A copy failed on some rank. It is raised on all ranks, before anything changed.
+        """
+
+        def copy() -> list[Update]:
+            return [Update(each.index, self._keep(each)) for each in self._updates()]
+
+        if not any(gradients.home.tier == "nvme" for gradients in self._gradients):
+            return copy()
+        try:
+            return together(self._collectives, copy, "reading gradients for the optimizer step", _UNCHANGED)
+        except FailedTogether as error:
+            # Not as FailedTogether, which would mark the model as damaged.
+            raise RuntimeError(str(error)) from error
 
     def _keep(self, update: Update) -> ShardHome:
         gradient, kept, tier = update.gradient, self._kept.get(update.index), self._near(update.index)
