@@ -4,6 +4,7 @@ engine.step()``."""
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -188,8 +189,10 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         return [str(engine_of(self).state.optimizer_class)]
 
     def get_global_grad_norm(self) -> float | None:
-        """The gradient norm of the last step before clipping; None if nothing asked for it."""
-        return engine_of(self).grad_norm
+        """Return the gradient norm of the last step before clipping, infinite if gradients overflowed; None
+        before the first step and if nothing asked for it."""
+        norm = engine_of(self).grad_norm
+        return math.inf if norm is not None and math.isnan(norm) else norm
 
     def _need_optimizer(self, what: str) -> ZeroOptimizer:
         if self.optimizer is None:

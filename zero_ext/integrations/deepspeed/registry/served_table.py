@@ -39,7 +39,7 @@ SERVED: tuple[Entry, ...] = (
         "save_16bit_model save_fp16_model module_state_dict load_module_state_dict",
         f"{_AT_EVERY_STAGE}, whatever stage3_gather_16bit_weights_on_model_save says",
     ),
-    *served(_ENGINE, "get_global_grad_norm", "None when neither clipping nor fp16 asks for it"),
+    *served(_ENGINE, "get_global_grad_norm", "None before the first step and without clipping or fp16"),
     *served(
         _ENGINE,
         "get_lr get_mom get_type module optimizer lr_scheduler training_dataloader device config "
