@@ -12,12 +12,13 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from zero_ext.checkpoint import CheckpointError
 from zero_ext.checkpoint.regular_file import open_regular
+from zero_ext.integrations.deepspeed.checkpoint_pickle_scan import check_expanded, check_opcodes
 
 _READ_BYTES = 1 << 20
 
@@ -47,22 +48,31 @@ _allowing = threading.Lock()
 def read_pickled(path: Path) -> dict[Any, Any]:
     """The dict that ``torch.save`` wrote to ``path``, tensors mapped from the file and not yet read.
 
-    CheckpointError names the file, and the class or function if one is neither torch's own nor among the
-    stubs above: nothing of it has been imported or called. The same for a file that is missing, no regular
-    file, truncated, or not written by ``torch.save``, and for a tensor that reaches outside its file.
+    Time and memory are linear in the size of the file. CheckpointError names the file, and the class or
+    function if one is neither torch's own nor among the stubs above: nothing of it has been imported or
+    called. The same for a file that is missing, no regular file, truncated, compressed or not written by
+    ``torch.save``, for a tensor that reaches outside its file, and for content that repeats itself so often
+    that it is much larger than the file.
     """
     try:
-        os.close(open_regular(path))
+        with os.fdopen(open_regular(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            _refuse_compression(file, path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     with _only_stubs():
         _refuse_globals(path)
+        pickle_bytes = _check_pickle(path)
         try:
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
             raise CheckpointError(f"{path}: refused or damaged: {_first_line(error)}") from error
     if type(found) is not dict:
         raise CheckpointError(f"{path}: holds a {type(found).__name__}, wanted a dict; is it DeepSpeed's?")
+    try:
+        check_expanded(found, pickle_bytes, size)
+    except ValueError as error:
+        raise _repeats(path, error) from None
     _check_tensors(found, path)
     return found
 
@@ -118,6 +128,36 @@ def _refuse_globals(path: Path) -> None:
             "tensors, plain values and DeepSpeed's loss scaler, stage and fragment address are read; save "
             "the checkpoint again without it, as in client_state"
         )
+
+
+def _refuse_compression(file: BinaryIO, path: Path) -> None:
+    """A compressed record can be a thousand times as long as the file."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            packed = [record for record in archive.infolist() if record.compress_type != zipfile.ZIP_STORED]
+    except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: truncated, damaged or not written by torch.save: {_first_line(error)}"
+        ) from error
+    if packed:
+        raise CheckpointError(f"{path}: damaged: record {packed[0].filename!r:.80} is compressed")
+
+
+def _check_pickle(path: Path) -> int:
+    """The length of the pickle in bytes, after a check of its opcodes."""
+    try:
+        data = torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")
+        check_opcodes(data, (name for _, name in _STUBS))
+    except Exception as error:
+        raise _repeats(path, error) from error
+    return len(data)
+
+
+def _repeats(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: refused: expected what DeepSpeed's save_checkpoint writes, got another pickle: "
+        f"{_first_line(error)}. Save the checkpoint again without it, or use another one."
+    )
 
 
 def _check_tensors(value: object, path: Path) -> None:

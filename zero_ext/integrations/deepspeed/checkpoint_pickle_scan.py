@@ -1,0 +1,245 @@
+"""Bounds the work and memory that a foreign pickle can cause: before it is loaded, and before it is used.
+
+A few bytes of pickle can build one list that holds another one ten times, and so on: loaded it is small, and
+whatever walks it as a tree (``repr``, ``==``, ``hash``, JSON) never ends. `check_opcodes` refuses what hurts
+while it is loaded, `check_expanded` bounds the size as a tree.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+_CALLED = {
+    "torch._utils._rebuild_tensor",
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_tensor_v3",
+    "torch._utils._rebuild_parameter",
+    "torch.Size",
+    "torch.device",
+    "torch.serialization._get_layout",
+    "collections.OrderedDict",
+    "collections.Counter",
+    "builtins.complex",
+    "builtins.set",
+    "_codecs.encode",
+}
+_PLAIN = {
+    "NONE", "NEWTRUE", "NEWFALSE", "EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET",
+    "BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING",
+}  # fmt: skip
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_DROPS = {"APPEND": 1, "BUILD": 1, "SETITEM": 2}
+_LATIN1 = "text and 'latin1'"  # the arguments of _codecs.encode, by which protocol 2 writes bytes
+_LARGEST_KEY = 100
+_LARGEST_IN_SET = 1000
+_MOST_LARGE_NUMBERS = 1000
+_LARGEST_WEIGHT = 1 << 40
+_DEEPEST = 100
+_EXPANSION = 32
+_ALLOWANCE = 1 << 20
+_BESIDE_TEXT = 8
+
+
+def check_opcodes(data: bytes, also_called: Iterable[str] = ()) -> None:
+    """Check the opcodes of a pickle without running them, in time linear in its length.
+
+    Args:
+        data: the pickle.
+        also_called: full names of classes that it may create besides those that ``torch.save`` needs.
+
+    Raises:
+        ValueError: it calls anything else, so a constructor could allocate any amount of memory; or loading
+            it would hash huge tuples or many numbers that share a hash.
+    """
+    _Scan(_CALLED.union(also_called)).run(data)
+
+
+class _Scan:
+    """The stack of an unpickler, with the weight of each item instead of its value.
+
+    The weight of a tuple is the number of items that hashing it touches. Lists and dicts have no hash and
+    weigh 1. A class or function is its full name.
+    """
+
+    def __init__(self, called: set[str]) -> None:
+        self._called = called
+        self._stack: list[int | str] = []
+        self._below: list[list[int | str]] = []
+        self._memo: dict[int, int | str] = {}
+        self._heaviest = 0
+        self._large_numbers = 0
+        self._makes_sets = False
+
+    def run(self, data: bytes) -> None:
+        """Go through all opcodes."""
+        try:
+            for opcode, argument, _ in pickletools.genops(data):
+                self._step(opcode.name, argument)
+        except (IndexError, KeyError) as error:
+            raise ValueError("its pickle takes from an empty stack or memo") from error
+        if self._makes_sets and self._heaviest > _LARGEST_IN_SET:
+            raise ValueError(f"it makes sets, and a tuple expands to {self._heaviest} items")
+
+    def _step(self, name: str, argument: Any) -> None:
+        stack = self._stack
+        if name in _PLAIN:
+            stack.append(_LATIN1 if argument == "latin1" else 1)
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(self._memo[argument])
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            self._memo[argument] = stack[-1]
+        elif name == "GLOBAL":
+            # Protocol 2 writes the name that Python 2 had.
+            stack.append(argument.replace(" ", ".").replace("__builtin__.", "builtins."))
+        elif name == "LONG1":
+            self._count_number(argument)
+            stack.append(1)
+        elif name in _TUPLES:
+            self._push_tuple(self._take(_TUPLES[name]))
+        elif name in _DROPS:
+            taken = self._take(_DROPS[name])
+            if name == "SETITEM":
+                self._check_keys(taken)
+        elif name in ("REDUCE", "NEWOBJ"):
+            self._call(*self._take(2))
+        elif name == "BINPERSID":
+            stack[-1] = 1
+        else:
+            self._step_with_marks(name)
+
+    def _step_with_marks(self, name: str) -> None:
+        if name == "MARK":
+            self._below.append(self._stack)
+            self._stack = []
+        elif name in ("TUPLE", "APPENDS", "SETITEMS"):
+            items, self._stack = self._stack, self._below.pop()
+            if name == "TUPLE":
+                self._push_tuple(items)
+            elif name == "SETITEMS":
+                self._check_keys(items)
+        elif name not in ("PROTO", "STOP"):
+            raise ValueError(f"its pickle has the opcode {name}, which torch.save does not write")
+
+    def _take(self, count: int) -> list[int | str]:
+        taken = self._stack[-count:]
+        if len(taken) != count:
+            raise IndexError
+        del self._stack[-count:]
+        return taken
+
+    def _push_tuple(self, items: list[int | str]) -> None:
+        weight = min(1 + sum(map(_weight, items)), _LARGEST_WEIGHT)
+        self._heaviest = max(self._heaviest, weight)
+        self._stack.append(_LATIN1 if len(items) == 2 and items[1] == _LATIN1 else weight)
+
+    def _check_keys(self, items: list[int | str]) -> None:
+        for key in items[::2]:
+            if _weight(key) > _LARGEST_KEY:
+                raise ValueError(f"a tuple that is a key expands to {_weight(key)} items")
+
+    def _count_number(self, number: int) -> None:
+        # Python's hash of a number is its remainder by 2**61 - 1, so any two of these can share one.
+        self._large_numbers += number.bit_length() > 64
+        if self._large_numbers > _MOST_LARGE_NUMBERS:
+            raise ValueError(f"it holds more than {_MOST_LARGE_NUMBERS} numbers of more than 64 bits")
+
+    def _call(self, function: int | str, arguments: int | str) -> None:
+        if function not in self._called:
+            raise ValueError(f"it calls {function if isinstance(function, str) else 'a value'!r:.200}")
+        if function == "_codecs.encode" and arguments != _LATIN1:
+            raise ValueError("it calls _codecs.encode for another encoding than 'latin1'")
+        if function == "collections.OrderedDict" and _weight(arguments) > 1:
+            raise ValueError("it calls collections.OrderedDict with arguments")
+        self._makes_sets |= function == "builtins.set"
+        self._stack.append(min(1 + _weight(arguments), _LARGEST_WEIGHT))
+
+
+def _weight(item: int | str) -> int:
+    return item if isinstance(item, int) else 1
+
+
+class _Extent(NamedTuple):
+    """Size of a value as a tree: bytes of text and numbers, bytes of tensors, levels."""
+
+    plain: int
+    tensors: int
+    levels: int
+
+
+def check_expanded(value: object, pickle_bytes: int, file_bytes: int) -> None:
+    """Check the size of a loaded value as a tree, in time linear in the number of objects and references.
+
+    Raises:
+        ValueError: it contains itself, is nested deeper than 100 levels, or is larger than 32 times the
+            pickle and 1 MiB; or its tensors are larger than 32 times the file and 1 MiB.
+    """
+    most_plain, most_tensors = (_EXPANSION * size + _ALLOWANCE for size in (pickle_bytes, file_bytes))
+    found: dict[int, _Extent] = {}
+    under_way: set[int] = set()
+    pending = [value]
+    while pending:
+        item = pending[-1]
+        if id(item) in found:
+            pending.pop()
+            continue
+        children = _children(item)
+        inner = [child for child in children if _is_container(child) and id(child) not in found]
+        if inner:
+            if id(item) in under_way or any(id(child) in under_way for child in inner):
+                raise ValueError("it contains itself")
+            under_way.add(id(item))
+            pending.extend(inner)
+            continue
+        under_way.discard(id(item))
+        pending.pop()
+        extent = found[id(item)] = _joined(children, found)
+        if extent.levels > _DEEPEST:
+            raise ValueError(f"it is nested deeper than {_DEEPEST} levels")
+        if extent.plain > most_plain or extent.tensors > most_tensors:
+            raise ValueError(
+                f"it repeats its parts: as a tree it takes {extent.plain} bytes and {extent.tensors} bytes "
+                f"of tensors, more than {_EXPANSION} times the file"
+            )
+
+
+def _joined(children: Iterable[object], found: Mapping[int, _Extent]) -> _Extent:
+    plain = _BESIDE_TEXT
+    tensors = levels = 0
+    for child in children:
+        extent = found[id(child)] if _is_container(child) else _leaf(child)
+        plain += extent.plain
+        tensors += extent.tensors
+        levels = max(levels, extent.levels)
+    return _Extent(plain, tensors, levels + 1)
+
+
+def _leaf(value: object) -> _Extent:
+    if isinstance(value, torch.Tensor):
+        return _Extent(_BESIDE_TEXT, value.numel() * value.element_size(), 0)
+    if isinstance(value, str | bytes):
+        return _Extent(_BESIDE_TEXT + len(value), 0, 0)
+    return _Extent(_BESIDE_TEXT + (value.bit_length() // 8 if isinstance(value, int) else 0), 0, 0)
+
+
+def _is_container(value: object) -> bool:
+    return isinstance(value, dict | list | tuple | set | frozenset) or _attributes(value) is not None
+
+
+def _attributes(value: object) -> dict[str, object] | None:
+    """The attributes of an instance of one of the stubs, which are the only ones in this package."""
+    return (
+        vars(value) if type(value).__module__.startswith("zero_ext.") and hasattr(value, "__dict__") else None
+    )
+
+
+def _children(value: object) -> list[object]:
+    attributes = _attributes(value)
+    if attributes is not None:
+        return list(attributes.values())
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    return list(value) if isinstance(value, list | tuple | set | frozenset) else []
