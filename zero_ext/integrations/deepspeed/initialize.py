@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +14,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zero_ext.comm.process_group import join_world
 from zero_ext.config import ConfigError, ZeroConfig
-from zero_ext.config.deepspeed import Note, load_deepspeed_config
+from zero_ext.config.deepspeed import load_deepspeed_config
 from zero_ext.config.errors import Problem, show
 from zero_ext.config.json_file import read_json_object
 from zero_ext.integrations.deepspeed.engine import DeepSpeedEngine
 from zero_ext.integrations.deepspeed.parameters import mark_sharded
 from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
 from zero_ext.integrations.deepspeed.registry import MODULES
+from zero_ext.integrations.deepspeed.runtime import lr_schedules
 from zero_ext.integrations.deepspeed.utils.leaf_modules import leaf_modules_of
 from zero_ext.integrations.parts import Scheduler, make_loader, make_optimizer, make_scheduler, say
 from zero_ext.integrations.prepare import prepare
@@ -78,8 +79,8 @@ def initialize(
     if model is None:
         raise ValueError("deepspeed.initialize: 'model' is missing; pass the module to train")
     _check_given(model, optimizer, lr_scheduler)
-    plan = _planned(_source(args, config, config_params))
-    settings = _with_leaf_modules(plan.settings, model)
+    values, native = _loaded(_source(args, config, config_params))
+    settings = _with_leaf_modules(native, model)
     pipeline = _as_pipeline(model)
     mesh = None if pipeline is None else pipeline.mesh
     loader = None
@@ -91,6 +92,9 @@ def initialize(
         made = make_optimizer(optimizer, settings, model, model_parameters)
         if lr_scheduler is None and settings.scheduler is not None:
             check_scheduler(settings.scheduler, made)
+            if settings.scheduler.type in lr_schedules.VALID_LR_SCHEDULES:
+                kind = getattr(lr_schedules, settings.scheduler.type)
+                lr_scheduler = partial(kind, **settings.scheduler.params)
     elif lr_scheduler is not None or settings.scheduler is not None:
         text = (
             "there is no optimizer for it to act on; add the section 'optimizer', pass optimizer=, or drop it"
@@ -101,7 +105,7 @@ def initialize(
     )
     mark_sharded(inner)
     scheduler = None if prepared is None else make_scheduler(lr_scheduler, settings, prepared)
-    engine = _engine_class(pipeline)(inner, prepared, scheduler, loader, plan.values)
+    engine = _engine_class(pipeline)(inner, prepared, scheduler, loader, values)
     return engine, prepared, loader, scheduler
 
 
@@ -132,14 +136,6 @@ def _check_given(model: Any, optimizer: Any, lr_scheduler: Any) -> None:
             raise TypeError(f"deepspeed.initialize: {name} is {show(given)}, {makers}")
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The JSON as given, and what it means here."""
-
-    values: dict[str, Any]
-    settings: ZeroConfig
-
-
 def _check_others(others: Mapping[str, Any]) -> None:
     for name, value in others.items():
         if name not in _OTHER_ARGUMENTS:
@@ -168,17 +164,14 @@ def _source(args: Any, *given: Mapping[str, Any] | str | Path | None) -> Mapping
     return sources[0]
 
 
-def _planned(source: Mapping[str, Any] | str | Path) -> _Plan:
+def _loaded(source: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], ZeroConfig]:
+    """Return the JSON as given and what it means here."""
     translation = load_deepspeed_config(source)
     values: dict[str, Any] = dict(source) if isinstance(source, Mapping) else read_json_object(source)
     join_world(translation.config.timeout_seconds)
     for note in translation.notes:
-        _report(note)
-    return _Plan(values, translation.config)
-
-
-def _report(note: Note) -> None:
-    say(str(note))
+        say(str(note))
+    return values, translation.config
 
 
 def _with_leaf_modules(settings: ZeroConfig, model: nn.Module) -> ZeroConfig:

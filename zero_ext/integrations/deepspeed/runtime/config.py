@@ -126,6 +126,18 @@ class DeepSpeedZeroConfig(_Section):
     }
 
 
+def _reads(path: str, words: str) -> Any:
+    """A property with the value at ``path`` of the native configuration; None if its section is missing."""
+    section, _, name = path.rpartition(".")
+
+    def read(config: DeepSpeedConfig) -> Any:
+        found = getattr(config.native, section) if section else config.native
+        value = None if found is None else getattr(found, name)
+        return dict(value) if isinstance(value, Mapping) else value
+
+    return property(read, doc=words)
+
+
 class DeepSpeedConfig:
     """A checked configuration. ``values`` is the JSON as given, ``native`` what it means here.
 
@@ -144,25 +156,18 @@ class DeepSpeedConfig:
         self.native: ZeroConfig = settings.replace(batch=settings.batch.resolve(self.world_size))
         self.zero_config = DeepSpeedZeroConfig(**self._known_zero_keys())
 
-    @property
-    def train_batch_size(self) -> int | None:
-        """Samples of one optimizer step over all ranks."""
-        return self.native.batch.train_batch_size
-
-    @property
-    def train_micro_batch_size_per_gpu(self) -> int | None:
-        """Samples of one forward on one rank."""
-        return self.native.batch.micro_batch_size
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one optimizer step."""
-        return self.native.batch.gradient_accumulation_steps
-
-    @property
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
-        return self.native.stage
+    train_batch_size = _reads("batch.train_batch_size", "Samples of one optimizer step over all ranks.")
+    train_micro_batch_size_per_gpu = _reads("batch.micro_batch_size", "Samples of one forward on one rank.")
+    gradient_accumulation_steps = _reads(
+        "batch.gradient_accumulation_steps", "Micro-batches of one optimizer step."
+    )
+    zero_optimization_stage = _reads("stage", "The ZeRO stage.")
+    gradient_clipping = _reads("gradient_clipping", "The largest gradient norm; 0 for none.")
+    optimizer_name = _reads("optimizer.type", "The type that the optimizer section names.")
+    optimizer_params = _reads("optimizer.params", "The parameters of the optimizer section.")
+    scheduler_name = _reads("scheduler.type", "The type that the scheduler section names.")
+    scheduler_params = _reads("scheduler.params", "The parameters of the scheduler section.")
+    steps_per_print = _reads("steps_per_print", "Steps between progress lines.")
 
     @property
     def zero_enabled(self) -> bool:
@@ -178,36 +183,6 @@ class DeepSpeedConfig:
     def bfloat16_enabled(self) -> bool:
         """Whether parameters compute in bf16."""
         return self.native.precision.dtype == "bf16"
-
-    @property
-    def gradient_clipping(self) -> float:
-        """The largest gradient norm; 0 for none."""
-        return self.native.gradient_clipping
-
-    @property
-    def optimizer_name(self) -> str | None:
-        """The type that the optimizer section names."""
-        return None if self.native.optimizer is None else self.native.optimizer.type
-
-    @property
-    def optimizer_params(self) -> dict[str, Any] | None:
-        """The parameters of the optimizer section."""
-        return None if self.native.optimizer is None else dict(self.native.optimizer.params)
-
-    @property
-    def scheduler_name(self) -> str | None:
-        """The type that the scheduler section names."""
-        return None if self.native.scheduler is None else self.native.scheduler.type
-
-    @property
-    def scheduler_params(self) -> dict[str, Any] | None:
-        """The parameters of the scheduler section."""
-        return None if self.native.scheduler is None else dict(self.native.scheduler.params)
-
-    @property
-    def steps_per_print(self) -> int | None:
-        """Steps between progress lines."""
-        return self.native.steps_per_print
 
     def print_user_config(self) -> None:
         """Prints the JSON as given."""

@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.lr_schedules``: the five schedules, as torch schedulers."""
+"""``deepspeed.runtime.lr_schedules``: the five schedules, as torch schedulers that count like DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_ext.integrations.deepspeed.refused import names_of
-from zero_ext.optim.schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from zero_ext.optim import schedulers
+from zero_ext.optim.schedule_base import Schedule, count
 
 __all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "get_lr_from_config"]
 
@@ -23,6 +24,41 @@ _RATE_OF = {
     WARMUP_LR: "warmup_max_lr",
     WARMUP_DECAY_LR: "warmup_max_lr",
 }
+
+
+class _Counted(Schedule):
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Move to the next iteration, or to ``last_batch_iteration``."""
+        if last_batch_iteration is not None:
+            # Torch counts one ahead of DeepSpeed, and its own `epoch` is deprecated.
+            self.last_epoch = count("last_batch_iteration", last_batch_iteration, low=0)
+        super().step()
+
+
+class _CountedBatches(_Counted):
+    def step(self, batch_iteration: int | None = None) -> None:  # DeepSpeed's other name of the argument
+        """Move to the next iteration, or to ``batch_iteration``."""
+        super().step(batch_iteration)
+
+
+class WarmupLR(_Counted, schedulers.WarmupLR):
+    """:class:`zero_ext.optim.schedulers.WarmupLR` with DeepSpeed's ``step(last_batch_iteration)``."""
+
+
+class WarmupDecayLR(WarmupLR, schedulers.WarmupDecayLR):
+    """:class:`zero_ext.optim.schedulers.WarmupDecayLR` with DeepSpeed's ``step(last_batch_iteration)``."""
+
+
+class WarmupCosineLR(_Counted, schedulers.WarmupCosineLR):
+    """:class:`zero_ext.optim.schedulers.WarmupCosineLR` with DeepSpeed's ``step(last_batch_iteration)``."""
+
+
+class OneCycle(_CountedBatches, schedulers.OneCycle):
+    """:class:`zero_ext.optim.schedulers.OneCycle` with DeepSpeed's ``step(batch_iteration)``."""
+
+
+class LRRangeTest(_CountedBatches, schedulers.LRRangeTest):
+    """:class:`zero_ext.optim.schedulers.LRRangeTest` with DeepSpeed's ``step(batch_iteration)``."""
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
