@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._tensor import _rebuild_from_type_v2
 
 from tests.integrations.deepspeed_checkpoint.forged import Forged
 from zero_ext.checkpoint import CheckpointError
@@ -71,6 +72,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "levels": (lambda: nested(150), "nested deeper than 100 levels"),
     "an allocation": (lambda: Call(bytearray, 1 << 20), "it calls 'builtins.bytearray'"),
     "a tensor's class": (lambda: Call(torch.FloatTensor, 1 << 10), "it calls 'torch.FloatTensor'"),
+    "an allocation behind a call": (
+        lambda: Call(_rebuild_from_type_v2, bytearray, bytearray, (1 << 20,), {}),
+        "_rebuild_from_type_v2 of something else",
+    ),
     "a slow codec": (lambda: Call(__import__("_codecs").encode, "x", "punycode"), "another encoding"),
 }
 
@@ -98,7 +103,10 @@ def test_a_compressed_record_is_refused(tmp_path: Path) -> None:
 def test_what_checkpoints_share_is_read(tmp_path: Path) -> None:
     names = [f"layers.{number}.attention.weight" for number in range(50)]
     shared = torch.ones(10, 10)
+    marked = torch.ones(3)
+    marked.mark = "of DeepSpeed's"
     value = {
+        "marked": marked,
         "module": dict.fromkeys(names, shared),
         "names": names * 4,
         "shapes": [{name: torch.Size((10, 10)) for name in names}],
@@ -108,6 +116,7 @@ def test_what_checkpoints_share_is_read(tmp_path: Path) -> None:
     torch.save(value, tmp_path / "states.pt")
     found = read_pickled(tmp_path / "states.pt")
     assert torch.equal(found["module"][names[7]], shared)
+    assert torch.equal(found["marked"], marked)
     for key in ("names", "shapes", "tuple", "large"):
         assert found[key] == value[key]
 

@@ -13,11 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-_CALLED = {
+_REBUILDERS = {
     "torch._utils._rebuild_tensor",
     "torch._utils._rebuild_tensor_v2",
     "torch._utils._rebuild_tensor_v3",
     "torch._utils._rebuild_parameter",
+}
+_OF_TYPE = "torch._tensor._rebuild_from_type_v2"  # calls its first argument; tensors with attributes
+_CALLED = {
+    *_REBUILDERS,
+    _OF_TYPE,
     "torch.Size",
     "torch.device",
     "torch.serialization._get_layout",
@@ -56,6 +61,12 @@ def check_opcodes(data: bytes, also_called: Iterable[str] = ()) -> None:
             it would hash huge tuples or many numbers that share a hash.
     """
     _Scan(_CALLED.union(also_called)).run(data)
+
+
+class _Arguments(int):
+    """The weight of a tuple whose first item is the class or function `first`."""
+
+    first: str
 
 
 class _Scan:
@@ -134,6 +145,9 @@ class _Scan:
     def _push_tuple(self, items: list[int | str]) -> None:
         weight = min(1 + sum(map(_weight, items)), _LARGEST_WEIGHT)
         self._heaviest = max(self._heaviest, weight)
+        if items and isinstance(items[0], str) and items[0] != _LATIN1:
+            weight = _Arguments(weight)
+            weight.first = items[0]
         self._stack.append(_LATIN1 if len(items) == 2 and items[1] == _LATIN1 else weight)
 
     def _check_keys(self, items: list[int | str]) -> None:
@@ -150,6 +164,8 @@ class _Scan:
     def _call(self, function: int | str, arguments: int | str) -> None:
         if function not in self._called:
             raise ValueError(f"it calls {function if isinstance(function, str) else 'a value'!r:.200}")
+        if function == _OF_TYPE and getattr(arguments, "first", None) not in _REBUILDERS:
+            raise ValueError(f"it calls {_OF_TYPE} of something else than a tensor")
         if function == "_codecs.encode" and arguments != _LATIN1:
             raise ValueError("it calls _codecs.encode for another encoding than 'latin1'")
         if function == "collections.OrderedDict" and _weight(arguments) > 1:
