@@ -16,6 +16,7 @@ from tests.cli.command import run
 from zero_ext.cli.run import launch
 
 ROOT = Path(__file__).resolve().parents[2]
+RUNNER = ROOT / "zero_ext" / "integrations" / "deepspeed" / "run_script.py"
 
 
 @pytest.fixture
@@ -52,9 +53,8 @@ def test_the_look_alike_starts_the_script(started: list[Any], place: int) -> Non
     arguments.insert(place, "--deepspeed-compat")
     launch([*arguments, "train.py", "--deepspeed", "c.json", "--deepspeed-compat"])
     launch(["--deepspeed-compat", "-m", "own_package.train", "--x"])
-    runner = "zero_ext.integrations.deepspeed.run_script"
-    assert [each.training_script for each in started] == [runner, runner]
-    assert all(each.module for each in started)
+    assert [each.training_script for each in started] == [str(RUNNER), str(RUNNER)]
+    assert not any(each.module for each in started)
     # What stands behind the script is the script's.
     given = [each.training_script_args for each in started]
     assert given == [
@@ -121,8 +121,8 @@ def test_only_who_asks_gets_the_look_alike(tmp_path: Path) -> None:
     script.write_text(PROBE)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}"}
     found = []
-    for module in ([], ["-m", "zero_ext.integrations.deepspeed.run_script"]):
-        command = [sys.executable, *module, str(script), "--own", "1"]
+    for runner in ([], [str(RUNNER)]):
+        command = [sys.executable, *runner, str(script), "--own", "1"]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout))
@@ -133,3 +133,38 @@ def test_only_who_asks_gets_the_look_alike(tmp_path: Path) -> None:
     assert ours["file"].endswith("zero_ext/integrations/deepspeed/__init__.py")
     for each in found:
         assert each["argv"] == ["--own", "1"] and each["name"] == "__main__" and each["path"] == str(tmp_path)
+
+
+PLANTED = ("zero_ext", "torch", "json", "runpy", "pathlib", "typing", "importlib", "sitecustom")
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_modules_of_the_working_folder_do_not_run_before_the_script(tmp_path: Path, as_module: bool) -> None:
+    """Nor do those of the runner's own folder; those of the script's folder are found as ever."""
+    work, scripts = tmp_path / "work", tmp_path / "scripts"
+    work.mkdir()
+    scripts.mkdir()
+    for name in PLANTED:
+        (work / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
+    (work if as_module else scripts).joinpath("helper.py").write_text("VALUE = 17\n")
+    (work if as_module else scripts).joinpath("engine.py").write_text("VALUE = 18\n")
+    script = (work if as_module else scripts) / "train.py"
+    script.write_text(
+        "import json, sys, torch, deepspeed, helper, engine\n"
+        "try:\n    import look_alike\n    found = True\nexcept ImportError:\n    found = False\n"
+        "print(json.dumps([helper.VALUE, engine.VALUE, found, deepspeed.__file__, sys.argv, sys.path[0]]))\n"
+    )
+    program = ["-m", "train"] if as_module else [str(script)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import zero_ext.cli.run, os; "
+        f"os.chdir({str(work)!r}); zero_ext.cli.run.launch(sys.argv[1:])"
+    )
+    command = [sys.executable, "-P", "-c", code, "--deepspeed-compat", "--standalone", *program, "--own"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found[:3] == [17, 18, False]
+    assert found[3].endswith("zero_ext/integrations/deepspeed/__init__.py")
+    assert found[4][1:] == ["--own"] and found[5] == str(script.parent)
+    assert not (tmp_path / "ran").exists()

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 COMPAT = "--deepspeed-compat"
-_RUNNER = "zero_ext.integrations.deepspeed.run_script"
+# Its path: "python -m" would look for zero_ext, torch and all else in the working folder first.
+_RUNNER = Path(__file__).resolve().parents[1] / "integrations" / "deepspeed" / "run_script.py"
 
 
 def launch(arguments: list[str]) -> None:
@@ -94,4 +95,4 @@ def _through_look_alike(parsed: argparse.Namespace) -> None:
         raise SystemExit(f"zero-ext run: {COMPAT} is for Python scripts; leave --no-python out")
     program = ["-m", parsed.training_script] if parsed.module else [parsed.training_script]
     parsed.training_script_args = [*program, *parsed.training_script_args]
-    parsed.training_script, parsed.module = _RUNNER, True
+    parsed.training_script, parsed.module = str(_RUNNER), False
