@@ -41,3 +41,44 @@ def test_norm_of_a_step_that_overflows(stage: int) -> None:
         engine.step()
     norm = engine.get_global_grad_norm()
     assert engine.skipped_steps == 1 and norm is not None and 0 < norm < math.inf
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_misuse_that_deepspeed_refuses(stage: int) -> None:
+    engine = engine_of(stage)
+    before = engine.module_state_dict()
+    with engine.no_sync():
+        engine.backward(loss_of(engine, 0))
+        with pytest.raises(
+            RuntimeError, match=r"engine\.step: expected a call outside no_sync, got one inside"
+        ):
+            engine.step()
+        for context in (engine.no_sync, engine.coalesce_grad_reduction):
+            with pytest.raises(RuntimeError, match="got one inside another"), context():
+                pass
+    assert engine.micro_steps == engine.global_steps == 0
+    assert all(torch.equal(value, before[name]) for name, value in engine.module_state_dict().items())
+    engine.step()
+    assert engine.micro_steps == engine.global_steps == 1 and engine.was_step_applied()
+    outputs = engine(torch.ones(2, 4))
+    for wrong, found in (
+        (outputs, r"shape \(2, 1\)"),
+        (outputs.sum().detach(), r"shape \(\) without a graph"),
+        (0.5, "float"),
+    ):
+        for call in (engine.backward, engine.scale):
+            with pytest.raises(ValueError, match=f"expected a loss of one element .* got {found}"):
+                call(wrong)
+
+
+def test_a_scheduler_over_another_optimizer() -> None:
+    model = nn.Linear(2, 1)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    with pytest.raises(ValueError, match=r"lr_scheduler: expected one over optimizer=, got .*StepLR"):
+        deepspeed.initialize(model=model, lr_scheduler=scheduler, config=config)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=other, lr_scheduler=scheduler, config=config)
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    assert engine.get_lr() == pytest.approx([0.01])

@@ -37,6 +37,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
     training_dataloader: ShardedLoader | None
     config: dict[str, Any]
     micro_steps: int
+    inside_no_sync_ctxt: bool
     _boundary: bool | None
     _applied: bool
 
@@ -56,6 +57,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
             training_dataloader=loader,
             config=config,
             micro_steps=0,
+            inside_no_sync_ctxt=False,
             _boundary=None,
             _applied=False,
         )
@@ -108,7 +110,8 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, to call ``backward`` on by hand."""
-        return self.scale_loss(loss)
+        self._need_optimizer("scale")
+        return self.scale_loss(_checked_loss("scale", loss))
 
     def backward(  # type: ignore[override]  # DeepSpeed's returns the loss
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -116,6 +119,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         """Backward of the loss, scaled for fp16, divided by the accumulation steps unless ``scale_wrt_gas``
         is False; returns the divided loss."""
         self._need_optimizer("backward")
+        _checked_loss("backward", loss)
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
         with self._until_boundary():
@@ -125,6 +129,10 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Ends a micro-batch; on the last of a step: optimizer, scheduler (unless skipped), zero_grad."""
         optimizer = self._need_optimizer("step")
+        if self.inside_no_sync_ctxt:
+            raise RuntimeError(
+                "engine.step: expected a call outside no_sync, got one inside. Leave the block first."
+            )
         last = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         self._applied = False
@@ -162,7 +170,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         """
         settings = self.zero_config
         keeps = settings.stage < 2 or settings.offload.step == "in_backward"
-        with self.no_sync() if keeps and self._boundary is False else contextlib.nullcontext():
+        with super().no_sync() if keeps and self._boundary is False else contextlib.nullcontext():
             yield
 
     def was_step_applied(self) -> bool:
@@ -170,10 +178,20 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         return self._applied
 
     @contextlib.contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
-        """``no_sync`` under DeepSpeed's other name."""
-        with self.no_sync():
-            yield
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients local inside the block. The next backward or step outside reduces their sum."""
+        if self.inside_no_sync_ctxt:
+            raise RuntimeError(
+                "engine.no_sync: expected one block, got one inside another. Drop the inner one."
+            )
+        self.inside_no_sync_ctxt = True
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            self.inside_no_sync_ctxt = False
+
+    coalesce_grad_reduction = no_sync
 
     def get_lr(self) -> list[float]:
         """The learning rate of every param group."""
@@ -296,3 +314,15 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
 
     def destroy(self) -> None:
         """Nothing to do: memory, files and connections go with the model."""
+
+
+def _checked_loss(what: str, loss: Any) -> torch.Tensor:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    if isinstance(loss, torch.Tensor) and not loss.requires_grad:
+        found += " without a graph"
+    raise ValueError(
+        f"engine.{what}: expected a loss of one element that requires a gradient, got {found}. Reduce it, "
+        "or call outputs.backward(gradients)."
+    )

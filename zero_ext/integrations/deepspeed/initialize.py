@@ -134,6 +134,11 @@ def _check_given(model: Any, optimizer: Any, lr_scheduler: Any) -> None:
     ):
         if not (given is None or isinstance(given, kind) or callable(given)):
             raise TypeError(f"deepspeed.initialize: {name} is {show(given)}, {makers}")
+    if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"deepspeed.initialize: lr_scheduler: expected one over optimizer=, got {show(lr_scheduler)} "
+            "without that. Pass its optimizer as well, or a callable that makes the scheduler."
+        )
 
 
 def _check_others(others: Mapping[str, Any]) -> None:

@@ -64,7 +64,7 @@ def test_what_is_asked_of_an_engine(world: World) -> None:
     assert (engine.micro_batches, engine.micro_batch_size) == (MICRO_BATCHES, SAMPLES)
     assert (engine.global_rank, engine.world_size, engine.dp_world_size) == (world.rank, ALL, 2)
     assert engine.get_data_parallel_rank() == world.rank % 2
-    for refused in (engine, engine.forward, engine.backward, engine.step, engine.no_sync):
+    for refused in (engine, engine.forward, engine.backward, engine.step, engine.coalesce_grad_reduction):
         with pytest.raises(RuntimeError, match=r"whole batches; call engine\.train_batch"):
             refused()
     with pytest.raises(deepspeed.DeepSpeedFeatureError, match="zero-ext export"):

@@ -24,6 +24,16 @@ from zero_ext.zero.together import together
 Batch = tuple[tuple[torch.Tensor, ...], list[Any]]
 
 
+def _refused(name: str) -> Any:
+    def method(*_: Any, **__: Any) -> NoReturn:
+        """Raise ``PipelineError``: a pipeline runs whole batches."""
+        raise PipelineError(
+            f"engine.{name}: a pipeline runs whole batches; call engine.train_batch(data_iter) or eval_batch"
+        )
+
+    return method
+
+
 class PipelineEngine(DeepSpeedEngine):
     """A prepared :class:`PipelineModule` with DeepSpeed's methods, in every ZeRO stage.
 
@@ -209,25 +219,12 @@ class PipelineEngine(DeepSpeedEngine):
 
     # -- what a pipeline cannot do ------------------------------------------------------------------------
 
-    def forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises ``PipelineError``: a pipeline runs whole batches."""
-        raise PipelineError(_whole_batches("forward"))
-
-    def backward(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises ``PipelineError``: a pipeline runs whole batches."""
-        raise PipelineError(_whole_batches("backward"))
-
-    def step(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises ``PipelineError``: a pipeline runs whole batches."""
-        raise PipelineError(_whole_batches("step"))
-
-    def no_sync(self) -> NoReturn:
-        """Raises ``PipelineError``: a pipeline runs whole batches."""
-        raise PipelineError(_whole_batches("no_sync"))
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> NoReturn:
-        """Raises ``PipelineError``: a pipeline runs whole batches."""
-        raise PipelineError(_whole_batches("set_gradient_accumulation_boundary"))
+    forward = _refused("forward")
+    backward = _refused("backward")
+    step = _refused("step")
+    no_sync = _refused("no_sync")
+    coalesce_grad_reduction = _refused("coalesce_grad_reduction")
+    set_gradient_accumulation_boundary = _refused("set_gradient_accumulation_boundary")
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> NoReturn:
         raise DeepSpeedFeatureError(
@@ -245,10 +242,6 @@ class PipelineEngine(DeepSpeedEngine):
         if isinstance(data, RepeatingLoader) and data.loader is self.training_dataloader:
             self.data_iterator = None  # the next one goes on where the loader does now
         return found
-
-
-def _whole_batches(what: str) -> str:
-    return f"engine.{what}: a pipeline runs whole batches; call engine.train_batch(data_iter) or eval_batch"
 
 
 __getattr__ = names_of("deepspeed.runtime.pipe.engine")

@@ -23,12 +23,7 @@ def _get_data_parallel_rank() -> int:
 
 
 def _get_model_parallel_world_size() -> int:
-    """1: DeepSpeed's own model parallelism is not served."""
-    return 1
-
-
-def _get_sequence_parallel_world_size() -> int:
-    """1: DeepSpeed's own sequence parallelism is not served."""
+    """1: DeepSpeed's own model and sequence parallelism are not served."""
     return 1
 
 
@@ -37,6 +32,7 @@ def _get_sequence_parallel_rank() -> int:
     return 0
 
 
+_get_sequence_parallel_world_size = _get_model_parallel_world_size
 get_data_parallel_group = _get_data_parallel_group
 get_data_parallel_world_size = _get_data_parallel_world_size
 get_data_parallel_rank = _get_data_parallel_rank

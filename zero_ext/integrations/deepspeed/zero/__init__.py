@@ -10,10 +10,13 @@ from zero_ext.integrations.deepspeed.zero.estimates import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from zero_ext.integrations.deepspeed.zero.gathered import GatheredParameters, register_external_parameter
+from zero_ext.integrations.deepspeed.zero.gathered import (
+    GatheredParameters,
+    register_external_parameter,
+    unwrap_model_for_generation,
+)
 from zero_ext.integrations.deepspeed.zero.init import Init
 from zero_ext.integrations.deepspeed.zero.tiling import TiledLinear
-from zero_ext.integrations.deepspeed.zero.unwrapped import unwrap_model_for_generation
 from zero_ext.integrations.deepspeed.zero.wrappers import (
     _orig_torch_arange,
     get_accelerator,

@@ -1,9 +1,9 @@
-"""``GatheredParameters`` under DeepSpeed's name."""
+"""``GatheredParameters`` and its companions under DeepSpeed's names."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from zero_ext.integrations.deepspeed.parameters import ZeroParamStatus, set_status
 from zero_ext.zero.born import born_shard
 from zero_ext.zero.gathered import gathered
-from zero_ext.zero.lookup import PARAMETER_ATTRIBUTE
+from zero_ext.zero.lookup import PARAMETER_ATTRIBUTE, engine_of
 
 
 class GatheredParameters:
@@ -54,6 +54,14 @@ class GatheredParameters:
             # Under zero.Init what is still whole will be cut on every rank from its own values.
             _take_over(self._plain, self._modifier_rank)
         self._open.__exit__(kind, error, trace)
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """The wrapped module, all its parameters whole inside the block; a collective."""
+    engine = engine_of(model)
+    with gathered(engine.model):
+        yield engine.model
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
