@@ -23,7 +23,8 @@ from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
 from zero_ext.integrations.deepspeed.registry import MODULES
 from zero_ext.integrations.deepspeed.runtime import lr_schedules
 from zero_ext.integrations.deepspeed.utils.leaf_modules import leaf_modules_of
-from zero_ext.integrations.parts import Scheduler, make_loader, make_optimizer, make_scheduler, say
+from zero_ext.integrations.deepspeed.utils.logging import log_dist_once
+from zero_ext.integrations.parts import Scheduler, make_loader, make_optimizer, make_scheduler
 from zero_ext.integrations.prepare import prepare
 from zero_ext.optim.build import check_scheduler
 from zero_ext.zero.construction import accelerator_or_cpu
@@ -175,7 +176,7 @@ def _loaded(source: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], Zer
     values: dict[str, Any] = dict(source) if isinstance(source, Mapping) else read_json_object(source)
     join_world(translation.config.timeout_seconds)
     for note in translation.notes:
-        say(str(note))
+        log_dist_once(str(note), ranks=[0])
     return values, translation.config
 
 

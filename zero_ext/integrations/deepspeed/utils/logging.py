@@ -10,6 +10,7 @@ import torch.distributed as dist
 from zero_ext.monitor.memory import resident_bytes
 
 logger = logging.getLogger("zero_ext")
+_LOGGED: set[str] = set()
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
@@ -20,8 +21,10 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """As :func:`log_dist`; repeated messages are left to the log's filters."""
-    log_dist(message, ranks, level)
+    """Log ``message`` as :func:`log_dist` does, the first time that this process asks for it."""
+    if message not in _LOGGED:
+        _LOGGED.add(message)
+        log_dist(message, ranks, level)
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
