@@ -289,7 +289,7 @@ class Engine:
     def _begin_backward(self) -> None:
         self.optimizer_step.begin_backward(self._ends_accumulation())
         self._collected = False
-        self.views.note_cleared()
+        self.views.follow()
         for gradients in self.reducer.gradients:
             gradients.begin_pass(keep_local=self._adds_up(gradients))
 
@@ -370,7 +370,7 @@ class Engine:
         self._settle_gradients()
 
     def _settle_gradients(self) -> None:
-        self.views.note_cleared()
+        self.views.follow()
         self.reducer.settle(reduce=not self.optimizer_step.keeps_local)
         self._tied.sum_()
         self.norms.forget()  # where a rank holds whole gradients they may have been written to directly
@@ -383,6 +383,8 @@ class Engine:
         self.optimizer_step.forget_gradients()
         if not in_backward():
             self.residency.release_retained()
+        self.views.forget()
+        self.reducer.forget_edits()
         for gradients in self._gradients.values():
             gradients.clear()
             for parameter in gradients.unit.parameters:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,9 +21,12 @@ from zero_ext.zero.local_part import (
     is_split,
     like_parameter,
     local_gradient,
+    local_part,
     local_value,
+    set_data,
     whole_of,
 )
+from zero_ext.zero.released import ReleasedTensor
 from zero_ext.zero.sharded_gradient import ShardedGradient, Source
 from zero_ext.zero.together import refuse_different
 
@@ -38,8 +43,10 @@ class GradientViews:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.proxy(engine)
-        self._shown: dict[nn.Parameter, torch.Tensor] = {}
+        self._shown: dict[nn.Parameter, _Shown] = {}
         self._placeholders: dict[nn.Parameter, ShardedGradient] = {}
+        self._lives = itertools.count()
+        self._following = False
 
     def publish(self) -> None:
         """Makes every contributed gradient visible as ``param.grad``."""
@@ -54,36 +61,81 @@ class GradientViews:
                 parameter = gradients.unit.parameters[number]
                 # Whoever takes norms of experts here, as torch's clipping, would take another on every rank.
                 whole = gradients.reduced_valid and readable and not expert_ranks(parameter)
-                shown = gradients.full_view(number) if whole else None
-                if shown is None:
-                    shown = self._placeholder(parameter, gradients, number)
+                view = gradients.full_view(number) if whole else None
+                if view is None:
+                    shown = _Shown(self._placeholder(parameter, gradients, number), 0)
                 else:
-                    shown = like_parameter(parameter, shown)
+                    shown = _Shown(like_parameter(parameter, view), view.data_ptr())
                 self._shown[parameter] = shown
-                parameter.grad = shown
+                parameter.grad = shown.tensor
 
-    def note_cleared(self) -> None:
-        """Follows what the user did to ``param.grad`` since :meth:`publish`: cleared or replaced it."""
+    def forget(self) -> None:
+        """The gradients end. Who has kept one has its value, or is told that it is gone."""
+        for parameter in list(self._shown):
+            self._end(parameter)
+
+    def follow(self) -> None:
+        """Follows what the user did to ``param.grad`` since :meth:`publish`: cleared or replaced it; a
+        collective if something was replaced."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._note_cleared()
+            cleared, replaced = self._changes()
+        self._following = True
+        try:
+            # All are read before one is written to: two parameters may have exchanged theirs.
+            values = [(gradients, number, self._apart(value)) for gradients, number, value in replaced]
+        finally:
+            self._following = False
+        for gradients, numbers in cleared:
+            self._clear(gradients, numbers)
+        if values:
+            self._refuse("assigning param.grad")
+            if not self._engine.reducer.settled:
+                self._engine.reducer.settle()
+        for gradients, number, value in values:
+            self.replace(gradients, number, value)
 
-    def _note_cleared(self) -> None:
+    def _changes(self) -> tuple[list[tuple[UnitGradients, list[int]]], list[_Replaced]]:
+        """The gradients that were set to None, and those that are other tensors or have other memory."""
+        cleared: list[tuple[UnitGradients, list[int]]] = []
+        replaced: list[_Replaced] = []
         for gradients in self._engine.reducer.gradients:
-            cleared = []
+            numbers = []
             for number, parameter in enumerate(gradients.unit.parameters):
-                shown = parameter.grad
-                if shown is None:
-                    if number in gradients.contributed and parameter in self._shown:
-                        cleared.append(number)
-                elif shown is not self._shown.get(parameter):
-                    self._replace(gradients, number, shown)
-            if cleared:
-                self._engine.optimizer_step.refuse_pending("clearing param.grad")
-            if cleared and len(cleared) == len(gradients.contributed):
-                gradients.clear()
-            else:
-                for number in cleared:
-                    gradients.clear_parameter(number)
+                now, shown = parameter.grad, self._shown.get(parameter)
+                if now is None:
+                    if shown is not None and number in gradients.contributed:
+                        numbers.append(number)
+                elif shown is None or shown.tensor is not now or shown.has_moved():
+                    replaced.append((gradients, number, now))
+            if numbers:
+                cleared.append((gradients, numbers))
+        return cleared, replaced
+
+    def _apart(self, value: torch.Tensor) -> torch.Tensor:
+        """``value``, a copy if writing to gradients would change it."""
+        if isinstance(value, ShardedGradient | ReleasedTensor):
+            return value.clone()
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = local_part(value).untyped_storage()._cdata
+            return value.clone() if any(storage == each.storage for each in self._shown.values()) else value
+
+    def _clear(self, gradients: UnitGradients, numbers: list[int]) -> None:
+        self._engine.optimizer_step.refuse_pending("clearing param.grad")
+        for number in numbers:
+            self._end(gradients.unit.parameters[number])
+        if len(numbers) == len(gradients.contributed):
+            gradients.clear()
+        else:
+            for number in numbers:
+                gradients.clear_parameter(number)
+
+    def _end(self, parameter: nn.Parameter) -> None:
+        shown = self._shown.pop(parameter).tensor
+        if self._placeholders.get(parameter) is shown:
+            del self._placeholders[parameter]
+        elif sys.getrefcount(shown) > _REFERENCES and not is_distributed(shown):
+            with torch.no_grad():
+                set_data(shown, shown.clone())
 
     def norm_of(self, key: object, norm_type: float) -> torch.Tensor:
         """See :class:`GradientAccess`."""
@@ -101,11 +153,12 @@ class GradientViews:
         value = norms.of(gradients, number) if norm_type == 2 else norms.largest(gradients, number)
         return torch.tensor(value, dtype=torch.float32, device=self._engine.device)
 
-    def change(self, key: object, change: Callable[[torch.Tensor], object]) -> None:
+    def change(self, key: object, change: Callable[[torch.Tensor], object], described: str) -> None:
         """See :class:`GradientAccess`."""
         self._refuse("changing param.grad")
         gradients, number = self._find(key)
         self._settle()
+        self._engine.reducer.note_edit(gradients.unit.layout.specs[number].name, described)
         gradients.change_parameter(number, change)
         self._engine.norms.forget()
 
@@ -113,6 +166,7 @@ class GradientViews:
         """See :class:`GradientAccess`."""
         self._engine.optimizer_step.refuse_pending("zeroing param.grad")
         gradients, number = self._find(key)
+        self._engine.reducer.note_edit(gradients.unit.layout.specs[number].name, "zero_")
         gradients.zero_parameter(number)
         self._engine.norms.forget()
 
@@ -120,7 +174,7 @@ class GradientViews:
         """See :class:`GradientAccess`."""
         gradients, number = self._find(key)
         name = gradients.unit.layout.specs[number].name
-        if in_backward():
+        if in_backward() and not self._following:
             raise RuntimeError(
                 f"backward: expected a tensor of its own, got '{name}'.grad, which is sharded over the "
                 "ranks. Compute the loss from zero_ext.full_gradient(param)."
@@ -129,7 +183,7 @@ class GradientViews:
         self._settle()
         whole = self.whole(gradients, number)
         if whole is None:
-            raise RuntimeError(f"'{name}'.grad was cleared: expected a use before optimizer.zero_grad().")
+            raise AssertionError(f"a gradient of '{name}' is shown, and there is none")
         return whole
 
     def write(self, key: object, value: torch.Tensor) -> None:
@@ -175,7 +229,11 @@ class GradientViews:
 
     def _settle(self) -> None:
         reducer = self._engine.reducer
-        if not reducer.settled and not reducer.settle():
+        if reducer.settled:
+            return
+        alike = reducer.settle()
+        self.publish()
+        if not alike:
             raise RuntimeError(
                 "after no_sync() or inside an accumulation the ranks hold gradients of different parameters, "
                 "so what is done to param.grad would differ between them. Use model.clip_grad_norm_ or "
@@ -183,23 +241,44 @@ class GradientViews:
             )
 
     def _find(self, key: Any) -> tuple[UnitGradients, int]:
-        unit, number = key
-        return self._engine.reducer.gradients[unit], number
+        unit, number, _ = key
+        gradients = self._engine.reducer.gradients[unit]
+        alive = self._placeholders.get(gradients.unit.parameters[number])
+        if alive is None or alive.key != key:
+            raise RuntimeError(
+                f"'{gradients.unit.layout.specs[number].name}'.grad was cleared: expected a use before "
+                "optimizer.zero_grad(). Keep param.grad.clone() to use it later."
+            )
+        return gradients, number
 
     def _placeholder(self, parameter: nn.Parameter, gradients: UnitGradients, number: int) -> ShardedGradient:
         if parameter not in self._placeholders:
             spec = gradients.unit.layout.specs[number]
             # Neither key nor access refers to the parameter, which would keep itself alive by its gradient.
-            key = (self._engine.reducer.gradients.index(gradients), number)
+            key = (self._engine.reducer.gradients.index(gradients), number, next(self._lives))
             stride = parameter.stride() if is_distributed(parameter) else spec.stride
             extent = Extent(parameter.dtype, tuple(parameter.shape), stride, 0)
             source = Source(weakref.proxy(self), key, spec.name, extent)
             self._placeholders[parameter] = ShardedGradient(source, parameter.device)
         return self._placeholders[parameter]
 
-    def _replace(self, gradients: UnitGradients, number: int, value: torch.Tensor) -> None:
-        self._refuse("assigning param.grad")
-        if isinstance(value, ShardedGradient):
-            value = value.clone()
-        self.replace(gradients, number, value)
-        self._shown[gradients.unit.parameters[number]] = value
+
+_Replaced = tuple[UnitGradients, int, torch.Tensor]
+# To a shown gradient that nobody has kept: a variable, and the argument of sys.getrefcount.
+_REFERENCES = 2
+
+
+class _Shown(NamedTuple):
+    """What ``param.grad`` was set to, and where a plain tensor lay then."""
+
+    tensor: torch.Tensor
+    address: int
+
+    @property
+    def storage(self) -> int:
+        """The identity of a plain tensor's storage; 0 of a sharded gradient."""
+        return local_part(self.tensor).untyped_storage()._cdata if self.address else 0
+
+    def has_moved(self) -> bool:
+        """Whether the tensor was given other memory, by ``.data = ...``."""
+        return bool(self.address) and local_part(self.tensor).data_ptr() != self.address

@@ -266,13 +266,9 @@ class UnitGradients:
     def assign(self, index: int, flat: torch.Tensor) -> None:
         """Makes ``flat``, whole and in memory order, the reduced gradient of one parameter, where it is held
         here; the parameter need not have had one."""
-        if self.has_local and not self.home.valid:
-            raise RuntimeError(
-                f"'{self.unit.layout.specs[index].name}'.grad was assigned a tensor while other gradients "
-                "wait to be reduced, after no_sync() or inside an accumulation. Assign it before the first "
-                "backward pass of a step or after the one that reduces."
-            )
-        if not self.home.valid:
+        if self._filled:
+            self.start_reduction()  # a single rank's local sum is the average
+        elif not self.home.valid:
             self._begin_with_zeros()
         layout = self.unit.layout
         before = layout.shard_range(self.unit.collectives.rank)[0] - layout.offsets[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -46,6 +47,8 @@ class GradientReducer:
         self._passed: set[int] = set()  # units that bring no more gradients in this backward pass
         self._flying: deque[UnitGradients] = deque()
         self._moving: deque[UnitGradients] = deque()
+        self._edits = 0  # a checksum of how shards were changed
+        self._edited = ""  # the last one
         self.settled = False  # since the last gradient: every rank holds all and knows whose there are
 
     def arrived(self, gradients: UnitGradients) -> None:
@@ -81,7 +84,7 @@ class GradientReducer:
 
         Afterwards ``contributed`` names the parameters that got a gradient on any rank. Returns whether these
         were the same on every rank before. Raises :class:`FailedTogether` on all ranks where gradients on
-        NVMe are lost on one.
+        NVMe are lost on one, and ``RuntimeError`` on all where :meth:`note_edit` differed between them.
         """
         self.settled = True
         alike = self._settle(reduce)
@@ -107,12 +110,16 @@ class GradientReducer:
                     self._start(gradients)
             self._drain()
             return True
-        flags = [int(gradients.has_local) for gradients in self.gradients]
+        checksum = self._edits % (1 << 20)
+        flags = [checksum, checksum**2]
+        flags += [int(gradients.has_local) for gradients in self.gradients]
         for gradients in self.gradients:
             flags += [int(i in gradients.contributed) for i in range(len(gradients.unit.parameters))]
         agreed = self._collectives.sum_(
             torch.tensor(flags, dtype=torch.int64, device="cpu"), "agreement on gradients"
         ).tolist()
+        self._refuse_different_edits(*agreed[:2])
+        del agreed[:2]
         position = len(self.gradients)
         alike = all(ranks in (0, self._collectives.world_size) for ranks in agreed[position:])
         for leftover, gradients in zip(agreed, self.gradients, strict=False):
@@ -128,6 +135,27 @@ class GradientReducer:
             self._adopt_order(self._arrivals)
             self._arrivals = None
         return alike
+
+    def note_edit(self, name: str, what: str) -> None:
+        """A shard of the gradient of parameter ``name`` is changed as ``what`` says; see :meth:`settle`."""
+        self._edits = zlib.crc32(f"{name} {what}".encode(), self._edits)
+        self._edited = f"'{name}'.grad by {what}"
+
+    def forget_edits(self) -> None:
+        """The gradients that were changed are gone."""
+        self._edits, self._edited = 0, ""
+
+    def _refuse_different_edits(self, total: int, squares: int) -> None:
+        edited = self._edited or "nothing"
+        self.forget_edits()
+        # Alike if and only if the mean of the squares is the square of the mean.
+        if total**2 != self._collectives.world_size * squares:
+            raise RuntimeError(
+                "param.grad was changed in place: expected the same calls with the same numbers on all "
+                f"ranks, as each changes its own part, got others on some (last on this one: {edited}). The "
+                "gradients are lost: call optimizer.zero_grad() and repeat the step with numbers that the "
+                "ranks agree on."
+            )
 
     def _adopt_order(self, arrivals: list[int]) -> None:
         rest = [index for index in self._order if index not in arrivals]

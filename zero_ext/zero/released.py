@@ -47,7 +47,8 @@ _MEMORY_NAMES = """
     _to_dlpack share_memory_ is_shared set_ resize_ resize_as_ as_strided_ __reduce_ex__
     __setstate__ module_load
 """
-_MEMORY = frozenset(_MEMORY_NAMES.split())
+MEMORY = frozenset(_MEMORY_NAMES.split())
+"""Names of the functions that need a tensor's memory."""
 _ACCESS = "_zero_ext_access"
 _get_data: Callable[..., Any] = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _set_data: Callable[..., Any] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -246,7 +247,7 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     if name in METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if name in _MEMORY:
+    if name in MEMORY:
         raise _memory_refusal(next(_released_in((args, kwargs))), name)
     if name in _LAYOUT:
         if any(map(is_distributed, args)):  # which knows its layout itself

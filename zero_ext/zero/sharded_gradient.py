@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from zero_ext.zero.extent import Extent, replaced
+from zero_ext.zero.released import MEMORY, function_name
 
 aten = torch.ops.aten
+_REFUSED = MEMORY | {"apply_", "map_", "map2_"}
 
 
 class GradientAccess(Protocol):
@@ -19,8 +21,9 @@ class GradientAccess(Protocol):
     def norm_of(self, key: object, norm_type: float) -> torch.Tensor:
         """The norm over all ranks of one parameter's gradient, 0-d float32. A collective."""
 
-    def change(self, key: object, change: Callable[[torch.Tensor], object]) -> None:
-        """Applies the element-wise ``change``, in place, to this rank's part of one parameter's gradient."""
+    def change(self, key: object, change: Callable[[torch.Tensor], object], described: str) -> None:
+        """Applies the element-wise ``change``, in place, to this rank's part of one parameter's gradient;
+        ``described`` is compared between the ranks in the next collective."""
 
     def zero(self, key: object) -> None:
         """Sets this rank's part of one parameter's gradient to zero."""
@@ -67,7 +70,47 @@ class ShardedGradient(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGradient('{self._source.name}', shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function_name(func) in _REFUSED:
+            name = next(_gradients_in((args, kwargs or {})))._source.name
+            raise _memory_refusal(name, function_name(func))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @property
+    def key(self) -> object:
+        """What the access knows the gradient by."""
+        return self._source.key
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The gradient itself, which autograd never records."""
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise RuntimeError(
+                f"data of '{self._source.name}'.grad: expected a tensor of {tuple(self.shape)} {self.dtype}, "
+                f"got {tuple(value.shape)} {value.dtype}. Assign it to param.grad."
+            )
+        self.copy_(value)
+
     # Torch dispatches none of these.
+    def set_(self, *_: Any, **__: Any) -> Any:
+        """Raise ``RuntimeError``: there is no memory to exchange."""
+        raise _memory_refusal(self._source.name, "set_")
+
+    def __format__(self, specification: str) -> str:
+        return format(self.clone(), specification)
+
+    def __copy__(self) -> ShardedGradient:
+        """Return the gradient itself: a shallow copy of a tensor shares its values."""
+        return self
+
     def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
         """Return the values, read-only: a write to them would be lost."""
         array: np.ndarray[Any, Any] = self.clone().numpy(force=force)
@@ -83,10 +126,7 @@ class ShardedGradient(torch.Tensor):
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(
-            f"the gradient of '{self._source.name}' is sharded over the ranks: expected an ordinary tensor "
-            "to pickle. Use zero_ext.full_gradient(param) on all ranks."
-        )
+        raise _memory_refusal(self._source.name, "__reduce_ex__")
 
     @property
     def is_whole(self) -> bool:
@@ -111,6 +151,13 @@ class ShardedGradient(torch.Tensor):
         return _on_values(func, args, kwargs)
 
 
+def _memory_refusal(name: str, function: str) -> RuntimeError:
+    return RuntimeError(
+        f"'{name}'.grad has no memory on this rank: expected a use of its value, got {function}, which is "
+        "about its memory. Use param.grad.clone() or zero_ext.full_gradient(param), on all ranks."
+    )
+
+
 def _is_number(value: Any) -> bool:
     """Whether ``value`` says the same of all elements."""
     if isinstance(value, torch.Tensor):
@@ -124,7 +171,9 @@ def _change(
     # A number may be on another device than what it changes.
     rest, kwargs = replaced((rest, kwargs), lambda value: value.item() if _is_tensor(value) else value)
     change = func.overloadpacket
-    gradient._source.access.change(gradient._source.key, lambda part: change(part, *rest, **kwargs))
+    described = f"{change.__name__}{rest}{kwargs or ''}"
+    source = gradient._source
+    source.access.change(source.key, lambda part: change(part, *rest, **kwargs), described)
     return gradient
 
 
