@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_ext.checkpoint.errors import CheckpointError
+from zero_ext.checkpoint.errors import MOST_BYTES, CheckpointError, shortened
 from zero_ext.checkpoint.host_memory import raw_view
 
 _MOST_RANKS_SHOWN = 4
+_BYTES_BESIDE_REASONS = 400
 _USER_MISTAKES = {"ValueError": ValueError, "TypeError": TypeError}
 
 
@@ -82,12 +83,14 @@ class Agreement:
             ) from error
 
     def _error(self, failures: dict[int, list[str]], advice: str) -> Exception:
-        shown = [f"rank {rank}: {reason}" for rank, (_, reason) in list(failures.items())[:_MOST_RANKS_SHOWN]]
+        named = list(failures.items())[:_MOST_RANKS_SHOWN]
+        most_bytes = (MOST_BYTES - _BYTES_BESIDE_REASONS) // len(named)
+        shown = [f"rank {rank}: {shortened(reason, most_bytes)}" for rank, (_, reason) in named]
         if len(failures) > len(shown):
             shown.append(f"and {len(failures) - len(shown)} more ranks")
         first = next(iter(failures.values()))[0]
         text = f"{self.purpose} failed: {'; '.join(shown)}"
-        return _USER_MISTAKES.get(first, CheckpointError)(f"{text}. {advice}" if advice else text)
+        return _USER_MISTAKES.get(first, CheckpointError)(shortened(f"{text}. {advice}" if advice else text))
 
 
 def _reason(error: Exception) -> str:

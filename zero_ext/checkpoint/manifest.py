@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from zero_ext.checkpoint.errors import CheckpointError
+from zero_ext.checkpoint.errors import CheckpointError, brief
 from zero_ext.checkpoint.regular_file import read_limited
 from zero_ext.ops.checksum import crc32c
 
@@ -23,6 +23,10 @@ VERSION: Literal[1] = 1
 CHUNK_BYTES = 1 << 20
 LARGEST_CHUNK_BYTES = 64 << 20
 LARGEST_MANIFEST_BYTES = 512 << 20
+_BYTES_FOR_NAMED_STATES = 64 << 20
+_BYTES_PER_SHARD_BYTE = 4  # reached by parameters of one element
+_MOST_CONTAINERS = 1 << 20
+_BYTES_PER_CONTAINER = 16
 _TRAILER = re.compile(rb',\n"manifest_crc32c": "([0-9a-f]{8})"}\n')
 _TRAILER_BYTES = len(b',\n"manifest_crc32c": "00000000"}\n')
 
@@ -99,13 +103,22 @@ def checksum(data: bytes) -> int:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The file's bytes: JSON, one top-level key a line, ending in its own checksum."""
+    """Return the file's bytes: JSON, one top-level key per line, ending in its own checksum.
+
+    Raises:
+        ValueError: `read_manifest` would refuse it, because the named states are too large.
+    """
     fields = manifest.model_dump()
     lines = [
         f"{json.dumps(key)}: {json.dumps(value, allow_nan=False, separators=(',', ':'))}"
         for key, value in fields.items()
     ]
     body = ("{" + ",\n".join(lines)).encode()
+    problem = _oversize(body, sum(entry.bytes for entry in manifest.files))
+    if problem is not None:
+        raise ValueError(
+            f"client_state and extra: {problem}. Store large states in files of their own, or as buffers."
+        )
     return body + b',\n"manifest_crc32c": "%08x"}\n' % checksum(body)
 
 
@@ -135,17 +148,41 @@ def read_manifest(directory: Path) -> tuple[Manifest, int]:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in problem["loc"])
-        raise CheckpointError(f"{path}: {where}: {problem['msg']}, got {_short(problem['input'])}") from None
+        raise CheckpointError(f"{path}: {where}: {problem['msg']}, got {brief(problem['input'])}") from None
 
 
 def _read(path: Path) -> bytes:
     try:
-        data = read_limited(path, LARGEST_MANIFEST_BYTES + 1)
+        shard_bytes = sum(shard.stat().st_size for shard in path.parent.glob("rank-*.safetensors"))
+        data = read_limited(path, _most_bytes(shard_bytes) + 1)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}; is this a checkpoint?") from error
-    if len(data) > LARGEST_MANIFEST_BYTES:
-        raise CheckpointError(f"{path}: larger than {LARGEST_MANIFEST_BYTES} bytes; this is no manifest")
+    problem = _oversize(data, shard_bytes)
+    if problem is not None:
+        raise CheckpointError(f"{path}: {problem}. This is no manifest: use another checkpoint.")
     return data
+
+
+def _most_bytes(shard_bytes: int) -> int:
+    """The largest manifest beside shard files of `shard_bytes` bytes in all."""
+    return min(_BYTES_FOR_NAMED_STATES + _BYTES_PER_SHARD_BYTE * shard_bytes, LARGEST_MANIFEST_BYTES)
+
+
+def _oversize(data: bytes, shard_bytes: int) -> str | None:
+    """Return why a manifest would take too much memory, or None.
+
+    An empty list takes 3 bytes as JSON and 72 in memory, so the lists and objects are counted too.
+    """
+    most_bytes = _most_bytes(shard_bytes)
+    if len(data) > most_bytes:
+        return f"manifest: expected at most {most_bytes} bytes beside {shard_bytes} bytes of shards, got more"
+    containers, most = (
+        data.count(b"[") + data.count(b"{"),
+        _MOST_CONTAINERS + len(data) // _BYTES_PER_CONTAINER,
+    )
+    if containers > most:
+        return f"manifest: expected at most {most} lists and objects, got {containers}"
+    return None
 
 
 def _parse(text: bytes, path: Path) -> dict[str, Any]:
@@ -162,18 +199,13 @@ def _parse(text: bytes, path: Path) -> dict[str, Any]:
 
 def _check_version(fields: dict[str, Any], path: Path) -> None:
     if fields.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: format is {_short(fields.get('format'))}, wanted {FORMAT!r}")
+        raise CheckpointError(f"{path}: format is {brief(fields.get('format'))}, wanted {FORMAT!r}")
     version = fields.get("version")
     if type(version) is not int or version != VERSION:
         raise CheckpointError(
-            f"{path}: version is {_short(version)}, this zero_ext reads {VERSION}; "
+            f"{path}: version is {brief(version)}, this zero_ext reads {VERSION}; "
             "load it with the release that wrote it"
         )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _refuse_constant(name: str) -> object:
@@ -183,7 +215,9 @@ def _refuse_constant(name: str) -> object:
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"key {twice!r} occurs twice in one object")
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {brief(key)} occurs twice in one object")
+            seen.add(key)
     return found

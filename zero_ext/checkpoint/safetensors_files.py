@@ -58,6 +58,8 @@ def find_weights(path: str | os.PathLike[str]) -> WeightFiles:
         return _collect(wanted)
     except OSError as error:
         raise CheckpointError(f"{error.filename or root}: cannot be read: {error.strerror}") from error
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{root}: names a file that no file system can hold: {error}") from error
 
 
 def _read_index(path: Path) -> dict[str, str]:
