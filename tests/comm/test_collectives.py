@@ -145,3 +145,29 @@ def test_a_group_of_another_backend_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "mpi")
     with pytest.raises(ValueError, match="backend 'mpi': CPU tensors need 'gloo'"):
         make_collectives(object(), 1.0)  # type: ignore[arg-type]
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("dtype", ["int64", "int32", "float32", "float64"])
+def test_sums_are_added_in_rank_order_at_any_size(world: World, dtype: str) -> None:
+    collectives = make_collectives(world.group, 20.0)
+    kind = getattr(torch, dtype)
+    for shape in ((), (1,), (5, 3), (70001,), (3, 0)):
+        parts = [(100 * torch.randn(shape)).to(kind) for _ in range(world.size)]  # seeded alike on all ranks
+        wanted = parts[0].clone()
+        for part in parts[1:]:
+            wanted += part
+        own = parts[world.rank]
+        assert collectives.sum_(own, "test") is own and torch.equal(own, wanted)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sizes", [[3, 3], [3, 5], [20000, 3], [20000, 30000]])
+def test_different_sums_are_an_error_on_both_ranks(world: World, sizes: list[int]) -> None:
+    collectives = make_collectives(world.group, 20.0)
+    label = ("agreement on cats", "agreement on dogs")[world.rank]
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"rank {world.rank}: {label}"):
+        collectives.sum_(torch.ones(sizes[world.rank]), label)
+    assert time.monotonic() - began < 5
+    world.barrier()

@@ -20,6 +20,7 @@ from zero_ext.comm.hops import gather_in_node, gather_through_nodes
 from zero_ext.comm.node_map import NodeMap
 from zero_ext.comm.ordered import Hop, OrderedExchange
 from zero_ext.comm.subset import SubsetExchange
+from zero_ext.comm.sums import RankOrderSum
 from zero_ext.comm.wire import WireLog
 from zero_ext.config.communication import check_sharding_ranks
 from zero_ext.config.events import Bus, CollectiveEnd
@@ -243,12 +244,20 @@ class Collectives:
         return Pending(label, self.rank, start, waited=told)
 
     def sum_(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
-        """Sums a small tensor over the ranks in place, and returns it."""
+        """Sum a small tensor over the ranks in place, and return it.
+
+        Host tensors are added up in rank order. Ranks that are at another collective get an error.
+        """
         if self.world_size > 1:
-            crossing = tensor.nbytes if self.nodes.nodes > 1 else 0
-            told = self._record(Traffic("scalars", tensor.numel(), tensor.nbytes, crossing), label)
-            Pending(label, self.rank, lambda: [self._reductions.all_reduce(tensor)], waited=told).wait()
+            told = self._record(self._flat_traffic("scalars", tensor.numel(), tensor.nbytes), label)
+            start = functools.partial(self._start_sum, tensor, label)
+            Pending(label, self.rank, start, waited=told).wait()
         return tensor
+
+    def _start_sum(self, tensor: torch.Tensor, label: str) -> Sequence[Waitable]:
+        if tensor.device.type == "cpu":
+            return [RankOrderSum(self._reductions, tensor, _tag(label))]
+        return [self._reductions.all_reduce(tensor)]
 
     def broadcast_(self, tensor: torch.Tensor, source: int, label: str) -> torch.Tensor:
         """Copies a contiguous ``tensor`` from rank ``source`` of the group to all ranks."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import abc
 import contextlib
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+from zero_ext.comm.sums import RankOrderSum
 
 Message = tuple[int, torch.Tensor]  # rank within the group, contiguous tensor
 
@@ -74,9 +77,9 @@ class PointToPoint(abc.ABC):
     ) -> Sequence[Waitable]:
         """Begins all transfers; ``tag`` as in :class:`Exchange`."""
 
-    @abc.abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> Waitable:
-        """See :class:`Exchange`."""
+        """Begin an in-place sum over the ranks, added up in rank order."""
+        return RankOrderSum(self, tensor)
 
     @abc.abstractmethod
     def give_up(self, reason: str) -> None:
@@ -129,18 +132,20 @@ class GroupExchange(PointToPoint):
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0
     ) -> Sequence[Waitable]:
         """See :class:`PointToPoint`: receives before sends, so that arriving data finds its destination."""
-        works = [self._group.recv([tensor], rank, tag) for rank, tensor in receives]
-        works += [self._group.send([tensor], rank, tag) for rank, tensor in sends]
+        works = [self._group.recv([tensor], rank, _slot(tag, tensor)) for rank, tensor in receives]
+        works += [self._group.send([tensor], rank, _slot(tag, tensor)) for rank, tensor in sends]
         return works
-
-    def all_reduce(self, tensor: torch.Tensor) -> Waitable:
-        """Sums ``tensor`` in place over the group."""
-        return self._group.allreduce([tensor])
 
     def give_up(self, reason: str) -> None:
         """See :class:`Exchange`: connections close with the last transfer under way, and peers notice that
         they did."""
         self._connections, self._reason = None, reason
+
+
+def _slot(tag: int, tensor: torch.Tensor) -> int:
+    """Return the tag of ``tensor`` for gloo, which ends the process over a message of another size: one with
+    another tag it only never matches."""
+    return zlib.crc32(tensor.nbytes.to_bytes(8, "little"), tag) & 0x7FFFFFFF
 
 
 class Pending:

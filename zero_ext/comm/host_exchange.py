@@ -15,7 +15,7 @@ from zero_ext.comm.exchange import GroupExchange, Message, PointToPoint, Waitabl
 
 
 class HostExchange(PointToPoint):
-    """Sends and receives through ``ops.host_exchange_*``; small sums go through the process group."""
+    """Sends and receives through ``ops.host_exchange_*``. Ranks that fall back together use ``group``."""
 
     def __init__(self, handle: int, group: GroupExchange, timeout_seconds: float) -> None:
         super().__init__(group.rank, group.world_size)
@@ -37,10 +37,6 @@ class HostExchange(PointToPoint):
         return [self._transfer(rank, True) for rank, _ in receives] + [
             self._transfer(rank, False) for rank, _ in sends
         ]
-
-    def all_reduce(self, tensor: torch.Tensor) -> Waitable:
-        """See :class:`Exchange`."""
-        return self._group.all_reduce(tensor)
 
     def give_up(self, reason: str) -> None:
         """See :class:`Exchange`: peers raise ``reason`` itself."""

@@ -8,6 +8,7 @@ import torch
 
 from zero_ext.comm.exchange import Exchange, Waitable
 from zero_ext.comm.hops import exchange_among
+from zero_ext.comm.sums import RankOrderSum
 
 
 class SubsetExchange:
@@ -48,7 +49,7 @@ class SubsetExchange:
 
     def all_reduce(self, tensor: torch.Tensor) -> Waitable:
         """See :class:`Exchange`: added up in rank order."""
-        return _Sum(self, tensor)
+        return RankOrderSum(self, tensor)
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Sequence[Waitable] | None:
         """See :class:`Exchange`: none, a sum is made where its parts arrive."""
@@ -57,18 +58,3 @@ class SubsetExchange:
     def give_up(self, reason: str) -> None:
         """See :class:`Exchange`; for the whole."""
         self._whole.give_up(reason)
-
-
-class _Sum:
-    def __init__(self, exchange: SubsetExchange, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._all = tensor.unsqueeze(0).repeat(exchange.world_size, *[1] * tensor.dim())
-        self._works = exchange.gather(self._all.view(-1))
-
-    def wait(self) -> None:
-        """See :class:`Waitable`."""
-        for work in self._works:
-            work.wait()
-        self._tensor.copy_(self._all[0])
-        for other in self._all[1:]:
-            self._tensor.add_(other)
