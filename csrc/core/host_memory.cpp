@@ -4,6 +4,8 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstddef>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -54,7 +56,69 @@ Registry& registry() {
   return *instance;
 }
 
+// A file without a name, closed when this is gone.
+class AnonymousFile {
+ public:
+  explicit AnonymousFile(std::size_t length) : descriptor_(memfd_create("zero_ext", MFD_CLOEXEC)) {
+    if (descriptor_ >= 0 && ftruncate(descriptor_, static_cast<off_t>(length)) != 0) close_now();
+  }
+  ~AnonymousFile() { close_now(); }
+  AnonymousFile(const AnonymousFile&) = delete;
+  AnonymousFile& operator=(const AnonymousFile&) = delete;
+
+  int descriptor() const { return descriptor_; }
+
+ private:
+  void close_now() {
+    const int error = errno;
+    if (descriptor_ >= 0) close(descriptor_);
+    descriptor_ = -1;
+    errno = error;
+  }
+
+  int descriptor_;
+};
+
+bool fill_with_ones(const AnonymousFile& file, std::size_t length) {
+  void* const memory =
+      mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED, file.descriptor(), 0);
+  if (memory == MAP_FAILED) return false;
+  std::memset(memory, 0xFF, length);
+  munmap(memory, length);
+  return true;
+}
+
 }  // namespace
+
+void* map_blank_host(std::int64_t bytes) {
+  // The kernel allows a process 65,530 mappings.
+  constexpr std::uintptr_t kMostMappings = 1024;
+  const auto wanted = static_cast<std::uintptr_t>(bytes);
+  if (wanted > UINTPTR_MAX / 2) {
+    errno = ENOMEM;
+    return nullptr;
+  }
+  std::uintptr_t chunk = kHugePage;
+  while (wanted / chunk >= kMostMappings) chunk *= 2;
+  const std::uintptr_t length = (wanted + chunk - 1) / chunk * chunk;
+  const AnonymousFile file(chunk);
+  if (file.descriptor() < 0 || !fill_with_ones(file, chunk)) return nullptr;
+  void* const first = mmap(nullptr, length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (first == MAP_FAILED) return nullptr;
+  for (std::uintptr_t offset = 0; offset < length; offset += chunk) {
+    // Private: a write stays in this process and reaches no other chunk.
+    void* const part = mmap(static_cast<std::byte*>(first) + offset, chunk, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, file.descriptor(), 0);
+    if (part == MAP_FAILED) {
+      const int error = errno;
+      munmap(first, length);
+      errno = error;
+      return nullptr;
+    }
+  }
+  registry().insert(first, {0, length});
+  return first;
+}
 
 void* allocate_host(std::int64_t bytes) {
   const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));

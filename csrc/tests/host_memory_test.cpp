@@ -24,9 +24,31 @@ TEST(HostMemory, IsAlignedZeroAndCounted) {
   }
 }
 
+TEST(HostMemory, BlankMemoryIsOnesAndTakesNextToNothing) {
+  constexpr std::int64_t kLarge = std::int64_t{1} << 36;
+  for (const std::int64_t bytes : {std::int64_t{1}, std::int64_t{5'000'001}, kLarge}) {
+    void* const address = map_blank_host(bytes);
+    ASSERT_NE(address, nullptr);
+    auto* const memory = static_cast<std::byte*>(address);
+    for (std::int64_t at = 0; at < bytes; at += bytes / 1000 + 1) {
+      ASSERT_EQ(memory[at], std::byte{0xFF});
+    }
+    ASSERT_EQ(memory[bytes - 1], std::byte{0xFF});
+    EXPECT_EQ(live_host_bytes(), 0);
+    memory[0] = std::byte{1};  // reaches no other chunk
+    for (std::int64_t at = 1 << 21; at < bytes; at += bytes / 100 + (1 << 21)) {
+      ASSERT_EQ(memory[at / (1 << 21) * (1 << 21)], std::byte{0xFF});
+    }
+    free_host(address);
+  }
+}
+
 TEST(HostMemory, RefusalChangesNothing) {
   errno = 0;
   EXPECT_EQ(allocate_host(std::int64_t{1} << 60), nullptr);
+  EXPECT_EQ(errno, ENOMEM);
+  errno = 0;
+  EXPECT_EQ(map_blank_host(std::int64_t{1} << 62), nullptr);
   EXPECT_EQ(errno, ENOMEM);
   EXPECT_EQ(live_host_bytes(), 0);
   int other = 0;

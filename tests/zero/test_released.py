@@ -291,3 +291,54 @@ def test_uses_that_cannot_be_right_are_refused_by_name(world: World, use: str) -
     optimizer.zero_grad()
     model(feature_batch(world.seed, 0, 0, 0)).sum().backward()
     optimizer.step()
+
+
+class Keeps(nn.Module):
+    """Keeps a view of its weight beyond its call."""
+
+    def __init__(self, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.view = view
+        self.kept = torch.empty(0)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        self.kept = self.view(self.layer.weight)
+        return self.layer(features)
+
+
+KEPT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda p: p.t(),
+    "rows": lambda p: p[2:5],
+    "detached": lambda p: p.detach(),
+    "data": lambda p: p.data.view(-1)[::2],
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", ["keep", "bf16", "fp16"])
+@pytest.mark.parametrize("view", list(KEPT))
+def test_a_view_that_is_kept_beyond_its_block_is_nan_and_found(world: World, view: str, dtype: str) -> None:
+    """Nothing tells the engine of a read of such a view, which has no memory of its own."""
+    model: Any = nn.Sequential(Keeps(KEPT[view]), nn.Linear(WIDTH, WIDTH))
+    config = configuration(3, precision={"dtype": dtype}, units={"prefetch_elements": 0})
+    model, optimizer = zero_ext.prepare(model, adamw(model.parameters()), config, process_group=world.group)
+    features = feature_batch(world.seed, 0, 0, world.rank)
+    with torch.no_grad():
+        model(features)
+        kept = model.module[0].kept
+        assert kept.isnan().all() and (kept + 1).isnan().all() and kept.clone().float().sum().isnan()
+        factor = kept.float().mean()
+    model.backward(model(features).square().mean() * factor)
+    if dtype == "fp16":
+        assert not optimizer.step()
+    else:
+        with pytest.raises(FloatingPointError, match=r"expected finite values"):
+            optimizer.step()
+    optimizer.zero_grad()
+    model.backward(model(features).square().mean())
+    optimizer.step()
+    with torch.no_grad():
+        kept.fill_(0.5)
+    with pytest.raises(RuntimeError, match=r"'0\.layer\.weight' was written to through a tensor"):
+        model(features)

@@ -28,7 +28,7 @@ from zero_ext.ops.blockwise import (
 )
 from zero_ext.ops.checksum import crc32c
 from zero_ext.ops.flat import accumulate_, pack_, sum_shards_, unpack_
-from zero_ext.ops.host import host_buffer, host_buffer_bytes
+from zero_ext.ops.host import blank_host_memory, host_buffer, host_buffer_bytes
 from zero_ext.ops.host_exchange import (
     host_exchange_close,
     host_exchange_connect,
@@ -110,6 +110,7 @@ __all__ = [
     "aio_read_",
     "aio_wait",
     "aio_write_",
+    "blank_host_memory",
     "block_count",
     "block_sparse_attention",
     "compress_signs_",

@@ -35,6 +35,7 @@ class BufferPool:
         self._region = device.allocate(tier, plan.nbytes, torch.uint8)
         self._leaving: list[tuple[int, int, Arrival]] = []  # extents that were given back and are still read
         self._warns = True
+        self._blank: torch.Tensor | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -77,6 +78,15 @@ class BufferPool:
                 self._leaving.append((offset, offset + extent_bytes(buffer.nbytes), leaving))
         else:
             self.overflow.give(buffer, leaving)
+
+    def blank(self, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor [nbytes], NaN in every floating-point dtype, for what has no buffer: tensors that
+        are used although their memory went back to the pool. Empty where the device is an accelerator."""
+        if self.device.device.type != "cpu":
+            return torch.empty(0, dtype=torch.uint8, device=self.device.device)
+        if self._blank is None or self._blank.nbytes < nbytes:
+            self._blank = ops.blank_host_memory(nbytes)
+        return _part_of(self._blank, 0, nbytes)
 
     def _await_leaving(self, begin: int, end: int) -> None:
         stay = []
@@ -154,7 +164,7 @@ def _part_of(region: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
 
 
 def attach(storage: torch.UntypedStorage, buffer: torch.Tensor) -> None:
-    """Swaps the memory of ``buffer`` into the empty ``storage``, keeping the storage object.
+    """Swaps the memory of ``buffer`` into the blank ``storage``, keeping the storage object.
 
     Tensors that autograd saved as views of ``storage`` then see the new memory.
     """
@@ -162,5 +172,5 @@ def attach(storage: torch.UntypedStorage, buffer: torch.Tensor) -> None:
 
 
 def detach(storage: torch.UntypedStorage, buffer: torch.Tensor) -> None:
-    """The reverse of :func:`attach`: ``storage`` is empty again and ``buffer`` has its memory back."""
+    """The reverse of :func:`attach`: ``storage`` is blank again and ``buffer`` has its memory back."""
     ops.swap_storages_(storage, buffer.untyped_storage())

@@ -86,9 +86,10 @@ class Unit:
         layout = self.layout
         if self.placement.params:
             empty = torch.empty(0, dtype=layout.dtype, device=tiers.device.device)
+            memory = self._pool.blank(layout.nbytes).untyped_storage()
             self._buffer = self._pool.take(layout.nbytes, self.name, "parameters")
-            attach(empty.untyped_storage(), self._buffer)
-            self.flat = empty.set_(empty.untyped_storage(), 0, (layout.numel,), (1,))
+            attach(memory, self._buffer)
+            self.flat = empty.set_(memory, 0, (layout.numel,), (1,))
             self.home = tiers.shard_home(self.placement.params_tier, layout.shard_numel, layout.dtype)
         else:
             self.flat = tiers.device.allocate("device", layout.numel, layout.dtype)
