@@ -71,10 +71,10 @@ class DeepSpeedAccelerator:
         return self.device_name(None if self._is_cpu else self.current_device())
 
     def device_count(self) -> int:
-        """Number of devices; on the CPU that of local ranks."""
-        return (
-            int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._is_cpu else int(self._module.device_count())
-        )
+        """Number of devices; on the CPU that of local ranks, from LOCAL_SIZE or torchrun's variable."""
+        if not self._is_cpu:
+            return int(self._module.device_count())
+        return int(os.environ.get("LOCAL_SIZE", "0")) or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies on this kind of device."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from enum import Enum
+from functools import partial
 
 from torch import nn
 
@@ -29,21 +31,25 @@ class ZeroParamType(Enum):
 def mark_sharded(model: nn.Module) -> None:
     """Gives the parameters of a model prepared in stage 3 DeepSpeed's attributes; elsewhere they have
     none."""
-    if engine_of(model).config.stage == 3:
-        mark(model.parameters())
+    engine = engine_of(model)
+    if engine.config.stage == 3:
+        mark(model.parameters(), engine.world_size)
 
 
-def mark(parameters: Iterable[nn.Parameter]) -> None:
-    """Gives ``parameters`` what DeepSpeed does: ``ds_id``, ``ds_shape``, ``ds_numel`` and ``ds_status``.
+def mark(parameters: Iterable[nn.Parameter], ranks: int) -> None:
+    """Set ``ds_id``, ``ds_shape``, ``ds_numel``, ``ds_status`` and ``partition_numel()``, as DeepSpeed does.
 
-    The status tells who asks outside forward, which is all that it is asked for: ``GatheredParameters`` makes
-    it AVAILABLE inside its block.
+    The status holds outside forward, where callers read it. ``GatheredParameters`` makes it AVAILABLE inside
+    its block. ``partition_numel()`` is DeepSpeed's share of one of ``ranks``, padding included.
     """
     for parameter in parameters:
         parameter.ds_id = id(parameter)  # type: ignore[attr-defined]
         parameter.ds_shape = parameter.shape  # type: ignore[attr-defined]
         parameter.ds_numel = parameter.numel()  # type: ignore[attr-defined]
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+        # Unlike a lambda it can be pickled with the parameter.
+        shares = partial(operator.floordiv, parameter.numel() + ranks - 1, ranks)
+        parameter.partition_numel = shares  # type: ignore[attr-defined]
 
 
 def set_status(parameters: Iterable[nn.Parameter], status: ZeroParamStatus) -> None:

@@ -44,11 +44,7 @@ REFUSED: tuple[Entry, ...] = (
         "TiledLinearReturnBias",
         "use deepspeed.zero.TiledLinear(..., bias=False) and add the bias outside",
     ),
-    *refused(
-        "deepspeed.zero",
-        "DeepSpeedZeRoOffload DeepSpeedZeroOptimizer_Stage3 DeepSpeedZeroOptimizer",
-        "it is DeepSpeed's own machinery; the engine's optimizer is a torch.optim.Optimizer",
-    ),
+    *refused("deepspeed.zero", "DeepSpeedZeRoOffload", "it is DeepSpeed's own machinery"),
     *refused("deepspeed.ops", "transformer DeepSpeedTransformerLayer DeepSpeedTransformerConfig", _INFERENCE),
     *refused("deepspeed.ops", "fp_quantizer", "quantize with torchao"),
     *refused(

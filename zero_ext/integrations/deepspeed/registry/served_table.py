@@ -79,6 +79,7 @@ SERVED: tuple[Entry, ...] = (
     *served("deepspeed.zero", "register_external_parameter", "nothing to do: reads gather"),
     *served("deepspeed.zero", "TiledLinear", "its state dict is the plain layer's"),
     *served("deepspeed.zero", "unwrap_model_for_generation"),
+    *served("deepspeed.zero", "DeepSpeedZeroOptimizer DeepSpeedZeroOptimizer_Stage3", "for isinstance alone"),
     *served("deepspeed.zero", "ZeroParamStatus ZeroParamType", "for ds_status of parameters in stage 3"),
     *served(
         "deepspeed.zero",

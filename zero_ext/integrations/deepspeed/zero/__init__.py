@@ -16,6 +16,10 @@ from zero_ext.integrations.deepspeed.zero.gathered import (
     unwrap_model_for_generation,
 )
 from zero_ext.integrations.deepspeed.zero.init import Init
+from zero_ext.integrations.deepspeed.zero.optimizers import (
+    DeepSpeedZeroOptimizer,
+    DeepSpeedZeroOptimizer_Stage3,
+)
 from zero_ext.integrations.deepspeed.zero.tiling import TiledLinear
 from zero_ext.integrations.deepspeed.zero.wrappers import (
     _orig_torch_arange,
@@ -24,6 +28,8 @@ from zero_ext.integrations.deepspeed.zero.wrappers import (
 )
 
 __all__ = [
+    "DeepSpeedZeroOptimizer",
+    "DeepSpeedZeroOptimizer_Stage3",
     "GatheredParameters",
     "Init",
     "TiledLinear",

@@ -41,7 +41,7 @@ class GatheredParameters:
     def __enter__(self) -> None:
         if self._sharded:
             self._open.enter_context(gathered(self._sharded, self._modifier_rank))
-            set_status(self._sharded, ZeroParamStatus.AVAILABLE)
+        set_status(self._sharded + self._plain, ZeroParamStatus.AVAILABLE)
 
     def __exit__(
         self,
@@ -49,7 +49,7 @@ class GatheredParameters:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        set_status(self._sharded, ZeroParamStatus.NOT_AVAILABLE)
+        set_status(self._sharded + self._plain, ZeroParamStatus.NOT_AVAILABLE)
         if kind is None and self._modifier_rank is not None:
             # Under zero.Init what is still whole will be cut on every rank from its own values.
             _take_over(self._plain, self._modifier_rank)

@@ -14,9 +14,9 @@ from torch import nn
 
 from zero_ext.config import ZeroConfig
 from zero_ext.config.deepspeed import load_deepspeed_config
+from zero_ext.integrations.deepspeed.comm import init_distributed
 from zero_ext.integrations.deepspeed.parameters import mark
 from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
-from zero_ext.zero.born import born_shard
 from zero_ext.zero.init import Init as NativeInit
 
 # What says where parameters are born; everything else counts from initialize on.
@@ -36,8 +36,9 @@ class Init:
 
     See :class:`zero_ext.Init`. Values "auto" in the JSON do not matter here. ``dtype`` is the default dtype
     inside the block; without it parameters are born in the dtype that they are built in and become the
-    JSON's in ``initialize``. ``module`` is a built model whose parameters are sharded now.
-    ``remote_device`` "cpu" is ``offload_param.device``.
+    JSON's in ``initialize``. ``module`` is a built model whose parameters
+    are sharded now. ``remote_device`` "cpu" is ``offload_param.device``. Like DeepSpeed's it starts
+    torch.distributed, also for one process.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Init:
         _check_others(others)
         given = config_dict_or_path if config_dict_or_path is not None else config
         self._settings = _settings(given, remote_device)
+        init_distributed()
         self._group = data_parallel_group
         self._dtype = dtype
         self._default_dtype = torch.get_default_dtype()
@@ -66,7 +68,8 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._enabled:
-            self._native = _MarkingInit(self._settings, process_group=self._group)
+            ranks = dist.get_world_size(self._group)
+            self._native = _MarkingInit(ranks, self._settings, process_group=self._group)
             self._default_dtype = torch.get_default_dtype()
             self._native.__enter__()
             if self._dtype is not None:
@@ -91,7 +94,11 @@ class Init:
 
 
 class _MarkingInit(NativeInit):
-    """Gives what was born sharded DeepSpeed's attributes."""
+    """Gives the parameters that are built DeepSpeed's attributes, also on one rank, which shards none."""
+
+    def __init__(self, ranks: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._ranks = ranks
 
     def __exit__(
         self,
@@ -102,7 +109,7 @@ class _MarkingInit(NativeInit):
         modules = list(self._modules)
         super().__exit__(kind, error, trace)
         found = {parameter: None for module in modules for parameter in module.parameters(recurse=False)}
-        mark(parameter for parameter in found if born_shard(parameter) is not None)
+        mark(found, self._ranks)
 
     def adopt(self, module: nn.Module) -> None:
         """Shards a module that was built before."""
