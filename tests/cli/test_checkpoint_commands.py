@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, random_state
+from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, dense, random_state
 from tests.cli.command import run
 from zero_ext.checkpoint import save_checkpoint
 
@@ -82,3 +82,17 @@ def test_export_refuses(saved: Path, tmp_path: Path, arguments: tuple[str, ...],
 
 def test_nothing_there(tmp_path: Path) -> None:
     assert "holds no checkpoint" in run("inspect", str(tmp_path / "absent"), status=1)
+
+
+def test_names_do_not_command_the_terminal(tmp_path: Path) -> None:
+    bad = "w\x1b]0;title\x07\x1b[2J\x9b\u202e\nevery byte verified"
+    table = {
+        bad: dense(3, aliases=("tied\x1b[31m",), kinds={"master": torch.float32, "m\x1b[1m": torch.float32})
+    }
+    save_checkpoint(tmp_path / "run", FakeSource(table, 1))
+    output = run("inspect", str(tmp_path / "run"))
+    assert not set(output) & {"\x1b", "\x07", "\x9b", "\u202e"}
+    assert r"w\x1b]0;title\x07" in output and r"tied\x1b[31m" in output and r"m\x1b[1m: 12 bytes" in output
+    assert "\nevery byte verified" not in output
+    output = run("inspect", str(tmp_path / "none\x1b[2J"), status=1)
+    assert r"none\x1b[2J: holds no checkpoint" in output and "\x1b" not in output

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from zero_ext.cli.attention import attention
-from zero_ext.cli.console import cleaned_up_when_ended, errors_on_stderr, terminal
+from zero_ext.cli.console import cleaned_up_when_ended, errors_on_stderr, printable, terminal
 from zero_ext.cli.plan import plan
 from zero_ext.cli.tune import tune
 from zero_ext.config.quantities import bytes_of
@@ -51,7 +51,7 @@ def inspect(
     if tensors:
         console.print(_tensor_table(report))
     for text in report.damage:
-        console.print(f"[red]{escape(text)}", soft_wrap=True)
+        console.print(f"[red]{escape(printable(text))}", soft_wrap=True)
     if report.damage:
         raise typer.Exit(1)
     console.print(f"every byte of {len(report.file_bytes)} files verified")
@@ -224,11 +224,13 @@ def run(context: typer.Context) -> None:
 
 
 def _print_summary(console: Console, report: CheckpointReport) -> None:
-    console.print(f"{escape(str(report.path))}: step {report.step}, saved by {report.world_size} ranks")
+    console.print(
+        f"{escape(printable(str(report.path)))}: step {report.step}, saved by {report.world_size} ranks"
+    )
     for kind, size in sorted(report.bytes_by_kind.items()):
-        console.print(f"  {escape(kind)}: {size:,} bytes")
+        console.print(f"  {escape(printable(kind))}: {size:,} bytes")
     for name, size in report.file_bytes.items():
-        console.print(f"  {escape(name)}: {size:,} bytes")
+        console.print(f"  {escape(printable(name))}: {size:,} bytes")
 
 
 def _tensor_table(report: CheckpointReport) -> Table:
@@ -236,5 +238,5 @@ def _tensor_table(report: CheckpointReport) -> Table:
     for tensor in report.tensors:
         name = " = ".join((tensor.name, *tensor.aliases))
         stored = ", ".join(f"{kind} {size:,}" for kind, size in tensor.bytes_by_kind.items())
-        table.add_row(escape(name), str(tensor.shape), tensor.dtype, escape(stored))
+        table.add_row(escape(printable(name)), str(tensor.shape), tensor.dtype, escape(printable(stored)))
     return table

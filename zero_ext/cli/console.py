@@ -24,6 +24,18 @@ def terminal() -> Console:
     return console if console.is_terminal else Console(width=_PIPE_WIDTH)
 
 
+def printable(text: str, lines: bool = False) -> str:
+    """Return `text`, which may be of a foreign file, with escapes for all characters that a terminal obeys.
+
+    Control characters, marks of text direction and lone surrogates become like ``\\x1b``. Line ends stay with
+    `lines`.
+    """
+    return "".join(
+        each if each.isprintable() or (lines and each == "\n") else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
 @contextmanager
 def errors_on_stderr() -> Iterator[None]:
     """One red line and exit status 1 instead of a stack trace, for what the user can mend.
@@ -37,7 +49,9 @@ def errors_on_stderr() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
     except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:
-        Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
+        Console(stderr=True).print(
+            f"[red]error:[/] {escape(printable(str(error), lines=True))}", soft_wrap=True
+        )
         raise typer.Exit(1) from None
 
 

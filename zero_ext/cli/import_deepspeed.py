@@ -9,6 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from zero_ext.cli.console import printable
+
 
 def import_and_report(
     console: Console, folder: Path, output: Path, tag: str | None, optimizer: str | None, verify: bool
@@ -48,6 +50,6 @@ def import_and_report(
         ("optimizer", found.optimizer),
         ("bytes", f"{found.bytes_written:,}"),
     ):
-        table.add_row(f"[bold]{name}", Text(value))
+        table.add_row(f"[bold]{name}", Text(printable(value)))
     console.print(table)
     console.print(Text(f"load it with zero_ext.load_checkpoint({str(output)!r}, model)"), soft_wrap=True)
