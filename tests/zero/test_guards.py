@@ -283,6 +283,44 @@ def test_load_state_dict_reaches_the_shards(world: World, what: str, stage: int)
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-6, atol=1e-7)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_loaded_values_that_differ_between_ranks_are_refused_and_change_nothing(
+    world: World, stage: int
+) -> None:
+    model, _ = prepared(world, Scalars(), stage)
+    before = zero_ext.full_state_dict(model)
+    other = {name: value + (world.rank if "bias" in name else 1) for name, value in before.items()}
+    with pytest.raises(RuntimeError, match=r"'layer\.bias'.*same value on all ranks.*same file"):
+        model.load_state_dict(other)
+    assert all(torch.equal(value, before[name]) for name, value in zero_ext.full_state_dict(model).items())
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_was_data_before_keeps_its_values(world: World, stage: int) -> None:
+    """Moving averages are swapped in for an evaluation and back like this."""
+    torch.manual_seed(world.seed)
+    plain = Scalars()
+    model, optimizer = prepared(world, copy.deepcopy(plain), stage)
+    reference = adamw(plain.parameters())
+    for step in range(2):
+        for net, stepping in ((plain, reference), (model, optimizer)):
+            feature_loss(net, feature_batch(world.seed, step, 0, 0)).backward()
+            stepping.step()
+            stepping.zero_grad()
+            kept = {name: parameter.data for name, parameter in net.named_parameters()}
+            for parameter in net.parameters():
+                parameter.data = parameter.data * 0.5
+            with torch.no_grad():
+                net.evaluated = feature_loss(net, feature_batch(world.seed, 9, 0, 0))
+            for name, parameter in net.named_parameters():
+                parameter.data = kept[name]
+        torch.testing.assert_close(model.evaluated, plain.evaluated, rtol=1e-5, atol=1e-6)
+    for name, value in zero_ext.full_state_dict(model).items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
 COPIES: dict[str, Callable[[Any], Any]] = {
     "model": copy.deepcopy,
     "module": lambda m: copy.deepcopy(m.module),

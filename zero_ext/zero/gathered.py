@@ -19,6 +19,7 @@ from zero_ext.zero.local_part import is_split, local_value, whole_of
 from zero_ext.zero.lookup import engine_of, engine_of_parameter
 from zero_ext.zero.master import MasterShard
 from zero_ext.zero.on_demand import held
+from zero_ext.zero.together import refuse_different
 from zero_ext.zero.unit import Unit, UnitState
 
 
@@ -204,10 +205,12 @@ def load_full_state_dict(
     shapes |= {name: tuple(parameter.shape) for parameter, own in names.items() for name in own}
     _check_shapes(state, shapes)
     with torch.no_grad():
-        for unit in engine.units:
-            # The last of several names counts, as it does for torch.
-            last = [found[parameter][-1:] for parameter in unit.parameters]
-            fill_unit(engine, unit, [state[name[0]] if name else None for name in last])
+        # The last of several names counts, as it does for torch.
+        lasts = [[found[parameter][-1:] for parameter in unit.parameters] for unit in engine.units]
+        values = [[state[name[0]] if name else None for name in names] for names in lasts]
+        for step in (refuse_different_values, fill_unit):
+            for unit, own in zip(engine.units, values, strict=True):
+                step(engine, unit, own)
         for name, buffer in buffers.items():
             if name in state:
                 buffer.copy_(state[name])
@@ -224,6 +227,19 @@ def _check_shapes(state: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[
             raise ValueError(
                 f"state dict: '{name}' has shape {tuple(value.shape)}, {shapes[name]} wanted; nothing was "
                 "loaded"
+            )
+
+
+def refuse_different_values(engine: Engine, unit: Unit, values: list[torch.Tensor | None]) -> None:
+    """Raises ``RuntimeError`` on all ranks if theirs are to give a parameter of ``unit`` different whole
+    ``values``; a collective. None stands for a parameter that stays."""
+    for value, parameter, spec in zip(values, unit.parameters, unit.layout.specs, strict=True):
+        if value is not None:
+            refuse_different(
+                engine.collectives.holders(bool(expert_ranks(parameter))),
+                f"parameter '{spec.name}' was given a whole value",
+                in_memory_order(local_value(parameter, value.detach()), spec),
+                "Load the same file on all ranks, or broadcast its values.",
             )
 
 

@@ -11,6 +11,7 @@ it is written to.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -50,6 +51,7 @@ _MEMORY_NAMES = """
 MEMORY = frozenset(_MEMORY_NAMES.split())
 """Names of the functions that need a tensor's memory."""
 _ACCESS = "_zero_ext_access"
+_DATA = "_zero_ext_data"  # of a parameter: the tensors that its ``data`` was, as far as they are still used
 _get_data: Callable[..., Any] = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _set_data: Callable[..., Any] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -92,13 +94,12 @@ class GatheredParameter(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         """The value, without autograd."""
-        return self.detach()
+        return _remembered(self, self.detach())
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         _check_new_data(self, value)
-        with torch.no_grad():
-            self.copy_(value)
+        _set_new_data(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return an ordinary parameter."""
@@ -234,6 +235,24 @@ def _check_new_data(target: Any, value: torch.Tensor) -> None:
     )
 
 
+def _remembered(parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
+    """``data``, which keeps its values when the parameter is given others by ``.data = ...``."""
+    vars(parameter).setdefault(_DATA, weakref.WeakSet()).add(data)
+    return data
+
+
+def _set_new_data(target: Any, value: torch.Tensor) -> None:
+    """What ``.data = value`` does to a plain tensor: tensors that were its data before keep theirs."""
+    parameter, _ = _origin(target)
+    with torch.no_grad():
+        value = value.clone()  # it may be one of them
+        for data in vars(parameter).pop(_DATA, ()):
+            kept = data.clone()
+            data.__class__ = torch.Tensor
+            _set_data(data, kept)
+        target.copy_(value)
+
+
 def _memory_refusal(released: Any, function: str) -> RuntimeError:
     return RuntimeError(
         f"parameter '{_name(_origin(released)[0])}' has no memory on this rank: expected a use of its value, "
@@ -258,14 +277,14 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         return iter(_perform(torch.Tensor.unbind, args, {}))
     if name == "data" and len(args) == 2:
         _check_new_data(*args)
-        with torch.no_grad():
-            _perform(torch.Tensor.copy_, args, {})
+        _set_new_data(*args)
         return None
     if name in ("data", "detach") and is_distributed(args[0]):
         return _Use().run(torch.Tensor.detach, args, {})
     if name in ("data", "detach"):
         parameter, extent = _origin(args[0])
-        return view_of_released(parameter, extent or _whole(parameter))
+        view = view_of_released(parameter, extent or _whole(parameter))
+        return _remembered(parameter, view) if name == "data" else view
     if name in ("view_as", "expand_as") and len(args) == 2 and args[0] is args[1]:
         # Torch's way to the node that accumulates a leaf's gradient, behind that of such a view.
         parameter, extent = _origin(args[0])

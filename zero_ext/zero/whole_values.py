@@ -10,7 +10,7 @@ from torch import nn
 
 from zero_ext.offload import Values, copy_of, count, part_of, replace
 from zero_ext.zero.engine import Engine
-from zero_ext.zero.gathered import fill_unit
+from zero_ext.zero.gathered import fill_unit, refuse_different_values
 from zero_ext.zero.layout import in_memory_order
 from zero_ext.zero.local_part import local_value, whole_of
 from zero_ext.zero.lookup import engine_of_parameter
@@ -70,6 +70,7 @@ def replace_master(parameter: nn.Parameter, value: torch.Tensor) -> None:
     values: list[torch.Tensor | None] = [None] * len(unit.parameters)
     values[number] = value
     with torch.no_grad():
+        refuse_different_values(engine, unit, values)
         fill_unit(engine, unit, values)
 
 
