@@ -6,7 +6,11 @@ Collectives are called on the backend object, which torch.distributed does not k
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,35 +32,66 @@ class Agreement:
         self.world_size = world_size
         self.purpose = purpose
         self._group = group
+        self._interrupted = False
 
     def stage(self, action: Callable[[], Any], advice: str = "") -> list[Any]:
         """Runs ``action`` on every rank and returns all ranks' results (JSON values), in rank order.
 
         If it fails on any rank, every rank raises the same error, naming the failed ranks and their reasons
         and ending in ``advice``: CheckpointError, or the ValueError or TypeError that the first of them met.
+        A KeyboardInterrupt or SystemExit of one rank stays what it is there, and is an error on the others.
         """
-        local: Exception | None = None
+        local: BaseException | None = None
         try:
+            self.raise_interrupt()
             outcome = json.dumps([None, action()])
-        except Exception as error:
+        except BaseException as error:
+            # Whatever it is: the other ranks wait for this one, and later collectives need this one to end.
             local = error
             outcome = json.dumps([[type(error).__name__, _reason(error)], None])
-        outcomes = [json.loads(data) for data in self._all_gather(outcome.encode())]
+        with self._interrupts_deferred():
+            outcomes = [json.loads(data) for data in self._all_gather(outcome.encode())]
+        if local is not None and not isinstance(local, Exception):
+            raise local
         failures = {rank: failure for rank, (failure, _) in enumerate(outcomes) if failure is not None}
         if failures:
             raise self._error(failures, advice) from local
         return [value for _, value in outcomes]
 
+    def raise_interrupt(self) -> None:
+        """Raise the KeyboardInterrupt that came while this rank was in a collective, if any."""
+        if self._interrupted:
+            self._interrupted = False
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def _interrupts_deferred(self) -> Iterator[None]:
+        """Defer Ctrl-C to the next stage. Between two collectives it would leave other ranks one behind."""
+        main = threading.current_thread() is threading.main_thread()
+        if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._interrupted = True
+
+        signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def collect(self, data: bytes) -> list[bytes]:
         """Every rank's ``data`` in rank order on rank 0; an empty list on the others."""
         if self.world_size == 1:
             return [data]
-        sizes = [int(size) for size in self._all_gather(str(len(data)).encode())]
-        mine = _padded(data, max(sizes))
-        received = [torch.empty_like(mine) for _ in sizes] if self.rank == 0 else []
-        options = dist.GatherOptions()
-        options.rootRank = 0
-        self._run(lambda group: group.gather([received] if received else [], [mine], options))
+        with self._interrupts_deferred():
+            sizes = [int(size) for size in self._all_gather(str(len(data)).encode())]
+            mine = _padded(data, max(sizes))
+            received = [torch.empty_like(mine) for _ in sizes] if self.rank == 0 else []
+            options = dist.GatherOptions()
+            options.rootRank = 0
+            self._run(lambda group: group.gather([received] if received else [], [mine], options))
         return [_bytes(part)[:size] for part, size in zip(received, sizes, strict=False)]
 
     def _all_gather(self, data: bytes) -> list[bytes]:
@@ -93,7 +128,7 @@ class Agreement:
         return _USER_MISTAKES.get(first, CheckpointError)(shortened(f"{text}. {advice}" if advice else text))
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointError | ValueError | TypeError):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import re
+import stat
 import time
 import warnings
 from collections.abc import Iterator
@@ -89,8 +90,12 @@ class CheckpointDirectory:
 
     @contextmanager
     def locked(self, timeout_seconds: float) -> Iterator[None]:
-        """Keeps other savers out; a crash lets go of the lock. CheckpointError after the timeout."""
-        descriptor = os.open(self.root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        """Keep other savers out; the kernel releases the lock if this process dies.
+
+        Raises:
+            CheckpointError: another save held it until the timeout, or it is no regular file.
+        """
+        descriptor = self._open_lock()
         try:
             self._lock(descriptor, timeout_seconds)
             try:
@@ -100,6 +105,22 @@ class CheckpointDirectory:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
         finally:
             os.close(descriptor)
+
+    def _open_lock(self) -> int:
+        path = self.root / _LOCK
+        # Of a symbolic link the target would be created, wherever that is.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            descriptor = os.open(path, flags, 0o644)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV):
+                raise
+        else:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return descriptor
+            os.close(descriptor)
+        kind = "a symbolic link" if path.is_symlink() else "something else"
+        raise CheckpointError(f"{path}: expected a regular file, got {kind}. Remove it and save again.")
 
     def _lock(self, descriptor: int, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds

@@ -49,9 +49,10 @@ def load_checkpoint(
 ) -> LoadedCheckpoint:
     """Fills ``source`` from ``directory/step-000123``, saved at any world size and ZeRO stage.
 
-    All ranks call it together. ``step``: a number, or "latest" (None means the same). Float state converts
-    between float32, bfloat16 and float16 where the source keeps another precision than the checkpoint. State
-    that the source keeps in a store (``StoredValues``) is written there a chunk at a time.
+    All ranks call it together. ``step``: a number, or "latest" (None means the same), equal on all ranks.
+    Float state converts between float32, bfloat16 and float16 where the source keeps another precision than
+    the checkpoint. State that the source keeps in a store (``StoredValues``) is written there a chunk at a
+    time.
 
     First the manifest is checked, the model compared with it, and every byte that this rank needs read and
     verified; only then, from the page cache, is it read again into place. So a damaged, foreign or unfitting
@@ -65,14 +66,26 @@ def load_checkpoint(
     )
     root = CheckpointDirectory(Path(directory).absolute())
 
-    def resolve() -> int | None:
+    def resolve() -> tuple[int | None, int | None]:
         session.finish_previous()
         if not (step is None or step == "latest" or (type(step) is int and step >= 0)):
             raise ValueError(f'step is {step!r}; give a step number or "latest"')
-        return root.resolve(step if type(step) is int else None) if source.rank == 0 else None
+        asked = step if type(step) is int else None
+        return asked, root.resolve(asked) if source.rank == 0 else None
 
-    found = agreement.stage(resolve, _UNCHANGED)[0]
+    answers = agreement.stage(resolve, _UNCHANGED)
+    first, found = answers[0]
+    for rank, (asked, _) in enumerate(answers):
+        if asked != first:
+            raise ValueError(
+                f"{agreement.purpose}: step: expected the same on all ranks, got {_step(first)} on rank 0 "
+                f"and {_step(asked)} on rank {rank}. {_UNCHANGED}"
+            )
     return _Load(source, agreement, root.committed(found)).run()
+
+
+def _step(step: int | None) -> object:
+    return "latest" if step is None else step
 
 
 @dataclass(frozen=True)
@@ -94,6 +107,7 @@ class _Load:
             self._stage(lambda: self.source.load_scalar_state(plan.named.scalar_state), _UNCHANGED)
             self._stage(lambda: _fill(reader, plan), _HALF_LOADED)
         self.source.finish_load()
+        self.agreement.raise_interrupt()
         return LoadedCheckpoint(plan.manifest.step, plan.named.client_state, plan.named.extra)
 
     def _stage(self, action: Callable[[], Any], advice: str) -> list[Any]:

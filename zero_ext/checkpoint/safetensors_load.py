@@ -84,6 +84,7 @@ def load_safetensors(
     agreement.stage(lambda: _fill(planned), _DAMAGE)
     state.finish_load()
     engine.optimizer_step.damage = before if planned.missing else None
+    agreement.raise_interrupt()
     return planned.missing, planned.unexpected
 
 

@@ -59,6 +59,7 @@ class SaveJob:
             self.agreement.stage(lambda: written.append(self._write()), UNTOUCHED)
             parts = self.agreement.collect(written[0].encode())
             self.agreement.stage(lambda: self._commit(parts), _LATEST_IS_WHOLE)
+        self.agreement.raise_interrupt()
 
     def _open(self, held: ExitStack) -> None:
         if self.agreement.rank != 0:
