@@ -455,3 +455,11 @@ def test_a_model_that_the_weights_do_not_fit(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             convert_zero_checkpoint_to_state_dict(tmp_path / "ds", tmp_path / "out", **wrong)
     assert not (tmp_path / "out").exists()
+
+
+def test_long_names_are_not_repeated_in_errors(tmp_path: Path) -> None:
+    long = "x" * 100_000
+    Forged(2, 2, groups=[{long: (3,)}, {f"{long}y": (2,)}]).write(tmp_path / "ds")
+    with pytest.raises(ValueError, match="does not fit this model") as caught:
+        load_state_dict_from_zero_checkpoint(torch.nn.Linear(3, 3), tmp_path / "ds")
+    assert len(str(caught.value)) < 2000

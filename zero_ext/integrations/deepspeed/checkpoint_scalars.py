@@ -84,8 +84,9 @@ def _per_parameter(checkpoint: DeepSpeedCheckpoint, optimizer: str) -> dict[str,
     fused = optimizer in _ADAM and not any(group.get("amsgrad") for group in first.groups)
     steps: dict[str, int] = {}
     others: dict[str, Any] = defaultdict(dict)
+    first_flats = {group: flat for flat, group in reversed(list(enumerate(first.flat_groups)))}
     for name, entry in checkpoint.trained.items():
-        flat = _flat_of(checkpoint, name)
+        flat = entry.fragments[0].flat if entry.fragments else first_flats[entry.group]
         scalars = first.scalars[flat]
         if not fused:
             zero_dim = ["step"] if "step" in scalars else []
@@ -101,13 +102,6 @@ def _per_parameter(checkpoint: DeepSpeedCheckpoint, optimizer: str) -> dict[str,
             raise CheckpointError(f"{first.path}: {name!r} has step {count!r}, a whole number from 0 wanted")
         steps[name] = int(count)
     return {"step": steps} if fused else dict(others)
-
-
-def _flat_of(checkpoint: DeepSpeedCheckpoint, name: str) -> int:
-    fragments = checkpoint.trained[name].fragments
-    if fragments:
-        return fragments[0].flat
-    return checkpoint.first.flat_groups.index(checkpoint.trained[name].group)
 
 
 def _scaler(first: RankState) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from zero_ext.checkpoint import export_huggingface
 from zero_ext.checkpoint.dtypes import dtype_named
+from zero_ext.checkpoint.errors import shortened
 from zero_ext.integrations.deepspeed.checkpoint_import import read_checkpoint, step_of
 from zero_ext.integrations.deepspeed.checkpoint_rank import RankState
 from zero_ext.integrations.deepspeed.checkpoint_source import DeepSpeedCheckpoint, Trained
@@ -125,9 +126,9 @@ def load_state_dict_from_zero_checkpoint(
         if name in lazy and lazy[name].shape != value.shape
     ]
     if problems:
+        shown = "; ".join(shortened(problem, 300) for problem in sorted(problems)[:_MOST_NAMES_SHOWN])
         raise ValueError(
-            f"{weights.checkpoint.files.path} does not fit this model: "
-            f"{'; '.join(sorted(problems)[:_MOST_NAMES_SHOWN])} ({len(problems)} in all)"
+            f"{weights.checkpoint.files.path} does not fit this model: {shown} ({len(problems)} in all)"
         )
     with torch.no_grad():
         for name, value in live.items():

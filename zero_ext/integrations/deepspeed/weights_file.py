@@ -30,18 +30,20 @@ def _write(values: Mapping[str, torch.Tensor], path: Path) -> None:
     storage = Storage()
     storage.make_directory(path.parent.absolute())
     partial = path.with_name(f".partial-{path.name}")
+    storage.remove(partial)
     try:
         if path.suffix == ".safetensors":
             _write_safetensors(storage, values, partial)
         else:
-            torch.save(dict(values), partial)
+            # Exclusive: the target of a symbolic link that somebody else puts here is not overwritten.
+            with partial.open("xb") as file:
+                torch.save(dict(values), file)
         storage.rename(partial, path)
     finally:
         storage.remove(partial)
 
 
 def _write_safetensors(storage: Storage, values: Mapping[str, torch.Tensor], path: Path) -> None:
-    storage.remove(path)
     # Of tied names, which have one tensor, the first is written.
     first = {id(tensor): name for name, tensor in reversed(list(values.items()))}
     kept = {name: tensor for name, tensor in values.items() if first[id(tensor)] == name}
