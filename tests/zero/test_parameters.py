@@ -244,6 +244,29 @@ def test_ranks_take_different_branches_inside_a_leaf_module(world: World) -> Non
         check_close(run, routed_plain(world, twin, plan))
 
 
+class DecoderLayer(nn.Module):
+    """A mixture inside an entry of a stack, which is a block already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.mixture = Block(), Routed()
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.mixture(self.block(features))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("leaf", ["Routed", "1.mixture"])
+def test_a_leaf_module_inside_a_block_is_gathered_with_it(world: World, leaf: str) -> None:
+    plan = Plan(steps=3)
+    torch.manual_seed(world.seed)
+    model = nn.Sequential(*(DecoderLayer() for _ in range(2)))
+    twin = copy.deepcopy(model)
+    config = configuration(3, plan, units={"leaf_modules": [leaf]})
+    run = train_prepared(world, model, feature_loss, feature_batch, config, plan)
+    check_close(run, routed_plain(world, twin, plan))
+
+
 def test_a_leaf_or_block_name_that_matches_nothing_is_refused() -> None:
     for key in ("leaf_modules", "block_classes"):
         model = WithRouted()

@@ -78,7 +78,7 @@ def owned_parameters(model: nn.Module, precision: str) -> list[Owned]:
 
 def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
     """The modules that are gathered as one: named classes and leaf modules, by default stack entries, and
-    tiles, also those inside another block.
+    tiles, also those inside another block. A leaf module inside a block is gathered with it.
 
     Raises ``ValueError`` if a configured name matches nothing.
     """
@@ -100,6 +100,9 @@ def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
             continue
         for name, child in module.named_children():
             pending.append((f"{prefix}.{name}" if prefix else name, child, stack))
+    for prefix, block in blocks.items():  # which is gathered with all that it contains
+        for name, inner in block.named_modules(prefix=prefix):
+            unmatched.difference_update(leaves & {type(inner).__name__, name})
     if unmatched:
         classes = sorted({type(module).__name__ for module in model.modules()})
         raise ValueError(
