@@ -221,6 +221,16 @@ def test_parents_of_the_home_folder_are_left_alone(tmp_path: Path, monkeypatch: 
     assert build_cache.cache_folder() != home / ".cache" / "zero_ext"
 
 
+def test_a_user_without_a_home_folder_needs_only_a_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert build_cache.cache_folder() == tmp_path / "zero_ext"
+
+
 def test_a_private_folder_that_another_user_has_made_is_refused(
     tmp_path: Path, private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

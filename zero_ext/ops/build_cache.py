@@ -18,7 +18,7 @@ import platform
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -52,11 +52,14 @@ def distrust(path: Path) -> str | None:
     passes as a parent, because others cannot replace entries that this user owns. As the last folder it does
     not, because others can add entries.
     """
-    home = Path.home().resolve()
+    try:
+        above_home: Sequence[Path] = Path.home().resolve().parents
+    except RuntimeError:  # a user without an entry, as in containers
+        above_home = ()
     path = path.absolute()
     last = (path, path.resolve())
     for each, facts in _steps(path):
-        if each in home.parents:
+        if each in above_home:
             continue
         if facts.st_uid not in (os.getuid(), 0):
             return f"{each}: expected it to belong to user {os.getuid()} or root, got user {facts.st_uid}"
