@@ -231,6 +231,12 @@ def test_a_user_without_a_home_folder_needs_only_a_cache(
     assert build_cache.cache_folder() == tmp_path / "zero_ext"
 
 
+def test_below_a_device_there_is_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert build_cache.cache_folder() == Path("/dev/null/zero_ext")
+    assert not CachedModule(build_cache.cache_folder(), "_C").is_complete()
+
+
 def test_a_private_folder_that_another_user_has_made_is_refused(
     tmp_path: Path, private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

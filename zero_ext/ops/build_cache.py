@@ -65,6 +65,8 @@ def distrust(path: Path) -> str | None:
             return f"{each}: expected it to belong to user {os.getuid()} or root, got user {facts.st_uid}"
         if stat.S_ISLNK(facts.st_mode):
             continue
+        if not stat.S_ISDIR(facts.st_mode) and each not in last:
+            return None  # like /dev/null: nothing can be below it
         sticky_parent = bool(facts.st_mode & stat.S_ISVTX) and each not in last
         if facts.st_mode & _OTHERS_WRITE and not sticky_parent:
             mode = stat.S_IMODE(facts.st_mode)
