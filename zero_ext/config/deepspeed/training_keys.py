@@ -49,7 +49,8 @@ BATCH_KEYS = (
         "managed_gradient_accumulation",
         FLAG,
         "refused",
-        "the engine counts micro-batches itself; leave it true, or use zero_ext.prepare and your own loop",
+        "zero_ext.initialize counts micro-batches itself; use deepspeed.initialize, whose engine takes false "
+        "and then updates at every step()",
         harmless=(True,),
     ),
     Key("dataloader_drop_last", FLAG, "honoured", "drop an epoch's last part of a batch", "batch.drop_last"),

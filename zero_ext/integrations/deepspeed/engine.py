@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zero_ext.data import ShardedLoader
 from zero_ext.integrations.deepspeed import tags
+from zero_ext.integrations.deepspeed.outputs import divided_once, undivided
 from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
 from zero_ext.integrations.deepspeed.settings import SettingsQuestions
 from zero_ext.integrations.deepspeed.weights_file import write_weights
@@ -39,6 +40,9 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
     micro_steps: int
     inside_no_sync_ctxt: bool
     _boundary: bool | None
+    _managed: bool
+    _unmanaged_passes: int
+    _unmanaged_samples: int
     _applied: bool
 
     def __init__(
@@ -59,6 +63,9 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
             micro_steps=0,
             inside_no_sync_ctxt=False,
             _boundary=None,
+            _managed=config.get("managed_gradient_accumulation", True),
+            _unmanaged_passes=0,
+            _unmanaged_samples=0,
             _applied=False,
         )
 
@@ -70,6 +77,8 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
     @property
     def global_samples(self) -> int:
         """Samples seen by whole steps so far; 0 if the JSON names no batch size."""
+        if not self._managed:
+            return self._unmanaged_samples
         return self.global_steps * (self.train_batch_size() or 0)
 
     @property
@@ -108,6 +117,12 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
 
     # -- the loop -----------------------------------------------------------------------------------------
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model. ``backward`` on its outputs divides gradients by the accumulation steps."""
+        outputs = super().forward(*args, **kwargs)
+        steps = self.gradient_accumulation_steps()
+        return divided_once(outputs, steps) if steps > 1 and torch.is_grad_enabled() else outputs
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, to call ``backward`` on by hand."""
         self._need_optimizer("scale")
@@ -122,7 +137,8 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         _checked_loss("backward", loss)
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
-        with self._until_boundary():
+        self._unmanaged_passes += not self._managed
+        with self._until_boundary(), undivided():
             super().backward(loss, retain_graph=retain_graph)
         return loss.detach()
 
@@ -133,13 +149,17 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
             raise RuntimeError(
                 "engine.step: expected a call outside no_sync, got one inside. Leave the block first."
             )
-        last = self.is_gradient_accumulation_boundary()
+        last = not self._managed or self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         self._applied = False
         if not last:
             return
         with self._around_step(lr_kwargs):
             optimizer.step()
+        self._unmanaged_samples += self._unmanaged_passes * (
+            (self.train_batch_size() or 0) // self.gradient_accumulation_steps()
+        )
+        self._unmanaged_passes = 0
         optimizer.zero_grad()
 
     @contextlib.contextmanager
@@ -153,12 +173,13 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last one of its step."""
-        if self._boundary is not None:
-            return self._boundary
+        if self._boundary is not None or not self._managed:
+            return bool(self._boundary)
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Says by hand whether the next micro-batch is the last of its step, from now on."""
+        self._need_managed("set_gradient_accumulation_boundary")
         self._boundary = bool(is_boundary)
 
     @contextlib.contextmanager
@@ -170,7 +191,8 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         """
         settings = self.zero_config
         keeps = settings.stage < 2 or settings.offload.step == "in_backward"
-        with super().no_sync() if keeps and self._boundary is False else contextlib.nullcontext():
+        goes_on = self._boundary is False or not self._managed
+        with super().no_sync() if keeps and goes_on else contextlib.nullcontext():
             yield
 
     def was_step_applied(self) -> bool:
@@ -191,7 +213,19 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         finally:
             self.inside_no_sync_ctxt = False
 
-    coalesce_grad_reduction = no_sync
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """``no_sync`` under DeepSpeed's other name."""
+        self._need_managed("coalesce_grad_reduction")
+        with self.no_sync():
+            yield
+
+    def _need_managed(self, what: str) -> None:
+        if not self._managed:
+            raise RuntimeError(
+                f"engine.{what}: managed_gradient_accumulation: expected true, got false. Call step() where "
+                "a step ends."
+            )
 
     def get_lr(self) -> list[float]:
         """The learning rate of every param group."""

@@ -40,6 +40,7 @@ _OTHER_ARGUMENTS = {
     "distributed_port": "",
     "dist_init_required": "",
 }
+_MANAGED = "managed_gradient_accumulation"
 
 
 def initialize(
@@ -83,6 +84,8 @@ def initialize(
     values, native = _loaded(_source(args, config, config_params))
     settings = _with_leaf_modules(native, model)
     pipeline = _as_pipeline(model)
+    if pipeline is not None and not values.get(_MANAGED, True):
+        raise ConfigError(Problem(_MANAGED, "expected true for a pipeline, got False. Remove it."))
     mesh = None if pipeline is None else pipeline.mesh
     loader = None
     if training_data is not None:
@@ -172,8 +175,10 @@ def _source(args: Any, *given: Mapping[str, Any] | str | Path | None) -> Mapping
 
 def _loaded(source: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], ZeroConfig]:
     """Return the JSON as given and what it means here."""
-    translation = load_deepspeed_config(source)
     values: dict[str, Any] = dict(source) if isinstance(source, Mapping) else read_json_object(source)
+    if values.get(_MANAGED) is False:  # the engine's own: the native configuration has no such key
+        source = {name: value for name, value in values.items() if name != _MANAGED}
+    translation = load_deepspeed_config(source)
     join_world(translation.config.timeout_seconds)
     for note in translation.notes:
         log_dist_once(str(note), ranks=[0])

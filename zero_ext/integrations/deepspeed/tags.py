@@ -40,12 +40,13 @@ def save(
     if not isinstance(client_state, Mapping):
         raise TypeError(f"client_state: a mapping wanted, {type(client_state).__name__} given")
     encode(dict(client_state), "client_state")
+    counters = {"micro_steps": engine.micro_steps, "samples": engine._unmanaged_samples}
     save_checkpoint(
         root / name,
         engine,
         scheduler=_stateful(engine.lr_scheduler),
         loader=engine.training_dataloader,
-        client_state={_CLIENT: dict(client_state), _COUNTERS: {"micro_steps": engine.micro_steps}},
+        client_state={_CLIENT: dict(client_state), _COUNTERS: counters},
         asynchronous=False,
         keep_last=1,
     )
@@ -85,6 +86,7 @@ def load(
     state = loaded.client_state if isinstance(loaded.client_state, dict) else {}
     counters = state.get(_COUNTERS, {})
     engine.micro_steps = int(counters.get("micro_steps", 0))
+    engine._unmanaged_samples = int(counters.get("samples", 0))
     return str(path), dict(state.get(_CLIENT, {}))
 
 
