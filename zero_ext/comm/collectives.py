@@ -8,6 +8,7 @@ order of its own. So ranks exchange shards instead, and each adds those of its p
 from __future__ import annotations
 
 import functools
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 
 from zero_ext import ops
 from zero_ext.comm.exchange import Exchange, Pending, Waitable
+from zero_ext.comm.flight_recorder import Call, FlightRecorder
 from zero_ext.comm.hops import gather_in_node, gather_through_nodes
 from zero_ext.comm.node_map import NodeMap
 from zero_ext.comm.ordered import Hop, OrderedExchange
@@ -44,7 +46,8 @@ class Collectives:
     not agree between ranks; within each the order must agree. Whoever listens to ``bus`` hears of the end of
     each. ``nodes`` says which ranks share a node; without it all do. All ranks share the state, unless
     :meth:`shard_among` says otherwise. ``model`` are the collectives of the ranks with the other parts of the
-    model (pipeline stages, parts of tensors); None where it is whole.
+    model (pipeline stages, parts of tensors); None where it is whole. ``recorder`` finds ranks that make
+    different collectives; ``members`` are the ranks of this group among those that it compares.
 
     What every rank has is shared by all of them, an expert by the ranks that :meth:`join_experts` named.
     """
@@ -57,6 +60,8 @@ class Collectives:
         reductions: Exchange,
         wire: WireLog,
         nodes: NodeMap | None = None,
+        recorder: FlightRecorder | None = None,
+        members: Sequence[int] | None = None,
     ):
         self.rank = rank
         self.world_size = world_size
@@ -65,6 +70,15 @@ class Collectives:
         self.nodes = nodes or NodeMap(rank, world_size, world_size)
         self._gathers = OrderedExchange(gathers)
         self._reductions = OrderedExchange(reductions)
+        self._members = tuple(range(world_size) if members is None else members)
+        self._recorder = recorder or FlightRecorder(rank, None)
+        self._channels = {
+            way: self._recorder.channel(name, self._members)
+            for name, way in (("gathers", self._gathers), ("reductions", self._reductions))
+        }
+        if members is None:
+            give_up = weakref.WeakMethod(self.give_up)
+            self._recorder.give_up = lambda reason: _call(give_up(), reason)
         self._groups: tuple[Collectives, Collectives] | None = None
         self.model: Collectives | None = None
         self._experts: Collectives | None = None
@@ -122,6 +136,8 @@ class Collectives:
             SubsetExchange(self._reductions.unordered, ranks),
             self.wire,
             self.nodes.among(ranks),
+            self._recorder,
+            [self._members[rank] for rank in ranks],
         )
         group.bus = self.bus
         group._gathers.order = self._gathers.order
@@ -147,7 +163,8 @@ class Collectives:
             own.copy_(shard)
         told = self._record(self._flat_traffic(kind, flat.numel(), shard.nbytes), label)
         way = self._reductions if may_be_nan else self._gathers
-        return Pending(label, self.rank, lambda: way.gather(flat, _tag(label)), waited=told)
+        recorded = self._begin(way, label, flat.numel())
+        return Pending(label, self.rank, lambda: way.gather(flat, _tag(label)), None, told, recorded)
 
     def reduce_scatter(
         self,
@@ -184,7 +201,8 @@ class Collectives:
         def finish() -> None:
             ops.sum_shards_(out, shards, 1.0 / self.world_size, accumulate)
 
-        return Pending(label, self.rank, start, finish, told)
+        recorded = self._begin(self._reductions, label, flat.numel())
+        return Pending(label, self.rank, start, finish, told, recorded)
 
     def gather_messages(
         self,
@@ -227,7 +245,14 @@ class Collectives:
         gradients go, in the order of reductions, else in that of gathers."""
         told = self._record(traffic, label)
         way = self._reductions if reduces else self._gathers
-        return Pending(label, self.rank, lambda: way.chain(hops(way.unordered, _tag(label))), finish, told)
+        # A rank of several nodes waits for some of the others only.
+        peers = self._members if self.nodes.nodes == 1 and self._groups is None else ()
+        recorded = self._begin(way, label, traffic.elements, peers)
+
+        def start() -> Sequence[Waitable]:
+            return way.chain(hops(way.unordered, _tag(label)))
+
+        return Pending(label, self.rank, start, finish, told, recorded)
 
     def exchange_messages(
         self,
@@ -241,7 +266,7 @@ class Collectives:
         equally long; in the order of reductions. ``elements`` is what the wire log counts."""
         told = self._record(self._flat_traffic(kind, elements, sends[0].nbytes), label)
         start = functools.partial(self._reductions.all_to_all, receives, sends, _tag(label))
-        return Pending(label, self.rank, start, waited=told)
+        return Pending(label, self.rank, start, None, told, self._begin(self._reductions, label, elements))
 
     def sum_(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """Sum a small tensor over the ranks in place, and return it.
@@ -251,7 +276,8 @@ class Collectives:
         if self.world_size > 1:
             told = self._record(self._flat_traffic("scalars", tensor.numel(), tensor.nbytes), label)
             start = functools.partial(self._start_sum, tensor, label)
-            Pending(label, self.rank, start, waited=told).wait()
+            recorded = self._begin(self._reductions, label, tensor.numel())
+            Pending(label, self.rank, start, None, told, recorded).wait()
         return tensor
 
     def _start_sum(self, tensor: torch.Tensor, label: str) -> Sequence[Waitable]:
@@ -266,14 +292,22 @@ class Collectives:
         traffic = self._flat_traffic("broadcast", tensor.numel(), tensor.nbytes if self.rank == source else 0)
         told = self._record(traffic, label)
         start = functools.partial(self._gathers.broadcast, tensor, source, _tag(label))
-        Pending(label, self.rank, start, waited=told).wait()
+        peers = self._members if self.rank == source else [self._members[source]]
+        recorded = self._begin(self._gathers, label, tensor.numel(), peers)
+        Pending(label, self.rank, start, None, told, recorded).wait()
         return tensor
 
     def give_up(self, reason: str) -> None:
         """Ends this rank's part in all collectives after an error of its own, so that the other ranks, which
         wait for it, fail with ``reason`` rather than by their time-out."""
+        self._recorder.stop()
         self._gathers.give_up(reason)
         self._reductions.give_up(reason)
+
+    def _begin(
+        self, way: OrderedExchange, label: str, elements: int, peers: Sequence[int] | None = None
+    ) -> tuple[FlightRecorder, Call]:
+        return self._recorder, self._channels[way].begin(f"{label}, {elements} elements", peers)
 
     def _flat_traffic(self, kind: str, elements: int, part: int) -> Traffic:
         """Of a collective in which this rank sends ``part`` bytes to each of the others."""
@@ -293,6 +327,12 @@ class Collectives:
         return told
 
 
+def _call(action: Callable[[str], None] | None, reason: str) -> None:
+    if action is not None:
+        action(reason)
+
+
+@functools.lru_cache(maxsize=4096)
 def _tag(label: str) -> int:
     """What ranks at the same place agree on, so that units of equal size are not taken for each other."""
     return zlib.crc32(label.encode()) & 0x7FFFFFFF

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from zero_ext.comm.flight_recorder import Call, FlightRecorder, MismatchedCollectives
 from zero_ext.comm.sums import RankOrderSum
 
 Message = tuple[int, torch.Tensor]  # rank within the group, contiguous tensor
@@ -70,6 +71,7 @@ class PointToPoint(abc.ABC):
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.recorder: FlightRecorder | None = None  # compares the ranks while a transfer waits for long
 
     @abc.abstractmethod
     def start(
@@ -153,6 +155,7 @@ class Pending:
 
     Errors of the transport, when it starts and when it ends, are raised as ``RuntimeError`` naming ``label``
     (what was moved) and the rank. ``waited`` hears once when a wait began, and how many seconds it took.
+    ``recorded`` is the collective in the record of this rank, which names what the other ranks do instead.
     """
 
     def __init__(
@@ -162,7 +165,9 @@ class Pending:
         start: Callable[[], Sequence[Waitable]],
         finish: Callable[[], None] | None = None,
         waited: Callable[[float, float], None] | None = None,
+        recorded: tuple[FlightRecorder, Call] | None = None,
     ) -> None:
+        self._recorded = recorded
         self._label = label
         self._rank = rank
         self._finish = finish
@@ -179,7 +184,7 @@ class Pending:
         if self._done:
             return
         began = time.perf_counter() if self._waited is not None else 0.0
-        with self._named_errors():
+        with self._named_errors(), self._as_waiting():
             for work in self._works:
                 work.wait()
         if self._waited is not None:
@@ -191,9 +196,32 @@ class Pending:
             self._finish = None
 
     @contextlib.contextmanager
-    def _named_errors(self) -> Iterator[None]:
+    def _as_waiting(self) -> Iterator[None]:
+        if self._recorded is None:
+            yield
+            return
+        recorder, call = self._recorded
+        before, recorder.waiting = recorder.waiting, call
         try:
             yield
+        finally:
+            recorder.waiting = before
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            try:
+                yield
+            except MismatchedCollectives:
+                raise
+            except Exception as error:
+                if self._recorded is not None:
+                    recorder, call = self._recorded
+                    recorder.explain(call, error)
+                raise
+        except MismatchedCollectives as error:
+            self._error = error
+            raise
         except Exception as error:
             self._error = RuntimeError(
                 f"rank {self._rank}: {self._label} failed: {error}. A peer rank has died, or it runs other "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 import weakref
 from collections import Counter
@@ -12,6 +13,10 @@ import torch.distributed as dist
 
 from zero_ext import ops
 from zero_ext.comm.exchange import GroupExchange, Message, PointToPoint, Waitable
+from zero_ext.comm.flight_recorder import STALL_SECONDS, FlightRecorder, UnexpectedMessage
+
+_UNEXPECTED = (" bytes where ", " sent something else in its place")  # of ops.host_exchange_wait, too
+_NO_ANSWER = "no answer from rank"  # how the error of ops.host_exchange_wait begins when its time is over
 
 
 class HostExchange(PointToPoint):
@@ -45,16 +50,41 @@ class HostExchange(PointToPoint):
 
     def _transfer(self, rank: int, receiving: bool) -> Waitable:
         self._started[rank, receiving] += 1
-        return _Transfer(self._handle, rank, self._started[rank, receiving], receiving, self._timeout_seconds)
+        count = self._started[rank, receiving]
+        return _Transfer((self._handle, rank, count, receiving), self._timeout_seconds, self.recorder)
 
 
 class _Transfer:
-    def __init__(self, handle: int, rank: int, count: int, receiving: bool, timeout_seconds: float) -> None:
-        self._arguments = (handle, rank, count, receiving, timeout_seconds)
+    def __init__(
+        self,
+        message: tuple[int, int, int, bool],
+        timeout_seconds: float,
+        recorder: FlightRecorder | None,
+    ) -> None:
+        self._message = message
+        self._timeout_seconds = timeout_seconds
+        self._recorder = recorder
 
     def wait(self) -> None:
         """Blocks until this message and those before it in its direction are complete."""
-        ops.host_exchange_wait(*self._arguments)
+        deadline = time.monotonic() + self._timeout_seconds
+        while True:
+            seconds = min(STALL_SECONDS, max(0.0, deadline - time.monotonic()))
+            try:
+                ops.host_exchange_wait(*self._message, seconds)
+                return
+            except RuntimeError as error:
+                if any(text in str(error) for text in _UNEXPECTED):
+                    raise UnexpectedMessage(str(error)) from None
+                if not str(error).startswith(_NO_ANSWER):
+                    raise
+                if time.monotonic() >= deadline:
+                    rank = self._message[1]
+                    raise RuntimeError(
+                        f"no answer from rank {rank} within {self._timeout_seconds:g} seconds"
+                    ) from None
+            if self._recorder is not None:
+                self._recorder.check()
 
 
 def fastest_exchange(group: dist.ProcessGroup, timeout_seconds: float) -> PointToPoint:

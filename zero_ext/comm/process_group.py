@@ -26,6 +26,7 @@ from zero_ext.comm import (
     nccl_exchange,
 )
 from zero_ext.comm.exchange import Message, Waitable
+from zero_ext.comm.flight_recorder import FlightRecorder
 from zero_ext.comm.node_map import NodeMap, nodes_of
 
 Reduction = Literal["rank_order", "backend"]
@@ -100,14 +101,14 @@ def make_collectives(
     # Not dist.new_group: its local names differ between ranks that belong to different numbers of groups, and
     # it keeps every group for the life of the process.
     name = _shared_name(parent, device if way == "nccl" else CPU)
-    made = _Connections(
-        dist.PrefixStore(name, parent.get_group_store()), rank, world_size, timeout_seconds, device
-    )
+    store = dist.PrefixStore(name, parent.get_group_store())
+    recorder = FlightRecorder(rank, dist.PrefixStore("records", store))
+    made = _Connections(store, rank, world_size, timeout_seconds, device, recorder)
     gathers = made.exchange("gathers", way, False, checks_nan)
     reductions = made.exchange("reductions", way, reduction == "backend", False)
     if ranks_per_node is None and not _alike(reductions, nodes.ranks_per_node):
         nodes = NodeMap(rank, world_size, world_size)
-    return Collectives(rank, world_size, gathers, reductions, WireLog(), nodes)
+    return Collectives(rank, world_size, gathers, reductions, WireLog(), nodes, recorder)
 
 
 def _alike(exchange: Exchange, value: int) -> bool:
@@ -127,6 +128,7 @@ class _Connections:
     world_size: int
     timeout_seconds: float
     device: torch.device
+    recorder: FlightRecorder
 
     def exchange(self, purpose: str, way: _Way, sums: bool, checks_nan: bool) -> Exchange:
         """For tensors of host and device."""
@@ -147,7 +149,9 @@ class _Connections:
         store = dist.PrefixStore(purpose, self.store)
         gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
         # torch's stubs do not say that gloo's class has the methods of a process group.
-        return fastest_exchange(cast(dist.ProcessGroup, gloo), self.timeout_seconds)
+        made = fastest_exchange(cast(dist.ProcessGroup, gloo), self.timeout_seconds)
+        made.recorder = self.recorder
+        return made
 
 
 def _way(offered: str, device: torch.device) -> _Way:

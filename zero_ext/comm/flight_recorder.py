@@ -1,0 +1,200 @@
+"""A record of the collectives that each rank has begun, to find ranks that make different ones."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+STALL_SECONDS = 1.0  # A rank that waits longer than this compares its record with those of the others.
+_PATIENCE_SECONDS = 2.5  # The others may notice only when they have waited for STALL_SECONDS themselves.
+_POLL_SECONDS = 0.05
+_RECENT = 16
+_LIBRARIES = ("zero_ext", "torch")
+_ADVICE = "Make the same calls in the same order on all ranks."
+
+
+class MismatchedCollectives(RuntimeError):
+    """Raised on all ranks when some of them make different collectives."""
+
+
+class UnexpectedMessage(RuntimeError):
+    """Raised by a transport that received another message than this rank expects."""
+
+
+class Channel:
+    """The collectives that ``ranks`` make over one transport, in order: how many, and the last of them."""
+
+    def __init__(self, name: str, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        self.key = f"{name} of {','.join(map(str, ranks))}"
+        self.begun = 0
+        self.recent: deque[str] = deque(maxlen=_RECENT)
+
+    def begin(self, label: str, peers: Sequence[int] | None = None) -> Call:
+        """Record a collective that ends only after ``peers`` have begun it, by default all ranks."""
+        self.begun += 1
+        self.recent.append(label)
+        return Call(self, self.begun, label, self.ranks if peers is None else peers)
+
+
+class Call(NamedTuple):
+    """Collective number ``number`` of a channel, which waits for ``peers``."""
+
+    channel: Channel
+    number: int
+    label: str
+    peers: Sequence[int]
+
+
+class FlightRecorder:
+    """Compares the collectives of this rank with those of the other ranks of one engine.
+
+    Nothing is exchanged while collectives end in time. A rank that waits for longer than ``STALL_SECONDS``,
+    or whose transport reports an error, writes its record to ``store`` and reads those of the others. Without
+    a store nothing is compared.
+
+    Two ranks are known to be at different collectives, however slow the machine is, in two cases. Their
+    records have different collectives in the same place. Or each waits in a collective that ends only after
+    the other has begun it, which the other has not.
+    """
+
+    def __init__(self, rank: int, store: dist.Store | None) -> None:
+        self.rank = rank
+        self.waiting: Call | None = None  # set while the host waits for it
+        self.give_up: Callable[[str], None] = lambda reason: None
+        self._store = store
+        self._channels: dict[str, Channel] = {}
+        self._failure: str | None = None
+        self._published = ""
+        self._lock = threading.Lock()
+
+    def channel(self, name: str, ranks: Sequence[int]) -> Channel:
+        """Return the channel of ``ranks`` over the transport ``name``."""
+        made = Channel(name, ranks)
+        return self._channels.setdefault(made.key, made)
+
+    def stop(self) -> None:
+        """Compare nothing from now on: this rank has given up, and raises its own reason."""
+        self._store = None
+
+    def check(self) -> None:
+        """Compare the records. Transports call it every ``STALL_SECONDS`` while they wait.
+
+        Raises:
+            MismatchedCollectives: Some ranks are at different collectives.
+        """
+        call = self.waiting
+        if call is not None:
+            self._raise_mismatch(call, patience=0.0)
+
+    def explain(self, call: Call, error: Exception) -> None:
+        """Compare the records after an ``error`` of the transport in ``call``. Raises as :meth:`check`."""
+        self._raise_mismatch(call, _PATIENCE_SECONDS if isinstance(error, UnexpectedMessage) else 0.0)
+
+    def _raise_mismatch(self, call: Call, patience: float) -> None:
+        with self._lock:
+            found = self._find_mismatch(call, patience)
+            if found is None:
+                return
+            self._failure = f"rank {self.rank}: {found}"
+            self._publish(call)
+        self.give_up(self._failure)
+        raise MismatchedCollectives(self._failure)
+
+    def _find_mismatch(self, call: Call, patience: float) -> str | None:
+        if self._store is None:
+            return None
+        deadline = time.monotonic() + patience
+        try:
+            self._publish(call)
+            while True:
+                for rank in call.channel.ranks:
+                    record = self._record_of(rank) if rank != self.rank else None
+                    if record is not None and (found := self._compare(call, rank, record)) is not None:
+                        return found
+                if time.monotonic() >= deadline:
+                    return None
+                time.sleep(_POLL_SECONDS)
+        except (RuntimeError, OSError):
+            return None  # The process that serves the store has ended.
+
+    def _publish(self, call: Call) -> None:
+        record = json.dumps(
+            {
+                "begun": {key: [each.begun, list(each.recent)] for key, each in self._channels.items()},
+                "waiting": [call.channel.key, call.number, call.label],
+                "peers": list(call.peers),
+                "place": _place_in_user_code(),
+                "failure": self._failure,
+            }
+        )
+        if self._store is not None and record != self._published:
+            self._published = record
+            self._store.set(str(self.rank), record)
+
+    def _record_of(self, rank: int) -> dict[str, Any] | None:
+        if self._store is None or not self._store.check([str(rank)]):
+            return None
+        record: dict[str, Any] = json.loads(self._store.get(str(rank)))
+        return record
+
+    def _compare(self, call: Call, rank: int, record: dict[str, Any]) -> str | None:
+        """Return how the record of ``rank`` contradicts this rank's, which is in ``call``."""
+        key, number, label = record["waiting"]
+        here, there = _place_in_user_code(), record["place"]  # where the two ranks wait now
+        own, theirs = f"{call.label}{here}", f"{label}{there}"
+        begun, recent = record["begun"].get(call.channel.key, [0, []])
+        for mine, other in _common(call.channel, begun, recent):
+            if mine != other:
+                return _difference(f"{mine}{here}", f"{other}{there}", rank)
+        channel = self._channels.get(key)
+        behind = (0 if channel is None else channel.begun) < number
+        waits = self.rank in record["peers"] and rank in call.peers
+        if waits and behind and begun < call.number:
+            return _difference(own, theirs, rank)
+        if record["failure"] is not None:
+            return f"{own}: expected an answer from rank {rank}, got its error: {record['failure']}"
+        return None
+
+
+def _difference(own: str, theirs: str, rank: int) -> str:
+    return f"{own}: expected the same collective on all ranks, got {theirs} on rank {rank}. {_ADVICE}"
+
+
+def _common(channel: Channel, begun: int, recent: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the labels, in both records of a channel, of each collective that both of them have."""
+    first = max(channel.begun - len(channel.recent), begun - len(recent)) + 1
+    for number in range(first, min(channel.begun, begun) + 1):
+        yield channel.recent[number - channel.begun - 1], recent[number - begun - 1]
+
+
+def _place_in_user_code() -> str:
+    """Return the line of the user's code that leads here, as " (train.py:12: loss.backward())"."""
+    frame: FrameType | None = sys._getframe()
+    found = _innermost_outside(frame)
+    if found is None:  # a thread of autograd or of a transport
+        found = _innermost_outside(sys._current_frames().get(threading.main_thread().ident or 0))
+    if found is None:
+        return ""
+    path, line = found.f_code.co_filename, found.f_lineno
+    text = linecache.getline(path, line).strip()
+    return f" ({Path(path).name}:{line}{': ' if text else ''}{text})"
+
+
+def _innermost_outside(frame: FrameType | None) -> FrameType | None:
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] not in _LIBRARIES and not module.startswith(("threading", "contextlib")):
+            return frame
+        frame = frame.f_back
+    return None
