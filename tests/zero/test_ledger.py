@@ -17,6 +17,7 @@ from zero_ext import ops
 from zero_ext.plan import TrainingState, model_state_bytes
 from zero_ext.zero import engine_of
 from zero_ext.zero.ledger import ledger_by_tier
+from zero_ext.zero.unit import UnitState
 
 KINDS = ("params", "grads", "optimizer")
 
@@ -96,6 +97,8 @@ def test_bytes_of_a_rank(world: World, stage: int) -> None:
 
     total = sum(ledger.values())
     assert ops.host_buffer_bytes() - buffers == total
+    # The storages of released units point at memory of NaN that takes next to nothing.
+    storages |= {unit.flat.data_ptr(): 0 for unit in engine.units if unit.state is UnitState.RELEASED}
     found = {address: size for address, size in live_storages().items() if address not in storages}
     assert sum(found.values()) == pytest.approx(total, rel=0.03)
 

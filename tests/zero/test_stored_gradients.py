@@ -69,8 +69,7 @@ def test_values_scaling_and_clearing(world: World) -> None:
                 ours.grad.zero_()
                 plain.grad.zero_()
             close(ours.grad.norm(), plain.grad.norm())
-        with pytest.raises(RuntimeError, match="lies on NVMe"):
-            pairs[0][0].grad.sum()
+        close(pairs[0][0].grad.sum(), pairs[0][1].grad.sum())
         check_step(model, optimizer, twin)
 
 

@@ -20,6 +20,7 @@ from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.training import DEFAULT, Plan, adamw, check_equal, configuration
 from zero_ext import ops
 from zero_ext.zero import engine_of
+from zero_ext.zero.unit import UnitState
 
 
 @contextmanager
@@ -52,7 +53,7 @@ def gathered_addresses(model: nn.Module) -> list[int]:
     engine, found = engine_of(model), []
 
     def note(*_: Any) -> None:
-        found.extend(unit.flat.data_ptr() for unit in engine.units if unit.flat.untyped_storage().nbytes())
+        found.extend(unit.flat.data_ptr() for unit in engine.units if unit.state is not UnitState.RELEASED)
 
     for block in model.blocks:
         block.register_forward_pre_hook(note)

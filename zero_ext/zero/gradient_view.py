@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import weakref
@@ -131,9 +132,11 @@ class GradientViews:
 
     def _end(self, parameter: nn.Parameter) -> None:
         shown = self._shown.pop(parameter).tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            unkept = _references(parameter.grad is shown)
         if self._placeholders.get(parameter) is shown:
             del self._placeholders[parameter]
-        elif sys.getrefcount(shown) > _REFERENCES and not is_distributed(shown):
+        elif sys.getrefcount(shown) > unkept and not is_distributed(shown):
             with torch.no_grad():
                 set_data(shown, shown.clone())
 
@@ -264,8 +267,16 @@ class GradientViews:
 
 
 _Replaced = tuple[UnitGradients, int, torch.Tensor]
-# To a shown gradient that nobody has kept: a variable, and the argument of sys.getrefcount.
-_REFERENCES = 2
+
+
+@functools.cache
+def _references(is_gradient: bool) -> int:
+    """The references to a shown gradient, in one variable, that nobody has kept; torch's versions differ in
+    whether a parameter refers to the Python object of its gradient."""
+    parameter = nn.Parameter(torch.zeros(1, device="cpu"))
+    gradient = torch.zeros(1, device="cpu")
+    parameter.grad = gradient if is_gradient else None
+    return sys.getrefcount(gradient)
 
 
 class _Shown(NamedTuple):
