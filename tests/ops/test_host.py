@@ -1,8 +1,10 @@
-"""host_buffer: alignment, zeros, and the registry of live bytes."""
+"""host_buffer: alignment, zeros, and the registry of live bytes; blank memory."""
 
 from __future__ import annotations
 
 import gc
+import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,3 +55,28 @@ def test_refuses_what_it_cannot_give() -> None:
     with pytest.raises(RuntimeError, match="refused"):
         ops.host_buffer(2**63 - 1)
     assert ops.host_buffer_bytes() == before
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 5_000_001, 2**40])
+def test_blank_memory_is_nan_and_takes_next_to_nothing(nbytes: int) -> None:
+    before, resident = ops.host_buffer_bytes(), resident_bytes()
+    blank = ops.blank_host_memory(nbytes)
+    assert blank.dtype == torch.uint8 and blank.shape == (nbytes,)
+    assert bool((blank[:: max(nbytes // 1000, 1)] == 255).all())
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64):
+        assert bool(blank[: nbytes // 8 * 8].view(dtype)[-5:].float().isnan().all())
+    assert ops.host_buffer_bytes() == before
+    # A read maps a page of 4 KiB.
+    assert resident_bytes() - resident < 64 << 20
+
+
+def test_blank_memory_refuses_what_it_cannot_give() -> None:
+    with pytest.raises(RuntimeError, match=r"expected nbytes >= 0, got -1"):
+        ops.blank_host_memory(-1)
+    with pytest.raises(RuntimeError, match=r"refused"):
+        ops.blank_host_memory(2**62)
+
+
+def resident_bytes() -> int:
+    """Bytes of physical memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -193,6 +193,7 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "aio_wait": lambda: (aio_engine(), 1),
     "aio_write_": lambda: (aio_engine(), 1, aio_file(), 0, torch.rand(16)),
     "adam_step_8bit_": adam_8bit_inputs,
+    "blank_host_memory": lambda: (4096,),
     "block_sparse_attention_backward": attention_backward_inputs,
     "block_sparse_attention_forward": attention_inputs,
     "compress_signs_": lambda: (signs(50, 2), torch.rand(100), torch.rand(100).bfloat16(), 0.5, 2),
