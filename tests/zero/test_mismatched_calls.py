@@ -62,6 +62,7 @@ def gather(trained: Trained) -> None:
 
 CALLS: dict[str, Callable[[Trained], Any]] = {
     "save_checkpoint": lambda t: zero_ext.save_checkpoint(t.folder, t.model),
+    "load_checkpoint": lambda t: zero_ext.load_checkpoint(t.folder, t.model),
     "step": lambda t: t.optimizer.step(),
     "backward": lambda t: t.loss.backward(),
     "clip_grad_norm_": lambda t: t.model.clip_grad_norm_(1e-3),

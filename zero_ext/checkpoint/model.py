@@ -94,6 +94,8 @@ def load_checkpoint(
     """
     engine = engine_of(model)
     engine.finish_updates(replaced=True)
+    # Before the load's own exchanges, which know nothing of what the other ranks may be doing instead.
+    engine.collectives.sum_(torch.zeros(1, device="cpu"), "load_checkpoint")
     parts = {name: part for name, part in (("scheduler", scheduler), ("loader", loader)) if part is not None}
     source = _state_of(engine, frozen)
     states = _saved_states(directory, source, step, parts) if parts else {}
