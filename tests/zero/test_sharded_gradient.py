@@ -332,7 +332,6 @@ def test_numbers_that_differ_between_ranks_are_refused_on_all(world: World, edit
 
 MEMORY: dict[str, Callable[[torch.Tensor], Any]] = {
     "data_ptr": lambda g: g.data_ptr(),
-    "untyped_storage": lambda g: g.untyped_storage(),
     "storage": lambda g: g.storage(),
     "share_memory_": lambda g: g.share_memory_(),
     "from_dlpack": torch.from_dlpack,

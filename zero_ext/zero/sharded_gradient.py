@@ -12,7 +12,8 @@ from zero_ext.zero.extent import Extent, replaced
 from zero_ext.zero.released import MEMORY, function_name
 
 aten = torch.ops.aten
-_REFUSED = MEMORY | {"apply_", "map_", "map2_"}
+# torch.compile asks for the storage of param.grad, to tell tensors apart; it is empty.
+_REFUSED = (MEMORY - {"untyped_storage"}) | {"apply_", "map_", "map2_"}
 
 
 class GradientAccess(Protocol):
