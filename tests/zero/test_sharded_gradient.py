@@ -96,6 +96,13 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+def second_pass(world: World, model: Any, twin: nn.Module) -> None:
+    """A backward pass over another batch on both sides."""
+    language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
+    for rank in range(world.size):
+        (language_loss(twin, language_batch(world.seed, 1, 0, rank)) / world.size).backward()
+
+
 def tensors(value: Any) -> Any:
     return value if isinstance(value, tuple | str) else torch.as_tensor(value)
 
@@ -234,9 +241,7 @@ def test_a_pass_after_an_assignment_adds_to_it(world: World) -> None:
         for net in (model, twin):
             net.zero_grad()
             net.head.weight.grad = MASK * 0.1
-        language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
-        for rank in range(world.size):
-            (language_loss(twin, language_batch(world.seed, 1, 0, rank)) / world.size).backward()
+        second_pass(world, model, twin)
         check_step(model, optimizer, twin)
 
 
@@ -250,9 +255,7 @@ def test_assigning_a_gradient_while_others_wait_to_be_reduced(world: World) -> N
                 optimizer.zero_grad()
                 twin.zero_grad()
             with model.no_sync():
-                language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
-            for rank in range(world.size):
-                (language_loss(twin, language_batch(world.seed, 1, 0, rank)) / world.size).backward()
+                second_pass(world, model, twin)
             for net in (model, twin):
                 net.head.weight.grad = MASK.clone()
             check_step(model, optimizer, twin)
@@ -324,9 +327,7 @@ def test_numbers_that_differ_between_ranks_are_refused_on_all(world: World, edit
             optimizer.step()
         optimizer.zero_grad()
         twin.zero_grad()
-        language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
-        for rank in range(world.size):
-            (language_loss(twin, language_batch(world.seed, 1, 0, rank)) / world.size).backward()
+        second_pass(world, model, twin)
         check_step(model, optimizer, twin)
 
 

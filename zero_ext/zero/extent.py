@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+Found = TypeVar("Found")
 
 
 class Extent(NamedTuple):
@@ -21,6 +23,12 @@ class Extent(NamedTuple):
         """Return the extent of ``tensor`` in its storage."""
         return Extent(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
+    def on_meta(self) -> torch.Tensor:
+        """Return a tensor without values that lies like this."""
+        return torch.empty(0, dtype=self.dtype, device="meta").as_strided(
+            self.shape, self.stride, self.offset
+        )
+
     def ordered(self, value: torch.Tensor) -> torch.Tensor:
         """Return ``value``, of this shape, with its elements in this order in memory: itself if they are."""
         if value.stride() == self.stride and value.storage_offset() == self.offset:
@@ -32,6 +40,15 @@ class Extent(NamedTuple):
         """Return the tensor that shares memory with ``value``, but neither autograd nor version counter."""
         empty = torch.empty(0, dtype=self.dtype, device=value.device)
         return empty.set_(value.untyped_storage(), self.offset, self.shape, self.stride)
+
+
+def found_in(value: Any, kind: type[Found]) -> Iterator[Found]:
+    """Each instance of ``kind`` that ``value`` is, or that its lists, tuples and dicts hold."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from found_in(item, kind)
 
 
 def replaced(value: Any, replace: Callable[[Any], Any]) -> Any:

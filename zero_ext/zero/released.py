@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 
-from zero_ext.zero.extent import Extent, replaced
+from zero_ext.zero.extent import Extent, found_in, replaced
 from zero_ext.zero.local_part import is_distributed
 from zero_ext.zero.placeholder import placeholder
 
@@ -267,7 +267,7 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if name in MEMORY:
-        raise _memory_refusal(next(_released_in((args, kwargs))), name)
+        raise _memory_refusal(next(found_in((args, kwargs), ReleasedTensor)), name)
     if name in _LAYOUT:
         if any(map(is_distributed, args)):  # which knows its layout itself
             with torch._C.DisableTorchFunctionSubclass():
@@ -293,14 +293,6 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     return _Use().run(func, args, kwargs)
 
 
-def _released_in(value: Any) -> Iterator[ReleasedTensor]:
-    if isinstance(value, ReleasedTensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _released_in(item)
-
-
 def _whole(parameter: nn.Parameter) -> Extent:
     """The extent of the full value in memory of its own."""
     return Extent(parameter.dtype, tuple(parameter.shape), _access(parameter).facts(parameter).stride, 0)
@@ -313,11 +305,10 @@ def _on_layout(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
         if not isinstance(item, ReleasedTensor):
             return item
         parameter, extent = _origin(item)
-        dtype, shape, stride, offset = extent or _whole(parameter)
-        return torch.empty(0, dtype=dtype, device="meta").as_strided(shape, stride, offset)
+        return (extent or _whole(parameter)).on_meta()
 
     if name in _CREATES and kwargs.get("device") is None:
-        kwargs = {**kwargs, "device": next(_released_in((args, kwargs))).device}  # type: ignore[attr-defined]
+        kwargs = {**kwargs, "device": next(found_in((args, kwargs), ReleasedTensor)).device}  # type: ignore[attr-defined]
     return func(*replaced(args, layout), **replaced(dict(kwargs), layout))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from zero_ext.zero.extent import Extent, replaced
+from zero_ext.zero.extent import Extent, found_in, replaced
 from zero_ext.zero.released import MEMORY, function_name
 
 aten = torch.ops.aten
@@ -76,7 +76,7 @@ class ShardedGradient(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function_name(func) in _REFUSED:
-            name = next(_gradients_in((args, kwargs or {})))._source.name
+            name = next(found_in((args, kwargs or {}), ShardedGradient))._source.name
             raise _memory_refusal(name, function_name(func))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -221,10 +221,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     gradient = next(value for value in args if isinstance(value, ShardedGradient))
 
     def layout(value: Any) -> Any:
-        if not isinstance(value, ShardedGradient):
-            return value
-        dtype, shape, stride, offset = value._extent
-        return torch.empty(0, dtype=dtype, device="meta").as_strided(shape, stride, offset)
+        return value._extent.on_meta() if isinstance(value, ShardedGradient) else value
 
     def at(view: torch.Tensor) -> ShardedGradient:
         return ShardedGradient(gradient._source, gradient.device, Extent.of(view))
@@ -235,7 +232,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 def _on_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The result of ``func`` on whole gradients, having written back what it changed."""
     if func.namespace != "aten":
-        name = next(item._source.name for item in _gradients_in((args, kwargs)))
+        name = next(item._source.name for item in found_in((args, kwargs), ShardedGradient))
         raise RuntimeError(
             f"the gradient of '{name}' is sharded over the ranks and already their mean: expected a function "
             f"of its values, got {func}, which works on its memory. Drop that call, or use "
@@ -244,7 +241,7 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     written = _written(func, args, kwargs)
     # A sum of passes may be kept in more bits than it shows; what is written back keeps them.
     keeps_bits = bool(written) and all(
-        item.dtype == item._source.extent.dtype for item in _gradients_in((args, kwargs))
+        item.dtype == item._source.extent.dtype for item in found_in((args, kwargs), ShardedGradient)
     )
     values: dict[object, torch.Tensor] = {}
     originals: dict[int, ShardedGradient] = {}
@@ -267,21 +264,13 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     return replaced(result, lambda item: originals.get(id(item), item))
 
 
-def _gradients_in(value: Any) -> Iterator[ShardedGradient]:
-    if isinstance(value, ShardedGradient):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _gradients_in(item)
-
-
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[ShardedGradient]:
     """The gradients among the arguments that ``func`` changes in place."""
     found: list[ShardedGradient] = []
     for number, formal in enumerate(func._schema.arguments):
         if formal.alias_info is None or not formal.alias_info.is_write:
             continue
-        found += _gradients_in(args[number] if number < len(args) else kwargs.get(formal.name))
+        found += found_in(args[number] if number < len(args) else kwargs.get(formal.name), ShardedGradient)
     return found
 
 
