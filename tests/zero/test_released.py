@@ -146,17 +146,24 @@ def gradient_penalty(model: Any, loss: torch.Tensor) -> torch.Tensor:
     return gradient.square().sum()
 
 
+# Each is positive, so that a relative comparison of losses does not meet a sum that cancels.
 LOOP: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "penalty": block_penalty,
-    "vector of all": lambda m, x: nn.utils.parameters_to_vector(m.parameters()).sin().sum(),
+    "vector of all": lambda m, x: nn.utils.parameters_to_vector(m.parameters()).sin().square().sum(),
     "an inner module": lambda m, x: m.blocks[1].inner(feature_batch(3, 0, 0, 0)).square().sum(),
     "a method": lambda m, x: m.blocks[0].project(feature_batch(4, 0, 0, 0)).square().sum(),
-    "a weight": lambda m, x: (feature_batch(5, 0, 0, 0) @ m.weights[0].T).tanh().sum(),
+    "a weight": lambda m, x: (feature_batch(5, 0, 0, 0) @ m.weights[0].T).tanh().square().sum(),
     "differentiated twice": gradient_penalty,
-    "a view used twice": lambda m, x: (lambda w: (w @ w.detach().T).sum() + w.sum())(m.shared[:4]),
-    "functional_call": lambda m, x: torch.func.functional_call(
-        m, {name: p * 0.5 for name, p in m.named_parameters()}, (feature_batch(6, 0, 0, 0),)
-    ).sum(),
+    "a view used twice": lambda m, x: (lambda w: (w @ w.detach().T).square().sum() + w.square().sum())(
+        m.shared[:4]
+    ),
+    "functional_call": lambda m, x: (
+        torch.func.functional_call(
+            m, {name: p * 0.5 for name, p in m.named_parameters()}, (feature_batch(6, 0, 0, 0),)
+        )
+        .square()
+        .sum()
+    ),
 }
 
 
