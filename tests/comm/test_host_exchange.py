@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import datetime
+import multiprocessing
+import os
+import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext import ops
 from zero_ext.comm import GroupExchange, HostExchange, fastest_exchange
+from zero_ext.comm.host_exchange import remove_abandoned_memory
+
+MEMORY = Path("/dev/shm")
 
 
 def values(world: World, source: int, destination: int, number: int) -> torch.Tensor:
@@ -105,6 +115,86 @@ def test_who_waits_for_a_rank_that_gave_up_raises_its_reason(world: World) -> No
             work.wait()
     assert time.monotonic() - began < 10 and second.tolist() == [1.0] * 5
     world.barrier()
+
+
+def join_and_die(folder: str, rank: int, point: str, way: str) -> None:
+    """Join two ranks' exchange; end as ``way`` says before or after the operation ``point``."""
+
+    def end(*arguments: Any) -> Any:
+        if way == "killed before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = operation(*arguments)
+        if way == "killed after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise KeyboardInterrupt if way == "interrupted" else AssertionError(result)
+
+    store = dist.FileStore(f"{folder}/store", 2)
+    group = dist.ProcessGroupGloo(store, rank, 2, datetime.timedelta(seconds=20))
+    if point:
+        operation = getattr(ops, point)
+        setattr(ops, point, end)
+    fastest_exchange(cast(dist.ProcessGroup, group), 20.0)
+
+
+def end_joining(folder: Path, ends: Sequence[tuple[str, str]]) -> tuple[set[str], list[Any]]:
+    """Return what two processes that end as ``ends`` say left in shared memory, and the processes."""
+    context = multiprocessing.get_context("forkserver")
+    ranks = [
+        context.Process(target=join_and_die, args=(str(folder), rank, *end), daemon=True)
+        for rank, end in enumerate(ends)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+        assert rank.exitcode is not None
+    return {path.name for path in MEMORY.glob(f"zero_ext-{ranks[0].pid}-*")}, ranks
+
+
+ENDS = [
+    (("host_exchange_open", "killed before"), ("", "")),
+    (("host_exchange_open", "killed after"), ("", "")),
+    (("host_exchange_open", "interrupted"), ("", "")),
+    (("", ""), ("host_exchange_open", "killed before")),
+    (("", ""), ("host_exchange_open", "killed after")),
+    (("host_exchange_unlink", "killed before"), ("", "")),
+    (("", ""), ("host_exchange_unlink", "interrupted")),
+    (("host_exchange_connect", "killed before"), ("host_exchange_connect", "killed after")),
+]
+
+
+@pytest.mark.parametrize("ends", ENDS, ids=lambda ends: " ".join(" ".join(end) for end in ends))
+def test_a_rank_that_ends_while_it_joins_leaves_no_memory(
+    tmp_path: Path, ends: Sequence[tuple[str, str]]
+) -> None:
+    left, ranks = end_joining(tmp_path, ends)
+    assert not left
+    for rank, (_, way) in zip(ranks, ends, strict=True):
+        assert rank.exitcode == (-signal.SIGKILL if "killed" in way else 1 if way else rank.exitcode)
+
+
+def test_the_next_start_removes_what_killed_ranks_left(tmp_path: Path) -> None:
+    both = [("host_exchange_open", "killed after"), ("host_exchange_unlink", "killed before")]
+    left, ranks = end_joining(tmp_path, both)
+    (name,) = left
+    path = MEMORY / name
+    living = MEMORY / f"zero_ext-{os.getpid()}-0"
+    other = MEMORY / f"zero_ext-{ranks[0].pid}-0.other"
+    try:
+        living.touch()
+        other.touch()
+        for each in (living, other):
+            os.utime(each, (0, 0))
+        assert remove_abandoned_memory() == []  # it may be that of a rank in another container
+        os.utime(path, (0, 0))
+        with mock.patch("os.geteuid", return_value=os.geteuid() + 1):
+            assert remove_abandoned_memory() == []
+        (tmp_path / "store").unlink(missing_ok=True)
+        end_joining(tmp_path, [("", ""), ("", "")])
+        assert not path.exists() and living.exists() and other.exists()
+    finally:
+        for each in (path, living, other):
+            each.unlink(missing_ok=True)
 
 
 def test_bad_arguments_are_named() -> None:

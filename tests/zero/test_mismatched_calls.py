@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -20,11 +21,11 @@ from torch import nn
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.comm import Collectives
+from zero_ext.comm import Collectives, GroupExchange
 from zero_ext.zero import engine_of
 
 LIMIT_SECONDS = 5.0
-SAMPLED_PAIRS = 4  # of each stage; with ZERO_EXT_ALL_PAIRS=1 all
+SAMPLED_PAIRS = 2  # of each stage and transport; with ZERO_EXT_ALL_PAIRS=<file> all
 
 
 class Trained:
@@ -98,10 +99,7 @@ def outcome_of(trained: Trained, call: str) -> Outcome:
     except Exception as caught:
         error = str(caught)
     seconds = time.monotonic() - began
-    begun = {
-        each.key: dict(enumerate(each.recent, each.begun - len(each.recent) + 1))
-        for each in trained.collectives._channels.values()
-    }
+    begun = {each.key: dict(each.recent) for each in trained.collectives._channels.values()}
     return Outcome(error, seconds, begun)
 
 
@@ -125,16 +123,25 @@ def check(pair: tuple[str, str], outcomes: list[Outcome]) -> None:
             assert named & (lines_of(CALLS[call]) | lines_of(make_next_call)), f"{call} is not in: {error}"
 
 
+def over_transport(transport: str) -> contextlib.AbstractContextManager[object]:
+    """Choose how ranks exchange what ``zero_ext.prepare`` sets up: as on one host, or as between hosts."""
+    if transport == "shared memory":
+        return contextlib.nullcontext()
+    return mock.patch("zero_ext.comm.process_group.fastest_exchange", lambda group, _: GroupExchange(group))
+
+
 @on_ranks(2)
+@pytest.mark.parametrize("transport", ["shared memory", "gloo"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_both_ranks_name_both_calls(world: World, stage: int) -> None:
+def test_both_ranks_name_both_calls(world: World, stage: int, transport: str) -> None:
     every = "ZERO_EXT_ALL_PAIRS" in os.environ
     pairs = PAIRS if every else random.Random(world.seed + stage).sample(PAIRS, SAMPLED_PAIRS)
     print(f"pairs of seed {world.seed} in stage {stage}: {pairs}")
     failures = []
     for pair in pairs:
         with tempfile.TemporaryDirectory() as folder:
-            trained = Trained(world, stage, world.everyone(folder)[0])
+            with over_transport(transport):
+                trained = Trained(world, stage, world.everyone(folder)[0])
             outcomes = [Outcome(*each) for each in world.everyone(outcome_of(trained, pair[world.rank]))]
             with contextlib.suppress(RuntimeError):
                 trained.collectives.give_up("the test of this pair has ended")
@@ -144,6 +151,7 @@ def test_both_ranks_name_both_calls(world: World, stage: int) -> None:
             failures.append(f"{pair}: {error}\n{[each.error for each in outcomes]}")
         if every and world.rank == 0:
             longest = max(each.seconds for each in outcomes)
+            row = (stage, transport, *pair, outcomes[0].error is not None, f"{longest:.2f}")
             with Path(os.environ["ZERO_EXT_ALL_PAIRS"]).open("a") as table:
-                print(stage, *pair, outcomes[0].error is not None, f"{longest:.2f}", sep="\t", file=table)
+                print(*row, sep="\t", file=table)
     assert not failures, f"{len(failures)} of {len(pairs)} pairs\n" + "\n".join(failures)

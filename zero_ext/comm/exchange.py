@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import datetime
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -71,7 +72,6 @@ class PointToPoint(abc.ABC):
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.recorder: FlightRecorder | None = None  # compares the ranks while a transfer waits for long
 
     @abc.abstractmethod
     def start(
@@ -139,9 +139,14 @@ class GroupExchange(PointToPoint):
         return works
 
     def give_up(self, reason: str) -> None:
-        """See :class:`Exchange`: connections close with the last transfer under way, and peers notice that
-        they did."""
-        self._connections, self._reason = None, reason
+        """See :class:`Exchange`: all connections close, and the transfers under way fail on all ranks."""
+        group, self._connections, self._reason = self._connections, None, reason
+        if group is None:
+            return
+        # gloo has no call that ends transfers. It closes all connections of a group once a wait times out.
+        with contextlib.suppress(RuntimeError):
+            never = torch.empty(1, dtype=torch.uint8, device="cpu")
+            group.recv([never], self._peers()[0], _slot(0, never)).wait(datetime.timedelta(milliseconds=1))
 
 
 def _slot(tag: int, tensor: torch.Tensor) -> int:

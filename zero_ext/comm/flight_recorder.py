@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import linecache
 import sys
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -18,6 +20,8 @@ import torch.distributed as dist
 STALL_SECONDS = 1.0  # A rank that waits longer than this compares its record with those of the others.
 _PATIENCE_SECONDS = 2.5  # The others may notice only when they have waited for STALL_SECONDS themselves.
 _POLL_SECONDS = 0.05
+_WATCH_SECONDS = STALL_SECONDS / 2
+_EXIT_PATIENCE_SECONDS = 10.0
 _RECENT = 16
 _LIBRARIES = ("zero_ext", "torch")
 _ADVICE = "Make the same calls in the same order on all ranks."
@@ -37,14 +41,19 @@ class Channel:
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
         self.key = f"{name} of {','.join(map(str, ranks))}"
-        self.begun = 0
-        self.recent: deque[str] = deque(maxlen=_RECENT)
+        # The number and label of each in one item: the thread that watches reads them while others append.
+        self.recent: deque[tuple[int, str]] = deque(maxlen=_RECENT)
+
+    @property
+    def begun(self) -> int:
+        """How many collectives this rank has begun."""
+        return self.recent[-1][0] if self.recent else 0
 
     def begin(self, label: str, peers: Sequence[int] | None = None) -> Call:
         """Record a collective that ends only after ``peers`` have begun it, by default all ranks."""
-        self.begun += 1
-        self.recent.append(label)
-        return Call(self, self.begun, label, self.ranks if peers is None else peers)
+        number = self.begun + 1
+        self.recent.append((number, label))
+        return Call(self, number, label, self.ranks if peers is None else peers)
 
 
 class Call(NamedTuple):
@@ -61,7 +70,8 @@ class FlightRecorder:
 
     Nothing is exchanged while collectives end in time. A rank that waits for longer than ``STALL_SECONDS``,
     or whose transport reports an error, writes its record to ``store`` and reads those of the others. Without
-    a store nothing is compared.
+    a store nothing is compared. A thread watches how long the rank waits, since a wait in gloo cannot be
+    interrupted and goes on later. The thread calls ``give_up``, which ends the wait with an error.
 
     Two ranks are known to be at different collectives, however slow the machine is, in two cases. Their
     records have different collectives in the same place. Or each waits in a collective that ends only after
@@ -77,6 +87,8 @@ class FlightRecorder:
         self._failure: str | None = None
         self._published = ""
         self._lock = threading.Lock()
+        if store is not None:
+            _watch(self)
 
     def channel(self, name: str, ranks: Sequence[int]) -> Channel:
         """Return the channel of ``ranks`` over the transport ``name``."""
@@ -88,7 +100,7 @@ class FlightRecorder:
         self._store = None
 
     def check(self) -> None:
-        """Compare the records. Transports call it every ``STALL_SECONDS`` while they wait.
+        """Compare the records if this rank waits, as the watching thread does once it has waited for long.
 
         Raises:
             MismatchedCollectives: Some ranks are at different collectives.
@@ -103,11 +115,12 @@ class FlightRecorder:
 
     def _raise_mismatch(self, call: Call, patience: float) -> None:
         with self._lock:
-            found = self._find_mismatch(call, patience)
-            if found is None:
-                return
-            self._failure = f"rank {self.rank}: {found}"
-            self._publish(call)
+            if self._failure is None:
+                found = self._find_mismatch(call, patience)
+                if found is None:
+                    return
+                self._failure = f"rank {self.rank}: {found}"
+                self._publish(call)
         self.give_up(self._failure)
         raise MismatchedCollectives(self._failure)
 
@@ -131,7 +144,7 @@ class FlightRecorder:
     def _publish(self, call: Call) -> None:
         record = json.dumps(
             {
-                "begun": {key: [each.begun, list(each.recent)] for key, each in self._channels.items()},
+                "begun": {key: list(each.recent) for key, each in list(self._channels.items())},
                 "waiting": [call.channel.key, call.number, call.label],
                 "peers": list(call.peers),
                 "place": _place_in_user_code(),
@@ -153,10 +166,12 @@ class FlightRecorder:
         key, number, label = record["waiting"]
         here, there = _place_in_user_code(), record["place"]  # where the two ranks wait now
         own, theirs = f"{call.label}{here}", f"{label}{there}"
-        begun, recent = record["begun"].get(call.channel.key, [0, []])
-        for mine, other in _common(call.channel, begun, recent):
-            if mine != other:
-                return _difference(f"{mine}{here}", f"{other}{there}", rank)
+        recent: list[tuple[int, str]] = record["begun"].get(call.channel.key, [])
+        begun = recent[-1][0] if recent else 0
+        mine = dict(call.channel.recent)
+        for place, other in recent:
+            if mine.get(place, other) != other:
+                return _difference(f"{mine[place]}{here}", f"{other}{there}", rank)
         channel = self._channels.get(key)
         behind = (0 if channel is None else channel.begun) < number
         waits = self.rank in record["peers"] and rank in call.peers
@@ -171,11 +186,35 @@ def _difference(own: str, theirs: str, rank: int) -> str:
     return f"{own}: expected the same collective on all ranks, got {theirs} on rank {rank}. {_ADVICE}"
 
 
-def _common(channel: Channel, begun: int, recent: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the labels, in both records of a channel, of each collective that both of them have."""
-    first = max(channel.begun - len(channel.recent), begun - len(recent)) + 1
-    for number in range(first, min(channel.begun, begun) + 1):
-        yield channel.recent[number - channel.begun - 1], recent[number - begun - 1]
+def _watch(recorder: FlightRecorder) -> None:
+    """Start a thread that compares the records once this rank has waited in a collective for long."""
+    ended = threading.Event()
+    thread = threading.Thread(
+        target=_check_waits, args=(weakref.ref(recorder), ended), name="zero_ext-recorder", daemon=True
+    )
+    # Also at interpreter exit: the thread must be out of the store by then.
+    weakref.finalize(recorder, _end_watch, ended, thread)
+    thread.start()
+
+
+def _check_waits(recorder: weakref.ref[FlightRecorder], ended: threading.Event) -> None:
+    call, since = None, 0.0
+    while not ended.wait(_WATCH_SECONDS):
+        alive = recorder()
+        if alive is None:
+            return
+        if alive.waiting is not call:
+            call, since = alive.waiting, time.monotonic()
+        elif call is not None and time.monotonic() - since >= STALL_SECONDS:
+            with contextlib.suppress(MismatchedCollectives):  # the thread that waits raises it
+                alive.check()
+        del alive
+
+
+def _end_watch(ended: threading.Event, thread: threading.Thread) -> None:
+    ended.set()
+    if thread is not threading.current_thread():
+        thread.join(_EXIT_PATIENCE_SECONDS)
 
 
 def _place_in_user_code() -> str:

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import time
 import uuid
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from zero_ext import ops
 from zero_ext.comm.exchange import GroupExchange, Message, PointToPoint, Waitable
-from zero_ext.comm.flight_recorder import STALL_SECONDS, FlightRecorder, UnexpectedMessage
+from zero_ext.comm.flight_recorder import UnexpectedMessage
 
 _UNEXPECTED = (" bytes where ", " sent something else in its place")  # of ops.host_exchange_wait, too
-_NO_ANSWER = "no answer from rank"  # how the error of ops.host_exchange_wait begins when its time is over
+_MEMORY_FOLDER = Path("/dev/shm")  # where the C library keeps shared memory that has a name
+_NAME_START = "/zero_ext-"
+_OWN_NAME = re.compile(r"zero_ext-([1-9]\d{0,8})-[0-9a-f]{1,16}")
+_YOUNGEST_SECONDS = 60.0
 
 
 class HostExchange(PointToPoint):
-    """Sends and receives through ``ops.host_exchange_*``. Ranks that fall back together use ``group``."""
+    """Sends and receives through ``ops.host_exchange_*``, agreed on over ``group``."""
 
     def __init__(self, handle: int, group: GroupExchange, timeout_seconds: float) -> None:
         super().__init__(group.rank, group.world_size)
         self._handle = handle
-        self._group = group
+        self._group = group  # A rank that closed it here could cut off the last message to a slower one.
         self._timeout_seconds = timeout_seconds
         self._started: Counter[tuple[int, bool]] = Counter()
         # Also at interpreter exit: the thread behind the handle must have ended by then.
@@ -46,62 +53,51 @@ class HostExchange(PointToPoint):
     def give_up(self, reason: str) -> None:
         """See :class:`Exchange`: peers raise ``reason`` itself."""
         ops.host_exchange_give_up(self._handle, reason)
-        self._group.give_up(reason)
 
     def _transfer(self, rank: int, receiving: bool) -> Waitable:
         self._started[rank, receiving] += 1
         count = self._started[rank, receiving]
-        return _Transfer((self._handle, rank, count, receiving), self._timeout_seconds, self.recorder)
+        return _Transfer((self._handle, rank, count, receiving), self._timeout_seconds)
 
 
 class _Transfer:
-    def __init__(
-        self,
-        message: tuple[int, int, int, bool],
-        timeout_seconds: float,
-        recorder: FlightRecorder | None,
-    ) -> None:
+    def __init__(self, message: tuple[int, int, int, bool], timeout_seconds: float) -> None:
         self._message = message
         self._timeout_seconds = timeout_seconds
-        self._recorder = recorder
 
     def wait(self) -> None:
         """Blocks until this message and those before it in its direction are complete."""
-        deadline = time.monotonic() + self._timeout_seconds
-        while True:
-            seconds = min(STALL_SECONDS, max(0.0, deadline - time.monotonic()))
-            try:
-                ops.host_exchange_wait(*self._message, seconds)
-                return
-            except RuntimeError as error:
-                if any(text in str(error) for text in _UNEXPECTED):
-                    raise UnexpectedMessage(str(error)) from None
-                if not str(error).startswith(_NO_ANSWER):
-                    raise
-                if time.monotonic() >= deadline:
-                    rank = self._message[1]
-                    raise RuntimeError(
-                        f"no answer from rank {rank} within {self._timeout_seconds:g} seconds"
-                    ) from None
-            if self._recorder is not None:
-                self._recorder.check()
+        try:
+            ops.host_exchange_wait(*self._message, self._timeout_seconds)
+        except RuntimeError as error:
+            if any(text in str(error) for text in _UNEXPECTED):
+                raise UnexpectedMessage(str(error)) from None
+            raise
 
 
 def fastest_exchange(group: dist.ProcessGroup, timeout_seconds: float) -> PointToPoint:
     """A :class:`HostExchange` if all ranks of ``group`` share a host and may read each other's memory (the
-    kernel's ptrace rules), else a :class:`GroupExchange`; a collective, all ranks choose alike."""
+    kernel's ptrace rules), else a :class:`GroupExchange`; a collective, all ranks choose alike.
+
+    The shared memory has a name only while ranks join. Whatever ends one of them meanwhile, the others remove
+    the name. Where all of them are killed, the next start of this user does.
+    """
     through_group = GroupExchange(group)
     rank, world_size = through_group.rank, through_group.world_size
-    token = torch.tensor([uuid.uuid4().int >> 65 if rank == 0 else 0], dtype=torch.int64, device="cpu")
-    through_group.all_reduce(token).wait()
-    name = f"/zero_ext-{int(token):x}"
+    # The process in the name is rank 0's, on the host where rank 0 makes the memory.
+    token = [uuid.uuid4().int >> 65, os.getpid()] if rank == 0 else [0, 0]
+    shared = torch.tensor(token, dtype=torch.int64, device="cpu")
+    through_group.all_reduce(shared).wait()
+    name = f"{_NAME_START}{int(shared[1])}-{int(shared[0]):x}"
     handle: int | None = None
-    if rank == 0:
-        handle = _try_open(name, rank, world_size)
-    if _all(through_group, rank != 0 or handle is not None) and rank != 0:
-        handle = _try_open(name, rank, world_size)
-    joined = _all(through_group, handle is not None)
-    if rank == 0:
+    try:
+        if rank == 0:
+            remove_abandoned_memory()
+            handle = _try_open(name, rank, world_size)
+        if _all(through_group, rank != 0 or handle is not None) and rank != 0:
+            handle = _try_open(name, rank, world_size)
+        joined = _all(through_group, handle is not None)
+    finally:
         ops.host_exchange_unlink(name)
     if _all(through_group, joined and handle is not None and ops.host_exchange_connect(handle)):
         if handle is None:
@@ -110,6 +106,35 @@ def fastest_exchange(group: dist.ProcessGroup, timeout_seconds: float) -> PointT
     if handle is not None:
         ops.host_exchange_close(handle)
     return through_group
+
+
+def remove_abandoned_memory(folder: Path = _MEMORY_FOLDER) -> list[str]:
+    """Remove the shared memory of this user whose process was killed before all ranks had joined.
+
+    Memory younger than a minute stays: its process may be in a container, where its number is another one.
+
+    Returns:
+        The names removed.
+    """
+    removed = []
+    with contextlib.suppress(OSError):
+        for path in sorted(folder.iterdir()):
+            found = _OWN_NAME.fullmatch(path.name)
+            if found and _is_abandoned(path, int(found[1])):
+                path.unlink(missing_ok=True)
+                removed.append(path.name)
+    return removed
+
+
+def _is_abandoned(path: Path, process: int) -> bool:
+    try:
+        status = path.lstat()
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return status.st_uid == os.geteuid() and time.time() - status.st_mtime > _YOUNGEST_SECONDS
+    except OSError:
+        return False
+    return False
 
 
 def _try_open(name: str, rank: int, world_size: int) -> int | None:

@@ -92,7 +92,8 @@ def make_collectives(
         )
     nodes = nodes_of(ranks, rank, dist.get_world_size(), ranks_per_node)
     if way == "fake":
-        return Collectives(rank, world_size, GroupExchange(parent), GroupExchange(parent), WireLog(), nodes)
+        exchanges = (GroupExchange(parent), GroupExchange(parent))
+        return Collectives(rank, world_size, *exchanges, WireLog(), nodes, ranks=ranks)
     if way == "staged" and rank == 0:
         _log.info(
             "the process group has no backend for %s: what the ranks exchange goes through host memory",
@@ -103,12 +104,12 @@ def make_collectives(
     name = _shared_name(parent, device if way == "nccl" else CPU)
     store = dist.PrefixStore(name, parent.get_group_store())
     recorder = FlightRecorder(rank, dist.PrefixStore("records", store))
-    made = _Connections(store, rank, world_size, timeout_seconds, device, recorder)
+    made = _Connections(store, rank, world_size, timeout_seconds, device)
     gathers = made.exchange("gathers", way, False, checks_nan)
     reductions = made.exchange("reductions", way, reduction == "backend", False)
     if ranks_per_node is None and not _alike(reductions, nodes.ranks_per_node):
         nodes = NodeMap(rank, world_size, world_size)
-    return Collectives(rank, world_size, gathers, reductions, WireLog(), nodes, recorder)
+    return Collectives(rank, world_size, gathers, reductions, WireLog(), nodes, recorder, ranks=ranks)
 
 
 def _alike(exchange: Exchange, value: int) -> bool:
@@ -128,7 +129,6 @@ class _Connections:
     world_size: int
     timeout_seconds: float
     device: torch.device
-    recorder: FlightRecorder
 
     def exchange(self, purpose: str, way: _Way, sums: bool, checks_nan: bool) -> Exchange:
         """For tensors of host and device."""
@@ -149,9 +149,7 @@ class _Connections:
         store = dist.PrefixStore(purpose, self.store)
         gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
         # torch's stubs do not say that gloo's class has the methods of a process group.
-        made = fastest_exchange(cast(dist.ProcessGroup, gloo), self.timeout_seconds)
-        made.recorder = self.recorder
-        return made
+        return fastest_exchange(cast(dist.ProcessGroup, gloo), self.timeout_seconds)
 
 
 def _way(offered: str, device: torch.device) -> _Way:
@@ -177,7 +175,8 @@ def _shared_name(parent: dist.ProcessGroup, device: torch.device) -> str:
 def alone(ranks_per_node: int | None = None) -> Collectives:
     """The collectives of a single rank. Raises ``ValueError`` for a node of several."""
     nodes = NodeMap(0, 1, ranks_per_node or 1)
-    return Collectives(0, 1, _NoPeers(0, 1), _NoPeers(0, 1), WireLog(), nodes)
+    own = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return Collectives(0, 1, _NoPeers(0, 1), _NoPeers(0, 1), WireLog(), nodes, ranks=[own])
 
 
 class _NoPeers(PointToPoint):
