@@ -6,7 +6,13 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+SUGGESTIONS = 20  # A file may have thousands of unknown keys. A suggestion compares one with all known keys.
 _LONGEST_VALUE_SHOWN = 80
+_LONGEST_PATH_SHOWN = 200
+_LONGEST_SOURCE_SHOWN = 500
+_LONGEST_NAME_COMPARED = 200
+_LARGEST_TEXT_BYTES = 2000
+_MORE_BYTES = 40  # of the line that counts the problems left out
 
 
 def show(value: object) -> str:
@@ -20,8 +26,22 @@ def show(value: object) -> str:
     return f"{text} ({type(value).__name__})"
 
 
+def shortened(text: str, longest: int) -> str:
+    """The text with escapes for what terminals obey, cut to at most `longest` bytes."""
+    head = "".join(
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
+        for each in text[: longest + 1]
+    )
+    written = head.encode()
+    if len(written) <= longest:
+        return head
+    return written[: longest - 3].decode(errors="ignore") + "..."
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name closest to `name` in spelling, else one that contains it or lies in it, else None."""
+    if len(name) > _LONGEST_NAME_COMPARED:
+        return None
     names = list(known)
     found = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if found:
@@ -44,18 +64,19 @@ class Problem:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.text}" if self.path else self.text
+        return f"{shortened(self.path, _LONGEST_PATH_SHOWN)}: {self.text}" if self.path else self.text
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. `problems` holds every mistake found, `paths` their key paths."""
+    """A configuration that cannot be used. `problems` holds every mistake found, `paths` their key paths.
+
+    The text lists as many mistakes as 2,000 bytes hold and counts the others.
+    """
 
     def __init__(self, problems: Problem | Sequence[Problem], source: str = "configuration") -> None:
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         self.source = source
-        lines = [str(problem) for problem in self.problems]
-        text = lines[0] if len(lines) == 1 else "".join(f"\n  - {line}" for line in lines)
-        super().__init__(f"{source}: {text}")
+        super().__init__(_listed(shortened(source, _LONGEST_SOURCE_SHOWN), self.problems))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...], str]]:
         return ConfigError, (self.problems, self.source)
@@ -69,11 +90,27 @@ class ConfigError(ValueError):
         return ConfigError(self.problems, source)
 
 
-def unknown_key(path: str, known: Iterable[str]) -> Problem:
-    """The problem of a key nobody knows, with the nearest known key of the same level.
+def _listed(source: str, problems: Sequence[Problem]) -> str:
+    """The problems of a source as far as an error may be long, and the number of the others."""
+    if len(problems) == 1:
+        return shortened(f"{source}: {problems[0]}", _LARGEST_TEXT_BYTES)
+    text = f"{source}: "
+    for number, problem in enumerate(problems):
+        left = _LARGEST_TEXT_BYTES - _MORE_BYTES - len(text.encode())
+        line = f"\n  - {problem}"
+        if number and len(line) > left:
+            return f"{text}\n  - and {len(problems) - number} more"
+        text += shortened(line, left)
+    return text
+
+
+def unknown_key(path: str, known: Iterable[str], suggests: bool = True) -> Problem:
+    """The problem of a key nobody knows, with the nearest known key of the same level if it `suggests` one.
 
     `known` are the full paths of the keys that exist beside it (or anywhere, where the level has none close).
     """
+    if not suggests:
+        return Problem(path, "unknown key")
     candidates = list(known)
     parent, _, name = path.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in candidates if key.rpartition(".")[0] == parent}

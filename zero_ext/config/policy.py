@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from typing_extensions import Self
 
 from .describe import accepted
-from .errors import ConfigError, Problem, join_path, show, unknown_key
+from .errors import SUGGESTIONS, ConfigError, Problem, join_path, show, unknown_key
 
 LARGEST_COUNT = 2**62
 
@@ -117,14 +117,17 @@ class KeyProblem(ValueError):
 
 def _config_error(model: type[Policy], error: ValidationError) -> ConfigError:
     known = key_paths(model)
-    return ConfigError([_problem(details, known) for details in error.errors()], model.__name__)
+    problems = [
+        _problem(details, known, number < SUGGESTIONS) for number, details in enumerate(error.errors())
+    ]
+    return ConfigError(problems, model.__name__)
 
 
-def _problem(details: ErrorDetails, known: dict[str, FieldInfo]) -> Problem:
+def _problem(details: ErrorDetails, known: dict[str, FieldInfo], suggests: bool) -> Problem:
     path = join_path("", *details["loc"])
     kind = details["type"]
     if kind == "extra_forbidden":
-        return unknown_key(path, known)
+        return unknown_key(path, known, suggests)
     if kind == "missing":
         return Problem(path, f"required key is missing, wanted {accepted(known[path])}")
     if kind == "value_error":

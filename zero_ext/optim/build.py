@@ -13,7 +13,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from zero_ext.config import OptimizerPolicy, SchedulerPolicy
-from zero_ext.config.errors import ConfigError, Problem, nearest, show
+from zero_ext.config.errors import SUGGESTIONS, ConfigError, Problem, nearest, show
 from zero_ext.config.finite import is_number
 
 from . import schedulers
@@ -88,11 +88,11 @@ def _adam_kind(kind: type[Optimizer], settings: dict[str, Any]) -> type[Optimize
 
 def _construct(section: str, kind: Any, subject: Any, settings: dict[str, Any]) -> Any:
     known = dict(list(inspect.signature(kind.__init__).parameters.items())[2:])
-    problems = []
+    problems: list[Problem] = []
     for key, value in settings.items():
         path = f"{section}.params.{key}"
         if key not in known:
-            close = nearest(key, known)
+            close = nearest(key, known) if len(problems) < SUGGESTIONS else None
             hint = f"did you mean {close}?" if close else f"known: {', '.join(known)}"
             problems.append(Problem(path, f"{kind.__name__} takes no such parameter; {hint}"))
             continue

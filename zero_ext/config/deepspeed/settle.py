@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..errors import Problem, join_path, show, unknown_key
+from ..errors import SUGGESTIONS, Problem, join_path, show, unknown_key
 from .key import Key
 from .note import Note
 from .table import KEYS, SECTIONS
@@ -31,9 +31,8 @@ def settle(source: Mapping[str, object], resolve: Mapping[str, object]) -> Settl
     settled = Settled()
     for path in resolve:
         if path not in KEYS and path.rpartition(".")[0] not in _OPEN:
-            settled.problems.append(
-                Problem(path, f"{unknown_key(path, [*KEYS, *SECTIONS]).text} (in the argument resolve)")
-            )
+            text = f"{_unknown(path, settled).text} (in the argument resolve)"
+            settled.problems.append(Problem(path, text))
     _walk("", source, resolve, settled)
     return settled
 
@@ -59,7 +58,11 @@ def _walk(
                 fix = '; write {"stage": 1} for true' if path == "zero_optimization" else ""
                 settled.problems.append(Problem(path, f"got {show(value)}, wanted a mapping{fix}"))
         else:
-            settled.problems.append(unknown_key(path, [*KEYS, *SECTIONS]))
+            settled.problems.append(_unknown(path, settled))
+
+
+def _unknown(path: str, settled: Settled) -> Problem:
+    return unknown_key(path, (*KEYS, *SECTIONS), suggests=len(settled.problems) < SUGGESTIONS)
 
 
 def _take(key: Key, path: str, value: object, resolve: Mapping[str, object], settled: Settled) -> None:
