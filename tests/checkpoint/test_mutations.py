@@ -26,6 +26,7 @@ from tests.integrations.deepspeed_checkpoint.forged import Forged
 from zero_ext.checkpoint import CheckpointError, inspect_checkpoint, load_checkpoint, save_checkpoint
 from zero_ext.checkpoint.manifest import checksum
 from zero_ext.checkpoint.safetensors_files import find_weights
+from zero_ext.config import ConfigError, load_config, load_deepspeed_config
 from zero_ext.integrations.deepspeed.checkpoint_import import import_deepspeed_checkpoint
 from zero_ext.integrations.deepspeed.checkpoint_pickle import read_pickled
 
@@ -41,6 +42,28 @@ UNCHECKED = re.compile(
     r"|Unicode\w+Error|ZeroDivisionError|UnboundLocalError|TypeError)\b"
 )
 TABLE = {**SMALL, "conv.weight": MIXED["conv.weight"], "tied": dense(9, aliases=("alias",))}
+CONFIGURATIONS = (
+    {
+        "stage": 3,
+        "precision": {"dtype": "fp16"},
+        "loss_scale": {"static": 0, "window": 100},
+        "units": {"bucket_elements": 1000, "leaf_modules": ["Block"]},
+        "offload": {"optimizer": "nvme", "params": "host", "nvme_paths": ["/tmp/a", "/tmp/b"]},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "betas": [0.9, 0.99]}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+        "monitor": {"folder": "logs", "wandb": {"mode": "offline"}},
+    },
+    {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.9, 0.99]}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+        "sparse_attention": {"mode": "fixed", "block": 16},
+        "tensorboard": {"enabled": True, "output_path": "logs"},
+    },
+)
 STATE = {"list": [1, 2.5, ("a", None)], "tensor": torch.arange(5), "bytes": b"\0\1", 7: {"inner": [True]}}
 
 
@@ -158,6 +181,37 @@ def test_safetensors(tmp_path: Path) -> None:
         return len(text).to_bytes(8, "little") + text + content
 
     attack(path, mutate, lambda: find_weights(tmp_path), lambda error: False)
+
+
+def test_indices_of_safetensors(tmp_path: Path) -> None:
+    tables = {"one.safetensors": {"a": torch.ones(3)}, "two.safetensors": {"b": torch.arange(7)}}
+    for name, table in tables.items():
+        save_file(table, tmp_path / name)
+    weight_map = {tensor: name for name, table in tables.items() for tensor in table}
+    path = tmp_path / "model.safetensors.index.json"
+    text = json.dumps({"metadata": {"total_size": 68}, "weight_map": weight_map})
+
+    def mutate(generator: random.Random) -> bytes:
+        if generator.random() < 0.4:
+            return mutate_bytes(text.encode(), generator)
+        return mutated_text(text, generator)
+
+    attack(path, mutate, lambda: find_weights(tmp_path), lambda error: False)
+
+
+@pytest.mark.parametrize("load", [load_config, load_deepspeed_config])
+def test_configurations(tmp_path: Path, load: Callable[[Path], object]) -> None:
+    path = tmp_path / "config.json"
+    text = json.dumps(CONFIGURATIONS[load is load_deepspeed_config])
+    path.write_text(text)
+    load(path)
+
+    def mutate(generator: random.Random) -> bytes:
+        if generator.random() < 0.3:
+            return mutate_bytes(text.encode(), generator)
+        return mutated_text(text, generator)
+
+    attack(path, mutate, lambda: load(path), lambda error: isinstance(error, ConfigError))
 
 
 def test_pickles_of_deepspeed(tmp_path: Path) -> None:
