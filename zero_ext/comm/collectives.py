@@ -47,7 +47,8 @@ class Collectives:
     each. ``nodes`` says which ranks share a node; without it all do. All ranks share the state, unless
     :meth:`shard_among` says otherwise. ``model`` are the collectives of the ranks with the other parts of the
     model (pipeline stages, parts of tensors); None where it is whole. ``recorder`` finds ranks that make
-    different collectives; ``members`` are the ranks of this group among those that it compares.
+    different collectives; ``members`` are the ranks of this group among those that it compares. ``ranks`` are
+    the same ranks in the world.
 
     What every rank has is shared by all of them, an expert by the ranks that :meth:`join_experts` named.
     """
@@ -62,9 +63,11 @@ class Collectives:
         nodes: NodeMap | None = None,
         recorder: FlightRecorder | None = None,
         members: Sequence[int] | None = None,
+        ranks: Sequence[int] | None = None,
     ):
         self.rank = rank
         self.world_size = world_size
+        self.ranks = tuple(range(world_size) if ranks is None else ranks)
         self.wire = wire
         self.bus = Bus()
         self.nodes = nodes or NodeMap(rank, world_size, world_size)
@@ -138,6 +141,7 @@ class Collectives:
             self.nodes.among(ranks),
             self._recorder,
             [self._members[rank] for rank in ranks],
+            [self.ranks[rank] for rank in ranks],
         )
         group.bus = self.bus
         group._gathers.order = self._gathers.order
