@@ -14,6 +14,8 @@ _LOCAL = {
     "deepspeed.checkpoint.utils": ".saved_tensors",
     "deepspeed.comm": ".comm",
     "deepspeed.comm.comm": ".comm",
+    "deepspeed.launcher": ".launcher",
+    "deepspeed.launcher.runner": ".launcher",
     "deepspeed.monitor": ".monitor",
     "deepspeed.monitor.csv_monitor": ".monitor",
     "deepspeed.monitor.monitor": ".monitor",
@@ -68,6 +70,7 @@ _INFERENCE = (
 )
 _TUNING = "use 'zero-ext plan' and 'zero-ext tune'"
 _DUAL = "zero_ext.parallel.pipeline has the schedules 'zbv' and 'zero_bubble'"
+_LAUNCH = "start with 'zero-ext run --deepspeed-compat', or with accelerate launch or torchrun"
 _SEQUENCE = "zero_ext.integrations.split_sequence puts sequences over ranks"
 _OWN = "it is DeepSpeed's own machinery"
 REFUSED_MODULES: dict[str, str] = {
@@ -77,7 +80,8 @@ REFUSED_MODULES: dict[str, str] = {
     "deepspeed.elasticity": "every checkpoint loads at any world size; restart with torchrun",
     "deepspeed.inference": _INFERENCE,
     "deepspeed.io": "use deepspeed.ops.aio, or torch.save",
-    "deepspeed.launcher": "start with 'zero-ext run' or torchrun",
+    "deepspeed.launcher.launch": _LAUNCH,
+    "deepspeed.launcher.multinode_runner": _LAUNCH,
     "deepspeed.linear": "use PEFT's LoRA; frozen weights are sharded and offloaded as they are",
     "deepspeed.model_implementations": _INFERENCE,
     "deepspeed.module_inject": _INFERENCE,

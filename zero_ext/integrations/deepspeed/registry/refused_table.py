@@ -10,6 +10,7 @@ _INFERENCE = "no inference engine here; zero_ext.prepare(model, None, config) ru
 _TENSOR = "not by this name: split with zero_ext.parallel.split_tensors before prepare"
 _SEQUENCE = "zero_ext.integrations.split_sequence puts sequences over ranks"
 _EXPERTS = "expert parallelism is the axis 'ep' of zero_ext.parallel.make_mesh here"
+_LAUNCH = "start with 'zero-ext run --deepspeed-compat'"
 _COUNTED = "the engine always counts the bytes it sends: zero_ext.zero.engine_of(engine).wire"
 _ZENFLOW = (
     "split optimizer steps do not exist here; offload.step 'delayed' overlaps the update with the next step"
@@ -26,6 +27,7 @@ REFUSED: tuple[Entry, ...] = (
         _INFERENCE,
     ),
     *refused("deepspeed", "tp_model_init set_autotp_mode", _TENSOR),
+    *refused("deepspeed.launcher.runner", "main parse_args fetch_hostfile", _LAUNCH),
     *refused("deepspeed.pipe", "DualPipeVModule", _DUAL),
     *refused("deepspeed.pipe.topology", "PipelineParallelGrid", _GRID),
     *refused(

@@ -157,6 +157,7 @@ SERVED: tuple[Entry, ...] = (
         "model_parallel_reconfigure_tp_seed",
         "random numbers of the accelerator, or of the CPU where there is none",
     ),
+    *served("deepspeed.launcher.runner", "DEEPSPEED_ENVIRONMENT_NAME", "its launcher alone reads the file"),
     *served("deepspeed.checkpoint.utils", "clone_tensors_for_torch_save"),
     *served(
         "deepspeed.utils.zero_to_fp32",
