@@ -19,10 +19,9 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 
 
-def load_by_path(name: str) -> ModuleType:
-    """A file of zero_ext/ops that needs no other; the package cannot be imported yet."""
-    path = ROOT / "zero_ext" / "ops" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"zero_ext_{name}", path)
+def load_by_path(path: Path) -> ModuleType:
+    """A file that needs no other; the package cannot be imported yet."""
+    spec = importlib.util.spec_from_file_location(f"setup_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise RuntimeError(f"cannot load {path}; run setup.py from a complete source tree")
     module = importlib.util.module_from_spec(spec)
@@ -31,14 +30,20 @@ def load_by_path(name: str) -> ModuleType:
     return module
 
 
-toolchain = load_by_path("toolchain")
+toolchain = load_by_path(ROOT / "zero_ext" / "ops" / "toolchain.py")
+finder = load_by_path(ROOT / "zero_ext_deepspeed_finder.py")
 
 
 class BuildPython(build_py):
-    """Adds the sources of what is compiled at first use to what is installed, as zero_ext/csrc."""
+    """Adds to what is installed the sources of what is compiled at first use, as zero_ext/csrc, and the file
+    that has Python call zero_ext_deepspeed_finder.start when it starts, if its variable is set."""
 
     def run(self) -> None:
         super().run()
+        name = Path(finder.__file__ or "").stem
+        folder = self.get_finalized_command("install").install_lib if self.editable_mode else self.build_lib
+        line = f"import os; os.environ.get({finder.VARIABLE!r}) and __import__({name!r}).start()\n"
+        Path(folder, f"{name}.pth").write_text(line)
         if self.editable_mode:
             return
         cuda = [*toolchain.cuda_sources(ROOT), *toolchain.cuda_headers(ROOT)]
@@ -52,7 +57,7 @@ def cuda_toolkit() -> Path | None:
     """The toolkit to build _C_cuda with; None, and a line that says why, where it is left to first use."""
     if torch.version.cuda is None:
         return None
-    nvcc = load_by_path("nvcc")
+    nvcc = load_by_path(ROOT / "zero_ext" / "ops" / "nvcc.py")
     try:
         found = nvcc.find_nvcc(torch.version.cuda, torch.__version__)
         # torch links by this name, which wheels of the toolkit leave out.

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from zero_ext.ops import toolchain
+from zero_ext_deepspeed_finder import VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,6 +37,16 @@ def test_a_wheel_holds_what_is_compiled_at_first_use_and_all_it_includes(
         assert (package / name).read_bytes() == (ROOT / name).read_bytes()
         for included in re.findall(r'^#include "(.+)"', (package / name).read_text(), re.MULTILINE):
             assert (package / name).parent.joinpath(included).is_file(), f"{name} includes {included}"
+    # Where that is a folder whose .pth files Python reads, and nowhere else is zero_ext.
+    code = (
+        f"import os, site, sys; site.addsitedir({str(library)!r}); "
+        "print('zero_ext_deepspeed_finder' in sys.modules)"
+    )
+    for value, starts in (("", "False"), ("1", "True")):
+        command = [sys.executable, "-I", "-S", "-c", code]
+        environment = {**os.environ, VARIABLE: value}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == starts
 
 
 def test_a_source_distribution_holds_all_sources() -> None:

@@ -13,10 +13,10 @@ import pytest
 from torch.distributed import run as torchrun
 
 from tests.cli.command import run
-from zero_ext.cli.run import launch
+from zero_ext.cli.run import COMPAT, launch
+from zero_ext_deepspeed_finder import API_VERSION, VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
-RUNNER = ROOT / "zero_ext" / "integrations" / "deepspeed" / "run_script.py"
 
 
 @pytest.fixture
@@ -24,6 +24,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """What torchrun would have been told, in a folder with a script and a package."""
     found: list[Any] = []
     monkeypatch.setattr(torchrun, "run", found.append)
+    monkeypatch.setenv(VARIABLE, "0")  # and back when the test has ended
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     (tmp_path / "own_package").mkdir()
@@ -41,34 +42,41 @@ def test_arguments_reach_torchrun_as_they_are(started: list[Any]) -> None:
         "train.py",
         "--lr",
         "1",
+        "--",
         "--help",
     ]
     run("run", *ours)
-    assert started == [torchrun.parse_args(ours)]
+    assert started == [torchrun.parse_args(ours)] and os.environ[VARIABLE] == "0"
 
 
 @pytest.mark.parametrize("place", [0, 2])
-def test_the_look_alike_starts_the_script(started: list[Any], place: int) -> None:
-    arguments = ["--nproc-per-node", "2"]
-    arguments.insert(place, "--deepspeed-compat")
-    launch([*arguments, "train.py", "--deepspeed", "c.json", "--deepspeed-compat"])
-    launch(["--deepspeed-compat", "-m", "own_package.train", "--x"])
-    assert [each.training_script for each in started] == [str(RUNNER), str(RUNNER)]
-    assert not any(each.module for each in started)
+def test_the_flag_only_sets_the_variable(started: list[Any], place: int) -> None:
+    arguments = ["--nproc-per-node", "2", "train.py", "--deepspeed", "c.json", COMPAT]
+    launch([*arguments[:place], COMPAT, *arguments[place:]])
     # What stands behind the script is the script's.
-    given = [each.training_script_args for each in started]
-    assert given == [
-        ["train.py", "--deepspeed", "c.json", "--deepspeed-compat"],
-        ["-m", "own_package.train", "--x"],
-    ]
+    assert started == [torchrun.parse_args(arguments)] and os.environ[VARIABLE] == "1"
+
+
+def test_a_python_that_does_not_start_with_the_finder(
+    started: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = tmp_path / "python"
+    without.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    without.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(without))
+    for program in (["train.py"], ["--", "true"]):
+        with pytest.raises(SystemExit, match=r"zero_ext_deepspeed_finder.pth .* got none. Install"):
+            launch([COMPAT, *program])
+    assert started == []
 
 
 def test_wrong_use(started: list[Any]) -> None:
-    assert "--deepspeed-compat" in run("run", "--help") and "--nproc" in run("run", "--help")
-    with pytest.raises(SystemExit, match="is for Python scripts"):
-        launch(["--deepspeed-compat", "--no-python", "x"])
+    assert COMPAT in run("run", "--help") and "--nproc" in run("run", "--help")
     run("run", status=2)
-    for compat in ([], ["--deepspeed-compat"]):
+    for command in ([], ["train.py"]):
+        with pytest.raises(SystemExit, match=r"a command .*got .*Leave '--' out"):
+            launch([COMPAT, "--", *command])
+    for compat in ([], [COMPAT]):
         for arguments, words in (
             (["nope.py"], "nope.py: no such script .looked from .*check the path"),
             (["own_package"], "own_package: a folder without __main__.py"),
@@ -121,38 +129,61 @@ def test_only_who_asks_gets_the_look_alike(tmp_path: Path) -> None:
     script.write_text(PROBE)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}"}
     found = []
-    for runner in ([], [str(RUNNER)]):
-        command = [sys.executable, *runner, str(script), "--own", "1"]
+    for asks in (
+        [],
+        [sys.executable, "-m", "zero_ext.cli", "run", COMPAT, "--", "/bin/sh", "-c", '"$@"', "sh"],
+    ):
+        command = [*asks, sys.executable, str(script), "--own", "1"]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout))
     theirs, ours = found
     assert theirs["spec"] and not theirs["active"] and theirs["version"] == "0.1"
     assert theirs["file"] == str(tmp_path / "site" / "deepspeed" / "__init__.py")
-    assert ours["spec"] and ours["active"] and ours["version"] != "0.1"
+    # Whether it is there can be asked without the seconds that an import of torch takes.
+    assert ours["spec"] and not ours["active"] and ours["version"] == API_VERSION
     assert ours["file"].endswith("zero_ext/integrations/deepspeed/__init__.py")
     for each in found:
         assert each["argv"] == ["--own", "1"] and each["name"] == "__main__" and each["path"] == str(tmp_path)
 
 
-PLANTED = ("zero_ext", "torch", "json", "runpy", "pathlib", "typing", "importlib", "sitecustom")
+def test_a_wrong_value_is_printed() -> None:
+    environment = {**os.environ, VARIABLE: "true"}
+    done = subprocess.run(
+        [sys.executable, "-c", ""], env=environment, capture_output=True, text=True, check=True
+    )
+    assert f"ValueError: {VARIABLE}: expected 1 or 0, got 'true'" in done.stderr
+
+
+def test_nothing_else_is_imported_when_python_starts() -> None:
+    """A file in the working folder, which accelerate launch puts on PYTHONPATH, could stand in for it."""
+    code = (
+        f"import os, sys; before = set(sys.modules); sys.path.append({str(ROOT)!r}); "
+        "import zero_ext_deepspeed_finder as finder; finder.start(); finder.start(); "
+        "print(set(sys.modules) - before, sum(type(each) is finder.Finder for each in sys.meta_path))"
+    )
+    command = [sys.executable, "-I", "-S", "-c", code]
+    environment = {**os.environ, VARIABLE: "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "{'zero_ext_deepspeed_finder'} 1"
+
+
+PLANTED = ("zero_ext", "torch", "json", "runpy", "pathlib", "typing", "importlib")
 
 
 @pytest.mark.parametrize("as_module", [False, True])
 def test_modules_of_the_working_folder_do_not_run_before_the_script(tmp_path: Path, as_module: bool) -> None:
-    """Nor do those of the runner's own folder; those of the script's folder are found as ever."""
+    """Nor does its zero_ext, ever. A program that ``-m`` names imports others from there itself."""
     work, scripts = tmp_path / "work", tmp_path / "scripts"
     work.mkdir()
     scripts.mkdir()
-    for name in PLANTED:
+    for name in PLANTED[:1] if as_module else PLANTED:
         (work / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
-    (work if as_module else scripts).joinpath("helper.py").write_text("VALUE = 17\n")
-    (work if as_module else scripts).joinpath("engine.py").write_text("VALUE = 18\n")
     script = (work if as_module else scripts) / "train.py"
+    script.with_name("helper.py").write_text("VALUE = 17\n")
     script.write_text(
-        "import json, sys, torch, deepspeed, helper, engine\n"
-        "try:\n    import look_alike\n    found = True\nexcept ImportError:\n    found = False\n"
-        "print(json.dumps([helper.VALUE, engine.VALUE, found, deepspeed.__file__, sys.argv, sys.path[0]]))\n"
+        "import json, sys, torch, helper, deepspeed\n"
+        "print(json.dumps([helper.VALUE, deepspeed.__file__, sys.argv, sys.path[0]]))\n"
     )
     program = ["-m", "train"] if as_module else [str(script)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -160,11 +191,10 @@ def test_modules_of_the_working_folder_do_not_run_before_the_script(tmp_path: Pa
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); import zero_ext.cli.run, os; "
         f"os.chdir({str(work)!r}); zero_ext.cli.run.launch(sys.argv[1:])"
     )
-    command = [sys.executable, "-P", "-c", code, "--deepspeed-compat", "--standalone", *program, "--own"]
+    command = [sys.executable, "-P", "-c", code, COMPAT, "--standalone", *program, "--own"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found[:3] == [17, 18, False]
-    assert found[3].endswith("zero_ext/integrations/deepspeed/__init__.py")
-    assert found[4][1:] == ["--own"] and found[5] == str(script.parent)
+    assert found[0] == 17 and found[1].endswith("zero_ext/integrations/deepspeed/__init__.py")
+    assert found[2][1:] == ["--own"] and found[3] == str(script.parent)
     assert not (tmp_path / "ran").exists()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperCommand
 
 from zero_ext.cli.attention import attention
 from zero_ext.cli.console import cleaned_up_when_ended, errors_on_stderr, printable, terminal
@@ -213,9 +214,17 @@ def simulate_step(
         raise typer.Exit(1)
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-)
+class _RawArguments(TyperCommand):
+    """Leaves all arguments in ``context.args``, ``--`` included, as they were given."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        super().parse_args(ctx, [])
+        ctx.args = given
+        return given
+
+
+@app.command(cls=_RawArguments)
 def run(context: typer.Context) -> None:
     """Start a script on several ranks: torchrun's arguments, and --deepspeed-compat."""
     from zero_ext.cli.run import launch

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
+
+import zero_ext_deepspeed_finder as finder
 
 COMPAT = "--deepspeed-compat"
-# Its path: "python -m" would look for zero_ext, torch and all else in the working folder first.
-_RUNNER = Path(__file__).resolve().parents[1] / "integrations" / "deepspeed" / "run_script.py"
 
 
 def launch(arguments: list[str]) -> None:
-    """Starts ranks as torchrun does, with all of its arguments; a collective's worth of processes.
+    """Start ranks as torchrun does, with all of its arguments.
 
-    ``--deepspeed-compat`` before the script makes ``import deepspeed`` mean zero_ext in these processes.
-    Raises ``SystemExit`` if a rank fails, after torchrun's report of it, or for wrong arguments.
+    ``--deepspeed-compat`` before the script makes ``import deepspeed`` mean zero_ext in these processes and
+    in those that they start. ``--deepspeed-compat -- COMMAND`` runs a launcher so instead, once.
+
+    Raises:
+        SystemExit: a rank failed, after torchrun's report of it, or the arguments are wrong.
     """
+    if arguments[:2] == [COMPAT, "--"]:
+        _export_look_alike()
+        _become(arguments[2:])
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -27,7 +37,7 @@ def launch(arguments: list[str]) -> None:
     _check_ranks(parsed.nproc_per_node)
     _check_program(parsed)
     if compat:
-        _through_look_alike(parsed)
+        _export_look_alike()
     try:
         torchrun.run(parsed)
     except ChildFailedError as error:
@@ -43,7 +53,8 @@ def _parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         COMPAT,
         action="store_true",
         help="In these processes 'import deepspeed' gives zero_ext under DeepSpeed's names, so that "
-        "unmodified scripts with a DeepSpeed JSON run. A DeepSpeed that is installed is left alone.",
+        "unmodified scripts with a DeepSpeed JSON run. A DeepSpeed that is installed is left alone. "
+        f"'{COMPAT} -- accelerate launch script.py' does the same for the ranks of another launcher.",
     )
     return parser
 
@@ -89,10 +100,26 @@ def _check_program(parsed: argparse.Namespace) -> None:
         raise SystemExit(f"zero-ext run: {name}: a folder without __main__.py; name the script in it")
 
 
-def _through_look_alike(parsed: argparse.Namespace) -> None:
-    """The same program, started by the runner."""
-    if parsed.no_python:
-        raise SystemExit(f"zero-ext run: {COMPAT} is for Python scripts; leave --no-python out")
-    program = ["-m", parsed.training_script] if parsed.module else [parsed.training_script]
-    parsed.training_script_args = [*program, *parsed.training_script_args]
-    parsed.training_script, parsed.module = str(_RUNNER), False
+def _export_look_alike() -> None:
+    """Have ``import deepspeed`` give zero_ext in all processes that this one starts. ``SystemExit`` where
+    Python does not start with the finder, which would go unnoticed."""
+    os.environ[finder.VARIABLE] = "1"
+    code = f"import sys; sys.exit({finder.__name__!r} not in sys.modules)"
+    if subprocess.run([sys.executable, "-c", code], check=False).returncode:
+        raise SystemExit(
+            f"zero-ext run: {COMPAT}: expected {finder.__name__}.pth in a site folder of {sys.executable}, "
+            "got none. Install zero_ext with pip ('pip install -e .' in a checkout)."
+        )
+
+
+def _become(command: list[str]) -> NoReturn:
+    """Run a command that starts its ranks itself in the place of this process."""
+    program = shutil.which(command[0]) if command else None
+    if program is None:
+        got = repr(command[0]) if command else "nothing"
+        raise SystemExit(
+            f"zero-ext run: {COMPAT} --: expected a command such as 'accelerate launch script.py', got "
+            f"{got}. Leave '--' out to start ranks of a Python script."
+        )
+    sys.stdout.flush()
+    os.execv(program, command)

@@ -1,7 +1,7 @@
 """``import deepspeed`` gives this package, in a process that asked for it and in no other.
 
-Nothing here runs by itself: ``zero-ext run --deepspeed-compat`` calls :func:`activate` before the script
-starts. A DeepSpeed that is installed stays as it is and is what every other process imports.
+A process asks by the environment variable that ``zero_ext_deepspeed_finder`` reads when Python starts, or by
+:func:`activate`. A DeepSpeed that is installed stays as it is and is what every other process imports.
 """
 
 from __future__ import annotations
@@ -9,41 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
-import importlib.metadata
 import sys
-from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 from zero_ext.integrations.deepspeed.refused import DeepSpeedModuleError, refusal
-from zero_ext.integrations.deepspeed.registry import API_VERSION, MODULES, module_refusal
-
-NAME = "deepspeed"
-_EVERYTHING = importlib.metadata.DistributionFinder.Context()
-
-
-class LookAlikeFinder(importlib.metadata.DistributionFinder):
-    """Finds ``deepspeed`` and its modules here, and a distribution of that name and of DeepSpeed's
-    version."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """A spec for every module that is served or refused; None for all others."""
-        if fullname in MODULES:
-            loader: importlib.abc.Loader = _Served(MODULES[fullname])
-        elif fullname.startswith(f"{NAME}.") and module_refusal(fullname) is not None:
-            loader = _Refused()
-        else:
-            return None
-        return importlib.machinery.ModuleSpec(fullname, loader, origin="zero_ext", is_package=True)
-
-    def find_distributions(
-        self,
-        context: importlib.metadata.DistributionFinder.Context = _EVERYTHING,
-    ) -> Iterable[importlib.metadata.Distribution]:
-        """The distribution, if it is asked for by name or with all others."""
-        if context.name is None or context.name.lower() == NAME:
-            yield _Distribution()
+from zero_ext.integrations.deepspeed.registry import MODULES, module_refusal
+from zero_ext_deepspeed_finder import NAME, VARIABLE, Finder
 
 
 class _Served(importlib.abc.Loader):
@@ -75,22 +46,16 @@ class _Refused(importlib.abc.Loader):
         raise AssertionError("a refused module was made")
 
 
-class _Distribution(importlib.metadata.Distribution):
-    """What package metadata tells about DeepSpeed: name and version."""
-
-    def read_text(self, filename: str) -> str | None:
-        if filename == "METADATA":
-            summary = "zero_ext under DeepSpeed's names"
-            return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {API_VERSION}\nSummary: {summary}\n"
-        return None
-
-    def locate_file(self, path: object) -> None:  # type: ignore[override]  # there are no files
-        return None
+def loader_of(fullname: str) -> importlib.abc.Loader | None:
+    """The loader of a module of DeepSpeed that is served or refused; None for others."""
+    if fullname in MODULES:
+        return _Served(MODULES[fullname])
+    return None if module_refusal(fullname) is None else _Refused()
 
 
 def is_active() -> bool:
     """Whether ``import deepspeed`` gives this package in this process."""
-    return any(isinstance(finder, LookAlikeFinder) for finder in sys.meta_path)
+    return any(isinstance(finder, Finder) for finder in sys.meta_path)
 
 
 def activate() -> None:
@@ -100,12 +65,10 @@ def activate() -> None:
     """
     if is_active():
         return
-    known = sys.modules.get(NAME)
-    if known is not None:
+    if NAME in sys.modules:
+        known = getattr(sys.modules[NAME], "__file__", None)
         raise RuntimeError(
-            f"deepspeed was imported from {getattr(known, '__file__', 'elsewhere')} before the look-alike "
-            "was asked for; start the script with 'zero-ext run --deepspeed-compat', which asks first"
+            f"activate: expected a process without deepspeed, got one that has imported it from {known}. "
+            f"Start the script with 'zero-ext run --deepspeed-compat', or with {VARIABLE}=1."
         )
-    sys.meta_path.insert(0, LookAlikeFinder())
-    # Availability is also probed by a look into sys.modules.
-    importlib.import_module(NAME)
+    sys.meta_path.insert(0, Finder())

@@ -8,9 +8,8 @@ from zero_ext.integrations.deepspeed.registry.entry import Entry
 from zero_ext.integrations.deepspeed.registry.modules import MODULES, REFUSED_MODULES
 from zero_ext.integrations.deepspeed.registry.refused_table import REFUSED
 from zero_ext.integrations.deepspeed.registry.served_table import SERVED
+from zero_ext_deepspeed_finder import API_VERSION
 
-# The release of DeepSpeed whose names and signatures these are.
-API_VERSION = "0.19.8"
 TABLE: tuple[Entry, ...] = (*SERVED, *REFUSED)
 
 __all__ = ["API_VERSION", "MODULES", "REFUSED_MODULES", "TABLE", "Entry", "find", "module_refusal"]
