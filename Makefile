@@ -10,6 +10,7 @@
 #   make lint      what CI checks            make format    rewrite files to the house style
 #   make cuda-check  compile the CUDA kernels; needs nvcc, no GPU
 #   make gpu-check  build, test and measure on a GPU machine with $(PYTHON), which has torch; sets up nothing
+#   make gpu-wheels  the packages that such a machine lacks, to carry there
 #   make docs      the documentation as pages, in build/site; a broken link is an error
 #   make wheel     dist/*.whl                make clean     remove what builds leave behind
 SHELL := /bin/bash
@@ -39,7 +40,7 @@ BENCHMARK_PEERS := $(VENV)/.stamp-benchmark-peers
 INTEGRATIONS := $(VENV)/.stamp-integrations
 DOCUMENTATION := $(VENV)/.stamp-documentation
 
-.PHONY: setup test test-cpp test-python test-integrations demo demo-offload demo-long demo-compressed demo-3d zoo bench sanitize cuda-check gpu-check lint format \
+.PHONY: setup test test-cpp test-python test-integrations demo demo-offload demo-long demo-compressed demo-3d zoo bench sanitize cuda-check gpu-check gpu-wheels lint format \
         docs wheel clean
 
 setup: $(EXTENSION)
@@ -136,8 +137,21 @@ sanitize: $(SYSTEM)
 cuda-check: $(DEPENDENCIES)
 	$(BIN)/python scripts/cuda_check.py
 
+# GPU_CHECK holds options: make gpu-check GPU_CHECK="--part speed --budget 500"
 gpu-check:
-	$(PYTHON) -m zero_ext.gpu_check
+	$(PYTHON) -m scripts.gpu_check $(GPU_CHECK)
+
+# What a GPU machine without network lacks, as wheels for its Python, in a folder that git ignores.
+GPU_PYTHON ?= 3.12
+GPU_PACKAGES ?= pydantic
+GPU_WHEELS := build/gpu_wheels
+gpu-wheels: $(DEPENDENCIES)
+	rm -rf $(GPU_WHEELS)
+	$(BIN)/python -m pip download --disable-pip-version-check -q -d $(GPU_WHEELS) --only-binary=:all: \
+	  --implementation cp --python-version $(GPU_PYTHON) --platform manylinux_2_28_x86_64 \
+	  --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 $(GPU_PACKAGES)
+	@echo 'Install them there with:'
+	@echo '  python3 -m pip install -q --no-index --no-deps --target /tmp/site $(GPU_WHEELS)/*.whl && export PYTHONPATH=/tmp/site'
 
 # --- Style ------------------------------------------------------------------------------------------
 

@@ -53,6 +53,18 @@ class BuildPython(build_py):
             shutil.copyfile(ROOT / name, target)
 
 
+def device_flags() -> list[str]:
+    """nvcc's flags: for the GPUs that torch's own variable names, else for those of the wheel."""
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
+    if not listed:
+        return list(toolchain.NVCC_FLAGS)
+    try:
+        architectures = toolchain.architectures_listed(listed)
+    except ValueError as error:
+        raise SystemExit(f"TORCH_CUDA_ARCH_LIST: {error}") from None
+    return [*toolchain.NVCC_COMPILE_FLAGS, *toolchain.architecture_flags(architectures)]
+
+
 def cuda_toolkit() -> Path | None:
     """The toolkit to build _C_cuda with; None, and a line that says why, where it is left to first use."""
     if torch.version.cuda is None:
@@ -96,7 +108,7 @@ def extensions(toolkit: Path | None) -> list[Extension]:
         sources=toolchain.cuda_sources(ROOT),
         depends=toolchain.cuda_headers(ROOT),
         define_macros=macros(toolchain.CUDA_DEFINES),
-        extra_compile_args={"cxx": host_flags, "nvcc": list(toolchain.NVCC_FLAGS)},
+        extra_compile_args={"cxx": host_flags, "nvcc": device_flags()},
         py_limited_api=True,
     )
     return [cpu, cuda]

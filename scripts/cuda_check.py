@@ -1,9 +1,11 @@
 """Compiles every file of module zero_ext._C_cuda, links nothing, needs no GPU: `make cuda-check`.
 
-The headers of any torch serve, those of the CPU's too. Warnings of nvcc are errors, and so is a kernel that
-spills registers or takes more shared memory than every GPU gives. What the assembler says of each kernel is
-kept in build/cuda/kernels.txt, and with `--report docs/cuda_kernels.md` as a table there. Without nvcc
-nothing is checked, and a line says so. MAX_JOBS files are compiled at a time, by default one.
+The headers are those of the oldest torch that is supported, from its wheel, which is fetched once and without
+what it depends on; the sources of the other two modules are held against them as well. `--headers installed`
+takes those of the torch that is installed, for the kernels alone. Warnings of nvcc are errors, and so is a
+kernel that spills registers or takes more shared memory than every GPU gives. What the assembler says of each
+kernel is kept in build/cuda/kernels.txt, and with `--report docs/cuda_kernels.md` as a table there. Without
+nvcc nothing is checked, and a line says so. MAX_JOBS files are compiled at a time, by default one.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
+import zipfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +31,9 @@ import toolchain  # noqa: E402  by its folder: the package would load its built 
 import torch  # noqa: E402
 
 OUTPUT = ROOT / "build" / "cuda"
+OLDEST = "{}.{}.0".format(*toolchain.OLDEST_TORCH)
+HEADERS = ROOT / "build" / f"torch-{OLDEST}"
+INCLUDES = "torch/include/"
 
 SHARED_BYTES = 48 << 10  # that every GPU gives a block without being asked
 
@@ -55,25 +62,84 @@ class Kernel:
     shared_bytes: int
 
 
-def command(name: str, nvcc: str) -> list[str]:
+def oldest_headers() -> Path:
+    """The include folder of the oldest supported torch.
+
+    Raises:
+        RuntimeError: its wheel cannot be fetched.
+    """
+    found = HEADERS / INCLUDES
+    if found.is_dir():
+        return found
+    pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "-q", "--no-deps"]
+    HEADERS.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=HEADERS.parent) as folder:
+        done = subprocess.run([*pip, "-d", folder, f"torch=={OLDEST}"], check=False)
+        wheels = list(Path(folder).glob("*.whl"))
+        if done.returncode != 0 or not wheels:
+            raise RuntimeError(
+                f"torch {OLDEST}: expected its wheel, got none from pip. Give it a package index, or take "
+                "--headers installed."
+            )
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            wheel.extractall(
+                Path(folder) / "unpacked",
+                [name for name in wheel.namelist() if name.startswith(INCLUDES)],
+            )
+        (Path(folder) / "unpacked").rename(HEADERS)
+    return found
+
+
+def include_flags(headers: Path) -> list[str]:
+    """Torch's headers, in which nobody looks for warnings, and Python's."""
+    places = (headers, headers / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include")))
+    return [flag for path in places for flag in ("-isystem", str(path))]
+
+
+def check_host_modules(headers: Path) -> None:
+    """Modules _C and _C_storage against `headers`, without making code.
+
+    Raises:
+        RuntimeError: the compiler refused a file or warned; its output is in the message.
+    """
+    modules = {
+        toolchain.DEFINES: toolchain.sources(ROOT),
+        toolchain.STORAGE_DEFINES: list(toolchain.STORAGE_SOURCES),
+    }
+    compiler = os.environ.get("CXX", "c++")
+    for defines, names in modules.items():
+        with_torch = [name for name in names if "core/" not in name]
+        macros = [f"-D{key}={value}" for key, value in defines]
+        call = [compiler, *toolchain.COMPILE_FLAGS, "-Werror", "-fsyntax-only", *macros]
+        for name in with_torch:
+            result = subprocess.run(
+                [*call, *include_flags(headers), name], cwd=ROOT, capture_output=True, text=True, check=False
+            )
+            if result.returncode != 0:
+                raise RuntimeError(f"{name} does not compile with {headers}:\n{result.stderr}")
+        print(f"{len(with_torch)} files fit {headers.relative_to(ROOT)}", flush=True)
+
+
+def command(name: str, nvcc: str, headers: Path) -> list[str]:
     """The compiler call for one source file."""
-    includes = [Path(torch.__file__).parent / "include", Path(sysconfig.get_path("include"))]
     if name.endswith(".cu"):
         call = [nvcc, *toolchain.NVCC_FLAGS, "-Werror=all-warnings", "-Xcompiler=-Werror", "-Xptxas=-v"]
     else:
         call = [os.environ.get("CXX", "c++"), *toolchain.COMPILE_FLAGS]
     call += [f"-D{key}={value}" for key, value in toolchain.CUDA_DEFINES]
-    call += [flag for path in includes for flag in ("-isystem", str(path))]
+    call += include_flags(headers)
     return [*call, "-c", name, "-o", str(OUTPUT / (name.replace("/", "_") + ".o"))]
 
 
-def compile_file(name: str, nvcc: str) -> list[Kernel]:
+def compile_file(name: str, nvcc: str, headers: Path) -> list[Kernel]:
     """The kernels of one source file.
 
     Raises:
         RuntimeError: the compiler refused the file or warned; its output is in the message.
     """
-    result = subprocess.run(command(name, nvcc), cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command(name, nvcc, headers), cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if result.returncode != 0:
         said = [
             line for line in (result.stdout + result.stderr).splitlines() if not ABOUT_KERNELS.match(line)
@@ -178,6 +244,7 @@ def version_of(nvcc: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compiles the CUDA kernels; needs nvcc, no GPU.")
     parser.add_argument("--report", type=Path, help="also write a table of all kernels, as Markdown")
+    parser.add_argument("--headers", choices=("oldest", "installed"), default="oldest", help="which torch's")
     options = parser.parse_args()
     nvcc = shutil.which("nvcc")
     if nvcc is None:
@@ -185,8 +252,14 @@ def main() -> int:
         return 0
     OUTPUT.mkdir(parents=True, exist_ok=True)
     try:
+        if options.headers == "oldest":
+            headers = oldest_headers()
+            check_host_modules(headers)
+        else:
+            headers = Path(torch.__file__).parent / "include"
         with ThreadPoolExecutor(max_workers=int(os.environ.get("MAX_JOBS", "1"))) as pool:
-            files = list(pool.map(lambda name: compile_file(name, nvcc), toolchain.cuda_sources(ROOT)))
+            names = toolchain.cuda_sources(ROOT)
+            files = list(pool.map(lambda name: compile_file(name, nvcc, headers), names))
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1

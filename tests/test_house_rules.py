@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint", "parallel"),
     ("plan", "monitor"),
     ("integrations",),
-    ("cli", "gpu_check"),
+    ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -58,7 +58,6 @@ _PACKAGES = (
     "cli",
     "comm",
     "data",
-    "gpu_check",
     "integrations",
     "monitor",
     "offload",

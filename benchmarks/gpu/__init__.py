@@ -1,1 +1,1 @@
-"""Benchmarks on one GPU. `python -m zero_ext.gpu_check` runs them all; each is a program of its own."""
+"""Benchmarks on one GPU. `python -m scripts.gpu_check` runs them all; each is a program of its own."""

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from zero_ext.gpu_check.step import Bar
+from scripts.gpu_check.step import Bar
 
 
 class Budget:

@@ -77,7 +77,8 @@ struct Launcher {
     check(op, cudaGetDevice(&device));
     check(op, cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
     void* current = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device, &current) == AOTI_TORCH_SUCCESS, op,
+                    ": torch has no current stream of device ", device);
     processors = count;
     stream = static_cast<cudaStream_t>(current);
   }

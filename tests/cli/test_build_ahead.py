@@ -57,11 +57,11 @@ def test_the_swap_of_storages_is_built_where_torch_has_none(
     assert found.startswith("unknown: zero_ext._C_storage is not built and no C++ compiler")
 
 
-@pytest.mark.parametrize("text", ["7.5", "8.0,", "sm_90", "8.0;9.0", "", "9.0a"])
+@pytest.mark.parametrize("text", ["7.5", "8.0,", "sm_90", "", "9.0a"])
 def test_what_is_no_compute_capability_from_8_on_is_refused(
     builds: list[set[tuple[int, int]]], text: str
 ) -> None:
-    assert "is no compute capability from 8.0 on" in run("build", "--cuda-architectures", text, status=1)
+    assert "expected compute capabilities from 8.0 on" in run("build", "--cuda-architectures", text, status=1)
     assert builds == []
 
 

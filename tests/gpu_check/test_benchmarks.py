@@ -66,7 +66,7 @@ def test_every_benchmark_runs_at_toy_size(quick: None, capsys: pytest.CaptureFix
         ("Copy rates", 5),
         ("Adam on 65,536 elements", 8),
         ("Compression of 65,536 elements", 13),
-        ("Block-sparse attention", 8),
+        ("Block-sparse attention", 16),
         ("Under a cap", 3),
     ):
         rows = next(table["rows"] for name, table in whole.items() if name.startswith(title))

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import json
 import sys
+import tarfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from zero_ext.gpu_check.report import markdown, summary, verdict, write
-from zero_ext.gpu_check.runner import Runner, last_json, last_line
-from zero_ext.gpu_check.step import Bar, Outcome, Step
-from zero_ext.gpu_check.steps import chosen, gpu_steps, is_source_tree, needs_modules, rehearsal_steps
+from scripts.gpu_check.report import markdown, summary, verdict, write
+from scripts.gpu_check.runner import Runner, last_json, last_line
+from scripts.gpu_check.step import Bar, Outcome, Step
+from scripts.gpu_check.steps import (
+    FAMILIES,
+    PARTS,
+    TESTS,
+    chosen,
+    gpu_steps,
+    is_source_tree,
+    needs_modules,
+    rehearsal_steps,
+)
+from tests.gpu import exercise
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,9 +35,11 @@ def program(name: str, code: str, **more: object) -> Step:
     return replace(step, **more)
 
 
-def run(folder: Path, *steps: Step, seconds: float = 60.0) -> tuple[dict[str, Outcome], list[str]]:
+def run(
+    folder: Path, *steps: Step, seconds: float = 60.0, jobs: int = 1
+) -> tuple[dict[str, Outcome], list[str]]:
     lines: list[str] = []
-    outcomes = Runner(folder, folder, seconds, lines.append).run(steps)
+    outcomes = Runner(folder, folder, seconds, lines.append, jobs=jobs).run(steps)
     return {outcome.name: outcome for outcome in outcomes}, lines
 
 
@@ -57,6 +70,55 @@ def test_steps_end_in_every_way_and_the_others_go_on(tmp_path: Path) -> None:
     assert (tmp_path / "bad.log").read_text().startswith("words")
 
 
+def test_steps_run_beside_each_other_and_those_alone_do_not(tmp_path: Path) -> None:
+    """Each waits until the other has begun; a third that must be alone finds neither under way."""
+    meet = (
+        "import pathlib, time\nfolder = pathlib.Path({folder!r})\n(folder / '{me}').touch()\n"
+        "while not (folder / '{other}').exists(): time.sleep(0.01)\n(folder / '{me}.done').touch()"
+    )
+    see = "import os; print(sorted(os.listdir({folder!r})))"
+    folder = tmp_path / "meet"
+    folder.mkdir()
+    outcomes, _ = run(
+        tmp_path,
+        program("a", meet.format(folder=str(folder), me="a", other="b")),
+        program("b", meet.format(folder=str(folder), me="b", other="a")),
+        program("c", see.format(folder=str(folder)), alone=True),
+        jobs=2,
+    )
+    assert [outcome.status for outcome in outcomes.values()] == ["passed"] * 3, outcomes
+    assert outcomes["c"].reason == "['a', 'a.done', 'b', 'b.done']"
+
+
+def test_a_crash_is_told_by_its_signal_and_a_missing_program_by_name(tmp_path: Path) -> None:
+    outcomes, _ = run(
+        tmp_path,
+        program("trap", "import os; os.abort()"),
+        replace(program("gone", ""), command=("/nowhere/program",)),
+    )
+    assert "ended by SIGABRT" in outcomes["trap"].reason
+    assert "/nowhere/program does not start" in outcomes["gone"].reason
+
+
+def test_the_outcomes_so_far_are_recorded_after_every_step(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+    steps = [program("one", "print(1)"), program("two", "print(2)")]
+    Runner(
+        tmp_path,
+        tmp_path,
+        60.0,
+        lambda line: None,
+        record=lambda outcomes: seen.append([outcome.name for outcome in outcomes]),
+    ).run(steps)
+    assert seen == [["one"], ["one", "two"]]
+
+
+def test_long_output_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
+    run(tmp_path, program("loud", "print('first'); print('x' * 2_000_000); print('last')"))
+    text = (tmp_path / "loud.log").read_text()
+    assert text.startswith("first") and text.endswith("last\n") and len(text) < 300_000
+
+
 def test_a_step_that_does_not_end_is_ended_and_keeps_what_it_told(tmp_path: Path) -> None:
     code = (
         "import json, signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -64,7 +126,7 @@ def test_a_step_that_does_not_end_is_ended_and_keeps_what_it_told(tmp_path: Path
         "print(json.dumps({'line': 'half', 'pid': child.pid}), flush=True); time.sleep(600)"
     )
     began = time.monotonic()
-    import zero_ext.gpu_check.runner as module
+    import scripts.gpu_check.runner as module
 
     grace, module.GRACE_SECONDS = module.GRACE_SECONDS, 0.3
     try:
@@ -120,11 +182,18 @@ def test_the_report_gives_the_verdict(
 ) -> None:
     outcomes = outcomes_of(status, value)
     assert verdict(outcomes, judged) == exit_status
-    write(tmp_path, outcomes, {"GPU": "none"}, judged)
-    data = json.loads((tmp_path / "report.json").read_text())
+    (tmp_path / "adam.log").write_text("what it said")
+    output = tmp_path / "report"
+    output.mkdir()
+    write(output, tmp_path, outcomes, {"GPU": "none"}, judged)
+    assert sorted(path.name for path in output.iterdir()) == ["logs.tar.gz", "report.json", "report.md"]
+    with tarfile.open(output / "logs.tar.gz") as archive:
+        packed = archive.extractfile("logs/adam.log")
+        assert packed is not None and packed.read() == b"what it said"
+    data = json.loads((output / "report.json").read_text())
     assert data["exit_status"] == exit_status and data["judged"] == judged
     assert data["steps"][0]["result"]["bars"][0]["met"] is (value == 1.0)
-    text = (tmp_path / "report.md").read_text()
+    text = (output / "report.md").read_text()
     assert text == markdown(outcomes, {"GPU": "none"}, judged)
     for part in ("## Rates", "| we | 1 |", "As counted.", "a\\|b", "DeepSpeed: not installed", "- GPU: none"):
         assert part in text
@@ -140,11 +209,16 @@ def test_steps_name_programs_that_exist() -> None:
     assert len({step.name for step in steps}) == len(steps)
     for step in steps + rehearsal_steps():
         for argument in step.command:
-            if argument.startswith(("benchmarks.", "tests.")):
+            if argument.startswith(("benchmarks.", "tests.", "scripts.")):
                 assert (ROOT / f"{argument.replace('.', '/')}.py").is_file(), argument
+    assert set(FAMILIES) == set(exercise.FAMILIES)
+    files = {path.stem.removeprefix("test_") for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert set(TESTS) == files
+    by_part = [gpu_steps(part)[1:] for part in PARTS]
+    assert [step.name for part in by_part for step in part] == [step.name for step in steps[1:]]
     assert [step.name for step in chosen(steps, "adam,build")] == ["build", "adam"]
     assert chosen(steps, "") == steps
-    with pytest.raises(ValueError, match="--only names nonsense; the steps are build"):
+    with pytest.raises(ValueError, match=r"got nonsense. Use build, "):
         chosen(steps, "nonsense,adam")
 
 

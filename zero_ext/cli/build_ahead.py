@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 
@@ -11,7 +10,7 @@ import torch
 from zero_ext.ops import load_storage_swap, torch_swaps_storages
 from zero_ext.ops.build import STORAGE_MODULE, build_kernels
 from zero_ext.ops.library import CUDA_MODULE, MODULE, kernels_are_loaded, load, present_architectures
-from zero_ext.ops.toolchain import OLDEST_ARCHITECTURE, WHEEL_ARCHITECTURES, Architecture
+from zero_ext.ops.toolchain import WHEEL_ARCHITECTURES, Architecture, architectures_listed
 
 OPTION = "--cuda-architectures"
 
@@ -26,7 +25,7 @@ def build_ahead(architectures: str | None) -> Iterator[str]:
         ValueError: `architectures` is malformed, names one below 8.0, or cannot have an effect.
         RuntimeError: a module cannot be built.
     """
-    wanted = None if architectures is None else architectures_of(architectures)
+    wanted = None if architectures is None else _listed(architectures)
     yield f"{MODULE}: {load().__file__}"
     if not torch_swaps_storages():
         yield f"zero_ext.{STORAGE_MODULE}: {load_storage_swap().__file__}"
@@ -42,16 +41,8 @@ def build_ahead(architectures: str | None) -> Iterator[str]:
     yield f"{CUDA_MODULE}: {build_kernels(wanted or present_architectures() or WHEEL_ARCHITECTURES).__file__}"
 
 
-def architectures_of(text: str) -> set[Architecture]:
-    """Compute capabilities of a list like ``8.0,9.0`` or ``80,90``. ValueError for anything else."""
-    oldest = ".".join(map(str, OLDEST_ARCHITECTURE))
-    found = set()
-    for part in text.split(","):
-        digits = re.fullmatch(r"(\d{1,2})\.?(\d)", part.strip())
-        if digits is None or (int(digits[1]), int(digits[2])) < OLDEST_ARCHITECTURE:
-            raise ValueError(
-                f"{OPTION} is {text!r}, of which {part.strip()!r} is no compute capability from {oldest} on; "
-                "give them like 8.0,9.0"
-            )
-        found.add((int(digits[1]), int(digits[2])))
-    return found
+def _listed(text: str) -> set[Architecture]:
+    try:
+        return architectures_listed(text)
+    except ValueError as error:
+        raise ValueError(f"{OPTION}: {error}") from None
