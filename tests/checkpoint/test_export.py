@@ -18,7 +18,7 @@ from tests.checkpoint.boundaries import fail_at
 from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, dense, random_buffers, random_state
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
-from zero_ext.checkpoint import CheckpointError, export, export_huggingface, save_checkpoint
+from zero_ext.checkpoint import CheckpointError, export_huggingface, save_checkpoint, weight_files
 
 HERE = "tests.checkpoint.test_export"
 ROOT = Path(__file__).parents[2]
@@ -124,7 +124,7 @@ def test_a_full_disk_at_any_point_leaves_no_half_export(
     while failed:
         out = tmp_path / f"hf{boundary}"
         storage = fail_at(boundary, 28, lambda name: not name.startswith("remove"))
-        monkeypatch.setattr(export, "Storage", lambda storage=storage: storage)
+        monkeypatch.setattr(weight_files, "Storage", lambda storage=storage: storage)
         try:
             export_huggingface(tmp_path / "run", out, None, 400)
             failed = False

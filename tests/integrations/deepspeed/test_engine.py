@@ -213,7 +213,7 @@ def test_checkpoints_under_deepspeeds_names(world: World) -> None:
         with pytest.raises(ValueError, match="a plain folder name"):
             engine.save_checkpoint(folder, tag=tag)
     assert sorted(item.name for item in folder.iterdir()) == before
-    with pytest.raises(Exception, match="no such checkpoint; there: best model, global_step1"):
+    with pytest.raises(Exception, match="got 'global_step7'. There: best model, global_step1"):
         engine.load_checkpoint(folder, tag="global_step7")
     with pytest.raises(deepspeed.DeepSpeedFeatureError, match="zero-ext export"):
         engine.load_checkpoint(folder, load_module_only=True)

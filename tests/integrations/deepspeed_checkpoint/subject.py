@@ -57,3 +57,16 @@ def subject_of(seed: int) -> tuple[Subject, torch.optim.AdamW]:
 def batch_of(step: int, rank: int, ranks: int) -> torch.Tensor:
     words = torch.randint(WORDS, (BATCH,), generator=torch.Generator().manual_seed(step))
     return words.chunk(ranks)[rank]
+
+
+def config_of(ranks: int, stage: int, dtype: str, zero: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's JSON for ``ranks`` ranks."""
+    return {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": BATCH // ranks,
+        "zero_optimization": {"stage": stage, **zero},
+        "zero_allow_untested_optimizer": True,
+        "scheduler": {"type": "WarmupLR", "params": WARMUP},
+        "gradient_clipping": CLIPPING,
+        "bf16": {"enabled": dtype == "bf16"},
+    }

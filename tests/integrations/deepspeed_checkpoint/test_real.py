@@ -24,6 +24,7 @@ from tests.integrations.deepspeed_checkpoint.subject import (
     WARMUP,
     Subject,
     batch_of,
+    config_of,
     subject_of,
 )
 from tests.multi.pool import RankPool
@@ -124,6 +125,19 @@ def test_training_goes_on(name: str, written: Path, tmp_path: Path, rank_pool: R
     assert result["losses"] == pytest.approx(seen["losses"], rel=tolerance)
 
 
+def read_back(paths: list[Path]) -> dict[str, torch.Tensor]:
+    """The tensors of several files, as their index says."""
+    *files, index = paths
+    assert len(files) > 1
+    stored: dict[str, torch.Tensor] = {}
+    for path in files:
+        own = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+        for key in own:
+            assert json.loads(index.read_text())["weight_map"][key] == path.name
+        stored |= own
+    return stored
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_fp32_weights(name: str, written: Path, tmp_path: Path) -> None:
     folder = written / name
@@ -134,17 +148,96 @@ def test_fp32_weights(name: str, written: Path, tmp_path: Path) -> None:
     for key, value in reference.items():
         assert torch.equal(found[key].float(), value.float()), key
     model = load_state_dict_from_zero_checkpoint(Subject(), folder)
-    paths = convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "out", max_shard_size="1KB")
-    assert len(paths) > 2 and [path.name for path in tmp_path.iterdir()] == ["out"]
-    stored = {}
-    for path in paths:
-        if path.suffix == ".safetensors":
-            stored.update(load_file(path))
+    stored, pickled = [
+        read_back(convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "out", "1KB", safe))
+        for safe in (True, False)
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert pickled["head.weight"] is pickled["embedding.weight"] and "head.weight" not in stored
+    # Of what DeepSpeed's own script wrote.
+    for key, value in torch.load(folder / "converted" / "pytorch_model.bin").items():
+        assert torch.equal(pickled[key].float(), value.float()), key
     for key, value in held.items():
         kind, parameter = key.split()
         if kind in ("master", "buffer"):
-            for state in (found, model.state_dict(), stored):
+            for state in (found, model.state_dict(), stored, pickled):
                 assert torch.equal(state[parameter].float(), value.float()), key
+
+
+NVME = {"device": "nvme", "nvme_path": "<folder>"}
+# Stage, precision and tiers of a training here, and how its weights are asked for.
+OWN: dict[str, tuple[int, str, dict[str, Any], list[str]]] = {
+    "stage1": (1, "fp32", {}, ["zero_to_fp32.py", "--safe_serialization", "-t", "global_step3"]),
+    "stage2-host": (
+        2,
+        "bf16",
+        {"offload_optimizer": {"device": "cpu"}},
+        ["zero_to_torch.py", "--dtype", "fp32", "--exclude_frozen_parameters"],
+    ),
+    "stage3-nvme": (3, "fp32", {"offload_optimizer": NVME, "offload_param": NVME}, ["zero_to_fp32.py"]),
+}
+
+
+def save_on_rank(world: World, folder: str, stage: int, dtype: str, zero: str) -> dict[str, torch.Tensor]:
+    """The float32 values of all parameters and buffers, and a checkpoint."""
+    from zero_ext.integrations import deepspeed
+
+    model, optimizer = subject_of(seed=1)
+    config = config_of(world.size, stage, dtype, json.loads(zero))
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    for step in range(SAVED_AFTER):
+        engine.backward(engine(batch_of(step, world.rank, world.size)))
+        engine.step()
+    engine.save_checkpoint(folder)
+    held = engine.module_state_dict()
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            held[name] = deepspeed.utils.safe_get_full_fp32_param(parameter).clone()
+    return held
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_script_beside_an_own_checkpoint(
+    name: str, written: Path, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    stage, dtype, zero, (script, *options) = OWN[name]
+    folder = tmp_path / "run"
+    values = json.dumps(zero).replace("<folder>", str(tmp_path))
+    arguments = {"folder": str(folder), "stage": stage, "dtype": dtype, "zero": values}
+    held = rank_pool.run(4, f"{HERE}:save_on_rank", arguments)[0]
+    assert {path.name for path in folder.iterdir()} == {
+        "global_step3",
+        "latest",
+        "zero_to_fp32.py",
+        "zero_to_torch.py",
+    }
+    assert inspect_checkpoint(folder / "global_step3").damage == ()
+    assert os.access(folder / script, os.X_OK)
+    done = subprocess.run(
+        [sys.executable, script, ".", "out", *options],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = (folder / "out").iterdir()
+    assert done.stdout == f"{path}\n"
+    found = load_file(path) if "--safe_serialization" in options else torch.load(path, weights_only=True)
+    left_out = {key for key in held if key.startswith("frozen.") and dtype == "bf16"}
+    left_out |= {"head.weight"} if path.suffix == ".safetensors" else set()
+    assert found.keys() == held.keys() - left_out
+    for key in found:
+        # Floating-point buffers are saved in the precision that the model computes in.
+        assert torch.equal(found[key], held[key].to(found[key].dtype)), key
+        assert found[key].dtype == (torch.int64 if key == "calls" else torch.float32)
+    if dtype == "fp32":
+        theirs = torch.load(written / f"{name.partition('-')[0]}-fp32" / "converted" / "pytorch_model.bin")
+        # At stage 1 DeepSpeed leaves frozen parameters out.
+        assert {key for key in found if not key.startswith("frozen.")} <= theirs.keys()
+        for key in found.keys() & theirs.keys():
+            torch.testing.assert_close(found[key], theirs[key], rtol=1e-4, atol=1e-6, msg=key)
 
 
 def test_command(written: Path, tmp_path: Path) -> None:

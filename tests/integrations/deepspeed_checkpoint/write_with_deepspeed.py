@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,11 @@ import torch
 import torch.multiprocessing as mp
 
 from tests.integrations.deepspeed_checkpoint.subject import (
-    BATCH,
     CASES,
-    CLIPPING,
     RESUMED_FOR,
     SAVED_AFTER,
-    WARMUP,
     batch_of,
+    config_of,
     subject_of,
 )
 
@@ -45,15 +44,7 @@ def engine_of(seed: int, stage: int, dtype: str, zero: dict[str, Any]) -> Any:
     import deepspeed
 
     model, optimizer = subject_of(seed)
-    config = {
-        "train_batch_size": BATCH,
-        "train_micro_batch_size_per_gpu": BATCH // RANKS,
-        "zero_optimization": {"stage": stage, **zero},
-        "zero_allow_untested_optimizer": True,
-        "scheduler": {"type": "WarmupLR", "params": WARMUP},
-        "gradient_clipping": CLIPPING,
-        "bf16": {"enabled": dtype == "bf16"},
-    }
+    config = config_of(RANKS, stage, dtype, zero)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
@@ -84,6 +75,8 @@ def write_case(folder: Path, rank: int, stage: int, dtype: str, zero: dict[str, 
 
         torch.save(held, folder / "held.pt")
         torch.save(get_fp32_state_dict_from_zero_checkpoint(str(folder)), folder / "fp32.pt")
+        sys.argv = ["zero_to_fp32.py", str(folder), str(folder / "converted")]
+        runpy.run_path(str(folder / "zero_to_fp32.py"), run_name="__main__")
         (folder / "seen.json").write_text(json.dumps({"losses": losses, "rates": rates}))
 
 

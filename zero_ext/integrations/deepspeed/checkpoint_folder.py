@@ -1,18 +1,21 @@
-"""The files of a DeepSpeed checkpoint: which there are, and that none is missing or too many."""
+"""Checkpoints in a folder by their tags, and the files of one that DeepSpeed wrote: that none is missing or
+too many."""
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from zero_ext.checkpoint import CheckpointError
+from zero_ext.checkpoint.directory import CheckpointDirectory
+from zero_ext.checkpoint.manifest import MANIFEST_NAME
 from zero_ext.checkpoint.regular_file import read_limited
 
-_LATEST = "latest"
+LATEST = "latest"
+CLIENT_STATE = "client"  # its key in the client_state of checkpoints that this API saves
 _LONGEST_TAG = 255
-_TAG = re.compile(r"[^/\\\0\n]+")
+_TAG = re.compile(rf"[^/\\\0\n]{{1,{_LONGEST_TAG}}}")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d{1,6})_model_states\.pt")
 _MODEL_OF_RANK = re.compile(r"zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt")
@@ -34,13 +37,55 @@ class CheckpointFiles:
     model_by_rank: bool
 
 
-def find_files(folder: str | os.PathLike[str], tag: str | None = None) -> CheckpointFiles:
-    """The files of ``folder/tag``, by default of the tag that ``folder/latest`` names.
+def tag_folder(folder: Path, tag: str | None) -> Path:
+    """The folder of the checkpoint ``folder/tag``, by default of the tag that ``folder/latest`` names.
 
-    ``folder`` may also be the folder of one tag itself. CheckpointError names what is missing, double or of a
-    kind that is not read (tensor, pipeline or expert parallel).
+    ``folder`` may also be that of one checkpoint. CheckpointError says what is there if it is not.
     """
-    path = _tag_folder(Path(folder).absolute(), tag)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    source = "tag"
+    if tag is None:
+        if is_own(folder) or any(_OPTIMIZER.fullmatch(entry.name) for entry in folder.iterdir()):
+            return folder
+        latest = folder / LATEST
+        source = str(latest)
+        try:
+            tag = read_limited(latest, _LONGEST_TAG + 2).decode("utf-8", "replace").strip()
+        except OSError as error:
+            raise CheckpointError(
+                f"{latest}: cannot be read: {error.strerror}. Give tag= or the folder of one checkpoint, as "
+                f"{_folders(folder)}."
+            ) from error
+    if not is_tag(tag) or not (folder / tag).is_dir():
+        raise CheckpointError(
+            f"{source}: expected the name of a folder in {folder}, got {tag!r}. There: {_folders(folder)}."
+        )
+    return folder / tag
+
+
+def is_tag(tag: str) -> bool:
+    """Whether ``tag`` can be the name of a folder."""
+    return _TAG.fullmatch(tag) is not None and tag not in (".", "..")
+
+
+def is_own(folder: Path) -> bool:
+    """Whether ``folder`` is a checkpoint in zero_ext's format, or holds its steps."""
+    directory = CheckpointDirectory(folder)
+    steps = [directory.committed(step) for step in directory.steps()]
+    return any((path / MANIFEST_NAME).exists() for path in (folder, *steps))
+
+
+def _folders(folder: Path) -> str:
+    return ", ".join(sorted(entry.name for entry in folder.iterdir() if entry.is_dir())[:10]) or "none"
+
+
+def find_files(path: Path) -> CheckpointFiles:
+    """The files that DeepSpeed wrote to the folder of a tag.
+
+    CheckpointError names what is missing, double or of a kind that is not read (tensor, pipeline or expert
+    parallel).
+    """
     names = sorted(entry.name for entry in path.iterdir())
     for name in names:
         for prefix, what in _ELSEWHERE.items():
@@ -71,35 +116,6 @@ def find_files(folder: str | os.PathLike[str], tag: str | None = None) -> Checkp
             "a rank's save is missing"
         )
     return CheckpointFiles(path, optimizer, model, bool(partitioned))
-
-
-def _tag_folder(folder: Path, tag: str | None) -> Path:
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder")
-    if tag is None and any(_OPTIMIZER.fullmatch(entry.name) for entry in folder.iterdir()):
-        return folder
-    source = "the argument 'tag'"
-    if tag is None:
-        latest = folder / _LATEST
-        source = str(latest)
-        try:
-            tag = read_limited(latest, _LONGEST_TAG + 2).decode("utf-8", "replace").strip()
-        except OSError as error:
-            raise CheckpointError(
-                f"{latest}: cannot be read: {error.strerror}; give tag= or the folder of one checkpoint; "
-                f"there: {_tags(folder)}"
-            ) from error
-    if _TAG.fullmatch(tag) is None or len(tag) > _LONGEST_TAG or tag in (".", ".."):
-        raise CheckpointError(f"{source}: says {tag!r}, wanted the name of a folder in {folder}")
-    path = folder / tag
-    if not path.is_dir():
-        raise CheckpointError(f"{source}: says {tag!r}, but {path} is no folder; there: {_tags(folder)}")
-    return path
-
-
-def _tags(folder: Path) -> str:
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-    return ", ".join(names[:10]) or "none"
 
 
 def _by_rank(path: Path, names: list[str], pattern: re.Pattern[str]) -> tuple[Path, ...]:

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zero_ext.checkpoint import CheckpointError
 from zero_ext.checkpoint.directory import LARGEST_STEP, CheckpointDirectory
+from zero_ext.checkpoint.dtypes import dtype_name
+from zero_ext.checkpoint.manifest import (
+    CHUNK_BYTES,
+    FORMAT,
+    MANIFEST_NAME,
+    VERSION,
+    BufferRecord,
+    FileRecord,
+    Manifest,
+    ParameterRecord,
+    PieceRecord,
+    encode_manifest,
+)
+from zero_ext.checkpoint.manifest_check import check_cover, check_disjoint_bytes
 from zero_ext.checkpoint.named_state import encode
-from zero_ext.integrations.deepspeed.checkpoint_folder import find_files
+from zero_ext.checkpoint.shard_file import owned_pieces, write_shard
+from zero_ext.checkpoint.storage import Storage
+from zero_ext.integrations.deepspeed.checkpoint_folder import find_files, tag_folder
 from zero_ext.integrations.deepspeed.checkpoint_pickle import verify_pickled
 from zero_ext.integrations.deepspeed.checkpoint_scalars import scalar_state
 from zero_ext.integrations.deepspeed.checkpoint_source import DeepSpeedCheckpoint, open_checkpoint
-from zero_ext.integrations.deepspeed.checkpoint_write import weights_manifest, write_checkpoint
+from zero_ext.zero.state import ShardPiece
 
+_LOCK_SECONDS = 60.0
 _COUNTERS = ("global_samples", "dp_world_size", "ds_version")
 
 
@@ -65,28 +85,16 @@ def import_deepspeed_checkpoint(
     ValueError a part of the client state that cannot be stored; nothing has been written then. An error while
     writing removes what was written.
     """
-    checkpoint = read_checkpoint(folder, tag, verify)
+    checkpoint = read_checkpoint(tag_folder(Path(folder).absolute(), tag), verify)
     scalars = scalar_state(checkpoint, optimizer)
-    fields = checkpoint.fields
-    step = step_of(checkpoint)
-    extra: dict[str, Any] = {"deepspeed": {key: fields.values.get(key) for key in _COUNTERS}}
-    scheduler = fields.optional("lr_scheduler", dict)
-    if scheduler is not None:
-        extra["scheduler"] = scheduler
-    manifest = weights_manifest(checkpoint, step).model_copy(
-        update={
-            "scalar_state": encode(scalars, "scalar_state"),
-            "client_state": encode(checkpoint.client_state(), "client_state"),
-            "extra": encode(extra, "extra"),
-        }
-    )
+    manifest = _manifest(checkpoint, scalars)
     root = Path(output).absolute()
-    written = write_checkpoint(checkpoint, manifest, root, progress=progress)
+    written = _write(checkpoint, manifest, root, progress)
     entries = checkpoint.parameters.values()
     return ImportedCheckpoint(
-        path=CheckpointDirectory(root).committed(step),
+        path=CheckpointDirectory(root).committed(manifest.step),
         source=checkpoint.files.path,
-        step=step,
+        step=manifest.step,
         stage=checkpoint.first.stage,
         ranks=checkpoint.world_size,
         optimizer=scalars["optimizer_class"],
@@ -96,23 +104,106 @@ def import_deepspeed_checkpoint(
     )
 
 
-def read_checkpoint(
-    folder: str | os.PathLike[str], tag: str | None, verify: bool = True
-) -> DeepSpeedCheckpoint:
-    """The tables of a DeepSpeed checkpoint, every file checked; errors as of
+def read_checkpoint(folder: Path, verify: bool = True) -> DeepSpeedCheckpoint:
+    """The tables of the checkpoint that DeepSpeed wrote to ``folder``, every file checked; errors as of
     :func:`import_deepspeed_checkpoint`."""
-    files = find_files(folder, tag)
+    files = find_files(folder)
     if verify:
         for path in (*files.optimizer, *files.model):
             verify_pickled(path)
     return open_checkpoint(files)
 
 
-def step_of(checkpoint: DeepSpeedCheckpoint) -> int:
-    """The step that the checkpoint is of."""
-    step = checkpoint.fields.count("global_steps")
+def _manifest(checkpoint: DeepSpeedCheckpoint, scalars: dict[str, Any]) -> Manifest:
+    """The manifest without files and pieces."""
+    fields = checkpoint.fields
+    step = fields.count("global_steps")
     if step >= LARGEST_STEP:
-        raise CheckpointError(
-            f"{checkpoint.fields.path}: global_steps is {step}, more than {LARGEST_STEP - 1}"
+        raise CheckpointError(f"{fields.path}: global_steps is {step}, more than {LARGEST_STEP - 1}")
+    extra: dict[str, Any] = {"deepspeed": {key: fields.values.get(key) for key in _COUNTERS}}
+    scheduler = fields.optional("lr_scheduler", dict)
+    if scheduler is not None:
+        extra["scheduler"] = scheduler
+    parameters = {
+        name: ParameterRecord(
+            shape=list(entry.shape),
+            stride=list(torch.empty(entry.shape, device="meta").stride()),
+            dtype=dtype_name(entry.dtype),
+            aliases=list(checkpoint.aliases.get(name, ())),
+            trainable=entry.group is not None,
         )
-    return step
+        for name, entry in checkpoint.parameters.items()
+    }
+    buffers = {
+        name: BufferRecord(shape=list(buffer.shape), dtype=dtype_name(buffer.dtype))
+        for name, buffer in checkpoint.buffers.items()
+    }
+    return Manifest(
+        format=FORMAT,
+        version=VERSION,
+        step=step,
+        world_size=checkpoint.world_size,
+        mesh={"dp": checkpoint.world_size},
+        chunk_bytes=CHUNK_BYTES,
+        parameters=parameters,
+        buffers=buffers,
+        files=[],
+        pieces=[],
+        scalar_state=encode(scalars, "scalar_state"),
+        client_state=encode(checkpoint.client_state(), "client_state"),
+        extra=encode(extra, "extra"),
+    )
+
+
+def _write(
+    checkpoint: DeepSpeedCheckpoint,
+    manifest: Manifest,
+    root: Path,
+    progress: Callable[[int, int], None] | None,
+) -> Manifest:
+    """Writes ``root/step-...``, a file for each rank, and returns the manifest with its files and pieces.
+
+    Nothing remains of it after an error; OSError and CheckpointError name the file.
+    """
+    directory, storage = CheckpointDirectory(root), Storage()
+    storage.make_directory(root)
+    with directory.locked(_LOCK_SECONDS):
+        directory.clean(storage)
+        folder = directory.saving(manifest.step)
+        try:
+            storage.make_directory(folder)
+            files: list[FileRecord] = []
+            records: list[PieceRecord] = []
+            for rank in range(checkpoint.world_size):
+                owned = owned_pieces(_pieces(checkpoint, rank), checkpoint.buffers if rank == 0 else {})
+                file, written = write_shard(storage, folder, rank, owned)
+                files.append(file)
+                records += written
+                if progress is not None:
+                    progress(rank + 1, checkpoint.world_size)
+            whole = manifest.model_copy(update={"files": files, "pieces": records})
+            _check(whole, checkpoint)
+            storage.write_file(folder / MANIFEST_NAME, encode_manifest(whole))
+            storage.sync_directory(folder)
+            directory.commit(storage, manifest.step)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                directory.discard(storage, manifest.step)
+            raise
+    return whole
+
+
+def _pieces(checkpoint: DeepSpeedCheckpoint, rank: int) -> Iterator[ShardPiece]:
+    tensors = checkpoint.rank(rank)
+    for name, entry in checkpoint.parameters.items():
+        for part in entry.fragments:
+            for kind, values in tensors.runs(name, entry, part) if part.rank == rank else ():
+                yield ShardPiece(kind, name, part.start, values)
+
+
+def _check(manifest: Manifest, checkpoint: DeepSpeedCheckpoint) -> None:
+    try:
+        check_cover(manifest)
+        check_disjoint_bytes(manifest)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.files.path}: changed while it was read: {error}") from None

@@ -22,8 +22,8 @@ def scalar_state(checkpoint: DeepSpeedCheckpoint, optimizer: str | None) -> dict
     first, fields = checkpoint.first, checkpoint.fields
     known = optimizer or _optimizer_class(checkpoint)
     names: list[list[str]] = [[] for _ in first.groups]
-    for name, entry in checkpoint.trained.items():
-        names[entry.group].append(name)
+    for name, _, group in checkpoint.trained():
+        names[group].append(name)
     steps, skipped = fields.count("global_steps"), fields.count("skipped_steps")
     return {
         "steps": steps,
@@ -85,8 +85,8 @@ def _per_parameter(checkpoint: DeepSpeedCheckpoint, optimizer: str) -> dict[str,
     steps: dict[str, int] = {}
     others: dict[str, Any] = defaultdict(dict)
     first_flats = {group: flat for flat, group in reversed(list(enumerate(first.flat_groups)))}
-    for name, entry in checkpoint.trained.items():
-        flat = entry.fragments[0].flat if entry.fragments else first_flats[entry.group]
+    for name, entry, group in checkpoint.trained():
+        flat = entry.fragments[0].flat if entry.fragments else first_flats[group]
         scalars = first.scalars[flat]
         if not fused:
             zero_dim = ["step"] if "step" in scalars else []
@@ -97,7 +97,7 @@ def _per_parameter(checkpoint: DeepSpeedCheckpoint, optimizer: str) -> dict[str,
                 f"{first.path}: {name!r} has the optimizer state {sorted(first.moments[flat])}, "
                 f"{sorted(_ADAM_KINDS)} wanted of {optimizer}"
             )
-        count = one_number(scalars.get("step", first.groups[entry.group].get("step")))
+        count = one_number(scalars.get("step", first.groups[group].get("step")))
         if count is None or count != int(count) or count < 0:
             raise CheckpointError(f"{first.path}: {name!r} has step {count!r}, a whole number from 0 wanted")
         steps[name] = int(count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from zero_ext.checkpoint import CheckpointError
 from zero_ext.checkpoint.dtypes import SAFETENSORS_CODES
+from zero_ext.checkpoint.source import MASTER
 from zero_ext.integrations.deepspeed.checkpoint_fields import Fields
 from zero_ext.integrations.deepspeed.checkpoint_folder import CheckpointFiles
 from zero_ext.integrations.deepspeed.checkpoint_layout import Fragment, joined_layout, parted, parted_layout
@@ -31,21 +32,13 @@ _UNREADABLE = {
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A parameter that the optimizer has; ``dtype`` is what it computes in."""
+class StoredParameter:
+    """A parameter; ``dtype`` is what it computes in. ``group`` is its param group, None if it is frozen: then
+    its values are in the model's files."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    group: int
-    fragments: tuple[Fragment, ...]
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """A parameter that the optimizer does not have; its values are in the model's files."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    group: int | None
     fragments: tuple[Fragment, ...]
 
 
@@ -57,8 +50,7 @@ class DeepSpeedCheckpoint:
 
     files: CheckpointFiles
     first: RankState
-    trained: Mapping[str, Trained]
-    frozen: Mapping[str, Frozen]
+    parameters: Mapping[str, StoredParameter]
     aliases: Mapping[str, tuple[str, ...]]
     buffers: Mapping[str, torch.Tensor]
     fields: Fields
@@ -68,31 +60,50 @@ class DeepSpeedCheckpoint:
         """Ranks that saved it."""
         return len(self.files.optimizer)
 
-    @property
-    def parameters(self) -> dict[str, Trained | Frozen]:
-        """All of them by their first names."""
-        return {**self.trained, **self.frozen}
+    def trained(self) -> Iterator[tuple[str, StoredParameter, int]]:
+        """Parameters that the optimizer has, with their param groups."""
+        for name, entry in self.parameters.items():
+            if entry.group is not None:
+                yield name, entry, entry.group
 
-    def rank(self, rank: int) -> RankState:
-        """The optimizer's state on one rank, mapped from its file."""
-        return read_rank(self.files.optimizer[rank])
+    def rank(self, rank: int) -> RankTensors:
+        """The tensors of one rank, mapped from its files."""
+        return RankTensors(read_rank(self.files.optimizer[rank]), self._frozen_values(rank))
 
-    def frozen_values(self, rank: int) -> dict[str, torch.Tensor]:
-        """The elements of the frozen parameters that lie with ``rank``, each 1-D, in their fragments'
-        order; padding is left out. Each rank has one fragment of a parameter at most."""
+    def _frozen_values(self, rank: int) -> dict[str, torch.Tensor]:
+        """The elements of the frozen parameters that lie with ``rank``, each 1-D; padding is left out. Each
+        rank has one fragment of a parameter at most."""
         wanted = {
-            name: part for name, entry in self.frozen.items() for part in entry.fragments if part.rank == rank
+            name: part.numel
+            for name, entry in self.parameters.items()
+            for part in entry.fragments
+            if entry.group is None and part.rank == rank
         }
         if not wanted:
             return {}
-        path = self.files.model[rank]
-        fields = Fields(read_pickled(path), path)
-        key = "frozen_param_fragments" if self.files.model_by_rank else "module"
-        return {name: _values(fields.inner(key), name, part.numel) for name, part in wanted.items()}
+        fields = Fields(read_pickled(self.files.model[rank]), self.files.model[rank])
+        return {name: _values(_frozen_fields(self.files, fields), name, n) for name, n in wanted.items()}
 
     def client_state(self) -> dict[Any, Any]:
         """What the user gave to ``save_checkpoint``."""
         return {key: value for key, value in self.fields.values.items() if key not in _OWN_KEYS}
+
+
+@dataclass(frozen=True)
+class RankTensors:
+    """What lies in the files of one rank."""
+
+    state: RankState
+    frozen: Mapping[str, torch.Tensor]
+
+    def runs(self, name: str, entry: StoredParameter, part: Fragment) -> Iterator[tuple[str, torch.Tensor]]:
+        """The elements [n] of ``part``, a fragment with this rank: first their values, then the optimizer's
+        state of each kind."""
+        if entry.group is None:
+            yield MASTER, self.frozen[name]
+            return
+        for kind, flat in {MASTER: self.state.masters[part.flat], **self.state.moments[part.flat]}.items():
+            yield kind, flat[part.begin : part.begin + part.numel]
 
 
 def open_checkpoint(files: CheckpointFiles) -> DeepSpeedCheckpoint:
@@ -111,23 +122,24 @@ def open_checkpoint(files: CheckpointFiles) -> DeepSpeedCheckpoint:
         sizes.append(state.sizes)
         slices.append(state.slices)
     module = fields.inner("module")
-    fragments, groups, shapes = _layout(first, fields, sizes)
+    trained = _trained(first, fields, sizes)
     # With round_robin_gradients DeepSpeed notes the addresses that parameters would have without it.
     told = not _round_robin(fields)
     for rank, table in enumerate(slices):
         if table is not None and told:
-            _check_slices(files, rank, table, fragments)
-    trained = {
-        name: Trained(shape, _dtype(module, name), groups[name], tuple(fragments[name]))
-        for name, shape in shapes.items()
-    }
+            _check_slices(files, rank, table, trained)
     buffers = {name: _tensor(module, name) for name in fields.strings("buffer_names")}
     shared = _shared(fields)
     frozen = _frozen(files, fields, {*trained, *buffers, *shared})
     for name in frozen.keys() & trained.keys():
         raise fields.error("frozen_param_shapes", f"lists {name!r}, which is trained")
-    aliases = _aliases(shared, {**trained, **frozen})
-    found = DeepSpeedCheckpoint(files, first, trained, frozen, aliases, buffers, fields)
+    parameters = {**trained, **frozen}
+    aliases: dict[str, tuple[str, ...]] = {}
+    for name, own in shared.items():
+        # Parameters without elements all begin at address 0, which DeepSpeed takes for sharing.
+        if name not in parameters and own in parameters:
+            aliases[own] = (*aliases.get(own, ()), name)
+    found = DeepSpeedCheckpoint(files, first, parameters, aliases, buffers, fields)
     for rank in range(len(files.model)):
         _check_model(found, rank)
     return found
@@ -171,7 +183,7 @@ def _check_model(checkpoint: DeepSpeedCheckpoint, rank: int) -> None:
             f"{path}: of step {steps}, {checkpoint.files.model[0].name} of step {wanted}: files of two "
             "checkpoints are mixed"
         )
-    checkpoint.frozen_values(rank)
+    checkpoint._frozen_values(rank)
 
 
 def _check_same(first: RankState, state: RankState) -> None:
@@ -184,35 +196,30 @@ def _check_same(first: RankState, state: RankState) -> None:
             )
 
 
-def _layout(
-    first: RankState, fields: Fields, sizes: list[list[int]]
-) -> tuple[dict[str, list[Fragment]], dict[str, int], dict[str, tuple[int, ...]]]:
-    """Fragments, param group and shape of every trained parameter."""
-    tables = fields.get("param_shapes", list)
+def _trained(first: RankState, fields: Fields, sizes: list[list[int]]) -> dict[str, StoredParameter]:
+    tables, module = fields.get("param_shapes", list), fields.inner("module")
     if len(tables) != len(first.masters):
         raise fields.error(
             "param_shapes", f"has {len(tables)} groups, {first.path.name} {len(first.masters)}"
         )
-    fragments: dict[str, list[Fragment]] = {}
-    groups: dict[str, int] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for flat, table in enumerate(tables):
-        own = fields.shapes("param_shapes", table)
+    found: dict[str, StoredParameter] = {}
+    for flat, (table, group) in enumerate(zip(tables, first.flat_groups, strict=True)):
+        shapes = fields.shapes("param_shapes", table)
         of_ranks = [size[flat] for size in sizes]
         try:
             if first.stage == 3:
-                found = parted_layout(flat, own, of_ranks)
+                fragments = parted_layout(flat, shapes, of_ranks)
             else:
-                gaps = [0] * len(own) if first.gaps is None else first.gaps[flat]
-                found = joined_layout(flat, own, gaps, of_ranks)
+                gaps = [0] * len(shapes) if first.gaps is None else first.gaps[flat]
+                fragments = joined_layout(flat, shapes, gaps, of_ranks)
         except ValueError as error:
             raise fields.error("param_shapes", f"does not fit the files beside it: {error}") from None
-        for name in own.keys() & shapes.keys():
-            raise fields.error("param_shapes", f"lists {name!r} twice")
-        fragments |= found
-        shapes |= own
-        groups |= dict.fromkeys(own, first.flat_groups[flat])
-    return fragments, groups, shapes
+        for name, parts in fragments.items():
+            if name in found:
+                raise fields.error("param_shapes", f"lists {name!r} twice")
+            dtype = _tensor(module, name).dtype if name in module.values else torch.float32
+            found[name] = StoredParameter(shapes[name], dtype, group, tuple(parts))
+    return found
 
 
 def _round_robin(fields: Fields) -> bool:
@@ -225,12 +232,12 @@ def _check_slices(
     files: CheckpointFiles,
     rank: int,
     table: list[dict[str, tuple[int, int]]],
-    fragments: Mapping[str, list[Fragment]],
+    trained: Mapping[str, StoredParameter],
 ) -> None:
     """The addresses that the rank wrote down are those that the shapes give."""
     wanted: list[dict[str, tuple[int, int]]] = [{} for _ in table]
-    for name, parts in fragments.items():
-        for part in parts:
+    for name, entry in trained.items():
+        for part in entry.fragments:
             if part.rank == rank:
                 wanted[part.flat][name] = (part.begin, part.numel)
     if table != wanted:
@@ -243,28 +250,24 @@ def _check_slices(
         )
 
 
-def _frozen(files: CheckpointFiles, fields: Fields, known: set[str]) -> dict[str, Frozen]:
-    module = fields.inner("module")
-    if not files.model_by_rank:
+def _frozen_fields(files: CheckpointFiles, fields: Fields) -> Fields:
+    return fields.inner("frozen_param_fragments" if files.model_by_rank else "module")
+
+
+def _frozen(files: CheckpointFiles, fields: Fields, known: set[str]) -> dict[str, StoredParameter]:
+    if files.model_by_rank:
+        shapes = fields.shapes("frozen_param_shapes", fields.optional("frozen_param_shapes", dict) or {})
+    else:
         # All that the module holds and nobody else does: stage 1 writes no list of them.
-        found = {}
-        for name in module.values:
-            if name not in known:
-                if type(name) is not str or not name:
-                    raise module.error(name, "is no name of a parameter")
-                value = _tensor(module, name)
-                part = Fragment(0, 0, 0, 0, value.numel())
-                found[name] = Frozen(tuple(value.shape), value.dtype, (part,) if value.numel() else ())
-        return found
-    shapes = fields.shapes("frozen_param_shapes", fields.optional("frozen_param_shapes", dict) or {})
-    return {
-        name: Frozen(
-            shape,
-            _tensor(fields.inner("frozen_param_fragments"), name).dtype,
-            tuple(parted(math.prod(shape), len(files.model))),
-        )
-        for name, shape in shapes.items()
-    }
+        module = fields.inner("module")
+        rest = {name: _tensor(module, name).shape for name in module.values if name not in known}
+        shapes = fields.shapes("module", rest)
+    found = {}
+    for name, shape in shapes.items():
+        dtype = _tensor(_frozen_fields(files, fields), name).dtype
+        fragments = parted(math.prod(shape), len(files.model))
+        found[name] = StoredParameter(shape, dtype, None, tuple(fragments))
+    return found
 
 
 def _shared(fields: Fields) -> dict[str, str]:
@@ -275,24 +278,11 @@ def _shared(fields: Fields) -> dict[str, str]:
     return found
 
 
-def _aliases(shared: Mapping[str, str], parameters: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    # Parameters without elements all begin at address 0, which DeepSpeed takes for sharing.
-    found: dict[str, tuple[str, ...]] = {}
-    for name, first in shared.items():
-        if name not in parameters and first in parameters:
-            found[first] = (*found.get(first, ()), name)
-    return found
-
-
 def _tensor(fields: Fields, name: str) -> torch.Tensor:
     value = fields.get(name, torch.Tensor)
     if value.dtype not in SAFETENSORS_CODES:
         raise fields.error(name, f"is {value.dtype}, which cannot be stored")
     return value
-
-
-def _dtype(module: Fields, name: str) -> torch.dtype:
-    return _tensor(module, name).dtype if name in module.values else torch.float32
 
 
 def _values(fields: Fields, name: str, numel: int) -> torch.Tensor:

@@ -1,24 +1,44 @@
-"""The fp32 weights of a DeepSpeed checkpoint, under the names of DeepSpeed's ``zero_to_fp32``."""
+"""The fp32 weights of a checkpoint, in zero_ext's format or in DeepSpeed's, under the names of DeepSpeed's
+``zero_to_fp32``."""
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
+import io
 import os
 import re
-import tempfile
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from zero_ext.checkpoint import export_huggingface
+from zero_ext.checkpoint import CheckpointError
 from zero_ext.checkpoint.dtypes import dtype_named
 from zero_ext.checkpoint.errors import shortened
-from zero_ext.integrations.deepspeed.checkpoint_import import read_checkpoint, step_of
-from zero_ext.integrations.deepspeed.checkpoint_rank import RankState
-from zero_ext.integrations.deepspeed.checkpoint_source import DeepSpeedCheckpoint, Trained
-from zero_ext.integrations.deepspeed.checkpoint_write import run_of, weights_manifest, write_checkpoint
+from zero_ext.checkpoint.export import stored_weights
+from zero_ext.checkpoint.inspect import open_checkpoint
+from zero_ext.checkpoint.named_state import decode
+from zero_ext.checkpoint.weight_files import LazyTensor, write_weights
+from zero_ext.integrations.deepspeed.checkpoint_folder import CLIENT_STATE, find_files, is_own, tag_folder
+from zero_ext.integrations.deepspeed.checkpoint_import import read_checkpoint
+from zero_ext.integrations.deepspeed.checkpoint_source import DeepSpeedCheckpoint, StoredParameter
+from zero_ext.zero.gathered import load_full_state_dict
+from zero_ext.zero.lookup import engine_of
 
+SCRIPT_NAMES = ("zero_to_fp32.py", "zero_to_torch.py")
+SCRIPT = '''#!/usr/bin/env python
+"""Writes the weights of the checkpoint beside this file: python zero_to_fp32.py . output_dir; see --help."""
+
+from zero_ext.integrations.deepspeed.checkpoint_weights import main
+
+if __name__ == "__main__":
+    main()
+'''
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _UNLIMITED = 1 << 62
@@ -26,66 +46,6 @@ _SHORT_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _MOST_NAMES_SHOWN = 5
 
 Checkpoint = str | os.PathLike[str]
-
-
-class LazyTensor:
-    """A parameter or buffer whose fp32 values are put together when ``contiguous`` is called."""
-
-    def __init__(self, weights: _Weights, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
-        self._weights = weights
-        self._name = name
-        self.shape = shape
-        self.dtype = dtype
-
-    def contiguous(self) -> torch.Tensor:
-        """A new tensor with its values."""
-        return self._weights.whole(self._name)
-
-
-class _Weights:
-    """The values of a checkpoint by name, mapped from the files of all ranks."""
-
-    def __init__(self, checkpoint: DeepSpeedCheckpoint) -> None:
-        self.checkpoint = checkpoint
-        self._ranks: dict[int, RankState] = {}
-        self._frozen: dict[int, dict[str, torch.Tensor]] = {}
-
-    def lazy(self) -> dict[str, LazyTensor]:
-        """Every parameter and buffer under each of its names."""
-        found = {}
-        for name, entry in self.checkpoint.parameters.items():
-            tensor = LazyTensor(self, name, torch.Size(entry.shape), torch.float32)
-            found.update(dict.fromkeys((name, *self.checkpoint.aliases.get(name, ())), tensor))
-        for name, buffer in self.checkpoint.buffers.items():
-            dtype = torch.float32 if buffer.dtype.is_floating_point else buffer.dtype
-            found[name] = LazyTensor(self, name, buffer.shape, dtype)
-        return found
-
-    def whole(self, name: str) -> torch.Tensor:
-        """One of them."""
-        if name in self.checkpoint.buffers:
-            buffer = self.checkpoint.buffers[name]
-            return buffer.to(torch.float32 if buffer.dtype.is_floating_point else buffer.dtype, copy=True)
-        entry = self.checkpoint.parameters[name]
-        found = torch.empty(entry.shape, dtype=torch.float32, device="cpu")
-        flat = found.view(-1)
-        for part in entry.fragments:
-            if isinstance(entry, Trained):
-                values = run_of(self._rank(part.rank).masters[part.flat], part)
-            else:
-                values = self._frozen_of(part.rank)[name]
-            flat[part.start : part.start + part.numel].copy_(values)
-        return found
-
-    def _rank(self, rank: int) -> RankState:
-        if rank not in self._ranks:
-            self._ranks[rank] = self.checkpoint.rank(rank)
-        return self._ranks[rank]
-
-    def _frozen_of(self, rank: int) -> dict[str, torch.Tensor]:
-        if rank not in self._frozen:
-            self._frozen[rank] = self.checkpoint.frozen_values(rank)
-        return self._frozen[rank]
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -97,10 +57,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """All parameters in float32, tied ones under each of their names, and the buffers, of the checkpoint
     ``checkpoint_dir/tag`` (by default that of the file ``latest``).
 
-    With ``lazy_mode`` the values have ``shape`` and ``dtype``, and ``contiguous()`` that makes the tensor:
-    then only those asked for are in memory. CheckpointError as in :func:`import_deepspeed_checkpoint`.
+    The checkpoint may be zero_ext's own or one that DeepSpeed wrote, of any stage and number of ranks. With
+    ``lazy_mode`` the values have ``shape`` and ``dtype``, and ``contiguous()`` that makes the tensor: then
+    only those asked for are in memory. CheckpointError as in :func:`import_deepspeed_checkpoint`.
     """
-    lazy = _Weights(_read(checkpoint_dir, tag, exclude_frozen_parameters)).lazy()
+    lazy = _weights(_folder(checkpoint_dir, tag), exclude_frozen_parameters)
     if lazy_mode:
         return lazy
     made = {id(tensor): tensor.contiguous() for tensor in {id(each): each for each in lazy.values()}.values()}
@@ -112,11 +73,15 @@ def load_state_dict_from_zero_checkpoint(
 ) -> nn.Module:
     """Fills ``model``, moved to the CPU, with the weights of a checkpoint, one tensor at a time; the model.
 
+    A model in training is filled where it is, as :func:`zero_ext.load_full_state_dict` does it; a collective.
     ``ValueError`` names parameters and buffers that are missing, unexpected or of another shape, and nothing
     has changed then.
     """
-    weights = _Weights(_read(checkpoint_dir, tag, exclude_frozen=False))
-    lazy = weights.lazy()
+    path = _folder(checkpoint_dir, tag)
+    lazy = _weights(path)
+    if _is_prepared(model):
+        load_full_state_dict(model, {name: tensor.contiguous() for name, tensor in lazy.items()})
+        return model
     live = model.cpu().state_dict(keep_vars=True)
     problems = [f"{name!r} is missing in the checkpoint" for name in live.keys() - lazy.keys()]
     problems += [f"{name!r} is not in the model" for name in lazy.keys() - live.keys()]
@@ -127,9 +92,7 @@ def load_state_dict_from_zero_checkpoint(
     ]
     if problems:
         shown = "; ".join(shortened(problem, 300) for problem in sorted(problems)[:_MOST_NAMES_SHOWN])
-        raise ValueError(
-            f"{weights.checkpoint.files.path} does not fit this model: {shown} ({len(problems)} in all)"
-        )
+        raise ValueError(f"{path} does not fit this model: {shown} ({len(problems)} in all)")
     with torch.no_grad():
         for name, value in live.items():
             value.copy_(lazy[name].contiguous())
@@ -141,60 +104,151 @@ def convert_zero_checkpoint_to_state_dict(
     output_dir: Checkpoint,
     dtype: torch.dtype | str = torch.float32,
     max_shard_size: str | int | None = "5GB",
-    safe_serialization: bool = True,
+    safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> list[Path]:
-    """Writes the weights as safetensors in ``dtype`` (float32, float16 or bfloat16) to ``output_dir``, with
-    an index if there are several; returns the files. Of tied names the first is written.
+    """Writes the weights in ``dtype`` (float32, float16 or bfloat16) to ``output_dir``; returns the files.
 
-    Never more than a few MiB are in memory; the folder above ``output_dir`` needs room for the weights a
-    second time while this runs. ``ValueError`` for another dtype or size, or ``safe_serialization=False``,
-    which would write a pickle; ``CheckpointError`` as in :func:`import_deepspeed_checkpoint`.
+    They are ``pytorch_model.bin``, to be read with ``torch.load``, or with ``safe_serialization``
+    ``model.safetensors``, where tied tensors have the first of their names; several files have an index. One
+    tensor is in memory at a time. ``ValueError`` for another dtype or size, or values beyond float16's range;
+    ``CheckpointError`` as in :func:`import_deepspeed_checkpoint`, or if ``output_dir`` holds weights already.
     """
-    if not safe_serialization:
-        raise ValueError(
-            "safe_serialization=False would write pickles, which zero_ext does not; leave it True and read "
-            "the files with safetensors.torch.load_file"
-        )
     wanted, limit = _dtype_of(dtype), _bytes_of(max_shard_size)
-    checkpoint = _read(checkpoint_dir, tag, exclude_frozen_parameters)
-    buffers = {
-        name: buffer.to(wanted) if buffer.dtype.is_floating_point else buffer
-        for name, buffer in checkpoint.buffers.items()
-    }
-    checkpoint = dataclasses.replace(checkpoint, buffers=buffers)
-    manifest = weights_manifest(checkpoint, step_of(checkpoint))
-    target = Path(output_dir).absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".zero_ext-weights-", dir=target.parent) as scratch:
-        write_checkpoint(checkpoint, manifest, Path(scratch), moments=False)
-        return export_huggingface(scratch, target, wanted, limit)
+    weights = _weights(_folder(checkpoint_dir, tag), exclude_frozen_parameters, wanted)
+    return write_weights(weights, Path(output_dir).absolute(), limit, pickled=not safe_serialization)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: Checkpoint,
     output_dir: Checkpoint,
     max_shard_size: str | int | None = "5GB",
-    safe_serialization: bool = True,
+    safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> list[Path]:
     """:func:`convert_zero_checkpoint_to_state_dict` in float32."""
-    return convert_zero_checkpoint_to_state_dict(
-        checkpoint_dir,
-        output_dir,
-        torch.float32,
-        max_shard_size,
-        safe_serialization,
-        tag,
-        exclude_frozen_parameters,
-    )
+    more = (max_shard_size, safe_serialization, tag, exclude_frozen_parameters)
+    return convert_zero_checkpoint_to_state_dict(checkpoint_dir, output_dir, torch.float32, *more)
 
 
-def _read(folder: Checkpoint, tag: str | None, exclude_frozen: bool) -> DeepSpeedCheckpoint:
-    checkpoint = read_checkpoint(folder, tag)
-    return dataclasses.replace(checkpoint, frozen={}) if exclude_frozen else checkpoint
+def get_optim_files(checkpoint_dir: Checkpoint) -> list[str] | list[io.BytesIO]:
+    """The optimizer's files of the checkpoint whose folder this is, one for each rank, for ``torch.load``.
+
+    Of zero_ext's checkpoints they are in memory and say the stage and the number of ranks, no more.
+    """
+    path = Path(checkpoint_dir).absolute()
+    if not is_own(path):
+        return [str(file) for file in find_files(path).optimizer]
+    _, manifest = open_checkpoint(path)
+    # The format is the same at every stage.
+    state = {"zero_stage": 0, "partition_count": manifest.world_size}
+    return [_in_memory({"optimizer_state_dict": state}) for _ in range(manifest.world_size)]
+
+
+def get_model_state_file(checkpoint_dir: Checkpoint, zero_stage: int) -> str | io.BytesIO:
+    """The model's file of the checkpoint whose folder this is, for ``torch.load``.
+
+    Of zero_ext's checkpoints it is in memory and holds the client state and the counters. ``zero_stage`` does
+    not matter: the folder says it.
+    """
+    path = Path(checkpoint_dir).absolute()
+    if not is_own(path):
+        return str(find_files(path).model[0])
+    path, manifest = open_checkpoint(path)
+    try:
+        state = decode(manifest.client_state, "client_state")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    client = state.get(CLIENT_STATE, {}) if isinstance(state, dict) else {}
+    return _in_memory({**client, "global_steps": manifest.step, "dp_world_size": manifest.world_size})
+
+
+def _in_memory(content: dict[Any, Any]) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    return file
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line of DeepSpeed's ``zero_to_fp32.py`` and ``zero_to_torch.py``."""
+    parser = argparse.ArgumentParser(description="Write the weights of a checkpoint in files of their own.")
+    parser.add_argument("checkpoint_dir", help="the folder that was given to save_checkpoint")
+    parser.add_argument("output_dir", help="where the files are written")
+    parser.add_argument("--dtype", default="float32", help="float32, float16 or bfloat16")
+    parser.add_argument("--max_shard_size", default="5GB", help="of one file, as 500MB")
+    parser.add_argument("--safe_serialization", action="store_true", help="safetensors instead of pickles")
+    parser.add_argument("-t", "--tag", help="as global_step1; by default that of the file 'latest'")
+    parser.add_argument("-e", "--exclude_frozen_parameters", action="store_true", help="leave them out")
+    parser.add_argument("-d", "--debug", action="store_true", help="show where an error comes from")
+    given = vars(parser.parse_args(arguments))
+    debug = given.pop("debug")
+    try:
+        for path in convert_zero_checkpoint_to_state_dict(**given):
+            print(path)
+    except (CheckpointError, OSError, ValueError) as error:
+        if debug:
+            raise
+        sys.exit(f"{parser.prog}: {error}")
+
+
+def _folder(checkpoint_dir: Checkpoint, tag: str | None) -> Path:
+    return tag_folder(Path(checkpoint_dir).absolute(), tag)
+
+
+def _weights(
+    path: Path, exclude_frozen: bool = False, dtype: torch.dtype = torch.float32
+) -> dict[str, LazyTensor]:
+    """Every parameter and buffer by each of its names; floating-point ones become ``dtype``."""
+    if is_own(path):
+        path, manifest = open_checkpoint(path)
+        weights = stored_weights(path, manifest)
+        aliases = {name: tuple(entry.aliases) for name, entry in manifest.parameters.items()}
+        frozen = {name for name, entry in manifest.parameters.items() if not entry.trainable}
+    else:
+        checkpoint = read_checkpoint(path)
+        weights = _weights_of(checkpoint)
+        aliases = dict(checkpoint.aliases)
+        frozen = {name for name, entry in checkpoint.parameters.items() if entry.group is None}
+    found = {}
+    for name, tensor in weights.items():
+        if not (exclude_frozen and name in frozen):
+            if tensor.dtype.is_floating_point:
+                tensor = replace(tensor, dtype=dtype)
+            found.update(dict.fromkeys((name, *aliases.get(name, ())), tensor))
+    return found
+
+
+def _weights_of(checkpoint: DeepSpeedCheckpoint) -> dict[str, LazyTensor]:
+    """Mapped from the files of all ranks."""
+    rank = cache(checkpoint.rank)
+
+    def parts(name: str, entry: StoredParameter) -> Iterator[torch.Tensor]:
+        for part in entry.fragments:
+            _, values = next(rank(part.rank).runs(name, entry, part))
+            yield values
+
+    found = {
+        name: LazyTensor(torch.Size(entry.shape), entry.dtype, partial(parts, name, entry))
+        for name, entry in checkpoint.parameters.items()
+    }
+    for name, buffer in checkpoint.buffers.items():
+        found[name] = LazyTensor(buffer.shape, buffer.dtype, partial(_whole, buffer))
+    return found
+
+
+def _whole(buffer: torch.Tensor) -> Iterable[torch.Tensor]:
+    return (buffer,)
+
+
+def _is_prepared(model: nn.Module) -> bool:
+    try:
+        engine_of(model)
+    except ValueError:
+        return False
+    return True
 
 
 def _dtype_of(dtype: torch.dtype | str) -> torch.dtype:

@@ -1,31 +1,29 @@
 """Checkpoints under DeepSpeed's names: ``save_dir/global_step{N}`` and a file ``latest`` with the newest tag.
 
 Each tag is a directory of zero_ext checkpoints with one step in it, so it is written, committed and checked
-as all of them are. ``latest`` is replaced, by a rename, once the checkpoint is committed.
+as all of them are. Once it is committed, DeepSpeed's scripts that convert weights are put beside it, and
+``latest`` is replaced.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_ext.checkpoint import CheckpointError
 from zero_ext.checkpoint.model import load_checkpoint, save_checkpoint
 from zero_ext.checkpoint.named_state import encode
 from zero_ext.checkpoint.storage import Storage
+from zero_ext.integrations.deepspeed.checkpoint_folder import CLIENT_STATE, LATEST, is_tag, tag_folder
+from zero_ext.integrations.deepspeed.checkpoint_weights import SCRIPT, SCRIPT_NAMES
 from zero_ext.zero.lookup import engine_of
 from zero_ext.zero.together import together
 
 if TYPE_CHECKING:
     from zero_ext.integrations.deepspeed.engine import DeepSpeedEngine
 
-LATEST = "latest"
-_NEW_LATEST = ".latest"
 _LONGEST_TAG = 200
-_TAG = re.compile(r"[^/\\\0\n]+")
-_CLIENT, _COUNTERS = "client", "counters"
+_COUNTERS = "counters"
 
 
 def save(
@@ -46,18 +44,18 @@ def save(
         engine,
         scheduler=_stateful(engine.lr_scheduler),
         loader=engine.training_dataloader,
-        client_state={_CLIENT: dict(client_state), _COUNTERS: counters},
+        client_state={CLIENT_STATE: dict(client_state), _COUNTERS: counters},
         asynchronous=False,
         keep_last=1,
     )
-    if save_latest:
-        everyone = engine_of(engine).state.everyone
-        together(
-            everyone,
-            lambda: _write_latest(root, name) if everyone.rank == 0 else None,
-            f"writing {root / LATEST}",
-            f"The checkpoint {name} itself is whole.",
-        )
+    files = dict.fromkeys(SCRIPT_NAMES, SCRIPT) | ({LATEST: name} if save_latest else {})
+    everyone = engine_of(engine).state.everyone
+    together(
+        everyone,
+        lambda: _write_beside(root, files) if everyone.rank == 0 else None,
+        f"writing to {root}",
+        f"The checkpoint {name} itself is whole.",
+    )
 
 
 def load(
@@ -68,15 +66,9 @@ def load(
     (None, {}) without a tag where there is no ``latest``. ``CheckpointError`` for anything missing, damaged
     or foreign; nothing has changed then.
     """
-    if tag is None:
-        latest = root / LATEST
-        if not latest.is_file():
-            return None, {}
-        tag = latest.read_text(encoding="utf-8").strip()
-    path = root / _checked(str(tag))
-    if not path.is_dir():
-        there = ", ".join(sorted(item.name for item in root.glob("*/") if item.is_dir())) or "none"
-        raise CheckpointError(f"{path}: no such checkpoint; there: {there}")
+    if tag is None and not (root / LATEST).is_file():
+        return None, {}
+    path = tag_folder(root, None if tag is None else str(tag))
     loaded = load_checkpoint(
         path,
         engine,
@@ -87,7 +79,7 @@ def load(
     counters = state.get(_COUNTERS, {})
     engine.micro_steps = int(counters.get("micro_steps", 0))
     engine._unmanaged_samples = int(counters.get("samples", 0))
-    return str(path), dict(state.get(_CLIENT, {}))
+    return str(path), dict(state.get(CLIENT_STATE, {}))
 
 
 def _stateful(scheduler: Any) -> Any:
@@ -96,12 +88,7 @@ def _stateful(scheduler: Any) -> Any:
 
 
 def _checked(tag: str) -> str:
-    if (
-        _TAG.fullmatch(tag) is None
-        or len(tag) > _LONGEST_TAG
-        or tag in (".", "..", LATEST)
-        or tag.startswith(".")
-    ):
+    if not is_tag(tag) or len(tag) > _LONGEST_TAG or tag == LATEST or tag.startswith("."):
         raise ValueError(
             f"tag {tag!r}: a plain folder name of at most {_LONGEST_TAG} characters wanted, no slashes, "
             f"not beginning with a dot and not {LATEST!r}"
@@ -109,8 +96,13 @@ def _checked(tag: str) -> str:
     return tag
 
 
-def _write_latest(root: Path, name: str) -> None:
+def _write_beside(root: Path, files: Mapping[str, str]) -> None:
+    """Each file is replaced whole, in this order."""
     storage = Storage()
-    storage.write_file(root / _NEW_LATEST, name.encode())
-    storage.rename(root / _NEW_LATEST, root / LATEST)
+    for name, content in files.items():
+        new = root / f".{name}"
+        storage.remove(new)
+        storage.write_file(new, content.encode())
+        new.chmod(0o755 if content.startswith("#!") else 0o644)
+        storage.rename(new, root / name)
     storage.sync_directory(root)

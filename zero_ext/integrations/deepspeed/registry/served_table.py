@@ -162,8 +162,13 @@ SERVED: tuple[Entry, ...] = (
     *served(
         "deepspeed.utils.zero_to_fp32",
         "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
-        "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict LazyTensor",
-        "of folders that DeepSpeed wrote; writes safetensors",
+        "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict LazyTensor main",
+        "of zero_ext's checkpoints and of DeepSpeed's; output that is there already is not overwritten",
+    ),
+    *served(
+        "deepspeed.utils.zero_to_fp32",
+        "get_model_state_file get_optim_files",
+        "of zero_ext's checkpoints, files in memory without tensors",
     ),
     *(
         entry
