@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -21,9 +24,19 @@ from zero_ext.offload.stored_home import StoredHome
 from zero_ext.offload.transfers import TransferLog
 from zero_ext.offload.transit import DeviceWay, Transit
 
+_log = logging.getLogger(__name__)
+
 
 def open_store(paths: Sequence[str], aio: AioPolicy, checksum: bool = False) -> NvmeStore:
-    """An empty store on ``paths``, which verifies what it reads if it is to keep checksums."""
+    """Open an empty store on ``paths``, which verifies what it reads if it is to keep checksums.
+
+    Folders that are missing are created with their parents and stay, as DeepSpeed's do.
+
+    Raises:
+        RuntimeError: A path is not a folder, or cannot be created or used.
+    """
+    for path in paths:
+        _create_folder(Path(path).absolute())
     return NvmeStore(
         paths,
         backend=aio.backend,
@@ -32,6 +45,24 @@ def open_store(paths: Sequence[str], aio: AioPolicy, checksum: bool = False) -> 
         submitters=aio.submitters,
         checksum=checksum,
     )
+
+
+def _create_folder(path: Path) -> None:
+    try:
+        if not path.is_dir():
+            path.mkdir(parents=True, exist_ok=True)
+            _log.warning("nvme path '%s' did not exist and was created", path)
+    except (FileExistsError, NotADirectoryError) as error:
+        found = next(each for each in (path, *path.parents) if os.path.lexists(each))
+        raise RuntimeError(
+            f"nvme path '{path}': expected a folder, got a file at '{found}'. Remove that file, or name "
+            "another folder on the NVMe device."
+        ) from error
+    except OSError as error:
+        raise RuntimeError(
+            f"nvme path '{path}': expected a folder that exists or can be created, got: {error.strerror}. "
+            "Name a folder on the NVMe device that this user may write to."
+        ) from error
 
 
 class Tiers:
