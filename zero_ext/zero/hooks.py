@@ -44,6 +44,7 @@ class ForwardHooks:
         self._residency = residency
         self._backward = backward
         self._check = check
+        self._forward_order = residency.forward_order
         self._storages = frozenset(unit.flat.untyped_storage()._cdata for unit in residency.units)
 
     def touch(self, unit: Unit, home: nn.Module | None) -> None:
@@ -69,7 +70,8 @@ class ForwardHooks:
             self._backward.abandon()
             self._check()
             self._inside.enter_context(self.checkpointing)
-            self._residency.forward_order.begin(repeats=not torch.is_grad_enabled())
+            self._forward_order = self._residency.order_of_forward()
+            self._forward_order.begin(repeats=not torch.is_grad_enabled())
         if torch.is_grad_enabled() and not in_transform():
             self._watch_inputs(call, inputs)
 
@@ -109,7 +111,7 @@ class ForwardHooks:
             self._clock.end("forward", began, torch.is_grad_enabled())
 
     def _order(self) -> Any:
-        return self._residency.backward_order if in_backward() else self._residency.forward_order
+        return self._residency.backward_order if in_backward() else self._forward_order
 
     def _watch_inputs(self, call: Call, inputs: object) -> None:
         watched = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}

@@ -46,6 +46,14 @@ class Residency:
         """Elements of all units that are gathered or being gathered."""
         return sum(unit.layout.numel for unit in self.units if unit.state is not UnitState.RELEASED)
 
+    def order_of_forward(self) -> GatherOrder:
+        """Return the order that the forward about to run follows and records.
+
+        With every unit held from outside, ranks may run different numbers of forwards through different
+        blocks. What they record must not steer look-ahead, whose exchanges all ranks start alike.
+        """
+        return GatherOrder() if all(unit.holders for unit in self.units) else self.forward_order
+
     def need(self, unit: Unit, holder: object, order: GatherOrder, exact: bool = False) -> None:
         """Makes ``unit`` present for ``holder`` and starts to gather what comes next in ``order``; ``exact``:
         with the values of its shards, unless somebody holds it."""
