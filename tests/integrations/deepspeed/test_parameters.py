@@ -67,6 +67,18 @@ def test_optimizers_by_class(stage: int) -> None:
         DeepSpeedZeroOptimizer(optimizer)
 
 
+def test_an_engine_without_an_optimizer_has_the_side_of_the_parameters_in_stage_3() -> None:
+    for stage in (2, 3):
+        config = {**config_of(stage), "optimizer": None}
+        engine, optimizer, *_ = deepspeed.initialize(model=nn.Linear(5, 3), config=config)
+        assert engine.optimizer is optimizer and (optimizer is None) == (stage == 2)
+        with pytest.raises(RuntimeError, match=r"engine\.step: this engine has no optimizer"):
+            engine.step()
+    assert optimizer.module is engine.module and optimizer.forward_hooks == []
+    assert all(parameter.ds_active_sub_modules == set() for parameter in engine.parameters())
+    assert pickle.loads(pickle.dumps(engine.module.ds_external_parameters))() == ()
+
+
 def test_local_size_counts_devices_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = deepspeed.accelerator.DeepSpeedAccelerator("cpu")
     monkeypatch.delenv("LOCAL_SIZE", raising=False)

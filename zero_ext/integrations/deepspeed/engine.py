@@ -21,6 +21,7 @@ from zero_ext.integrations.deepspeed.outputs import divided_once, undivided
 from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
 from zero_ext.integrations.deepspeed.settings import SettingsQuestions
 from zero_ext.integrations.deepspeed.weights_file import write_weights
+from zero_ext.integrations.deepspeed.zero.optimizers import DeepSpeedZeRoOffload
 from zero_ext.zero.gathered import full_state_dict
 from zero_ext.zero.lookup import engine_of
 from zero_ext.zero.module import ZeroModule
@@ -33,7 +34,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
     ``global_steps`` counts optimizer steps, skipped ones included, ``micro_steps`` micro-batches.
     """
 
-    optimizer: ZeroOptimizer | None
+    optimizer: ZeroOptimizer | DeepSpeedZeRoOffload | None
     lr_scheduler: LRScheduler | None
     training_dataloader: ShardedLoader | None
     config: dict[str, Any]
@@ -48,7 +49,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
     def __init__(
         self,
         module: nn.Module,
-        optimizer: ZeroOptimizer | None,
+        optimizer: ZeroOptimizer | DeepSpeedZeRoOffload | None,
         scheduler: LRScheduler | None,
         loader: ShardedLoader | None,
         config: dict[str, Any],
@@ -247,7 +248,7 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
         return math.inf if norm is not None and math.isnan(norm) else norm
 
     def _need_optimizer(self, what: str) -> ZeroOptimizer:
-        if self.optimizer is None:
+        if not isinstance(self.optimizer, ZeroOptimizer):
             raise RuntimeError(
                 f"engine.{what}: this engine has no optimizer. Pass one to deepspeed.initialize, or write an "
                 "'optimizer' section in the JSON"

@@ -24,6 +24,7 @@ from zero_ext.integrations.deepspeed.registry import MODULES
 from zero_ext.integrations.deepspeed.runtime import lr_schedules
 from zero_ext.integrations.deepspeed.utils.leaf_modules import leaf_modules_of
 from zero_ext.integrations.deepspeed.utils.logging import log_dist_once
+from zero_ext.integrations.deepspeed.zero.optimizers import with_parameter_offload
 from zero_ext.integrations.parts import Scheduler, make_loader, make_optimizer, make_scheduler
 from zero_ext.integrations.prepare import prepare
 from zero_ext.optim.build import check_scheduler
@@ -70,7 +71,8 @@ def initialize(
             ``dist_init_required`` change nothing; ``mpu`` and ``mesh_param`` raise.
 
     Returns:
-        Engine, optimizer, loader, scheduler; the last three None where there is none.
+        Engine, optimizer, loader, scheduler; the last three None where there is none, but for stage 3, where
+        the optimizer of an engine that has none is the side of the parameters, as in DeepSpeed.
 
     Raises:
         ConfigError: everything wrong with the JSON, by key path.
@@ -109,8 +111,10 @@ def initialize(
     )
     mark_sharded(inner)
     scheduler = None if prepared is None else make_scheduler(lr_scheduler, settings, prepared)
-    engine = _engine_class(pipeline)(inner, prepared, scheduler, loader, values)
-    return engine, prepared, loader, scheduler
+    engine = _engine_class(pipeline)(
+        inner, with_parameter_offload(inner, prepared), scheduler, loader, values
+    )
+    return engine, engine.optimizer, loader, scheduler
 
 
 def _as_pipeline(model: nn.Module) -> PipelineModule | None:

@@ -39,14 +39,16 @@ def mark_sharded(model: nn.Module) -> None:
 def mark(parameters: Iterable[nn.Parameter], ranks: int) -> None:
     """Set ``ds_id``, ``ds_shape``, ``ds_numel``, ``ds_status`` and ``partition_numel()``, as DeepSpeed does.
 
-    The status holds outside forward, where callers read it. ``GatheredParameters`` makes it AVAILABLE inside
-    its block. ``partition_numel()`` is DeepSpeed's share of one of ``ranks``, padding included.
+    The status holds outside forward, where callers read it, and where ``ds_active_sub_modules``, the modules
+    that run with the parameter, is empty. ``GatheredParameters`` makes the status AVAILABLE inside its block.
+    ``partition_numel()`` is DeepSpeed's share of one of ``ranks``, padding included.
     """
     for parameter in parameters:
         parameter.ds_id = id(parameter)  # type: ignore[attr-defined]
         parameter.ds_shape = parameter.shape  # type: ignore[attr-defined]
         parameter.ds_numel = parameter.numel()  # type: ignore[attr-defined]
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+        parameter.ds_active_sub_modules = set()  # type: ignore[attr-defined]
         # Unlike a lambda it can be pickled with the parameter.
         shares = partial(operator.floordiv, parameter.numel() + ranks - 1, ranks)
         parameter.partition_numel = shares  # type: ignore[attr-defined]

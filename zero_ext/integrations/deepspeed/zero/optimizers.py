@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from torch import nn
+
 from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
+from zero_ext.zero.engine import Engine
+from zero_ext.zero.lookup import engine_of
 from zero_ext.zero.optimizer import ZeroOptimizer
 
 
@@ -30,3 +34,46 @@ class DeepSpeedZeroOptimizer_Stage3(metaclass=_OfStages):
     """The class of the engine's optimizer in stage 3, for ``isinstance`` alone."""
 
     stages = (3,)
+
+
+class DeepSpeedZeRoOffload:
+    """The parameters' side of stage 3. Callers reach through it for the model and its forward hooks, which
+    they take off around generation.
+
+    No hook has to go: a forward inside ``GatheredParameters`` of the whole model gathers nothing, releases
+    nothing and leaves no trace in the order of look-ahead. The lists of hooks are therefore empty.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    @property
+    def module(self) -> nn.Module:
+        """The prepared model."""
+        return self._engine.model
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Put the hooks of ``module`` back, none of which were taken off."""
+
+
+def external_parameters() -> tuple[()]:
+    """Return no parameters: those that a module of the model uses of another are found when it reads them."""
+    return ()
+
+
+def with_parameter_offload(
+    model: nn.Module, optimizer: ZeroOptimizer | None
+) -> ZeroOptimizer | DeepSpeedZeRoOffload | None:
+    """Return what ``engine.optimizer`` is. In stage 3 an engine without an optimizer has its
+    :class:`DeepSpeedZeRoOffload` there, and an optimizer has it as ``parameter_offload``."""
+    engine = engine_of(model)
+    if engine.config.stage != 3:
+        return optimizer
+    model.ds_external_parameters = external_parameters  # type: ignore[assignment]
+    offload = DeepSpeedZeRoOffload(engine)
+    if optimizer is None:
+        return offload
+    optimizer.parameter_offload = offload  # type: ignore[attr-defined]
+    return optimizer
