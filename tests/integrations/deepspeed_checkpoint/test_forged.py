@@ -152,7 +152,7 @@ def test_nothing_pickled_runs(tmp_path: Path, stage: int, place: str) -> None:
                 )
             }
             tag = Forged(stage, 2, **edit).write(tmp_path / str(number))
-            message = f"{re.escape(str(tag))}/.*_states.pt: holds {re.escape(name)}, which is refused"
+            message = f"{re.escape(str(tag))}/.*_states.pt: refused: .* it calls '{re.escape(name)}'"
             for read in (
                 lambda folder: import_deepspeed_checkpoint(folder, tmp_path / "out"),
                 get_fp32_state_dict_from_zero_checkpoint,
@@ -190,7 +190,7 @@ BENT: dict[str, tuple[int, dict[str, Any], str]] = {
     "a negative shape": (
         2,
         {"edit_model": set_in("param_shapes", 0, "a.weight", to=(-1, 5))},
-        "sizes from 0",
+        "greater than or equal to 0, got -1",
     ),
     "groups missing": (2, {"edit_model": lambda rank, state: state["param_shapes"].pop()}, "has 1 groups"),
     "a parameter twice": (
@@ -219,20 +219,24 @@ BENT: dict[str, tuple[int, dict[str, Any], str]] = {
                 1, set_in("optimizer_state_dict", "state", 0, "exp_avg", to=torch.ones(2))
             )
         },
-        "exp_avg has shape",
+        r"exp_avg: expected the 36 floats of the master, got torch.float32 of shape \(2,\)",
     ),
     "masters of two dimensions": (
         2,
         {"edit_optimizer": set_in("single_partition_of_fp32_groups", 0, to=torch.ones(4, 4))},
-        "no one-dimensional tensor",
+        "expected a one-dimensional tensor",
     ),
     "another stage on one rank": (
         2,
         {"edit_optimizer": on_rank(1, set_in("zero_stage", to=1))},
         "stage: 1.*mixed",
     ),
-    "stage 3 beside a whole model": (2, {"edit_optimizer": set_in("zero_stage", to=3)}, "fp32_flat_groups"),
-    "a stage of its own": (2, {"edit_optimizer": set_in("zero_stage", to=4)}, "zero_stage is 4"),
+    "stage 3 beside a whole model": (
+        2,
+        {"edit_optimizer": set_in("zero_stage", to=3)},
+        "of stage 1 or 2: files",
+    ),
+    "a stage of its own": (2, {"edit_optimizer": set_in("zero_stage", to=4)}, "zero_stage: .* got 4"),
     "steps that differ": (
         2,
         {"edit_optimizer": on_rank(1, set_in("base_optimizer_state", "state", 0, "step", to=8))},
@@ -267,7 +271,7 @@ BENT: dict[str, tuple[int, dict[str, Any], str]] = {
     "paddings of another kind": (
         2,
         {"edit_optimizer": set_in("param_alignment_paddings", to=[[0], 1])},
-        "lists",
+        "param_alignment_paddings.1: Input should be a valid list",
     ),
     "no moments": (
         3,
@@ -279,13 +283,21 @@ BENT: dict[str, tuple[int, dict[str, Any], str]] = {
         {"edit_optimizer": set_in("optimizer_state_dict", "param_groups", 0, "bias_correction", to=False)},
         "bias_correction False",
     ),
-    "a scaler that is none": (3, {"edit_optimizer": set_in("loss_scaler", to=[1])}, "a loss scaler wanted"),
+    "a scaler that is none": (
+        3,
+        {"edit_optimizer": set_in("loss_scaler", to=[1])},
+        "loss_scaler: .* got \\[1\\]",
+    ),
     "a scale of nothing": (
         3,
         {"edit_optimizer": lambda rank, state: state["loss_scaler"].__dict__.update(cur_scale=0.0)},
         "those of no scaler",
     ),
-    "a model file that is a list": (2, {"edit_model": set_in("module", to=[1])}, "module is a list"),
+    "a model file that is a list": (
+        2,
+        {"edit_model": set_in("module", to=[1])},
+        "module: Input should be a valid dictionary",
+    ),
     "a client's object": (2, {"edit_model": set_in("mine", to={1, 2})}, r"client_state.mine: a builtins.set"),
 }
 

@@ -1,90 +1,28 @@
-"""Fields of a foreign dict, taken out with their types checked; errors name the file and the field."""
+"""What is read of DeepSpeed's files, with its types; errors name the file and the field."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
 import torch
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
+from typing_extensions import Self
 
 from zero_ext.checkpoint import CheckpointError
-
-T = TypeVar("T")
-_MOST_DIMENSIONS = 64
-_LARGEST = 1 << 62
-
-
-class Fields:
-    """The dict ``values`` that is ``where`` in the file ``path``."""
-
-    def __init__(self, values: object, path: Path, where: str = "") -> None:
-        self.path = path
-        self.where = where
-        if not isinstance(values, Mapping):
-            raise self.error("", f"is a {type(values).__name__}, a dict wanted")
-        self.values: Mapping[Any, Any] = values
-
-    def error(self, key: object, problem: str) -> CheckpointError:
-        """The error about ``key``, to be raised."""
-        name = ".".join(str(part) for part in (self.where, key) if part != "")
-        return CheckpointError(
-            f"{self.path}: {name or 'its content'} {problem}; damaged, or of a DeepSpeed that this reader "
-            "does not know"
-        )
-
-    def get(self, key: object, kind: type[T]) -> T:
-        """The value of ``key``, of type ``kind``."""
-        if key not in self.values:
-            raise self.error(key, "is missing")
-        value = self.values[key]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise self.error(key, f"is a {type(value).__name__}, {kind.__name__} wanted")
-        return value
-
-    def optional(self, key: object, kind: type[T]) -> T | None:
-        """The same, or None where there is none."""
-        return None if self.values.get(key) is None else self.get(key, kind)
-
-    def count(self, key: object) -> int:
-        """A whole number from 0."""
-        value = self.get(key, int)
-        if not 0 <= value < _LARGEST:
-            raise self.error(key, f"is {value}, a number from 0 wanted")
-        return int(value)
-
-    def inner(self, key: object) -> Fields:
-        """The dict under ``key``."""
-        return Fields(self.get(key, dict), self.path, ".".join(filter(None, (self.where, str(key)))))
-
-    def strings(self, key: object) -> list[str]:
-        """A list of strings."""
-        found = self.get(key, list)
-        if not all(type(each) is str and each for each in found):
-            raise self.error(key, "is no list of names")
-        return found
-
-    def shapes(self, key: object, table: object) -> dict[str, tuple[int, ...]]:
-        """``table``, found under ``key``, as names with shapes."""
-        if not isinstance(table, Mapping):
-            raise self.error(key, f"holds a {type(table).__name__}, names with shapes wanted")
-        found = {}
-        for name, shape in table.items():
-            sized = isinstance(shape, tuple | list) and len(shape) <= _MOST_DIMENSIONS
-            if type(name) is not str or not name or not sized:
-                raise self.error(key, f"lists {name!r} as {shape!r:.80}, names with shapes wanted")
-            if any(type(size) is not int or not 0 <= size < _LARGEST for size in shape):
-                raise self.error(key, f"gives {name!r} the shape {tuple(shape)}, sizes from 0 wanted")
-            found[name] = tuple(shape)
-        return found
-
-    def flats(self, key: object) -> list[torch.Tensor]:
-        """A list of one-dimensional floating-point tensors."""
-        found = self.get(key, list)
-        for number, flat in enumerate(found):
-            if not is_flat(flat):
-                raise self.error(key, f"has as entry {number} no one-dimensional tensor of floats")
-        return found
+from zero_ext.checkpoint.dtypes import SAFETENSORS_CODES
+from zero_ext.checkpoint.errors import brief
+from zero_ext.checkpoint.manifest import Count, Name
+from zero_ext.integrations.deepspeed.checkpoint_pickle import StubFragment, StubScaler
 
 
 def is_flat(value: object) -> bool:
@@ -94,7 +32,123 @@ def is_flat(value: object) -> bool:
         and value.dim() == 1
         and value.is_contiguous()
         and value.dtype.is_floating_point
+        and value.dtype in SAFETENSORS_CODES
     )
+
+
+def _flat(value: torch.Tensor) -> torch.Tensor:
+    if not is_flat(value):
+        raise ValueError("expected a one-dimensional tensor of floats")
+    return value
+
+
+def _one_for_all(counts: Any) -> Any:
+    if isinstance(counts, list) and len(set(map(repr, counts))) != 1:
+        raise ValueError("expected one number of ranks for all groups, not several as of experts")
+    return counts[0] if isinstance(counts, list) else counts
+
+
+def _with_groups(optimizer: Any) -> Any:
+    if isinstance(optimizer, list):
+        raise ValueError("it has no param groups, as 'elastic_checkpoint' leaves them out: save without it")
+    return optimizer
+
+
+def _address(fragment: Any) -> Any:
+    if not isinstance(fragment, StubFragment):
+        raise ValueError("expected the address of a fragment")
+    return vars(fragment).get("start"), vars(fragment).get("numel")
+
+
+Shapes = dict[Name, Annotated[tuple[Count, ...], Field(max_length=64)]]
+Flats = list[Annotated[torch.Tensor, AfterValidator(_flat)]]
+Addresses = dict[Name, Annotated[tuple[Count, Count], BeforeValidator(_address)]]
+
+
+class Foreign(BaseModel):
+    """Keys of a dict; others are not looked at."""
+
+    model_config = ConfigDict(strict=True, frozen=True, arbitrary_types_allowed=True)
+
+    @classmethod
+    def of(cls, values: object, path: Path, where: str = "") -> Self:
+        """Those of ``values``, which is ``where`` in the file ``path``; CheckpointError for a wrong one."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            place = ".".join(filter(None, (where, *map(str, problem["loc"]))))
+            what = problem["msg"].removeprefix("Value error, ")
+            raise damaged(path, place or "content", f"{what}, got {brief(problem['input'])}") from None
+
+
+class Optimizer(Foreign):
+    """The optimizer that DeepSpeed wraps. Its parameters are flat tensors, known by their numbers."""
+
+    state: dict[Count, dict[Any, Any]]
+    param_groups: list[dict[Any, Any]]
+
+
+class OptimizerFile(Foreign):
+    """The state in an ``*_optim_states.pt`` file. ``masters`` are this rank's fp32 partitions;
+    ``param_alignment_paddings`` the elements left free after each parameter of every group, and
+    ``param_slice_mappings`` begin and elements of each parameter's fragment, where they are written down."""
+
+    zero_stage: Annotated[int, Field(ge=1, le=3)]
+    partition_count: Annotated[Count, BeforeValidator(_one_for_all)]
+    masters: Flats = Field(
+        validation_alias=AliasChoices("single_partition_of_fp32_groups", "fp32_flat_groups")
+    )
+    optimizer: Annotated[Optimizer, BeforeValidator(_with_groups)] = Field(
+        validation_alias=AliasChoices("base_optimizer_state", "optimizer_state_dict")
+    )
+    loss_scaler: StubScaler | None = None
+    param_alignment_paddings: list[list[Count]] | None = None
+    param_slice_mappings: list[Addresses] | None = None
+
+
+class ModelFile(Foreign):
+    """A ``*_model_states.pt`` file. What is not read is here so that it is not taken for the client's."""
+
+    module: dict[Name, Any]
+    buffer_names: list[Name]
+    param_shapes: list[Shapes]
+    frozen_param_shapes: Shapes | None = None
+    frozen_param_fragments: dict[Name, Any] | None = None
+    shared_params: dict[Name, Name] | None = None
+    lr_scheduler: dict[Any, Any] | None = None
+    skipped_steps: Count
+    global_steps: Count
+    global_samples: Any = None
+    dp_world_size: Count | None = None
+    mp_world_size: Any = None
+    ds_config: Any = None
+    ds_version: Any = None
+    optimizer: Any = None
+    data_sampler: Any = None
+    random_ltd: Any = None
+    sparse_tensor_module_names: Any = None
+    checkpoint_parallel_dimensions: Any = None
+
+
+def client_state(content: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What the user gave to ``save_checkpoint``, of a model's file."""
+    return {key: value for key, value in content.items() if key not in ModelFile.model_fields}
+
+
+def damaged(path: Path, what: str, problem: str) -> CheckpointError:
+    """The error about ``what`` in the file ``path``, to be raised."""
+    return CheckpointError(
+        f"{path}: {what}: {problem}. It is damaged, or of a DeepSpeed that this reader does not know."
+    )
+
+
+def stored_tensor(table: Mapping[Any, Any], name: str, path: Path) -> torch.Tensor:
+    """The tensor ``name`` of a table in the file ``path``; CheckpointError for none that can be stored."""
+    value = table.get(name)
+    if not isinstance(value, torch.Tensor) or value.dtype not in SAFETENSORS_CODES:
+        raise damaged(path, name, f"expected a tensor that can be stored, got {brief(value)}")
+    return value
 
 
 def one_number(value: object) -> float | None:

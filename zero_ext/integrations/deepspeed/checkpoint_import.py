@@ -38,7 +38,7 @@ from zero_ext.integrations.deepspeed.checkpoint_source import DeepSpeedCheckpoin
 from zero_ext.zero.state import ShardPiece
 
 _LOCK_SECONDS = 60.0
-_COUNTERS = ("global_samples", "dp_world_size", "ds_version")
+_COUNTERS = {"global_samples", "dp_world_size", "ds_version"}
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def import_deepspeed_checkpoint(
         path=CheckpointDirectory(root).committed(manifest.step),
         source=checkpoint.files.path,
         step=manifest.step,
-        stage=checkpoint.first.stage,
+        stage=checkpoint.first.file.zero_stage,
         ranks=checkpoint.world_size,
         optimizer=scalars["optimizer_class"],
         parameters=len(entries),
@@ -116,14 +116,12 @@ def read_checkpoint(folder: Path, verify: bool = True) -> DeepSpeedCheckpoint:
 
 def _manifest(checkpoint: DeepSpeedCheckpoint, scalars: dict[str, Any]) -> Manifest:
     """The manifest without files and pieces."""
-    fields = checkpoint.fields
-    step = fields.count("global_steps")
+    model, step = checkpoint.model, checkpoint.model.global_steps
     if step >= LARGEST_STEP:
-        raise CheckpointError(f"{fields.path}: global_steps is {step}, more than {LARGEST_STEP - 1}")
-    extra: dict[str, Any] = {"deepspeed": {key: fields.values.get(key) for key in _COUNTERS}}
-    scheduler = fields.optional("lr_scheduler", dict)
-    if scheduler is not None:
-        extra["scheduler"] = scheduler
+        raise CheckpointError(f"{checkpoint.files.path}: step {step}: expected at most {LARGEST_STEP - 1}")
+    extra: dict[str, Any] = {"deepspeed": model.model_dump(include=_COUNTERS)}
+    if model.lr_scheduler is not None:
+        extra["scheduler"] = model.lr_scheduler
     parameters = {
         name: ParameterRecord(
             shape=list(entry.shape),
@@ -150,7 +148,7 @@ def _manifest(checkpoint: DeepSpeedCheckpoint, scalars: dict[str, Any]) -> Manif
         files=[],
         pieces=[],
         scalar_state=encode(scalars, "scalar_state"),
-        client_state=encode(checkpoint.client_state(), "client_state"),
+        client_state=encode(checkpoint.client_state, "client_state"),
         extra=encode(extra, "extra"),
     )
 

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -54,26 +54,22 @@ def read_pickled(path: Path) -> dict[Any, Any]:
     ``torch.save``, for a tensor that reaches outside its file, and for content that repeats itself so often
     that it is much larger than the file.
     """
+    with _archive(path):
+        pass
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            _refuse_compression(file, path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    with _only_stubs():
-        _refuse_globals(path)
-        pickle_bytes = _check_pickle(path)
-        try:
+        pickle = torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")
+        check_opcodes(pickle, (name for _, name in _STUBS))
+        with _only_stubs():
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:
-            raise CheckpointError(f"{path}: refused or damaged: {_first_line(error)}") from error
-    if type(found) is not dict:
-        raise CheckpointError(f"{path}: holds a {type(found).__name__}, wanted a dict; is it DeepSpeed's?")
-    try:
-        check_expanded(found, pickle_bytes, size)
-    except ValueError as error:
-        raise _repeats(path, error) from None
-    _check_tensors(found, path)
+        if type(found) is not dict:
+            raise ValueError(f"it holds a {type(found).__name__}, not a dict")
+        check_expanded(found, len(pickle), path.stat().st_size)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: refused: expected what DeepSpeed's save_checkpoint writes, got another pickle: "
+            f"{_first_line(error)}. Save the checkpoint again without it, as in client_state, or use another "
+            "one."
+        ) from error
     return found
 
 
@@ -84,20 +80,25 @@ def verify_pickled(path: Path) -> None:
 
     CheckpointError names the file and the record that is damaged.
     """
+    with _archive(path, "Use another checkpoint, or verify=False if it was saved without.") as archive:
+        for record in archive.infolist():
+            with archive.open(record) as content:
+                while content.read(_READ_BYTES):
+                    pass
+
+
+@contextmanager
+def _archive(path: Path, advice: str = "Use another checkpoint.") -> Iterator[zipfile.ZipFile]:
     try:
         with os.fdopen(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
             for record in archive.infolist():
+                # One that is compressed can be a thousand times as long as the file.
                 if record.compress_type != zipfile.ZIP_STORED:
                     raise zipfile.BadZipFile(f"record {record.filename!r:.80} is compressed")
-                with archive.open(record) as content:
-                    while content.read(_READ_BYTES):
-                        pass
-    except CheckpointError:
-        raise
+            yield archive
     except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: damaged: {_first_line(error)}; use another checkpoint, or verify=False if it was saved "
-            "without checksums"
+            f"{path}: truncated, damaged or not written by torch.save: {_first_line(error)}. {advice}"
         ) from error
 
 
@@ -113,77 +114,6 @@ def _only_stubs() -> Iterator[None]:
         finally:
             torch.serialization.clear_safe_globals()
             torch.serialization.add_safe_globals(before)
-
-
-def _refuse_globals(path: Path) -> None:
-    try:
-        foreign = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception as error:
-        raise CheckpointError(
-            f"{path}: truncated, damaged or not written by torch.save: {_first_line(error)}"
-        ) from error
-    if foreign:
-        raise CheckpointError(
-            f"{path}: holds {', '.join(foreign[:5])}, which is refused: loading it could run code. Only "
-            "tensors, plain values and DeepSpeed's loss scaler, stage and fragment address are read; save "
-            "the checkpoint again without it, as in client_state"
-        )
-
-
-def _refuse_compression(file: BinaryIO, path: Path) -> None:
-    """A compressed record can be a thousand times as long as the file."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            packed = [record for record in archive.infolist() if record.compress_type != zipfile.ZIP_STORED]
-    except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: truncated, damaged or not written by torch.save: {_first_line(error)}"
-        ) from error
-    if packed:
-        raise CheckpointError(f"{path}: damaged: record {packed[0].filename!r:.80} is compressed")
-
-
-def _check_pickle(path: Path) -> int:
-    """The length of the pickle in bytes, after a check of its opcodes."""
-    try:
-        data = torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")
-        check_opcodes(data, (name for _, name in _STUBS))
-    except Exception as error:
-        raise _repeats(path, error) from error
-    return len(data)
-
-
-def _repeats(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: refused: expected what DeepSpeed's save_checkpoint writes, got another pickle: "
-        f"{_first_line(error)}. Save the checkpoint again without it, or use another one."
-    )
-
-
-def _check_tensors(value: object, path: Path) -> None:
-    """Every tensor lies inside its storage, which torch does not promise for mapped files."""
-    pending, seen = [value], set()
-    while pending:
-        item = pending.pop()
-        if isinstance(item, torch.Tensor):
-            _check_tensor(item, path)
-        elif isinstance(item, dict | list | tuple) and id(item) not in seen:
-            seen.add(id(item))
-            pending.extend(item.values() if isinstance(item, dict) else item)
-
-
-def _check_tensor(tensor: torch.Tensor, path: Path) -> None:
-    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-        raise CheckpointError(f"{path}: holds a tensor of {tensor.layout} on {tensor.device}; strided wanted")
-    if tensor.numel() == 0:
-        return
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    end = (tensor.storage_offset() + reach) * tensor.element_size()
-    if end > tensor.untyped_storage().nbytes():
-        raise CheckpointError(
-            f"{path}: a tensor of shape {tuple(tensor.shape)} reaches byte {end} of a record of "
-            f"{tensor.untyped_storage().nbytes()}; the file is damaged or forged"
-        )
 
 
 def _first_line(error: Exception) -> str:

@@ -191,7 +191,8 @@ def check_expanded(value: object, pickle_bytes: int, file_bytes: int) -> None:
 
     Raises:
         ValueError: it contains itself, is nested deeper than 100 levels, or is larger than 32 times the
-            pickle and 1 MiB; or its tensors are larger than 32 times the file and 1 MiB.
+            pickle and 1 MiB; or its tensors are larger than 32 times the file and 1 MiB, or one of them
+            reaches outside its storage.
     """
     most_plain, most_tensors = (_EXPANSION * size + _ALLOWANCE for size in (pickle_bytes, file_bytes))
     found: dict[int, _Extent] = {}
@@ -235,10 +236,25 @@ def _joined(children: Iterable[object], found: Mapping[int, _Extent]) -> _Extent
 
 def _leaf(value: object) -> _Extent:
     if isinstance(value, torch.Tensor):
+        _check_tensor(value)
         return _Extent(_BESIDE_TEXT, value.numel() * value.element_size(), 0)
     if isinstance(value, str | bytes):
         return _Extent(_BESIDE_TEXT + len(value), 0, 0)
     return _Extent(_BESIDE_TEXT + (value.bit_length() // 8 if isinstance(value, int) else 0), 0, 0)
+
+
+def _check_tensor(tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+        raise ValueError(f"it holds a tensor of {tensor.layout} on {tensor.device}, not a strided one")
+    if tensor.numel() == 0:
+        return
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end, stored = (tensor.storage_offset() + reach) * tensor.element_size(), tensor.untyped_storage().nbytes()
+    # Torch does not promise this for mapped files.
+    if end > stored:
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} reaches byte {end} of a record of {stored}"
+        )
 
 
 def _is_container(value: object) -> bool:

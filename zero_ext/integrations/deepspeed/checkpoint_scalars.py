@@ -19,15 +19,14 @@ _NO_SETTINGS = ("step", "bias_correction", "foreach", "fused", "capturable", "di
 def scalar_state(checkpoint: DeepSpeedCheckpoint, optimizer: str | None) -> dict[str, Any]:
     """The ``scalar_state`` of a zero_ext checkpoint for the class ``optimizer``, by default the one that the
     checkpoint tells. CheckpointError or ValueError if that is unknown or its state incomplete."""
-    first, fields = checkpoint.first, checkpoint.fields
+    first = checkpoint.first
     known = optimizer or _optimizer_class(checkpoint)
     names: list[list[str]] = [[] for _ in first.groups]
     for name, _, group in checkpoint.trained():
         names[group].append(name)
-    steps, skipped = fields.count("global_steps"), fields.count("skipped_steps")
     return {
-        "steps": steps,
-        "skipped_steps": skipped,
+        "steps": checkpoint.model.global_steps,
+        "skipped_steps": checkpoint.model.skipped_steps,
         "loss_scaler": _scaler(first),
         "param_groups": [
             {"settings": _settings(first, number), "params": held} for number, held in enumerate(names)
@@ -42,7 +41,7 @@ def _optimizer_class(checkpoint: DeepSpeedCheckpoint) -> str:
     marks = {group.get("decoupled_weight_decay") for group in checkpoint.first.groups}
     if marks in ({True}, {False}):
         return "AdamW" if marks == {True} else "Adam"
-    config = checkpoint.fields.values.get("ds_config")
+    config = checkpoint.model.ds_config
     section = config.get("optimizer") if isinstance(config, dict) else None
     kind = section.get("type") if isinstance(section, dict) else None
     settings = section.get("params") if isinstance(section, dict) else None
@@ -106,7 +105,7 @@ def _per_parameter(checkpoint: DeepSpeedCheckpoint, optimizer: str) -> dict[str,
 
 def _scaler(first: RankState) -> dict[str, Any]:
     """The loss scaler. DeepSpeed notes when the last overflow was, zero_ext how many steps ago."""
-    saved = first.scaler or {}
+    saved = {} if first.file.loss_scaler is None else vars(first.file.loss_scaler)
     numbers = {
         "scale": one_number(saved.get("cur_scale", 1.0)),
         "hysteresis": one_number(saved.get("cur_hysteresis", 1)),

@@ -5,26 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from zero_ext.checkpoint import CheckpointError
-from zero_ext.checkpoint.dtypes import SAFETENSORS_CODES
 from zero_ext.checkpoint.source import MASTER
-from zero_ext.integrations.deepspeed.checkpoint_fields import Fields
+from zero_ext.integrations.deepspeed.checkpoint_fields import ModelFile, client_state, damaged, stored_tensor
 from zero_ext.integrations.deepspeed.checkpoint_folder import CheckpointFiles
 from zero_ext.integrations.deepspeed.checkpoint_layout import Fragment, joined_layout, parted, parted_layout
 from zero_ext.integrations.deepspeed.checkpoint_pickle import read_pickled
 from zero_ext.integrations.deepspeed.checkpoint_rank import RankState, read_rank
 
-_OWN_KEYS = {
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
-    "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
-    "checkpoint_parallel_dimensions", "ds_config", "ds_version",
-}  # fmt: skip
 _UNREADABLE = {
+    "mp_world_size": "of tensor parallelism",
     "universal_checkpoint_info": "of tensor parallelism",
     "autoep_layers": "of expert parallelism",
     "num_experts": "of expert parallelism",
@@ -46,14 +41,16 @@ class StoredParameter:
 class DeepSpeedCheckpoint:
     """Tables of one checkpoint; ``rank`` reads the tensors. ``aliases`` are the further names of tied
     parameters by their first name; ``buffers`` are whole; ``first`` is rank 0's optimizer file, whose
-    settings are those of all ranks; ``fields`` is what the model's file says besides."""
+    settings are those of all ranks; ``model`` is what the model's file says besides, ``client_state`` what
+    the user gave to ``save_checkpoint``."""
 
     files: CheckpointFiles
     first: RankState
     parameters: Mapping[str, StoredParameter]
     aliases: Mapping[str, tuple[str, ...]]
     buffers: Mapping[str, torch.Tensor]
-    fields: Fields
+    model: ModelFile
+    client_state: dict[Any, Any]
 
     @property
     def world_size(self) -> int:
@@ -81,12 +78,15 @@ class DeepSpeedCheckpoint:
         }
         if not wanted:
             return {}
-        fields = Fields(read_pickled(self.files.model[rank]), self.files.model[rank])
-        return {name: _values(_frozen_fields(self.files, fields), name, n) for name, n in wanted.items()}
-
-    def client_state(self) -> dict[Any, Any]:
-        """What the user gave to ``save_checkpoint``."""
-        return {key: value for key, value in self.fields.values.items() if key not in _OWN_KEYS}
+        path = self.files.model[rank]
+        table = _frozen_table(self.files, ModelFile.of(read_pickled(path), path))
+        found = {}
+        for name, numel in wanted.items():
+            value = stored_tensor(table, name, path).detach().contiguous().reshape(-1)
+            if value.numel() < numel:
+                raise damaged(path, name, f"has {value.numel()} elements, expected {numel}")
+            found[name] = value[:numel]
+        return found
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,10 @@ class RankTensors:
         if entry.group is None:
             yield MASTER, self.frozen[name]
             return
-        for kind, flat in {MASTER: self.state.masters[part.flat], **self.state.moments[part.flat]}.items():
+        for kind, flat in {
+            MASTER: self.state.file.masters[part.flat],
+            **self.state.moments[part.flat],
+        }.items():
             yield kind, flat[part.begin : part.begin + part.numel]
 
 
@@ -113,71 +116,67 @@ def open_checkpoint(files: CheckpointFiles) -> DeepSpeedCheckpoint:
     """
     first = read_rank(files.optimizer[0])
     _check_stage(files, first)
-    fields = Fields(read_pickled(files.model[0]), files.model[0])
-    _check_readable(fields, len(files.optimizer))
-    sizes, slices = [first.sizes], [first.slices]
+    content = read_pickled(files.model[0])
+    _check_readable(content, files)
+    model = ModelFile.of(content, files.model[0])
+    if model.dp_world_size not in (None, len(files.optimizer)):
+        raise CheckpointError(
+            f"{files.model[0]}: saved by {model.dp_world_size} ranks, but there are {len(files.optimizer)} "
+            "'*_optim_states.pt' files"
+        )
+    sizes, slices = [first.sizes], [first.file.param_slice_mappings]
     for path in files.optimizer[1:]:
         state = read_rank(path)
         _check_same(first, state)
         sizes.append(state.sizes)
-        slices.append(state.slices)
-    module = fields.inner("module")
-    trained = _trained(first, fields, sizes)
+        slices.append(state.file.param_slice_mappings)
+    trained = _trained(first, model, files.model[0], sizes)
     # With round_robin_gradients DeepSpeed notes the addresses that parameters would have without it.
-    told = not _round_robin(fields)
+    told = not _round_robin(model)
     for rank, table in enumerate(slices):
         if table is not None and told:
             _check_slices(files, rank, table, trained)
-    buffers = {name: _tensor(module, name) for name in fields.strings("buffer_names")}
-    shared = _shared(fields)
-    frozen = _frozen(files, fields, {*trained, *buffers, *shared})
+    buffers = {name: stored_tensor(model.module, name, files.model[0]) for name in model.buffer_names}
+    shared = model.shared_params or {}
+    frozen = _frozen(files, model, {*trained, *buffers, *shared})
     for name in frozen.keys() & trained.keys():
-        raise fields.error("frozen_param_shapes", f"lists {name!r}, which is trained")
+        raise damaged(files.model[0], "frozen_param_shapes", f"lists {name!r}, which is trained")
     parameters = {**trained, **frozen}
     aliases: dict[str, tuple[str, ...]] = {}
     for name, own in shared.items():
         # Parameters without elements all begin at address 0, which DeepSpeed takes for sharing.
         if name not in parameters and own in parameters:
             aliases[own] = (*aliases.get(own, ()), name)
-    found = DeepSpeedCheckpoint(files, first, parameters, aliases, buffers, fields)
+    found = DeepSpeedCheckpoint(files, first, parameters, aliases, buffers, model, client_state(content))
     for rank in range(len(files.model)):
         _check_model(found, rank)
     return found
 
 
 def _check_stage(files: CheckpointFiles, state: RankState) -> None:
-    if state.ranks != len(files.optimizer):
+    if state.file.partition_count != len(files.optimizer):
         raise CheckpointError(
-            f"{state.path}: saved by {state.ranks} ranks, but {files.path} holds {len(files.optimizer)} "
-            "'*_optim_states.pt' files; some are missing, or left over from another run"
+            f"{state.path}: saved by {state.file.partition_count} ranks, but {files.path} holds "
+            f"{len(files.optimizer)} '*_optim_states.pt' files; some are missing, or of another run"
         )
-    if (state.stage == 3) != files.model_by_rank:
+    if (state.file.zero_stage == 3) != files.model_by_rank:
         raise CheckpointError(
-            f"{state.path}: is of stage {state.stage}, but {files.model[0].name} of stage "
+            f"{state.path}: is of stage {state.file.zero_stage}, but {files.model[0].name} of stage "
             f"{'3' if files.model_by_rank else '1 or 2'}: files of two checkpoints are mixed in {files.path}"
         )
 
 
-def _check_readable(fields: Fields, ranks: int) -> None:
+def _check_readable(content: Mapping[Any, Any], files: CheckpointFiles) -> None:
     for key, what in _UNREADABLE.items():
-        if fields.values.get(key) is not None:
-            raise CheckpointError(f"{fields.path}: {key}: a checkpoint {what} cannot be imported")
-    if fields.values.get("mp_world_size", 1) != 1:
-        raise fields.error("mp_world_size", f"is {fields.values['mp_world_size']!r}: tensor parallelism")
-    if fields.optional("dp_world_size", int) not in (None, ranks):
-        raise CheckpointError(
-            f"{fields.path}: saved by {fields.values['dp_world_size']} ranks, but there are {ranks} "
-            "'*_optim_states.pt' files"
-        )
+        value = content.get(key)
+        if value is not None and not (type(value) is int and value == 1):
+            raise CheckpointError(f"{files.model[0]}: {key}: a checkpoint {what} cannot be imported")
 
 
 def _check_model(checkpoint: DeepSpeedCheckpoint, rank: int) -> None:
     """A further rank's model file is of the same step, and has its part of the frozen parameters."""
-    path = checkpoint.files.model[rank]
-    steps, wanted = (
-        Fields(read_pickled(path), path).count("global_steps"),
-        checkpoint.fields.count("global_steps"),
-    )
+    path, wanted = checkpoint.files.model[rank], checkpoint.model.global_steps
+    steps = ModelFile.of(read_pickled(path), path).global_steps
     if steps != wanted:
         raise CheckpointError(
             f"{path}: of step {steps}, {checkpoint.files.model[0].name} of step {wanted}: files of two "
@@ -196,35 +195,35 @@ def _check_same(first: RankState, state: RankState) -> None:
             )
 
 
-def _trained(first: RankState, fields: Fields, sizes: list[list[int]]) -> dict[str, StoredParameter]:
-    tables, module = fields.get("param_shapes", list), fields.inner("module")
-    if len(tables) != len(first.masters):
-        raise fields.error(
-            "param_shapes", f"has {len(tables)} groups, {first.path.name} {len(first.masters)}"
-        )
+def _trained(
+    first: RankState, model: ModelFile, path: Path, sizes: list[list[int]]
+) -> dict[str, StoredParameter]:
+    if len(model.param_shapes) != len(first.flat_groups):
+        groups = f"{len(model.param_shapes)} groups, {first.path.name} {len(first.flat_groups)}"
+        raise damaged(path, "param_shapes", f"has {groups}")
     found: dict[str, StoredParameter] = {}
-    for flat, (table, group) in enumerate(zip(tables, first.flat_groups, strict=True)):
-        shapes = fields.shapes("param_shapes", table)
+    for flat, (shapes, group) in enumerate(zip(model.param_shapes, first.flat_groups, strict=True)):
         of_ranks = [size[flat] for size in sizes]
         try:
-            if first.stage == 3:
+            if first.file.zero_stage == 3:
                 fragments = parted_layout(flat, shapes, of_ranks)
             else:
-                gaps = [0] * len(shapes) if first.gaps is None else first.gaps[flat]
+                told = first.file.param_alignment_paddings
+                gaps = [0] * len(shapes) if told is None else told[flat]
                 fragments = joined_layout(flat, shapes, gaps, of_ranks)
         except ValueError as error:
-            raise fields.error("param_shapes", f"does not fit the files beside it: {error}") from None
+            raise damaged(path, "param_shapes", f"does not fit the files beside it: {error}") from None
         for name, parts in fragments.items():
             if name in found:
-                raise fields.error("param_shapes", f"lists {name!r} twice")
-            dtype = _tensor(module, name).dtype if name in module.values else torch.float32
+                raise damaged(path, "param_shapes", f"lists {name!r} twice")
+            here = name in model.module
+            dtype = stored_tensor(model.module, name, path).dtype if here else torch.float32
             found[name] = StoredParameter(shapes[name], dtype, group, tuple(parts))
     return found
 
 
-def _round_robin(fields: Fields) -> bool:
-    config = fields.values.get("ds_config")
-    section = config.get("zero_optimization") if isinstance(config, dict) else None
+def _round_robin(model: ModelFile) -> bool:
+    section = model.ds_config.get("zero_optimization") if isinstance(model.ds_config, dict) else None
     return isinstance(section, dict) and section.get("round_robin_gradients") is True
 
 
@@ -235,6 +234,7 @@ def _check_slices(
     trained: Mapping[str, StoredParameter],
 ) -> None:
     """The addresses that the rank wrote down are those that the shapes give."""
+    table = [{name: place for name, place in own.items() if place[1]} for own in table]
     wanted: list[dict[str, tuple[int, int]]] = [{} for _ in table]
     for name, entry in trained.items():
         for part in entry.fragments:
@@ -250,43 +250,20 @@ def _check_slices(
         )
 
 
-def _frozen_fields(files: CheckpointFiles, fields: Fields) -> Fields:
-    return fields.inner("frozen_param_fragments" if files.model_by_rank else "module")
+def _frozen_table(files: CheckpointFiles, model: ModelFile) -> Mapping[str, Any]:
+    return model.frozen_param_fragments or {} if files.model_by_rank else model.module
 
 
-def _frozen(files: CheckpointFiles, fields: Fields, known: set[str]) -> dict[str, StoredParameter]:
+def _frozen(files: CheckpointFiles, model: ModelFile, known: set[str]) -> dict[str, StoredParameter]:
+    table, path = _frozen_table(files, model), files.model[0]
     if files.model_by_rank:
-        shapes = fields.shapes("frozen_param_shapes", fields.optional("frozen_param_shapes", dict) or {})
+        shapes = model.frozen_param_shapes or {}
     else:
         # All that the module holds and nobody else does: stage 1 writes no list of them.
-        module = fields.inner("module")
-        rest = {name: _tensor(module, name).shape for name in module.values if name not in known}
-        shapes = fields.shapes("module", rest)
+        rest = [name for name in table if name not in known]
+        shapes = {name: tuple(stored_tensor(table, name, path).shape) for name in rest}
     found = {}
     for name, shape in shapes.items():
-        dtype = _tensor(_frozen_fields(files, fields), name).dtype
-        fragments = parted(math.prod(shape), len(files.model))
+        dtype, fragments = stored_tensor(table, name, path).dtype, parted(math.prod(shape), len(files.model))
         found[name] = StoredParameter(shape, dtype, None, tuple(fragments))
     return found
-
-
-def _shared(fields: Fields) -> dict[str, str]:
-    found = fields.optional("shared_params", dict) or {}
-    for name, first in found.items():
-        if type(name) is not str or type(first) is not str:
-            raise fields.error("shared_params", f"holds {name!r}: {first!r}, names wanted")
-    return found
-
-
-def _tensor(fields: Fields, name: str) -> torch.Tensor:
-    value = fields.get(name, torch.Tensor)
-    if value.dtype not in SAFETENSORS_CODES:
-        raise fields.error(name, f"is {value.dtype}, which cannot be stored")
-    return value
-
-
-def _values(fields: Fields, name: str, numel: int) -> torch.Tensor:
-    value = _tensor(fields, name).detach().contiguous().reshape(-1)
-    if value.numel() < numel:
-        raise fields.error(name, f"has {value.numel()} elements, {numel} wanted")
-    return value[:numel]

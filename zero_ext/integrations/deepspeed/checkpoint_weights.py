@@ -27,6 +27,7 @@ from zero_ext.checkpoint.weight_files import LazyTensor, write_weights
 from zero_ext.integrations.deepspeed.checkpoint_folder import CLIENT_STATE, find_files, is_own, tag_folder
 from zero_ext.integrations.deepspeed.checkpoint_import import read_checkpoint
 from zero_ext.integrations.deepspeed.checkpoint_source import DeepSpeedCheckpoint, StoredParameter
+from zero_ext.integrations.deepspeed.refused import names_of
 from zero_ext.zero.gathered import load_full_state_dict
 from zero_ext.zero.lookup import engine_of
 
@@ -271,3 +272,6 @@ def _bytes_of(size: str | int | None) -> int:
         )
     base = 1024 if found[3] else 1000
     return max(1, int(float(found[1]) * base ** _POWERS[found[2].upper()]))
+
+
+__getattr__ = names_of("deepspeed.utils.zero_to_fp32")
