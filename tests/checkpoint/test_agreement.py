@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,38 @@ def test_ranks_load_the_same_step(
 ) -> None:
     answers = rank_pool.run(2, f"{HERE}:load_own_step", {"directory": str(tmp_path), "steps": steps})
     assert all(expected in answer for answer in answers), answers
+
+
+def save_to_own(world: World, directories: list[str], hidden: bool) -> list[str]:
+    source = FakeSource(SMALL, 3, world.rank, world.size, world.group)
+    own = directories[world.rank]
+    found = []
+    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("always")
+        if hidden and world.rank == 1:
+            patch.setattr(Path, "is_dir", lambda path: False)
+        try:
+            found.append(str(save_checkpoint(own, source).path))
+        except CheckpointError as error:
+            found.append(str(error))
+    return found + [str(each.message) for each in caught if each.category is RuntimeWarning]
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_the_directory_of_rank_0_counts(rank_pool: RankPool, tmp_path: Path, hidden: bool) -> None:
+    directories = [str(tmp_path / name) for name in ("first", "second")]
+    arguments = {"directories": directories, "hidden": hidden}
+    (zeroth,), (first, warning) = rank_pool.run(2, f"{HERE}:save_to_own", arguments)
+    assert f"got '{directories[0]}' on rank 0 and '{directories[1]}' on rank 1." in warning
+    assert not Path(directories[1]).exists()
+    if hidden:  # as on another host, whose file system is its own
+        seen = f"rank 1: {directories[0]}: expected a folder on a file system that all ranks share"
+        assert seen in zeroth and seen in first
+        return
+    assert zeroth == first == f"{directories[0]}/step-000003"
+    source = FakeSource(SMALL, 4)
+    load_checkpoint(directories[0], source)
+    assert source.holds(3)
 
 
 def test_a_lock_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:

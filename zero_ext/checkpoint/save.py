@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +58,8 @@ def save_checkpoint(
     Nothing holds its values while training changes them, so if any rank has such state, an asynchronous save
     copies nothing, says so in a RuntimeWarning of rank 0, and has written everything when it returns.
 
+    Where ranks name different directories, rank 0's is taken, with a RuntimeWarning on the others.
+
     Every rank must have written its part within ``config.timeout_seconds``. Errors reach every rank:
     ValueError or TypeError for arguments, CheckpointError for everything else (disk full, a rank that died).
     The last checkpoint stays whole whatever happens, a killed process included.
@@ -70,13 +73,18 @@ def save_checkpoint(
     def prepare() -> dict[str, Any]:
         session.finish_previous()
         jobs.append(_prepare(request, source, agreement))
-        return {"fingerprint": jobs[0].fingerprint(), "reads_stores": jobs[0].reads_stores}
+        return {
+            "directory": str(jobs[0].directory.root),
+            "fingerprint": jobs[0].fingerprint(),
+            "reads_stores": jobs[0].reads_stores,
+        }
 
     answers = agreement.stage(prepare, UNTOUCHED)
     in_background = asynchronous and not any(answer["reads_stores"] for answer in answers)
 
     def settle() -> None:
         _check_same([answer["fingerprint"] for answer in answers])
+        jobs[0] = _in_directory(jobs[0], answers[0]["directory"])
         if in_background:
             jobs[0] = jobs[0].staged()
 
@@ -101,6 +109,21 @@ class _Request(NamedTuple):
     client_state: Any
     keep_last: int | None
     extra: dict[str, Any] | None
+
+
+def _in_directory(job: SaveJob, root: str) -> SaveJob:
+    """The same save in ``root``, the directory of rank 0, with a warning if this rank was given another."""
+    own = job.directory.root
+    if str(own) == root:
+        return job
+    warnings.warn(
+        f"save_checkpoint: directory: expected the same on all ranks, got '{root}' on rank 0 and '{own}' on "
+        f"rank {job.agreement.rank}. All ranks save to that of rank 0. Pass one directory, for example "
+        "without a time or a rank in its name.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return replace(job, directory=CheckpointDirectory(Path(root)))
 
 
 def _check_same(answers: list[dict[str, Any]]) -> None:

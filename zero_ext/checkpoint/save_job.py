@@ -75,7 +75,8 @@ class SaveJob:
         path = self.directory.saving(self.manifest.step)
         if not path.is_dir():
             raise CheckpointError(
-                f"{path}: not visible here; checkpoints need a file system that all ranks share"
+                f"{self.directory.root}: expected a folder on a file system that all ranks share, got one in "
+                f"which '{path.name}', which rank 0 made, is not visible. Save to a shared file system."
             )
         file, records = write_shard(self.storage, path, self.agreement.rank, self.pieces)
         return json.dumps([file.model_dump(), [record.model_dump() for record in records]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -203,6 +204,11 @@ def test_checkpoints_under_deepspeeds_names(world: World) -> None:
     assert train(other, 2) == after
     path, client = other.load_checkpoint(folder, tag="best model")
     assert path == str(folder / "best model") and client == {} and other.global_steps == 2
+    own = folder if world.rank == 0 else folder / f"rank-{world.rank}"
+    with pytest.warns(RuntimeWarning, match="save to that of rank 0") if world.rank else nullcontext():
+        engine.save_checkpoint(own, tag="elsewhere")
+    assert other.load_checkpoint(own)[0] == str(folder / "elsewhere")
+    assert not (folder / f"rank-{world.rank}").exists()
     world.barrier()
     before = sorted(item.name for item in folder.iterdir())
     with pytest.raises(TypeError, match=r"client_state\.when: a datetime\.date"):
@@ -213,7 +219,7 @@ def test_checkpoints_under_deepspeeds_names(world: World) -> None:
         with pytest.raises(ValueError, match="a plain folder name"):
             engine.save_checkpoint(folder, tag=tag)
     assert sorted(item.name for item in folder.iterdir()) == before
-    with pytest.raises(Exception, match="got 'global_step7'. There: best model, global_step1"):
+    with pytest.raises(Exception, match=r"got 'global_step7'\. There: best model, elsewhere, global_step1"):
         engine.load_checkpoint(folder, tag="global_step7")
     with pytest.raises(deepspeed.DeepSpeedFeatureError, match="zero-ext export"):
         engine.load_checkpoint(folder, load_module_only=True)

@@ -7,9 +7,12 @@ as all of them are. Once it is committed, DeepSpeed's scripts that convert weigh
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from zero_ext.checkpoint.model import load_checkpoint, save_checkpoint
 from zero_ext.checkpoint.named_state import encode
@@ -39,7 +42,7 @@ def save(
         raise TypeError(f"client_state: a mapping wanted, {type(client_state).__name__} given")
     encode(dict(client_state), "client_state")
     counters = {"micro_steps": engine.micro_steps, "samples": engine._unmanaged_samples}
-    save_checkpoint(
+    saved = save_checkpoint(
         root / name,
         engine,
         scheduler=_stateful(engine.lr_scheduler),
@@ -48,6 +51,7 @@ def save(
         asynchronous=False,
         keep_last=1,
     )
+    root = saved.path.parents[1]  # rank 0's
     files = dict.fromkeys(SCRIPT_NAMES, SCRIPT) | ({LATEST: name} if save_latest else {})
     everyone = engine_of(engine).state.everyone
     together(
@@ -64,8 +68,10 @@ def load(
     """Loads ``root/tag``, by default the one that ``latest`` names; its path and client state. A collective.
 
     (None, {}) without a tag where there is no ``latest``. ``CheckpointError`` for anything missing, damaged
-    or foreign; nothing has changed then.
+    or foreign; nothing has changed then. Where ranks name different folders, rank 0's is taken, as in
+    :func:`save`.
     """
+    root = _of_rank_0(engine, root.absolute())
     if tag is None and not (root / LATEST).is_file():
         return None, {}
     path = tag_folder(root, None if tag is None else str(tag))
@@ -80,6 +86,15 @@ def load(
     engine.micro_steps = int(counters.get("micro_steps", 0))
     engine._unmanaged_samples = int(counters.get("samples", 0))
     return str(path), dict(state.get(CLIENT_STATE, {}))
+
+
+def _of_rank_0(engine: DeepSpeedEngine, path: Path) -> Path:
+    everyone = engine_of(engine).state.everyone
+    own = torch.frombuffer(bytearray(os.fsencode(path)), dtype=torch.uint8)
+    size = everyone.broadcast_(torch.tensor([len(own)], device="cpu"), 0, "load_checkpoint")
+    if everyone.rank != 0:
+        own = own.new_zeros(int(size))
+    return Path(os.fsdecode(bytes(everyone.broadcast_(own, 0, "load_checkpoint").tolist())))
 
 
 def _stateful(scheduler: Any) -> Any:
