@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -98,6 +102,22 @@ def test_a_rank_raises_the_error_of_one_that_it_waits_for() -> None:
         MismatchedCollectives, match=r"rank 2: c .*got its error: rank 1: b .*got a .*on rank 0"
     ):
         wait_in(third, call)
+
+
+def test_frames_are_listed_without_garbage_collection() -> None:
+    recorder = recorders()[0]
+    recorder.waiting = begin(recorder, "gathers", "a")
+    collects: list[bool] = []
+
+    def frames() -> dict[int, Any]:
+        collects.append(gc.isenabled())
+        return {}
+
+    with mock.patch("sys._current_frames", frames):
+        thread = threading.Thread(target=recorder.check)
+        thread.start()
+        thread.join()
+    assert collects and not any(collects) and gc.isenabled()
 
 
 @on_ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import linecache
 import sys
@@ -221,13 +222,25 @@ def _place_in_user_code() -> str:
     """Return the line of the user's code that leads here, as " (train.py:12: loss.backward())"."""
     frame: FrameType | None = sys._getframe()
     found = _innermost_outside(frame)
-    if found is None:  # a thread of autograd or of a transport
-        found = _innermost_outside(sys._current_frames().get(threading.main_thread().ident or 0))
+    if found is None:  # a thread of autograd, of a transport, or the one that watches
+        found = _innermost_outside(_main_frame())
     if found is None:
         return ""
     path, line = found.f_code.co_filename, found.f_lineno
     text = linecache.getline(path, line).strip()
     return f" ({Path(path).name}:{line}{': ' if text else ''}{text})"
+
+
+def _main_frame() -> FrameType | None:
+    # Python 3.11 holds a lock while it lists the frames. A collection inside waits for it forever if it frees
+    # a threading.local (CPython issue 106883).
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(threading.main_thread().ident or 0)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _innermost_outside(frame: FrameType | None) -> FrameType | None:
