@@ -130,6 +130,13 @@ class ModelFile(Foreign):
     sparse_tensor_module_names: Any = None
     checkpoint_parallel_dimensions: Any = None
 
+    def configured(self, *keys: str) -> Any:
+        """What DeepSpeed's JSON says at these keys; None if it says nothing."""
+        value = self.ds_config
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
 
 def client_state(content: Mapping[Any, Any]) -> dict[Any, Any]:
     """What the user gave to ``save_checkpoint``, of a model's file."""

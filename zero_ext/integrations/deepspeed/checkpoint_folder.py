@@ -16,9 +16,7 @@ LATEST = "latest"
 CLIENT_STATE = "client"  # its key in the client_state of checkpoints that this API saves
 _LONGEST_TAG = 255
 _TAG = re.compile(rf"[^/\\\0\n]{{1,{_LONGEST_TAG}}}")
-_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
-_MODEL = re.compile(r"mp_rank_(\d{1,6})_model_states\.pt")
-_MODEL_OF_RANK = re.compile(r"zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt")
+_FILE = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_(model|optim)_states\.pt")
 _ELSEWHERE = {
     "expert_": "experts of a mixture-of-experts model",
     "layer_": "layers that pipeline ranks saved",
@@ -46,7 +44,7 @@ def tag_folder(folder: Path, tag: str | None) -> Path:
         raise CheckpointError(f"{folder}: no such folder")
     source = "tag"
     if tag is None:
-        if is_own(folder) or any(_OPTIMIZER.fullmatch(entry.name) for entry in folder.iterdir()):
+        if is_own(folder) or any(_FILE.fullmatch(entry.name) for entry in folder.iterdir()):
             return folder
         latest = folder / LATEST
         source = str(latest)
@@ -94,49 +92,40 @@ def find_files(path: Path) -> CheckpointFiles:
                     f"{path / name}: holds {what}, which cannot be imported; only data-parallel checkpoints "
                     "of ZeRO stages 1 to 3 can"
                 )
-    optimizer = _by_rank(path, names, _OPTIMIZER)
+    found: dict[str, dict[int, Path]] = {"optim": {}, "model": {}, "whole model": {}}
+    for match in filter(None, map(_FILE.fullmatch, names)):
+        kind, rank = match[3] if match[1] else f"whole {match[3]}", int(match[1] or 0)
+        if int(match[2]):
+            raise CheckpointError(f"{path / match[0]}: of a tensor-parallel run, which cannot be imported")
+        if rank in found.get(kind, ()):
+            raise CheckpointError(f"{path}: {found[kind][rank].name} and {match[0]} are both of rank {rank}")
+        found.setdefault(kind, {})[rank] = path / match[0]
+    optimizer = _in_order(path, found["optim"])
     if not optimizer:
         raise CheckpointError(
             f"{path}: no '*_optim_states.pt' files; a checkpoint of ZeRO stages 1 to 3 has one for each rank"
         )
-    partitioned = _by_rank(path, names, _MODEL_OF_RANK)
-    whole = [name for name in names if _MODEL.fullmatch(name)]
+    partitioned, whole = _in_order(path, found["model"]), tuple(found["whole model"].values())
     if bool(partitioned) == bool(whole):
         raise CheckpointError(
             f"{path}: has {len(whole)} files 'mp_rank_*_model_states.pt' (stages 1 and 2) and "
             f"{len(partitioned)} files 'zero_pp_rank_*_model_states.pt' (stage 3); files of one kind wanted. "
             "Was one checkpoint written over another, or is it incomplete?"
         )
-    if len(whole) > 1 or (whole and whole != ["mp_rank_00_model_states.pt"]):
-        raise CheckpointError(f"{path}: {whole[-1]} is of a tensor-parallel run, which cannot be imported")
-    model = partitioned or (path / whole[0],)
     if partitioned and len(partitioned) != len(optimizer):
         raise CheckpointError(
             f"{path}: {len(optimizer)} ranks have optimizer files and {len(partitioned)} model files; "
             "a rank's save is missing"
         )
-    return CheckpointFiles(path, optimizer, model, bool(partitioned))
+    return CheckpointFiles(path, optimizer, partitioned or whole, bool(partitioned))
 
 
-def _by_rank(path: Path, names: list[str], pattern: re.Pattern[str]) -> tuple[Path, ...]:
-    """The files that match, in rank order; all ranks from 0 on have to be there once."""
-    found: dict[int, Path] = {}
-    for name in names:
-        match = pattern.fullmatch(name)
-        if match is None:
-            continue
-        rank, model_rank = int(match[1]), int(match[2])
-        if model_rank:
-            raise CheckpointError(
-                f"{path / name}: of tensor-parallel rank {model_rank}; such runs cannot be imported"
-            )
-        if rank in found:
-            raise CheckpointError(f"{path}: {found[rank].name} and {name} are both of rank {rank}")
-        found[rank] = path / name
-    missing = [rank for rank in range(len(found)) if rank not in found]
-    if missing:
+def _in_order(path: Path, found: dict[int, Path]) -> tuple[Path, ...]:
+    """The files of all ranks, each of which has to be there."""
+    missing = next((rank for rank in range(len(found)) if rank not in found), None)
+    if missing is not None:
         raise CheckpointError(
             f"{path}: {len(found)} files like {next(iter(found.values())).name}, the highest of rank "
-            f"{max(found)}; that of rank {missing[0]} is missing"
+            f"{max(found)}; that of rank {missing} is missing"
         )
     return tuple(found[rank] for rank in range(len(found)))

@@ -180,7 +180,13 @@ def _write(
                 if progress is not None:
                     progress(rank + 1, checkpoint.world_size)
             whole = manifest.model_copy(update={"files": files, "pieces": records})
-            _check(whole, checkpoint)
+            try:
+                check_cover(whole)
+                check_disjoint_bytes(whole)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{checkpoint.files.path}: changed while it was read: {error}"
+                ) from None
             storage.write_file(folder / MANIFEST_NAME, encode_manifest(whole))
             storage.sync_directory(folder)
             directory.commit(storage, manifest.step)
@@ -197,11 +203,3 @@ def _pieces(checkpoint: DeepSpeedCheckpoint, rank: int) -> Iterator[ShardPiece]:
         for part in entry.fragments:
             for kind, values in tensors.runs(name, entry, part) if part.rank == rank else ():
                 yield ShardPiece(kind, name, part.start, values)
-
-
-def _check(manifest: Manifest, checkpoint: DeepSpeedCheckpoint) -> None:
-    try:
-        check_cover(manifest)
-        check_disjoint_bytes(manifest)
-    except ValueError as error:
-        raise CheckpointError(f"{checkpoint.files.path}: changed while it was read: {error}") from None

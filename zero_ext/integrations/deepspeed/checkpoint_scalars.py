@@ -41,13 +41,10 @@ def _optimizer_class(checkpoint: DeepSpeedCheckpoint) -> str:
     marks = {group.get("decoupled_weight_decay") for group in checkpoint.first.groups}
     if marks in ({True}, {False}):
         return "AdamW" if marks == {True} else "Adam"
-    config = checkpoint.model.ds_config
-    section = config.get("optimizer") if isinstance(config, dict) else None
-    kind = section.get("type") if isinstance(section, dict) else None
-    settings = section.get("params") if isinstance(section, dict) else None
+    kind = checkpoint.model.configured("optimizer", "type")
     if isinstance(kind, str) and kind.lower() in ("adam", "adamw"):
-        decoupled = not isinstance(settings, dict) or settings.get("adam_w_mode", True)
-        return "AdamW" if kind.lower() == "adamw" or decoupled else "Adam"
+        coupled = checkpoint.model.configured("optimizer", "params", "adam_w_mode") is False
+        return "Adam" if kind.lower() == "adam" and coupled else "AdamW"
     kinds = sorted({key for moments in checkpoint.first.moments for key in moments})
     raise CheckpointError(
         f"{checkpoint.first.path}: does not tell the class of its optimizer (its state is {kinds}, the "

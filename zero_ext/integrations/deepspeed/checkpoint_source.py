@@ -65,27 +65,31 @@ class DeepSpeedCheckpoint:
 
     def rank(self, rank: int) -> RankTensors:
         """The tensors of one rank, mapped from its files."""
-        return RankTensors(read_rank(self.files.optimizer[rank]), self._frozen_values(rank))
+        return RankTensors(read_rank(self.files.optimizer[rank]), self.frozen_values(rank))
 
-    def _frozen_values(self, rank: int) -> dict[str, torch.Tensor]:
-        """The elements of the frozen parameters that lie with ``rank``, each 1-D; padding is left out. Each
-        rank has one fragment of a parameter at most."""
-        wanted = {
-            name: part.numel
-            for name, entry in self.parameters.items()
-            for part in entry.fragments
-            if entry.group is None and part.rank == rank
-        }
-        if not wanted:
+    def frozen_values(self, rank: int) -> dict[str, torch.Tensor]:
+        """The elements of the frozen parameters that lie with ``rank``, each 1-D; padding is left out.
+
+        Each rank has one fragment of a parameter at most. CheckpointError if its file is of another step.
+        """
+        if rank >= len(self.files.model):
             return {}
         path = self.files.model[rank]
-        table = _frozen_table(self.files, ModelFile.of(read_pickled(path), path))
-        found = {}
-        for name, numel in wanted.items():
-            value = stored_tensor(table, name, path).detach().contiguous().reshape(-1)
-            if value.numel() < numel:
-                raise damaged(path, name, f"has {value.numel()} elements, expected {numel}")
-            found[name] = value[:numel]
+        model = ModelFile.of(read_pickled(path), path)
+        if model.global_steps != self.model.global_steps:
+            raise CheckpointError(
+                f"{path}: of step {model.global_steps}, {self.files.model[0].name} of step "
+                f"{self.model.global_steps}: files of two checkpoints are mixed"
+            )
+        table, found = _frozen_table(self.files, model), {}
+        for name, entry in self.parameters.items():
+            for part in entry.fragments if entry.group is None else ():
+                if part.rank != rank:
+                    continue
+                value = stored_tensor(table, name, path).detach().contiguous().reshape(-1)
+                if value.numel() < part.numel:
+                    raise damaged(path, name, f"has {value.numel()} elements, expected {part.numel}")
+                found[name] = value[: part.numel]
         return found
 
 
@@ -132,7 +136,7 @@ def open_checkpoint(files: CheckpointFiles) -> DeepSpeedCheckpoint:
         slices.append(state.file.param_slice_mappings)
     trained = _trained(first, model, files.model[0], sizes)
     # With round_robin_gradients DeepSpeed notes the addresses that parameters would have without it.
-    told = not _round_robin(model)
+    told = model.configured("zero_optimization", "round_robin_gradients") is not True
     for rank, table in enumerate(slices):
         if table is not None and told:
             _check_slices(files, rank, table, trained)
@@ -149,7 +153,7 @@ def open_checkpoint(files: CheckpointFiles) -> DeepSpeedCheckpoint:
             aliases[own] = (*aliases.get(own, ()), name)
     found = DeepSpeedCheckpoint(files, first, parameters, aliases, buffers, model, client_state(content))
     for rank in range(len(files.model)):
-        _check_model(found, rank)
+        found.frozen_values(rank)
     return found
 
 
@@ -171,18 +175,6 @@ def _check_readable(content: Mapping[Any, Any], files: CheckpointFiles) -> None:
         value = content.get(key)
         if value is not None and not (type(value) is int and value == 1):
             raise CheckpointError(f"{files.model[0]}: {key}: a checkpoint {what} cannot be imported")
-
-
-def _check_model(checkpoint: DeepSpeedCheckpoint, rank: int) -> None:
-    """A further rank's model file is of the same step, and has its part of the frozen parameters."""
-    path, wanted = checkpoint.files.model[rank], checkpoint.model.global_steps
-    steps = ModelFile.of(read_pickled(path), path).global_steps
-    if steps != wanted:
-        raise CheckpointError(
-            f"{path}: of step {steps}, {checkpoint.files.model[0].name} of step {wanted}: files of two "
-            "checkpoints are mixed"
-        )
-    checkpoint._frozen_values(rank)
 
 
 def _check_same(first: RankState, state: RankState) -> None:
@@ -220,11 +212,6 @@ def _trained(
             dtype = stored_tensor(model.module, name, path).dtype if here else torch.float32
             found[name] = StoredParameter(shapes[name], dtype, group, tuple(parts))
     return found
-
-
-def _round_robin(model: ModelFile) -> bool:
-    section = model.ds_config.get("zero_optimization") if isinstance(model.ds_config, dict) else None
-    return isinstance(section, dict) and section.get("round_robin_gradients") is True
 
 
 def _check_slices(

@@ -6,9 +6,8 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from zero_ext.checkpoint.export import stored_weights
 from zero_ext.checkpoint.inspect import open_checkpoint
 from zero_ext.checkpoint.named_state import decode
 from zero_ext.checkpoint.weight_files import LazyTensor, write_weights
+from zero_ext.config.quantities import bytes_of
 from zero_ext.integrations.deepspeed.checkpoint_folder import CLIENT_STATE, find_files, is_own, tag_folder
 from zero_ext.integrations.deepspeed.checkpoint_import import read_checkpoint
 from zero_ext.integrations.deepspeed.checkpoint_source import DeepSpeedCheckpoint, StoredParameter
@@ -40,8 +40,6 @@ from zero_ext.integrations.deepspeed.checkpoint_weights import main
 if __name__ == "__main__":
     main()
 '''
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _UNLIMITED = 1 << 62
 _SHORT_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _MOST_NAMES_SHOWN = 5
@@ -236,12 +234,8 @@ def _weights_of(checkpoint: DeepSpeedCheckpoint) -> dict[str, LazyTensor]:
         for name, entry in checkpoint.parameters.items()
     }
     for name, buffer in checkpoint.buffers.items():
-        found[name] = LazyTensor(buffer.shape, buffer.dtype, partial(_whole, buffer))
+        found[name] = LazyTensor(buffer.shape, buffer.dtype, partial(iter, (buffer,)))
     return found
-
-
-def _whole(buffer: torch.Tensor) -> Iterable[torch.Tensor]:
-    return (buffer,)
 
 
 def _is_prepared(model: nn.Module) -> bool:
@@ -261,17 +255,12 @@ def _dtype_of(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def _bytes_of(size: str | int | None) -> int:
-    if size is None:
-        return _UNLIMITED
-    if type(size) is int and size > 0:
-        return size
-    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-    if found is None or float(found[1]) <= 0:
+    limit = _UNLIMITED if size is None else bytes_of(str(size), "max_shard_size")
+    if limit < 1:
         raise ValueError(
-            f"max_shard_size is {size!r}; give bytes, or a number with a unit like '5GB', '500MiB'"
+            f"max_shard_size: expected at least one byte, got {size!r}. Give '5GB', for example."
         )
-    base = 1024 if found[3] else 1000
-    return max(1, int(float(found[1]) * base ** _POWERS[found[2].upper()]))
+    return limit
 
 
 __getattr__ = names_of("deepspeed.utils.zero_to_fp32")
