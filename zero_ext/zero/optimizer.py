@@ -44,6 +44,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._last_skipped
 
     @property
+    def overflow(self) -> bool:
+        """``step_was_skipped`` by the name that Accelerate reads from DeepSpeed's optimizers."""
+        return self._last_skipped
+
+    @property
     def taken_back_steps(self) -> int:
         """Steps whose updates were made in backward and taken back, since gradients had to be clipped or had
         overflowed (``offload.step`` "in_backward")."""

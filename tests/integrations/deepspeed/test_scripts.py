@@ -180,18 +180,3 @@ def test_an_unmodified_trainer_script(tmp_path: Path) -> None:
     with torch.no_grad():
         logits = saved(input_ids=probe).logits
     torch.testing.assert_close(logits, torch.tensor(ours["logits"]), rtol=1e-6, atol=1e-7)
-
-
-def test_an_unmodified_accelerate_script(tmp_path: Path) -> None:
-    # Accelerate fills in less than the Trainer does.
-    optimizer = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    config = {**HUGGING_FACE_JSON, "optimizer": optimizer, "zero_optimization": zero}
-    del config["bf16"], config["fp16"]
-    under_look_alike("accelerated.py", tmp_path, **environment_of(tmp_path / "config.json", config))
-    found = found_in(tmp_path)
-    assert found["engine"].startswith("zero_ext.") and found["type"] == "DEEPSPEED"
-    assert found["unwrapped"] == "Sequential"
-    assert found["again"] == found["after"]
-    assert found["losses"][-1] < found["losses"][0]
-    assert found["shapes"]["0.weight"] == [24, 12]
