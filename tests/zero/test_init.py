@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -313,14 +314,31 @@ def test_a_born_model_trains_like_a_plain_one(world: World) -> None:
 
 
 @on_ranks(2)
+def test_a_copy_before_prepare_is_an_ordinary_module(world: World) -> None:
+    torch.manual_seed(world.seed)
+    plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+    for around in (contextlib.nullcontext, zero_ext.gathered):
+        with zero_ext.Init(process_group=world.group):
+            model = nn.Sequential(*map(copy.deepcopy, plain))
+            model.tied = model[0]
+        with around(model):
+            copied = copy.deepcopy(model)
+        assert copied.tied is copied[0]
+        for name, value in plain.named_parameters():
+            found = copied.get_parameter(name)
+            assert type(found) is nn.Parameter and found.requires_grad and torch.equal(found, value)
+        pickle.dumps(copied)
+
+
+@on_ranks(2)
 def test_misuse_between_init_and_prepare(world: World) -> None:
     def born(make: Callable[[], nn.Module]) -> nn.Module:
         with zero_ext.Init(process_group=world.group):
             return make()
 
     model = born(lambda: nn.Linear(3, 1))
-    with pytest.raises(RuntimeError, match=r"from zero_ext.Init cannot be copied or pickled before"):
-        copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match=r"from zero_ext.Init cannot be pickled: this rank holds only"):
+        pickle.dumps(model)
     torch.manual_seed(world.rank)
     with pytest.raises(RuntimeError, match="expected the same value on all ranks"):
         nn.init.normal_(model.weight)

@@ -17,7 +17,7 @@ from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.offload import STORAGE_ALIGNMENT, Birthplace, ShardHome
-from zero_ext.zero.born import BornShard, refuse_copies, set_born
+from zero_ext.zero.born import BornShard, refuse_pickling, set_born
 from zero_ext.zero.construction import accelerator_or_cpu
 from zero_ext.zero.layout import ALIGNMENT_BYTES, FlatLayout, ParameterSpec
 from zero_ext.zero.together import FailedTogether, together
@@ -185,7 +185,7 @@ def _born(
     born = BornShard(spec, cut, home, collectives)
     parameter = nn.Parameter(born.placeholder, requires_grad=tensor.requires_grad)
     set_born(parameter, born)
-    refuse_copies(parameter)
+    refuse_pickling(parameter)
     return parameter, _Target(begin, own, spec.dtype, home)
 
 

@@ -22,7 +22,7 @@ from zero_ext.zero.released import ParameterFacts, release_to, restore_class
 from zero_ext.zero.together import refuse_different_writes, together
 
 ATTRIBUTE = "_zero_ext_born_shard"
-GUARDED = ("__deepcopy__", "__reduce_ex__", "share_memory_")
+GUARDED = ("__reduce_ex__", "share_memory_")
 # What is on its way at a time between the ranks, and between memory and storage, all ranks' parts together.
 PIECE_BYTES = 16 << 20
 
@@ -135,7 +135,7 @@ class BornShard:
         _fill(self.home, flat[begin:end])
 
     def detach_from(self, parameter: nn.Parameter) -> None:
-        """Leaves ``parameter`` to itself, until :func:`set_born` gives it back; the refusal of copies
+        """Leaves ``parameter`` to itself, until :func:`set_born` gives it back; the refusal of pickling
         stays."""
         restore_class(parameter)
         vars(parameter).pop(ATTRIBUTE, None)
@@ -209,7 +209,7 @@ def leave_init(parameter: nn.Parameter) -> None:
     born = born_shard(parameter)
     if born is not None:
         release_to(parameter, _BornAccess(born))
-        refuse_copies(parameter)
+        refuse_pickling(parameter)
 
 
 class _BornAccess:
@@ -240,13 +240,13 @@ class _BornAccess:
             )
 
 
-def refuse_copies(parameter: nn.Parameter) -> None:
-    """Makes ``deepcopy``, pickling and ``share_memory_`` of a parameter sharded at birth an error."""
+def refuse_pickling(parameter: nn.Parameter) -> None:
+    """Makes pickling and ``share_memory_`` of a parameter sharded at birth an error."""
 
     def refuse(*_: object) -> Any:
         raise RuntimeError(
-            "a parameter from zero_ext.Init cannot be copied or pickled before zero_ext.prepare: this rank "
-            "holds only a part of it. Copy inside 'with zero_ext.Init(...)', or call zero_ext.prepare first."
+            "a parameter from zero_ext.Init cannot be pickled: this rank holds only a part of it. Pickle "
+            "copy.deepcopy(parameter), made on all ranks."
         )
 
     for name in GUARDED:
