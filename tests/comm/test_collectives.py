@@ -136,17 +136,6 @@ def test_a_dead_peer_is_an_error_at_once() -> None:
         pool.close()
 
 
-def test_a_group_of_another_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.distributed as dist
-
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: "mpi")
-    with pytest.raises(ValueError, match="backend 'mpi': CPU tensors need 'gloo'"):
-        make_collectives(object(), 1.0)  # type: ignore[arg-type]
-
-
 @on_ranks(2, 3)
 @pytest.mark.parametrize("dtype", ["int64", "int32", "float32", "float64"])
 def test_sums_are_added_in_rank_order_at_any_size(world: World, dtype: str) -> None:

@@ -85,13 +85,13 @@ def nccl_exchange(
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = datetime.timedelta(seconds=timeout_seconds)
-    with nan_check(checks_nan):
+    with _nan_check(checks_nan):
         backend = dist.ProcessGroupNCCL(store, rank, world_size, options)
     return BackendExchange(backend, sums)
 
 
 @contextlib.contextmanager
-def nan_check(checks: bool) -> Iterator[None]:
+def _nan_check(checks: bool) -> Iterator[None]:
     """NCCL's process groups that are made inside look for NaN in what is sent, or do not, unless the
     environment says something else. Those made later do not inherit it: among gradients there may be NaN."""
     if _NAN_CHECK in os.environ:

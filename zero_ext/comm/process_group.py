@@ -22,7 +22,6 @@ from zero_ext.comm import (
     StagedExchange,
     WireLog,
     fastest_exchange,
-    nan_check,
     nccl_exchange,
 )
 from zero_ext.comm.exchange import Message, Waitable
@@ -41,8 +40,8 @@ def join_world(timeout_seconds: float) -> None:
     """Starts torch.distributed if a launcher (torchrun) set the environment and nobody did yet: with gloo,
     and NCCL beside it where there is CUDA.
 
-    NCCL then ends a job whose ranks wait for each other longer than ``timeout_seconds``, and one that sends
-    NaN, unless the environment says something else.
+    NCCL then ends a job whose ranks wait for each other longer than ``timeout_seconds``, unless the
+    environment says something else.
     """
     if not dist.is_available() or dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
@@ -50,8 +49,7 @@ def join_world(timeout_seconds: float) -> None:
     if torch.cuda.is_available() and dist.is_nccl_available():
         backend = "cpu:gloo,cuda:nccl"
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    with nan_check(True):
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_seconds))
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_seconds))
 
 
 def make_collectives(
@@ -68,9 +66,9 @@ def make_collectives(
 
     Without torch.distributed, one rank. ``reduction`` "backend" lets NCCL add gradients up; ``checks_nan``
     lets it look for NaN among gathered values. ``ranks_per_node``: how many consecutive ranks share a node,
-    by default what a launcher said. Raises ``ValueError`` for a group whose backends serve neither
-    the device nor host memory, for more ranks than can be added in rank order, and for nodes that the ranks
-    do not fill.
+    by default what a launcher said. Only the group's ranks and its store are used, so it may have any
+    backend. Raises ``ValueError`` for more ranks than can be added in rank order, and for nodes that the
+    ranks do not fill.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return alone(ranks_per_node)
@@ -101,8 +99,7 @@ def make_collectives(
         )
     # Not dist.new_group: its local names differ between ranks that belong to different numbers of groups, and
     # it keeps every group for the life of the process.
-    name = _shared_name(parent, device if way == "nccl" else CPU)
-    store = dist.PrefixStore(name, parent.get_group_store())
+    store = _own_store(parent, rank, timeout_seconds)
     recorder = FlightRecorder(rank, dist.PrefixStore("records", store))
     made = _Connections(store, rank, world_size, timeout_seconds, device)
     gathers = made.exchange("gathers", way, False, checks_nan)
@@ -156,20 +153,23 @@ def _way(offered: str, device: torch.device) -> _Way:
     """How tensors on ``device`` travel between the ranks of a group with the backends ``offered``."""
     if "fake" in offered:
         return "fake"
-    if device.type == "cuda" and "nccl" in offered:
-        return "nccl"
-    if "gloo" not in offered:
-        wanted = "'cpu:gloo,cuda:nccl' or 'nccl'" if device.type == "cuda" else "'gloo' (or 'cpu:gloo,...')"
-        tensors = "CPU tensors" if device.type == "cpu" else f"tensors on {device}"
-        raise ValueError(f"process group backend '{offered}': {tensors} need {wanted}")
-    return "host" if device.type == "cpu" else "staged"
+    if device.type == "cpu":
+        return "host"
+    return "nccl" if device.type == "cuda" and "nccl" in offered else "staged"
 
 
-def _shared_name(parent: dist.ProcessGroup, device: torch.device) -> str:
-    """A name that no other engine has, the same on all ranks of ``parent``, which serves ``device``."""
-    name = torch.tensor([uuid.uuid4().int >> 65], dtype=torch.int64, device=device)
-    dist.broadcast(name, group=parent, group_src=0)
-    return f"zero_ext/{int(name):x}"
+def _own_store(parent: dist.ProcessGroup, rank: int, timeout_seconds: float) -> dist.Store:
+    """A part of the store of ``parent`` that no other engine has, the same on all of its ranks.
+
+    Rank 0 names it. The name goes through the store, as the group's backend may serve no tensor that is here.
+    """
+    shared = dist.PrefixStore("zero_ext", parent.get_group_store())
+    number = shared.add(f"made by {rank}", 1)
+    if rank == 0:
+        shared.set(f"name {number}", uuid.uuid4().hex)
+    key = f"name {number}"
+    shared.wait([key], datetime.timedelta(seconds=timeout_seconds))
+    return dist.PrefixStore(shared.get(key).decode(), shared)
 
 
 def alone(ranks_per_node: int | None = None) -> Collectives:
