@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -11,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[3]
 RUN = [sys.executable, "-m", "zero_ext.cli", "run", "--standalone", "--nproc-per-node", "2"]
 SECONDS = 600
+SOURCES = ("argument", "environment", "launch")
 
 
 def launch(arguments: list[object], **environment: object) -> None:
@@ -142,41 +145,108 @@ HUGGING_FACE_JSON: dict[str, Any] = {
     "steps_per_print": 2000,
     "wall_clock_breakdown": False,
 }
+# torch's: the real one would have to compile its own.
+TORCH_ADAMW = {
+    "optimizer": {
+        "type": "AdamW",
+        "params": {**HUGGING_FACE_JSON["optimizer"]["params"], "torch_adam": True},
+    }
+}
 
 
-def environment_of(path: Path, config: dict[str, Any]) -> dict[str, object]:
+def environment_of(path: Path, config: dict[str, Any]) -> dict[str, str]:
     path.write_text(json.dumps(config))
     return {
         "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": path,
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path),
         "ACCELERATE_MIXED_PRECISION": "no",
     }
 
 
-def test_an_unmodified_trainer_script(tmp_path: Path) -> None:
+def trainer_cases(folder: Path) -> dict[str, dict[str, Any]]:
+    """Each way to give the JSON at each stage, and each way to make the model beside each of both."""
+    models = ("constructor", "from_config", "from_pretrained")
+    cases: dict[str, dict[str, Any]] = {}
+    for number, (source, stage) in enumerate(itertools.product(SOURCES, range(4))):
+        config = trainer_config(stage)
+        path = folder / f"{source}-{stage}.json"
+        path.write_text(json.dumps(config))
+        case: dict[str, Any] = {"arguments": {}, "environment": {}}
+        if source == "argument":
+            case["arguments"]["deepspeed"] = config if stage % 2 else str(path)
+        elif source == "environment":
+            case["environment"] = environment_of(path, config | TORCH_ADAMW)
+        else:
+            case["environment"] = launched_environment(stage)
+        cases[f"{source}-{stage}"] = {**case, "model": models[(number + number // 4) % 3]}
+    return cases
+
+
+def trainer_config(stage: int) -> dict[str, Any]:
+    config = {key: value for key, value in HUGGING_FACE_JSON.items() if key != "optimizer"}
+    return config if stage == 3 else config | {"zero_optimization": {"stage": stage}}
+
+
+def launched_environment(stage: int) -> dict[str, str]:
+    """What 'accelerate launch' makes of a configuration file without a JSON."""
+    third = str(stage == 3).lower()
+    plugin = {
+        "ZERO_STAGE": str(stage),
+        "OFFLOAD_OPTIMIZER_DEVICE": "none",
+        "OFFLOAD_PARAM_DEVICE": "none",
+        "ZERO3_INIT": third,
+        "ZERO3_SAVE_16BIT_MODEL": third,
+    }
+    return {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_MIXED_PRECISION": "no",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.7",
+        **{f"ACCELERATE_DEEPSPEED_{name}": value for name, value in plugin.items()},
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which ``real`` and ``ours`` hold what the script left under each of the two."""
+    folder = tmp_path_factory.mktemp("trainer")
     torch.manual_seed(0)
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(tmp_path / "start")
-    # The real one would have to compile its AdamW; given none it trains with Hugging Face's.
-    without_optimizer = {key: value for key, value in HUGGING_FACE_JSON.items() if key != "optimizer"}
-    cases = (("real", under_real, without_optimizer), ("ours", under_look_alike, HUGGING_FACE_JSON))
-    for name, run, config in cases:
-        (tmp_path / name).mkdir()
-        variables = environment_of(tmp_path / f"{name}.json", config)
-        run("trainer.py", tmp_path / "start", tmp_path / name, **variables)
-    real, ours = found_in(tmp_path / "real"), found_in(tmp_path / "ours")
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(folder / "start")
+    (folder / "cases.json").write_text(json.dumps(trainer_cases(folder)))
+    for name, run in (("real", under_real), ("ours", under_look_alike)):
+        (folder / name).mkdir()
+        run("trainer.py", folder / "cases.json", folder / "start", folder / name, HF_HUB_OFFLINE=1)
+    return folder
+
+
+def files_below(folder: Path) -> set[str]:
+    """Names of all files but those in the folders of DeepSpeed's checkpoints, whose format is its own."""
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    return {name for name in names if "/global_step" not in name}
+
+
+@pytest.mark.parametrize("name", [f"{source}-{stage}" for source in SOURCES for stage in range(4)])
+def test_an_unmodified_trainer_script(trained: Path, name: str) -> None:
+    real, ours = (found_in(trained / each)[name] for each in ("real", "ours"))
     assert real["engine"].startswith("deepspeed.") and ours["engine"].startswith("zero_ext.")
-    assert len(ours["losses"]) == 6
-    torch.testing.assert_close(torch.tensor(ours["losses"]), torch.tensor(real["losses"]), rtol=1e-5, atol=0)
-    torch.testing.assert_close(
-        torch.tensor(ours["logits"]), torch.tensor(real["logits"]), rtol=1e-3, atol=1e-5
-    )
+    assert len(ours["history"]) == 3
+    for own, theirs in zip(ours["history"], real["history"], strict=True):
+        assert own[:2] == pytest.approx(theirs[:2], rel=1e-5)
+        if theirs[2] is not None:  # without ZeRO DeepSpeed's engine gives no norm
+            assert own[2] == pytest.approx(theirs[2], rel=1e-5)
     assert ours["eval"] == pytest.approx(real["eval"], rel=1e-5)
     assert ours["generated"] == real["generated"]
-    assert ours["resumed"] == ours["losses"]  # of which the first four come from the checkpoint
-    saved = LlamaForCausalLM.from_pretrained(tmp_path / "ours" / "saved")
-    probe = torch.tensor(ours["generated"])[:, :16]
-    with torch.no_grad():
-        logits = saved(input_ids=probe).logits
-    torch.testing.assert_close(logits, torch.tensor(ours["logits"]), rtol=1e-6, atol=1e-7)
+    assert ours["resumed"] == ours["history"]  # of which the first two come from the checkpoint
+    wanted = load_file(trained / "real" / name / "saved" / "model.safetensors")
+    out = trained / "ours" / name
+    for folder in ("saved", "pretrained", "resumed", "hub/me/trainer", "hub/me/model"):
+        written = load_file(out / folder / "model.safetensors")
+        torch.testing.assert_close({folder: written}, {folder: wanted}, rtol=1e-5, atol=1e-6)
+    for folder in ("saved", "pretrained", "hub"):
+        assert files_below(out / folder) == files_below(trained / "real" / name / folder), folder
+    assert files_below(out / "run") >= files_below(trained / "real" / name / "run")
+    plain = LlamaForCausalLM.from_pretrained(out / "saved")
+    probe = torch.tensor(ours["generated"])
+    assert plain.generate(probe[:, :16], max_new_tokens=4, do_sample=False).tolist() == ours["generated"]

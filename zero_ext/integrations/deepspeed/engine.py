@@ -22,6 +22,7 @@ from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
 from zero_ext.integrations.deepspeed.settings import SettingsQuestions
 from zero_ext.integrations.deepspeed.weights_file import write_weights
 from zero_ext.integrations.deepspeed.zero.optimizers import DeepSpeedZeRoOffload
+from zero_ext.integrations.transformers.prepared import bind_methods
 from zero_ext.zero.gathered import full_state_dict
 from zero_ext.zero.lookup import engine_of
 from zero_ext.zero.module import ZeroModule
@@ -69,6 +70,8 @@ class DeepSpeedEngine(SettingsQuestions, ZeroModule):
             _unmanaged_samples=0,
             _applied=False,
         )
+        if self.zero_config.stage == 3:
+            bind_methods(module)
 
     @property
     def global_steps(self) -> int:

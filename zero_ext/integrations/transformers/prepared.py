@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from abc import ABC, abstractmethod
 from typing import Any
@@ -31,15 +32,23 @@ def mark_prepared(model: nn.Module, optimizer: Any) -> None:
     if engine.config.stage == 3 and engine.world_size > 1:
         for module in model.modules():  # each asks for itself
             setattr(module, _RANKS_IN_STEP, True)
-    for name, kind in (("save_pretrained", _SavePretrained), ("resize_token_embeddings", _ResizeTooLate)):
-        if hasattr(model, name):
-            setattr(model, name, kind(model))
+    bind_methods(model)
+
+
+def bind_methods(model: nn.Module) -> None:
+    """Give a sharded ``model`` of transformers or PEFT its ``save_pretrained``, which writes whole weights,
+    and its ``resize_token_embeddings``, which is an error that says what to do."""
+    for kind in (_SavePretrained, _ResizeTooLate):
+        method = getattr(type(model), kind.name, getattr(model, kind.name, None))
+        if method is not None and kind.parameter in inspect.signature(method).parameters:
+            setattr(model, kind.name, kind(model))
 
 
 class _BoundToModel(ABC):
     """A method of a sharded model; on a copy of the model, which is an ordinary one, the class's own."""
 
     name = ""
+    parameter = ""  # by which the method is told from others of its name
 
     def __init__(self, model: nn.Module | None, sharded: bool = True) -> None:
         self._model = weakref.ref(model) if model is not None else lambda: None
@@ -53,7 +62,7 @@ class _BoundToModel(ABC):
         model = self._model()
         if model is None:
             raise AssertionError(f"{self.name} of a deleted model was called")
-        if self._sharded:
+        if self._sharded and is_prepared(model):
             return self._call(model, *args, **kwargs)
         return getattr(type(model), self.name)(model, *args, **kwargs)
 
@@ -66,6 +75,7 @@ class _SavePretrained(_BoundToModel):
     """``save_pretrained`` with the whole weights; all ranks call it, rank 0 writes."""
 
     name = "save_pretrained"
+    parameter = "is_main_process"
 
     def _call(self, model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         if not args and kwargs.get("state_dict") is None:
@@ -79,6 +89,7 @@ class _ResizeTooLate(_BoundToModel):
     """``resize_token_embeddings`` after sharding."""
 
     name = "resize_token_embeddings"
+    parameter = "new_num_tokens"
 
     def _call(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs:
