@@ -294,5 +294,5 @@ def test_what_cannot_be_sharded_is_refused_before_anything_changes(world: World)
     packed = model_of(world.seed)
     if world.rank == 1:
         packed[0].weight.meaning.scale = torch.ones(1, 1)
-    with pytest.raises(RuntimeError, match=r"ranks \[1\] wrap another model"):
+    with pytest.raises(RuntimeError, match=r"Ranks \[1\] differ from rank 0"):
         zero_ext.prepare(packed, None, configuration(3), process_group=world.group)

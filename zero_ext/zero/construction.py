@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,73 +10,18 @@ import torch
 from torch import nn
 
 from zero_ext.comm import Collectives
-from zero_ext.config import CommunicationPolicy, ZeroConfig
+from zero_ext.config import CommunicationPolicy
 from zero_ext.offload import STORAGE_ALIGNMENT, Tiers
 from zero_ext.zero.born import PIECE_BYTES, REBUILD, born_shard, forget_birth
-from zero_ext.zero.expert import expert_ranks
 from zero_ext.zero.heap import trim_heap
 from zero_ext.zero.layout import ALIGNMENT_BYTES, FlatLayout, in_memory_order
 from zero_ext.zero.local_part import local_part
 from zero_ext.zero.master import MasterShard
-from zero_ext.zero.packed import packed_shapes, packed_tensors
+from zero_ext.zero.packed import packed_tensors
 from zero_ext.zero.partition import Owned, UnitPlan
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.postponed import Postponed
 from zero_ext.zero.unit import Unit
-
-
-def check_agreement(owned: Sequence[Owned], config: ZeroConfig, collectives: Collectives) -> None:
-    """Raises ``RuntimeError`` on all ranks if the ranks wrap different models or configurations.
-
-    The message names the ranks that differ from rank 0 and, on those, the first parameter that does. Experts
-    differ by name.
-    """
-    # Each rank may have devices of its own, and write down what it likes.
-    paths = {section: {"nvme_paths"} for section in ("offload", "activation_checkpointing")}
-    lines = [config.model_dump_json(exclude={"aio": True, "monitor": True, **paths})]
-    lines += [
-        json.dumps(
-            [
-                "an expert's" if expert_ranks(item.parameter) else item.spec.name,
-                item.spec.shape,
-                str(item.parameter.dtype),
-                item.parameter.requires_grad,
-                *packed_shapes(item.parameter),
-            ]
-        )
-        for item in owned
-    ]
-    digests = [hashlib.sha256(line.encode()).digest()[:8] for line in lines]
-    own = torch.tensor(
-        [int.from_bytes(digest, "little", signed=True) for digest in digests],
-        dtype=torch.int64,
-        device="cpu",
-    )
-    count = torch.tensor([len(own)], dtype=torch.int64, device="cpu")
-    wanted_count = int(collectives.broadcast_(count.clone(), 0, "agreement on the model").item())
-    wanted = torch.zeros(wanted_count, dtype=torch.int64, device="cpu")
-    wanted = collectives.broadcast_(
-        own.clone() if collectives.rank == 0 else wanted, 0, "agreement on the model"
-    )
-    first = next((i for i in range(min(len(own), len(wanted))) if own[i] != wanted[i]), None)
-    if first is None and len(own) != len(wanted):
-        first = min(len(own), len(wanted))
-    flags = torch.zeros(collectives.world_size, dtype=torch.int64, device="cpu")
-    flags[collectives.rank] = int(first is not None)
-    ranks = collectives.sum_(flags, "agreement on the model").nonzero().flatten().tolist()
-    if not ranks:
-        return
-    if first is None:
-        detail = "look at their messages"
-    elif first == 0:
-        detail = "this rank's configuration differs"
-    else:
-        seen = lines[first] if first < len(lines) else "no further parameter"
-        detail = f"this rank's first difference is parameter number {first - 1}: {seen}"
-    raise RuntimeError(
-        f"rank {collectives.rank}: ranks {ranks} wrap another model or configuration than rank 0; {detail}. "
-        "Every rank must build the same model with the same configuration."
-    )
 
 
 def in_birth_order(owned: Sequence[Owned]) -> list[Owned]:

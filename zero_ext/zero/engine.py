@@ -33,7 +33,7 @@ from zero_ext.zero.on_demand import OnDemandAccess
 from zero_ext.zero.partition import Owned, uses_up_gradients
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.postponed import Postponed
-from zero_ext.zero.reducer import GradientReducer
+from zero_ext.zero.reducer import GradientReducer, Settings
 from zero_ext.zero.residency import Residency
 from zero_ext.zero.state import EngineState, TrainedState
 from zero_ext.zero.step import OptimizerStep
@@ -369,9 +369,9 @@ class Engine:
         self.optimizer_step.refuse_local("reading or changing averaged gradients")
         self._settle_gradients()
 
-    def _settle_gradients(self) -> None:
+    def _settle_gradients(self, settings: Settings | None = None) -> None:
         self.views.follow()
-        self.reducer.settle(reduce=not self.optimizer_step.keeps_local)
+        self.reducer.settle(not self.optimizer_step.keeps_local, settings)
         self._tied.sum_()
         self.norms.forget()  # where a rank holds whole gradients they may have been written to directly
         self.views.publish()
@@ -402,7 +402,7 @@ class Engine:
         self._refuse_early_step()
         self.residency.forget_values()  # what was fetched ahead has the values before the update
         with together_in_model(self.collectives.model):
-            self._settle_gradients()
+            self._settle_gradients(self.optimizer_step)
             stepped = self.optimizer_step.run()
         if stepped and not self.optimizer_step.under_way:
             for gradients in self.reducer.gradients:

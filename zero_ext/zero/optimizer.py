@@ -28,6 +28,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         moments = moments_dtype_named(engine.config.precision.moments_dtype)
         engine.optimizer_step.attach(
             self.param_groups,
+            self.defaults,
             lambda ranges, groups, total: make_stepper(
                 on_other_tensors(optimizer, groups), ranges, moments, elementwise, engine.tiers, total
             ),

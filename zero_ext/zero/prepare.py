@@ -33,7 +33,6 @@ from zero_ext.zero.buffers import move_buffers
 from zero_ext.zero.construction import (
     broadcast_buffers,
     build_unit,
-    check_agreement,
     check_values,
     device_of,
     in_birth_order,
@@ -65,6 +64,7 @@ from zero_ext.zero.partition import (
 from zero_ext.zero.parts_state import PartsState
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.pool_plan import PoolPlan
+from zero_ext.zero.rank_agreement import check_agreement
 from zero_ext.zero.rank_groups import RankGroups, rank_groups
 from zero_ext.zero.tie import tie_of
 from zero_ext.zero.tiling.replace import apply_tiling, plan_tiling
@@ -138,7 +138,7 @@ def prepare(
     check_one_bit_optimizer(optimizer, settings, in_parts)
     if values == "keep":
         check_values(owned)
-    check_agreement(owned, settings, collectives)
+    check_agreement(owned, settings, collectives, optimizer)
     if collectives.model is not None:
         check_agreement((), settings, collectives.model)
         settings = own_settings

@@ -6,6 +6,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -14,6 +15,16 @@ from zero_ext.config.events import Bus, ReduceEvent
 from zero_ext.config.pace import HOMES_UNDER_WAY, REDUCTIONS_IN_FLIGHT
 from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.together import together
+
+
+class Settings(Protocol):
+    """What all ranks have to make a step with."""
+
+    def checksum(self) -> int:
+        """Return a number from 1 to 2**20 - 1 that is the same where the settings are."""
+
+    def refuse_different(self) -> None:
+        """Raise ``RuntimeError`` on all ranks and name the first setting that differs; a collective."""
 
 
 class GradientReducer:
@@ -78,16 +89,17 @@ class GradientReducer:
         self._next = 0
         self._passed.clear()
 
-    def settle(self, reduce: bool = True) -> bool:
+    def settle(self, reduce: bool = True, settings: Settings | None = None) -> bool:
         """Before gradients are read, on all ranks: reduces whatever any rank still holds locally, unless
-        ``reduce`` is False.
+        ``reduce`` is False, and compares the ``settings`` of a step.
 
         Afterwards ``contributed`` names the parameters that got a gradient on any rank. Returns whether these
         were the same on every rank before. Raises :class:`FailedTogether` on all ranks where gradients on
-        NVMe are lost on one, and ``RuntimeError`` on all where :meth:`note_edit` differed between them.
+        NVMe are lost on one, and ``RuntimeError`` on all where :meth:`note_edit` or the settings differed
+        between them.
         """
         self.settled = True
-        alike = self._settle(reduce)
+        alike = self._settle(reduce, settings)
         if any(gradients.home.tier == "nvme" for gradients in self.gradients):
             together(
                 self._collectives,
@@ -103,15 +115,16 @@ class GradientReducer:
             if gradients.home.failure is not None:
                 raise gradients.home.failure
 
-    def _settle(self, reduce: bool) -> bool:
+    def _settle(self, reduce: bool, settings: Settings | None) -> bool:
         if self._collectives.world_size == 1:
             for gradients in self.gradients:
                 if gradients.has_local:
                     self._start(gradients)
             self._drain()
             return True
-        checksum = self._edits % (1 << 20)
-        flags = [checksum, checksum**2]
+        edits = self._edits % (1 << 20)
+        steps_by = 0 if settings is None else settings.checksum()
+        flags = [edits, edits**2, steps_by, steps_by**2]
         flags += [int(gradients.has_local) for gradients in self.gradients]
         for gradients in self.gradients:
             flags += [int(i in gradients.contributed) for i in range(len(gradients.unit.parameters))]
@@ -119,7 +132,11 @@ class GradientReducer:
             torch.tensor(flags, dtype=torch.int64, device="cpu"), "agreement on gradients"
         ).tolist()
         self._refuse_different_edits(*agreed[:2])
-        del agreed[:2]
+        total, squares = agreed[2:4]
+        # Alike, or the other ranks are simulated and answer nothing.
+        if settings is not None and total**2 not in (self._collectives.world_size * squares, squares):
+            settings.refuse_different()
+        del agreed[:4]
         position = len(self.gradients)
         alike = all(ranks in (0, self._collectives.world_size) for ranks in agreed[position:])
         for leftover, gradients in zip(agreed, self.gradients, strict=False):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from zero_ext.zero.layout import Overlap
 from zero_ext.zero.loss_scaler import LossScaler
 from zero_ext.zero.master import MasterShard
 from zero_ext.zero.norms import GradientNorms
+from zero_ext.zero.rank_agreement import Hyperparameters, refuse_different_facts
 from zero_ext.zero.together import FailedTogether, together
 from zero_ext.zero.unit import Unit
 from zero_ext.zero.update import MIXTURE, AfterBackward, any_stored, settings_of
@@ -64,14 +65,21 @@ class OptimizerStep:
         self.stepper: Stepper | None = None
         self.updates: AfterBackward | None = None
         self.groups: Groups = []
+        self._hyperparameters = Hyperparameters((), ())
         self.steps = 0
         self.skipped_steps = 0
         self.grad_norm: float | None = None
         self.damage: str | None = None
 
-    def attach(self, groups: Groups, make: Callable[[list[OwnedRange], Groups, Total], Stepper]) -> None:
-        """Gives every master shard its optimizer; ``groups`` are the live param groups of the user's, and
-        ``make`` is given those that the stepper is to read, and how it learns what all ranks have."""
+    def attach(
+        self,
+        groups: Groups,
+        names: Iterable[str],
+        make: Callable[[list[OwnedRange], Groups, Total], Stepper],
+    ) -> None:
+        """Gives every master shard its optimizer; ``groups`` are the live param groups of the user's with the
+        settings ``names``, and ``make`` is given those that the stepper is to read, and how it learns what
+        all ranks have."""
         group_of = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
         ranges = []
         for master in self._masters:
@@ -87,6 +95,7 @@ class OptimizerStep:
                 )
             ranges.append(OwnedRange(master.state, master.step_output, tuple(segments)))
         self.groups = groups
+        self._hyperparameters = Hyperparameters(groups, names)
         settings = settings_of(groups) if self._when == "delayed" else groups
         self.stepper = make(ranges, settings, self._total)
         if self._flag is not None:
@@ -127,6 +136,22 @@ class OptimizerStep:
     def keeps_local(self) -> bool:
         """Whether the next step wants gradients unreduced."""
         return self.updates is not None and self.updates.keeps_local
+
+    def checksum(self) -> int:
+        """Return what is the same on ranks whose param groups have the same settings."""
+        return self._hyperparameters.checksum()
+
+    def refuse_different(self) -> None:
+        """Raise ``RuntimeError`` on all ranks if their param groups have other settings; a collective."""
+        updated = self.updates is not None and self.updates.updated
+        outcome = MIXTURE if updated else "Nothing was updated."
+        advice = f"{outcome} Give all ranks the same value. A scheduler needs a metric that they agree on."
+        try:
+            refuse_different_facts(self._collectives, list(self._hyperparameters.facts()), advice)
+        except RuntimeError as error:
+            if updated:
+                self.damage = str(error)
+            raise
 
     def refuse_local(self, what: str) -> None:
         """Raises ``RuntimeError`` where the next step exchanges signs: averaged gradients do not exist."""
