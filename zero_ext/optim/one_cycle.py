@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from .schedule_base import Rate, Schedule, count, flag, number, rate_of
 
-_SECOND_BETA = 0.99
+SECOND_BETA = 0.99
 
 
 class OneCycle(Schedule):
@@ -83,7 +83,7 @@ class OneCycle(Schedule):
         super().step(epoch)
         if self._cycles_momentum:
             for index, group in enumerate(self.optimizer.param_groups):
-                group["betas"] = (self._beta(index), _SECOND_BETA)
+                group["betas"] = (self._beta(index), SECOND_BETA)
 
     def _learning_rate(self, index: int) -> float:
         low = self._of_group("cycle_min_lr", self._low, index)

@@ -33,11 +33,6 @@ def test_optimizers_are_torchs() -> None:
     assert type(ops.lion.DeepSpeedCPULion(model.parameters())) is zero_ext.Lion
     assert ops.lion.FusedLion(model.parameters()).defaults["betas"] == (0.9, 0.99)
     assert type(ops.adagrad.DeepSpeedCPUAdagrad(model.parameters())) is torch.optim.Adagrad
-    assert ops.adam.OnebitAdam(model.parameters(), freeze_step=7, bias_correction=True).freeze_step == 7
-    assert ops.adam.ZeroOneAdam(model.parameters(), var_freeze_step=9).var_freeze_step == 9
-    assert type(ops.lamb.OnebitLamb(model.parameters(), coeff_beta=0.5)) is zero_ext.OneBitLamb
-    with pytest.raises(DeepSpeedFeatureError, match=r"OnebitAdam\(amsgrad=True\)"):
-        ops.adam.OnebitAdam(model.parameters(), amsgrad=True)
     # Schedulers over the optimizer that was there first keep driving the groups.
     first = torch.optim.AdamW(model.parameters(), lr=0.5)
     second = ops.adam.DeepSpeedCPUAdam(first.param_groups, lr=0.5)

@@ -23,9 +23,10 @@ from zero_ext.integrations.deepspeed.comm import init_distributed
 from zero_ext.integrations.deepspeed.engine import DeepSpeedEngine
 from zero_ext.integrations.deepspeed.initialize import initialize
 from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, names_of
-from zero_ext.integrations.deepspeed.registry import API_VERSION as __version__
+from zero_ext.integrations.deepspeed.registry import names
 from zero_ext.integrations.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-from zero_ext.integrations.deepspeed.utils import OnDevice, log_dist, logger
+from zero_ext.integrations.deepspeed.utils.logging import log_dist, logger
+from zero_ext.integrations.deepspeed.utils.on_device import OnDevice
 
 if TYPE_CHECKING:
     from zero_ext.integrations.deepspeed.pipe.engine import PipelineEngine
@@ -57,10 +58,5 @@ __all__ = [
     "zero",
 ]
 
-__getattr__ = names_of(
-    "deepspeed",
-    {
-        "PipelineEngine": "deepspeed.runtime.pipe.engine",
-        "PipelineModule": "deepspeed.runtime.pipe.module",
-    },
-)
+__version__ = names().version
+__getattr__ = names_of("deepspeed")

@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterable, MutableMapping
+from functools import cache, partial
 from typing import Any
 
 import torch
 
+from zero_ext.integrations.deepspeed.refused import module_for, names_of
 from zero_ext.monitor.memory import resident_bytes
 from zero_ext.zero.construction import accelerator_or_cpu
 
-_MEMORY = (
-    "memory_allocated",
-    "max_memory_allocated",
-    "memory_reserved",
-    "max_memory_reserved",
-    "memory_stats",
-)
+_TENSORS = {
+    f"{kind}Tensor": dtype
+    for kind, dtype in {
+        "BFloat16": torch.bfloat16,
+        "Byte": torch.uint8,
+        "Double": torch.float64,
+        "Float": torch.float32,
+        "Half": torch.float16,
+        "Int": torch.int32,
+        "Long": torch.int64,
+    }.items()
+}
+_MEMORY = {
+    "memory_allocated": "memory_allocated",
+    "max_memory_allocated": "max_memory_allocated",
+    "memory_reserved": "memory_reserved",
+    "max_memory_reserved": "max_memory_reserved",
+    "memory_cached": "memory_reserved",  # what torch called it before
+    "max_memory_cached": "max_memory_reserved",
+    "memory_stats": "memory_stats",
+}
 
 
 class DeepSpeedAccelerator:
@@ -159,10 +174,12 @@ class DeepSpeedAccelerator:
     # -- memory -------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name in _TENSORS:
+            return partial(torch.tensor, dtype=_TENSORS[name], device=self.current_device_name())
         if name not in _MEMORY:
             raise AttributeError(f"the accelerator has no {name!r}; look at docs/deepspeed_api.md")
         if not self._is_cpu:
-            return getattr(self._module, name)
+            return getattr(self._module, _MEMORY[name])
         return lambda device_index=None: {} if name == "memory_stats" else resident_bytes()
 
     def empty_cache(self) -> None:
@@ -175,7 +192,7 @@ class DeepSpeedAccelerator:
         if not self._is_cpu:
             self._module.reset_peak_memory_stats(device_index)
 
-    reset_max_memory_allocated = reset_peak_memory_stats
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of memory in all."""
@@ -207,6 +224,10 @@ class DeepSpeedAccelerator:
         """Whether fp16 computes."""
         return True
 
+    def is_fp64_supported(self) -> bool:
+        """Whether fp64 computes."""
+        return True
+
     def supported_dtypes(self) -> list[torch.dtype]:
         """The dtypes that models may train in."""
         return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
@@ -229,6 +250,29 @@ class DeepSpeedAccelerator:
         """The environment variables that choose devices."""
         return [] if self._is_cpu else ["CUDA_VISIBLE_DEVICES"]
 
+    def set_visible_devices_envs(
+        self, current_env: MutableMapping[str, str], local_accelerator_ids: Iterable[int]
+    ) -> None:
+        """Write the devices to use into an environment."""
+        for name in self.visible_devices_envs():
+            current_env[name] = ",".join(map(str, local_accelerator_ids))
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        """Call ``callback`` when the device is initialized: now on the CPU."""
+        return callback() if self._is_cpu else self._module._lazy_call(callback)
+
+    def get_op_builder(self, class_name: str) -> Any:
+        """The builder of that name in ``deepspeed.ops.op_builder``."""
+        return getattr(module_for("deepspeed.ops.op_builder"), class_name)
+
+    def create_op_builder(self, class_name: str) -> Any:
+        """One of it. Raises ``DeepSpeedFeatureError`` for all but AsyncIOBuilder: nothing has to be built."""
+        return self.get_op_builder(class_name)()
+
+    def op_builder_dir(self) -> str:
+        """The module that has the builders."""
+        return "deepspeed.ops.op_builder"
+
     def is_triton_supported(self) -> bool:
         """Whether Triton compiles for the device."""
         return self.type == "cuda" and torch.cuda.get_device_capability() >= (7, 0)
@@ -241,3 +285,11 @@ class DeepSpeedAccelerator:
 def get_accelerator() -> DeepSpeedAccelerator:
     """The device that models train on here."""
     return DeepSpeedAccelerator(accelerator_or_cpu().type)
+
+
+def is_current_accelerator_supported() -> bool:
+    """True: there is always one, if only the CPU."""
+    return get_accelerator().is_available()
+
+
+__getattr__ = names_of("deepspeed.accelerator")

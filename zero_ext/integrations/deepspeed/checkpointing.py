@@ -155,4 +155,4 @@ def _values(config: Any) -> Mapping[str, Any]:
     return config
 
 
-__getattr__ = names_of("deepspeed.checkpointing")
+__getattr__ = names_of("deepspeed.runtime.activation_checkpointing.checkpointing")

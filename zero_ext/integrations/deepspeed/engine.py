@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zero_ext.data import ShardedLoader
 from zero_ext.integrations.deepspeed import tags
 from zero_ext.integrations.deepspeed.outputs import divided_once, undivided
-from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
+from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, names_of
 from zero_ext.integrations.deepspeed.settings import SettingsQuestions
 from zero_ext.integrations.deepspeed.weights_file import write_weights
 from zero_ext.integrations.deepspeed.zero.optimizers import DeepSpeedZeRoOffload
@@ -364,3 +364,6 @@ def _checked_loss(what: str, loss: Any) -> torch.Tensor:
         f"engine.{what}: expected a loss of one element that requires a gradient, got {found}. Reduce it, "
         "or call outputs.backward(gradients)."
     )
+
+
+__getattr__ = names_of("deepspeed.runtime.engine")

@@ -12,45 +12,29 @@ import importlib.machinery
 import sys
 from types import ModuleType
 
-from zero_ext.integrations.deepspeed.refused import DeepSpeedModuleError, refusal
-from zero_ext.integrations.deepspeed.registry import MODULES, module_refusal
+from zero_ext.integrations.deepspeed.refused import module_for
+from zero_ext.integrations.deepspeed.registry import names
 from zero_ext_deepspeed_finder import NAME, VARIABLE, Finder
 
 
-class _Served(importlib.abc.Loader):
+class _Loader(importlib.abc.Loader):
     """Gives a module of this package under its second name; it keeps the spec of its first."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._spec: importlib.machinery.ModuleSpec | None = None
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self._name)
-        self._spec = module.__spec__
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module = module_for(spec.name)
+        self._spec = getattr(module, "__spec__", None)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec
-
-
-class _Refused(importlib.abc.Loader):
-    """Raises what the registry says of the module."""
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        entry = module_refusal(spec.name)
-        if entry is None:
-            raise AssertionError(f"{spec.name} is not refused")
-        raise DeepSpeedModuleError(refusal(entry._replace(path=spec.name)))
-
-    def exec_module(self, module: ModuleType) -> None:
-        raise AssertionError("a refused module was made")
+        module.__spec__ = self._spec or module.__spec__
 
 
 def loader_of(fullname: str) -> importlib.abc.Loader | None:
-    """The loader of a module of DeepSpeed that is served or refused; None for others."""
-    if fullname in MODULES:
-        return _Served(MODULES[fullname])
-    return None if module_refusal(fullname) is None else _Refused()
+    """The loader of a module of DeepSpeed; None for others."""
+    return None if names().module(fullname) is None else _Loader()
 
 
 def is_active() -> bool:

@@ -1,4 +1,4 @@
-"""The table of DeepSpeed's names in the docs, written from the registry.
+"""The tables of DeepSpeed's names in the docs, written from its sources and what is here.
 
 `python -m zero_ext.integrations.deepspeed.reference docs/deepspeed_api.md` rewrites the tables inside that
 file.
@@ -7,11 +7,25 @@ file.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from zero_ext.integrations.deepspeed.registry import REFUSED_MODULES, TABLE, Entry
+from zero_ext.integrations import deepspeed
+from zero_ext.integrations.deepspeed.refused import served
+from zero_ext.integrations.deepspeed.registry import Definition, difference_of, names, reason_of
 
 _BEGIN, _END = "<!-- begin names -->", "<!-- end names -->"
+
+
+class Entry(NamedTuple):
+    """A public name under its shortest path. ``note`` says what differs where it is served, else why it is
+    not and what to do instead."""
+
+    path: str
+    definition: Definition
+    is_served: bool
+    note: str
 
 
 def api_page(text: str) -> str:
@@ -23,31 +37,81 @@ def api_page(text: str) -> str:
     return f"{text[:begin]}{_BEGIN}\n{_tables()}\n{text[end:]}"
 
 
+def entries() -> list[Entry]:
+    """All public names of DeepSpeed that are no constants, each once, and the engines' members."""
+    known = names()
+    packages = {module.rpartition(".")[0] for module in known.modules}
+    found: dict[tuple[str, int], Entry] = {}
+    for module in known.modules:
+        short = known.short_modules.get(module, module)
+        for name in known.all_of(module):
+            place = known.definition(module, name)
+            if place is None or not place.name or name.startswith("_") or known.is_constant(place):
+                continue
+            # What a module imports for its own use is public where it is defined, or in a package.
+            if module in packages or not known.own(module) or module == place.module:
+                here, path = served(place), f"{short}.{name}"
+                note = reason_of(place.path) if here is None else difference_of(path)
+                entry = Entry(path, place, here is not None, note)
+                key = (name, id(place.module) if here is None else id(here))
+                found[key] = min(entry, found.get(key, entry), key=_length)
+    listed = sorted(found.values(), key=lambda entry: entry.path.rpartition("."))
+    return [*listed, *_members("DeepSpeedEngine"), *_members("PipelineEngine")]
+
+
+def _length(entry: Entry) -> tuple[int, str]:
+    return entry.path.count("."), entry.path
+
+
+def _members(engine: str) -> Iterator[Entry]:
+    kind = getattr(deepspeed, engine)
+    defined = vars(kind).keys() | kind.__annotations__.keys()
+    for base in kind.__bases__:
+        if base.__module__.startswith(deepspeed.__name__) and base is not deepspeed.DeepSpeedEngine:
+            defined |= vars(base).keys()
+    for name in sorted(each for each in defined if not each.startswith("_")):
+        path = f"deepspeed.{engine}.{name}"
+        yield Entry(path, Definition(f"deepspeed.{engine}", name), True, difference_of(path))
+
+
 def _tables() -> str:
-    parts: list[str] = []
-    for fate, title in (("served", "Served"), ("refused", "Refused")):
-        entries = [entry for entry in TABLE if entry.fate == fate]
-        parts += [
-            f"\n## {title}: {len(entries)} names\n",
-            *_table(entries, "difference" if fate == "served" else "why, and what instead"),
+    listed = entries()
+    there = [entry for entry in listed if entry.is_served]
+    partly = {entry.definition.module for entry in there}
+    missing = [e for e in listed if not e.is_served and e.definition.module in partly]
+    whole: dict[str, set[str]] = {}
+    for module in names().modules:
+        if not any(f"{other}.".startswith(f"{module}.") for other in partly):
+            whole.setdefault(reason_of(module), set()).add(".".join(module.split(".")[:4]))
+    return "\n".join(
+        [
+            f"\n## Supported: {len(there)} names\n",
+            *_table(there, "difference"),
+            f"\n## Not supported: {len(missing)} names of modules that are supported otherwise\n",
+            *_table(missing, "why, and what instead"),
+            "\n## Not supported: modules with all that they contain\n",
+            "| modules | why, and what instead |",
+            "|---|---|",
+            *(f"| {_outermost(modules - partly)} | {note} |" for note, modules in sorted(whole.items())),
+            "",
         ]
-    parts += [
-        f"\n## Refused: {len(REFUSED_MODULES)} modules\n",
-        "| module | why, and what instead |",
-        "|---|---|",
-    ]
-    parts += [f"| `{name}` | {note} |" for name, note in REFUSED_MODULES.items()]
-    return "\n".join(parts) + "\n"
+    )
 
 
-def _table(entries: list[Entry], title: str) -> list[str]:
+def _outermost(modules: set[str]) -> str:
+    """Those whose package is none of them, in a list."""
+    found = (f"`{module}`" for module in sorted(modules) if module.rpartition(".")[0] not in modules)
+    return ", ".join(found)
+
+
+def _table(listed: list[Entry], title: str) -> list[str]:
     """A row for all names of a module that share a note."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for entry in entries:
+    for entry in listed:
         module, _, name = entry.path.rpartition(".")
         rows.setdefault((module, entry.note), []).append(f"`{name}`")
     head = [f"| in | names | {title} |", "|---|---|---|"]
-    return head + [f"| `{module}` | {', '.join(names)} | {note} |" for (module, note), names in rows.items()]
+    return head + [f"| `{module}` | {', '.join(found)} | {note} |" for (module, note), found in rows.items()]
 
 
 if __name__ == "__main__":

@@ -1,72 +1,100 @@
-"""Stand-ins for DeepSpeed's names that are not served: they can be imported and asked for, not used."""
+"""DeepSpeed's modules as they are here, and stand-ins for names that are not served.
+
+Every name of DeepSpeed can be imported and asked for. One that is not served raises
+:class:`DeepSpeedFeatureError` when it is used.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 from typing import Any, NoReturn
 
-from zero_ext.integrations.deepspeed.registry import MODULES, Entry, find, module_refusal
+from zero_ext.integrations.deepspeed.registry import Definition, home_of, mirror_of, names, reason_of
 
 
 class DeepSpeedFeatureError(RuntimeError):
     """A feature of DeepSpeed that zero_ext does not offer; the message says what to do instead."""
 
 
-class DeepSpeedModuleError(DeepSpeedFeatureError, ImportError):
-    """A module of DeepSpeed all of whose features are missing here."""
-
-
-def refusal(entry: Entry) -> str:
-    """What the error for a refused name says."""
-    return f"{entry.path}: this feature of DeepSpeed is not served by zero_ext: {entry.note}"
-
-
 class _Refused(type):
-    """Of classes that nobody can make or derive from; ``isinstance`` says no, as it should."""
+    """Of classes that nobody can make, use or derive from; ``isinstance`` says no, as it should."""
 
-    entry: Entry
+    refusal: str
 
-    def __call__(cls, *_: Any, **__: Any) -> NoReturn:
-        raise DeepSpeedFeatureError(refusal(cls.entry))
+    def _refuse(cls, *_: Any, **__: Any) -> NoReturn:
+        raise DeepSpeedFeatureError(cls.refusal)
+
+    # What a function, a decorator, a list, a dictionary or a flag is used by.
+    __call__ = __getitem__ = __iter__ = __len__ = __contains__ = __bool__ = __enter__ = __exit__ = _refuse
 
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("__"):  # asked by the interpreter, inspect and pickling libraries, not by users
             raise AttributeError(name)
-        raise DeepSpeedFeatureError(refusal(cls.entry))
+        cls._refuse()
 
 
-class _Base:
+class _Base(Exception):  # an exception, so that an `except` clause may name a stand-in
     def __init_subclass__(cls, **_: Any) -> None:
-        if "entry" not in vars(cls):
-            raise DeepSpeedFeatureError(refusal(cls.entry))  # type: ignore[attr-defined]
+        if "refusal" not in vars(cls):
+            cls._refuse()  # type: ignore[attr-defined]
 
 
 @cache
-def stand_in(entry: Entry) -> type:
-    """The stand-in of a refused name or module."""
-    name = entry.path.rpartition(".")[2]
-    return _Refused(name, (_Base,), {"entry": entry, "__doc__": refusal(entry), "__module__": __name__})
+def stand_in(path: str, definition: str) -> type:
+    """The stand-in of the name ``path``, which DeepSpeed defines as ``definition``."""
+    text = f"{path}: this feature of DeepSpeed is not served by zero_ext: {reason_of(definition)}"
+    own = {"refusal": text, "__doc__": text, "__module__": __name__}
+    return _Refused(path.rpartition(".")[2], (_Base,), own)
 
 
-def names_of(module: str, later: Mapping[str, str] | None = None) -> Callable[[str], Any]:
-    """The ``__getattr__`` of the module here that has the names of DeepSpeed's ``module``: its submodules,
-    which may lie elsewhere here, stand-ins for what is refused, and names that another of its modules has,
-    ``later``, which is imported when they are asked for."""
-    here = MODULES[module]
-    paths = [path for path, local in MODULES.items() if local == here]
+def module_for(path: str) -> ModuleType | None:
+    """DeepSpeed's module ``path`` as it is here; None if DeepSpeed has no module of that name."""
+    module = names().module(path)
+    if module is None:
+        return None
+    mirror = mirror_of(module)
+    return _made(module) if mirror is None else importlib.import_module(mirror)
+
+
+@cache
+def _made(module: str) -> ModuleType:
+    """A module for one that has no mirror."""
+    made = ModuleType(module, f"The names of DeepSpeed's module {module}, as far as they are served.")
+    vars(made)["__getattr__"] = names_of(module)
+    return made
+
+
+def names_of(*modules: str) -> Callable[[str], Any]:
+    """The ``__getattr__`` of the module here that stands for these of DeepSpeed: submodules, names that
+    DeepSpeed imports there from elsewhere, constants, and stand-ins for what is not served."""
 
     def look_up(name: str) -> Any:
-        if later is not None and name in later:
-            return getattr(importlib.import_module(MODULES[later[name]]), name)
-        for path in dict.fromkeys((module, *paths)):
-            inner = f"{path}.{name}"
-            if inner in MODULES:
-                return importlib.import_module(MODULES[inner])
-            entry = find(inner) or module_refusal(inner)
-            if entry is not None and entry.fate == "refused":
-                return stand_in(entry)
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        if name == "__all__":
+            found = {each for module in modules for each in names().all_of(module)}
+            return sorted(each for each in found if not each.startswith("_"))
+        for module in modules:
+            place = names().definition(module, name)
+            if place is not None:
+                return _value(f"{module}.{name}", place)
+        raise AttributeError(f"module {modules[0]!r} has no attribute {name!r}")
 
     return look_up
+
+
+def _value(path: str, place: Definition) -> Any:
+    if not place.name:
+        return module_for(place.module)
+    found = served(place)
+    if found is None and names().is_constant(place):
+        return names().constants(place.module)[place.name]
+    return stand_in(path, place.path) if found is None else found
+
+
+def served(place: Definition) -> Any:
+    """What stands here for a name of DeepSpeed; None if nothing does."""
+    home = home_of(place.module) if mirror_of(place.module) is None else mirror_of(place.module)
+    found = None if home is None else vars(importlib.import_module(home)).get(place.name)
+    return None if isinstance(found, ModuleType) else found

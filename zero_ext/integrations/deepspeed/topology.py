@@ -101,4 +101,4 @@ class PipeModelDataParallelTopology(ProcessTopology):
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
-__getattr__ = names_of("deepspeed.pipe.topology")
+__getattr__ = names_of("deepspeed.runtime.pipe.topology")

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from zero_ext.integrations.deepspeed.ops.one_bit import OnebitAdam as OnebitAdam
-from zero_ext.integrations.deepspeed.ops.one_bit import ZeroOneAdamByName as ZeroOneAdam  # noqa: F401
 from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, names_of
 
 

@@ -201,4 +201,4 @@ def aio_write(
     return aio_handle(block_size, queue_depth).write(buffer, filename)
 
 
-__getattr__ = names_of("deepspeed.ops.aio")
+__getattr__ = names_of("deepspeed.ops.aio", "deepspeed.ops.op_builder")

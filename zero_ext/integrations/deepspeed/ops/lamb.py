@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_ext.integrations.deepspeed.ops.one_bit import OnebitLamb as OnebitLamb
 from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, names_of
 from zero_ext.optim.lamb import Lamb
 

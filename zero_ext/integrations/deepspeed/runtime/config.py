@@ -193,4 +193,6 @@ class DeepSpeedConfig:
         return {key: value for key, value in given.items() if key in DeepSpeedZeroConfig._DEFAULTS}
 
 
-__getattr__ = names_of("deepspeed.runtime.config")
+__getattr__ = names_of(
+    "deepspeed.runtime.config", "deepspeed.runtime.zero.config", "deepspeed.runtime.zero.offload_config"
+)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
+from zero_ext.integrations.deepspeed.refused import names_of
+
 _MARK = "_z3_leaf"
 
 
@@ -70,3 +72,6 @@ def _mark(model: nn.Module, fits: Callable[[str, nn.Module], bool], words: str) 
     for module in found:
         set_z3_leaf_module(module, True)
     return found
+
+
+__getattr__ = names_of("deepspeed.utils.z3_leaf_module")

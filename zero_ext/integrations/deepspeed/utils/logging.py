@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from zero_ext.monitor.memory import resident_bytes
+from zero_ext.integrations.deepspeed.refused import names_of
 
 logger = logging.getLogger("zero_ext")
 _LOGGED: set[str] = set()
@@ -32,7 +32,4 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
     (custom_logger or logger).setLevel(log_level_str.upper())
 
 
-def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] = (0,)) -> None:
-    """Logs what the process holds of the machine's memory, if ``force``."""
-    if force:
-        log_dist(f"{message}: {resident_bytes() / 2**30:.2f} GiB resident", ranks)
+__getattr__ = names_of("deepspeed.utils.logging")

@@ -6,6 +6,8 @@ from types import TracebackType
 
 import torch
 
+from zero_ext.integrations.deepspeed.refused import names_of
+
 
 class OnDevice:
     """Inside the block modules and tensors are made on ``device``, floating-point ones in ``dtype``."""
@@ -32,3 +34,6 @@ class OnDevice:
         if self._enabled:
             self._device.__exit__(kind, error, trace)
             torch.set_default_dtype(self._before)
+
+
+__getattr__ = names_of("deepspeed.utils.init_on_device")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from zero_ext.integrations.deepspeed.refused import names_of
 from zero_ext.offload import copy_of, count, replace
 from zero_ext.zero.gathered import full_gradient
 from zero_ext.zero.whole_values import (
@@ -84,3 +85,6 @@ def _set_local(param: nn.Parameter, kind: str, value: torch.Tensor) -> None:
         raise ValueError(f"{kind}: this rank owns {wanted} elements of the parameter, {value.numel()} given")
     for values, own in zip(parts, value.reshape(-1).split([count(v) for v in parts]), strict=True):
         replace(values, own.float())
+
+
+__getattr__ = names_of("deepspeed.utils.tensor_fragment")

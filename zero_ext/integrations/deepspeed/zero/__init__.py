@@ -48,4 +48,4 @@ __all__ = [
     "zero_wrapper_for_fp_tensor_constructor",
 ]
 
-__getattr__ = names_of("deepspeed.zero")
+__getattr__ = names_of("deepspeed.runtime.zero")

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
+from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, names_of
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.lookup import engine_of
 from zero_ext.zero.optimizer import ZeroOptimizer
@@ -24,13 +24,25 @@ class _OfStages(type):
         )
 
 
-class DeepSpeedZeroOptimizer(metaclass=_OfStages):
+class DeepSpeedOptimizer(metaclass=_OfStages):
+    """The class of the engine's optimizer in all stages, for ``isinstance`` alone."""
+
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+
+
+class ZeROOptimizer(DeepSpeedOptimizer):
+    """The class of the engine's optimizer in stages that shard, for ``isinstance`` alone."""
+
+    stages: tuple[int, ...] = (1, 2, 3)
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
     """The class of the engine's optimizer in stages 1 and 2, for ``isinstance`` alone."""
 
     stages = (1, 2)
 
 
-class DeepSpeedZeroOptimizer_Stage3(metaclass=_OfStages):
+class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
     """The class of the engine's optimizer in stage 3, for ``isinstance`` alone."""
 
     stages = (3,)
@@ -77,3 +89,6 @@ def with_parameter_offload(
         return offload
     optimizer.parameter_offload = offload  # type: ignore[attr-defined]
     return optimizer
+
+
+__getattr__ = names_of("deepspeed.runtime.base_optimizer", "deepspeed.runtime.zero.parameter_offload")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
+from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, names_of
 from zero_ext.zero.tiling import TiledLinear as NativeTiledLinear
 
 
@@ -48,3 +48,6 @@ class TiledLinear(NativeTiledLinear):
     def copy_params_from(self, other: nn.Linear) -> None:
         """Takes over the values of a plain layer of the same shape."""
         self.load_state_dict(other.state_dict())
+
+
+__getattr__ = names_of("deepspeed.runtime.zero.tiling")

@@ -1,0 +1,55 @@
+"""Where this package has the names of DeepSpeed's modules: under the same path, unless it is listed here."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from zero_ext.integrations.deepspeed.registry.names import ROOT
+
+_PACKAGE = "zero_ext.integrations.deepspeed"
+_FOLDER = Path(__file__).parents[1]
+_ELSEWHERE = {
+    "checkpoint.utils": "saved_tensors",
+    "ops.op_builder": "ops.aio",
+    "runtime.activation_checkpointing.checkpointing": "checkpointing",
+    "runtime.base_optimizer": "zero.optimizers",
+    "runtime.engine": "engine",
+    "runtime.pipe": "pipe",
+    "runtime.pipe.topology": "topology",
+    "runtime.zero": "zero",
+    "runtime.zero.config": "runtime.config",
+    "runtime.zero.parameter_offload": "zero.optimizers",
+    "runtime.zero.offload_config": "runtime.config",
+    "utils.init_on_device": "utils.on_device",
+    "utils.tensor_fragment": "utils.state",
+    "utils.z3_leaf_module": "utils.leaf_modules",
+    "utils.zero_to_fp32": "checkpoint_weights",
+}
+
+
+@cache
+def mirror_of(module: str) -> str | None:
+    """Return the module here with the names that DeepSpeed's ``module`` defines; None if there is none."""
+    if module == ROOT:
+        return _PACKAGE
+    local = inner = module.removeprefix(f"{ROOT}.")
+    while local not in _ELSEWHERE and "." in local:
+        local = local.rpartition(".")[0]
+    if local in _ELSEWHERE:
+        inner = _ELSEWHERE[local] + inner.removeprefix(local)
+    path = _FOLDER.joinpath(*inner.split("."))
+    found = path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+    return f"{_PACKAGE}.{inner}" if found else None
+
+
+@cache
+def home_of(module: str) -> str | None:
+    """Return the module here in which to look for what ``module`` defines: its own mirror, or that of the
+    package that it lies in."""
+    while module != ROOT:
+        found = mirror_of(module)
+        if found is not None:
+            return found
+        module = module.rpartition(".")[0]
+    return None
