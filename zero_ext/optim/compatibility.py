@@ -35,6 +35,11 @@ WHOLE_TENSOR: dict[str, str] = {
     "Muon": "it orthogonalises whole matrices",
     "SparseAdam": "it expects sparse gradients, sharded gradients are dense",
 }
+_INSTEAD = (
+    "Use torch's AdamW, Adam, SGD, Adagrad or RMSprop, in a Hugging Face Trainer optim='adamw_torch', 'sgd', "
+    "'adagrad' or 'rmsprop'. To save memory offload the optimizer, or keep AdamW's moments in 8 or 16 bits: "
+    "precision.moments_dtype '8bit' or 'bf16', in DeepSpeed's JSON bf16.bf16_optimizer_states true."
+)
 
 
 def fusible(optimizer: optim.Optimizer) -> bool:
@@ -83,8 +88,7 @@ def check_elementwise(optimizer: optim.Optimizer, declared: bool) -> None:
     for base in kind.__mro__:
         if base.__name__ in WHOLE_TENSOR:
             raise ValueError(
-                f"optimizer {name} cannot run on sharded state: {WHOLE_TENSOR[base.__name__]}. "
-                "Use AdamW, Adam, SGD or another element-wise optimizer."
+                f"optimizer {name} cannot run on sharded state: {WHOLE_TENSOR[base.__name__]}. {_INSTEAD}"
             )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(f"optimizer {name}: differentiable=True is not possible on shards; leave it False")
@@ -92,9 +96,9 @@ def check_elementwise(optimizer: optim.Optimizer, declared: bool) -> None:
         return
     if not declared:
         raise ValueError(
-            f"optimizer {name} is not known to be element-wise, which running on shards needs. If each "
-            "element's update depends on that element alone, say zero_ext.prepare(..., elementwise=True); it "
-            "is then checked once on a small vector."
+            f"optimizer {name} is not known to be element-wise, which running on shards needs. {_INSTEAD} If "
+            "each element's update depends on that element alone, say zero_ext.prepare(..., "
+            "elementwise=True); it is then checked once on a small vector."
         )
     _try_out(optimizer, name)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Trainer
+from transformers.training_args import OptimizerNames
 
 from tests.integrations.transformers.models import Sentences, arguments, llama
 from zero_ext.config import ConfigError, ZeroConfig
@@ -219,3 +220,24 @@ def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused(tmp_path:
         ZeroTrainer(model=model, **settings)
     model.resize_token_embeddings(72)
     ZeroTrainer(model=model, **settings)
+
+
+@pytest.mark.parametrize("optim", ["adafactor", "adamw_torch_8bit"])
+def test_a_refused_optimizer_names_what_works_instead(tmp_path: Path, optim: str) -> None:
+    with pytest.raises(ValueError, match=r"Adafactor cannot run|AdamW8bit is not known") as refusal:
+        trained(tmp_path, optim=optim)
+    text = str(refusal.value)
+    options: list[dict[str, Any]] = [{"optim": name} for name in OptimizerNames if f"'{name.value}'" in text]
+    assert len(options) == 4
+    options += [{"precision": {"moments_dtype": dtype}} for dtype in ("8bit", "bf16") if f"'{dtype}'" in text]
+    assert len(options) == 6
+    for changes in options:
+        assert trained(tmp_path, **changes).state.global_step == 1
+
+
+def trained(folder: Path, **changes: Any) -> ZeroTrainer:
+    config = {"stage": 1, "precision": changes.pop("precision", {})}
+    args = arguments(folder, max_steps=1, **changes)
+    trainer = ZeroTrainer(model=llama(1), args=args, train_dataset=Sentences(4, 1), zero_config=config)
+    trainer.train()
+    return trainer
