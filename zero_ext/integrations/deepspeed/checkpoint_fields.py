@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 from pydantic import (
-    AfterValidator,
     AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     ValidationError,
 )
 from typing_extensions import Self
 
 from zero_ext.checkpoint import CheckpointError
 from zero_ext.checkpoint.dtypes import SAFETENSORS_CODES
-from zero_ext.checkpoint.errors import brief
-from zero_ext.checkpoint.manifest import Count, Name
+from zero_ext.checkpoint.errors import brief, shortened
+from zero_ext.checkpoint.manifest import Count
 from zero_ext.integrations.deepspeed.checkpoint_pickle import StubFragment, StubScaler
+
+Check = Callable[[Any], Any]
+_MOST_DIMENSIONS = 64
+_LARGEST = 1 << 62
 
 
 def is_flat(value: object) -> bool:
@@ -36,9 +40,39 @@ def is_flat(value: object) -> bool:
     )
 
 
-def _flat(value: torch.Tensor) -> torch.Tensor:
+def _flat(value: Any) -> torch.Tensor:
     if not is_flat(value):
-        raise ValueError("expected a one-dimensional tensor of floats")
+        raise ValueError(f"expected a one-dimensional tensor of floats, got {seen(value)}")
+    return cast(torch.Tensor, value)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _LARGEST:
+        raise ValueError(f"expected a number from 0, got {seen(value)}")
+    return value
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, tuple) or len(value) > _MOST_DIMENSIONS:
+        raise ValueError(f"expected a shape, got {seen(value)}")
+    return tuple(map(_count, value))
+
+
+def _name(value: Any) -> str:
+    if type(value) is not str or not value:
+        raise ValueError(f"expected a name, got {seen(value)}")
+    return value
+
+
+def _address(value: Any) -> tuple[int, int]:
+    if not isinstance(value, StubFragment):
+        raise ValueError(f"expected the address of a fragment, got {seen(value)}")
+    return _count(vars(value).get("start")), _count(vars(value).get("numel"))
+
+
+def _group(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a dict, got {seen(value)}")
     return value
 
 
@@ -54,15 +88,35 @@ def _with_groups(optimizer: Any) -> Any:
     return optimizer
 
 
-def _address(fragment: Any) -> Any:
-    if not isinstance(fragment, StubFragment):
-        raise ValueError("expected the address of a fragment")
-    return vars(fragment).get("start"), vars(fragment).get("numel")
+def _items(check: Check) -> Check:
+    """A check of lists up to the first wrong item: pydantic would tell of all, in far more memory."""
+
+    def checked(items: Any) -> list[Any]:
+        if not isinstance(items, list):
+            raise ValueError(f"expected a list, got {seen(items)}")
+        return [_at(number, check, item) for number, item in enumerate(items)]
+
+    return checked
 
 
-Shapes = dict[Name, Annotated[tuple[Count, ...], Field(max_length=64)]]
-Flats = list[Annotated[torch.Tensor, AfterValidator(_flat)]]
-Addresses = dict[Name, Annotated[tuple[Count, Count], BeforeValidator(_address)]]
+def _table(check: Check = lambda value: value) -> Check:
+    """The same of dicts with names as keys."""
+
+    def checked(table: Any) -> dict[str, Any]:
+        return {_name(name): _at(name, check, value) for name, value in _group(table).items()}
+
+    return checked
+
+
+def _at(place: object, check: Check, value: Any) -> Any:
+    try:
+        return check(value)
+    except ValueError as error:
+        raise ValueError(f"{shortened(str(place), 100)}: {error}") from None
+
+
+Table = Annotated[dict[str, Any], PlainValidator(_table())]
+Shapes = Annotated[dict[str, tuple[int, ...]], PlainValidator(_table(_shape))]
 
 
 class Foreign(BaseModel):
@@ -79,14 +133,16 @@ class Foreign(BaseModel):
             problem = error.errors(include_url=False)[0]
             place = ".".join(filter(None, (where, *map(str, problem["loc"]))))
             what = problem["msg"].removeprefix("Value error, ")
-            raise damaged(path, place or "content", f"{what}, got {brief(problem['input'])}") from None
+            if problem["type"] != "value_error":
+                what = f"{what}, got {seen(problem['input'])}"
+            raise damaged(path, place or "content", what) from None
 
 
 class Optimizer(Foreign):
     """The optimizer that DeepSpeed wraps. Its parameters are flat tensors, known by their numbers."""
 
-    state: dict[Count, dict[Any, Any]]
-    param_groups: list[dict[Any, Any]]
+    state: dict[Any, Any]
+    param_groups: Annotated[list[dict[Any, Any]], PlainValidator(_items(_group))]
 
 
 class OptimizerFile(Foreign):
@@ -96,26 +152,28 @@ class OptimizerFile(Foreign):
 
     zero_stage: Annotated[int, Field(ge=1, le=3)]
     partition_count: Annotated[Count, BeforeValidator(_one_for_all)]
-    masters: Flats = Field(
+    masters: Annotated[list[torch.Tensor], PlainValidator(_items(_flat))] = Field(
         validation_alias=AliasChoices("single_partition_of_fp32_groups", "fp32_flat_groups")
     )
     optimizer: Annotated[Optimizer, BeforeValidator(_with_groups)] = Field(
         validation_alias=AliasChoices("base_optimizer_state", "optimizer_state_dict")
     )
     loss_scaler: StubScaler | None = None
-    param_alignment_paddings: list[list[Count]] | None = None
-    param_slice_mappings: list[Addresses] | None = None
+    param_alignment_paddings: Annotated[list[list[int]], PlainValidator(_items(_items(_count)))] | None = None
+    param_slice_mappings: (
+        Annotated[list[dict[str, tuple[int, int]]], PlainValidator(_items(_table(_address)))] | None
+    ) = None
 
 
 class ModelFile(Foreign):
     """A ``*_model_states.pt`` file. What is not read is here so that it is not taken for the client's."""
 
-    module: dict[Name, Any]
-    buffer_names: list[Name]
-    param_shapes: list[Shapes]
+    module: Table
+    buffer_names: Annotated[list[str], PlainValidator(_items(_name))]
+    param_shapes: Annotated[list[dict[str, tuple[int, ...]]], PlainValidator(_items(_table(_shape)))]
     frozen_param_shapes: Shapes | None = None
-    frozen_param_fragments: dict[Name, Any] | None = None
-    shared_params: dict[Name, Name] | None = None
+    frozen_param_fragments: Table | None = None
+    shared_params: Annotated[dict[str, str], PlainValidator(_table(_name))] | None = None
     lr_scheduler: dict[Any, Any] | None = None
     skipped_steps: Count
     global_steps: Count
@@ -150,11 +208,17 @@ def damaged(path: Path, what: str, problem: str) -> CheckpointError:
     )
 
 
+def seen(value: object) -> str:
+    """``value`` in an error: what would take long to show is its type."""
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return brief(value) if plain else f"a {type(value).__name__}"
+
+
 def stored_tensor(table: Mapping[Any, Any], name: str, path: Path) -> torch.Tensor:
     """The tensor ``name`` of a table in the file ``path``; CheckpointError for none that can be stored."""
     value = table.get(name)
     if not isinstance(value, torch.Tensor) or value.dtype not in SAFETENSORS_CODES:
-        raise damaged(path, name, f"expected a tensor that can be stored, got {brief(value)}")
+        raise damaged(path, name, f"expected a tensor that can be stored, got {seen(value)}")
     return value
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zero_ext.integrations.deepspeed.checkpoint_fields import OptimizerFile, damaged, is_flat
+from zero_ext.integrations.deepspeed.checkpoint_fields import OptimizerFile, damaged, is_flat, seen
 from zero_ext.integrations.deepspeed.checkpoint_pickle import read_pickled
 
 
@@ -80,13 +80,16 @@ def _groups(file: OptimizerFile, path: Path) -> tuple[list[dict[str, Any]], list
 def _states(file: OptimizerFile, path: Path) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, Any]]]:
     unknown = file.optimizer.state.keys() - set(range(len(file.masters)))
     if unknown:
-        raise damaged(path, f"state.{min(unknown)}", f"is of none of the {len(file.masters)} flat tensors")
+        raise damaged(path, "state", f"expected {len(file.masters)} flat tensors, got {seen(unknown.pop())}")
     moments: list[dict[str, torch.Tensor]] = []
     scalars: list[dict[str, Any]] = []
     for number, master in enumerate(file.masters):
         moments.append({})
         scalars.append({})
-        for key, value in file.optimizer.state.get(number, {}).items():
+        state = file.optimizer.state.get(number, {})
+        if not isinstance(state, dict):
+            raise damaged(path, f"state.{number}", f"expected a dict, got {seen(state)}")
+        for key, value in state.items():
             where = f"state.{number}.{key}"
             if type(key) is not str or key in ("", "master", "buffer"):
                 raise damaged(path, where, "is no name of optimizer state")

@@ -47,7 +47,7 @@ class DeepSpeedCheckpoint:
     files: CheckpointFiles
     first: RankState
     parameters: Mapping[str, StoredParameter]
-    aliases: Mapping[str, tuple[str, ...]]
+    aliases: Mapping[str, list[str]]
     buffers: Mapping[str, torch.Tensor]
     model: ModelFile
     client_state: dict[Any, Any]
@@ -146,11 +146,11 @@ def open_checkpoint(files: CheckpointFiles) -> DeepSpeedCheckpoint:
     for name in frozen.keys() & trained.keys():
         raise damaged(files.model[0], "frozen_param_shapes", f"lists {name!r}, which is trained")
     parameters = {**trained, **frozen}
-    aliases: dict[str, tuple[str, ...]] = {}
+    aliases: dict[str, list[str]] = {}
     for name, own in shared.items():
         # Parameters without elements all begin at address 0, which DeepSpeed takes for sharing.
         if name not in parameters and own in parameters:
-            aliases[own] = (*aliases.get(own, ()), name)
+            aliases.setdefault(own, []).append(name)
     found = DeepSpeedCheckpoint(files, first, parameters, aliases, buffers, model, client_state(content))
     for rank in range(len(files.model)):
         found.frozen_values(rank)

@@ -204,7 +204,7 @@ def _weights(
     if is_own(path):
         path, manifest = open_checkpoint(path)
         weights = stored_weights(path, manifest)
-        aliases = {name: tuple(entry.aliases) for name, entry in manifest.parameters.items()}
+        aliases = {name: entry.aliases for name, entry in manifest.parameters.items()}
         frozen = {name for name, entry in manifest.parameters.items() if not entry.trainable}
     else:
         checkpoint = read_checkpoint(path)
