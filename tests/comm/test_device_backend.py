@@ -18,7 +18,7 @@ import zero_ext
 from tests.comm.fake_backend import FakeBackend
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.comm import BackendExchange, Collectives, ExchangeByDevice, WireLog, process_group
+from zero_ext.comm import BackendExchange, Collectives, ExchangeByDevice, WireLog
 from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.zero import engine_of
 
@@ -138,13 +138,13 @@ def made_nccl(seen: list[dict[str, Any]], group: Any) -> Any:
     return make
 
 
+@pytest.mark.parametrize("offered", ["cpu:gloo,cuda:nccl", "cuda:nccl"])
 @on_ranks(2)
-def test_a_cuda_model_gets_nccl_of_its_own_beside_the_hosts_way(world: World) -> None:
+def test_a_cuda_model_gets_nccl_of_its_own_beside_the_hosts_way(world: World, offered: str) -> None:
     seen: list[dict[str, Any]] = []
     with (
-        mock.patch.object(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl"),
+        mock.patch.object(dist, "get_backend_config", lambda group: offered),
         mock.patch.object(dist, "ProcessGroupNCCL", made_nccl(seen, world.group), create=True),
-        mock.patch.object(process_group, "_shared_name", lambda group, device: f"test-{world.seed}"),
     ):
         os.environ.pop("TORCH_NCCL_NAN_CHECK", None)
         collectives = make_collectives(world.group, 20.0, CUDA, reduction="backend", checks_nan=True)
@@ -168,12 +168,6 @@ def of_a_group(monkeypatch: pytest.MonkeyPatch, backend: str, ranks: int = 2) ->
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
 
 
-def test_a_group_that_serves_neither_device_nor_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_a_group(monkeypatch, "mpi")
-    with pytest.raises(ValueError, match="backend 'mpi': tensors on cuda:0 need 'cpu:gloo,cuda:nccl' or"):
-        make_collectives(object(), 1.0, CUDA)  # type: ignore[arg-type]
-
-
 def test_more_ranks_than_can_be_added_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     of_a_group(monkeypatch, "cuda:nccl", 257)
     with pytest.raises(ValueError, match=r"257 ranks: .* at most 256 .*'precision\.reduction' to 'backend'"):
@@ -195,10 +189,6 @@ def test_a_launchers_world_starts_with_nccl_where_there_is_cuda(
     monkeypatch.setattr(dist, "init_process_group", started)
     join_world(7.0)
     started.assert_called_once_with(backend, timeout=timedelta(seconds=7))
-    assert seen == ["1"]
-    # Connections for gradients, made later, are free to send what a loss scale made too large.
-    assert "TORCH_NCCL_NAN_CHECK" not in os.environ
-    monkeypatch.setenv("TORCH_NCCL_NAN_CHECK", "0")
-    join_world(7.0)
-    assert seen == ["1", "0"] and os.environ["TORCH_NCCL_NAN_CHECK"] == "0"
+    # The world is its user's as well, who may well reduce a metric that is NaN.
+    assert seen == [None]
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
