@@ -6,4 +6,4 @@ from zero_ext.integrations.deepspeed.registry.notes import difference_of, reason
 
 __all__ = ["Definition", "difference_of", "home_of", "mirror_of", "names", "reason_of"]
 
-MODULES = {"deepspeed.runtime.pipe.module": mirror_of("deepspeed.runtime.pipe.module")}
+MODULES = {"deepspeed.runtime.pipe.module": str(mirror_of("deepspeed.runtime.pipe.module"))}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from zero_ext.config import ConfigError, ZeroConfig
 from zero_ext.config.deepspeed import load_deepspeed_config
 from zero_ext.integrations.deepspeed.refused import names_of
+from zero_ext.integrations.deepspeed.settings import SettingsQuestions
 
 DeepSpeedConfigError = ConfigError
 
@@ -126,18 +127,6 @@ class DeepSpeedZeroConfig(_Section):
     }
 
 
-def _reads(path: str, words: str) -> Any:
-    """A property with the value at ``path`` of the native configuration; None if its section is missing."""
-    section, _, name = path.rpartition(".")
-
-    def read(config: DeepSpeedConfig) -> Any:
-        found = getattr(config.native, section) if section else config.native
-        value = None if found is None else getattr(found, name)
-        return dict(value) if isinstance(value, Mapping) else value
-
-    return property(read, doc=words)
-
-
 class DeepSpeedConfig:
     """A checked configuration. ``values`` is the JSON as given, ``native`` what it means here.
 
@@ -156,33 +145,20 @@ class DeepSpeedConfig:
         self.native: ZeroConfig = settings.replace(batch=settings.batch.resolve(self.world_size))
         self.zero_config = DeepSpeedZeroConfig(**self._known_zero_keys())
 
-    train_batch_size = _reads("batch.train_batch_size", "Samples of one optimizer step over all ranks.")
-    train_micro_batch_size_per_gpu = _reads("batch.micro_batch_size", "Samples of one forward on one rank.")
-    gradient_accumulation_steps = _reads(
-        "batch.gradient_accumulation_steps", "Micro-batches of one optimizer step."
-    )
-    zero_optimization_stage = _reads("stage", "The ZeRO stage.")
-    gradient_clipping = _reads("gradient_clipping", "The largest gradient norm; 0 for none.")
-    optimizer_name = _reads("optimizer.type", "The type that the optimizer section names.")
-    optimizer_params = _reads("optimizer.params", "The parameters of the optimizer section.")
-    scheduler_name = _reads("scheduler.type", "The type that the scheduler section names.")
-    scheduler_params = _reads("scheduler.params", "The parameters of the scheduler section.")
-    steps_per_print = _reads("steps_per_print", "Steps between progress lines.")
-
-    @property
-    def zero_enabled(self) -> bool:
-        """Whether anything is sharded."""
-        return self.native.stage > 0
-
-    @property
-    def fp16_enabled(self) -> bool:
-        """Whether parameters compute in fp16."""
-        return self.native.precision.dtype == "fp16"
-
-    @property
-    def bfloat16_enabled(self) -> bool:
-        """Whether parameters compute in bf16."""
-        return self.native.precision.dtype == "bf16"
+    # The engine's methods are attributes here.
+    train_batch_size = property(SettingsQuestions.train_batch_size)
+    train_micro_batch_size_per_gpu = property(SettingsQuestions.train_micro_batch_size_per_gpu)
+    gradient_accumulation_steps = property(SettingsQuestions.gradient_accumulation_steps)
+    zero_optimization_stage = property(SettingsQuestions.zero_optimization_stage)
+    zero_enabled = property(SettingsQuestions.zero_optimization)
+    gradient_clipping = property(SettingsQuestions.gradient_clipping)
+    optimizer_name = property(SettingsQuestions.optimizer_name)
+    optimizer_params = property(SettingsQuestions.optimizer_params)
+    scheduler_name = property(SettingsQuestions.scheduler_name)
+    scheduler_params = property(SettingsQuestions.scheduler_params)
+    steps_per_print = property(SettingsQuestions.steps_per_print)
+    fp16_enabled = property(SettingsQuestions.fp16_enabled)
+    bfloat16_enabled = property(SettingsQuestions.bfloat16_enabled)
 
     def print_user_config(self) -> None:
         """Prints the JSON as given."""
