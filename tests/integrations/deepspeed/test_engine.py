@@ -251,7 +251,7 @@ def test_parameters_of_stage_3(world: World) -> None:
     assert sum(p.ds_numel for p in sharded) == sum(p.numel() for p in wanted.parameters())
     assert len({p.ds_id for p in sharded}) == len(sharded)
     plain = nn.Parameter(torch.full((3,), float(world.rank)))
-    with torch.no_grad(), zero.GatheredParameters([model[0][0].weight, plain], modifier_rank=1):
+    with torch.no_grad(), zero.GatheredParameters([model[0][0].weight, None, plain], modifier_rank=1):
         assert model[0][0].weight.ds_status is zero.ZeroParamStatus.AVAILABLE
         if world.rank == 1:
             model[0][0].weight.add_(1)

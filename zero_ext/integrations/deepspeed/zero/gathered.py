@@ -21,13 +21,14 @@ class GatheredParameters:
 
     With ``modifier_rank`` that rank's values become everybody's, those of ordinary parameters among
     ``params`` too. Without it a write to a sharded parameter raises ``RuntimeError`` (DeepSpeed drops it in
-    silence). ``fwd_module`` has no meaning: modules find parameters of others by themselves. Raises
-    ``TypeError`` for anything but a parameter, a module or an iterable of parameters.
+    silence). ``fwd_module`` has no meaning: modules find parameters of others by themselves. None among
+    ``params`` counts for nothing, as in a list with a bias that is missing. Raises ``TypeError`` for anything
+    but a parameter, a module or an iterable of parameters.
     """
 
     def __init__(
         self,
-        params: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+        params: nn.Module | torch.Tensor | Iterable[torch.Tensor | None],
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
@@ -70,12 +71,12 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
         raise TypeError(f"parameter: an nn.Parameter wanted, {type(parameter).__name__} given")
 
 
-def _listed(params: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[nn.Parameter]:
+def _listed(params: nn.Module | torch.Tensor | Iterable[torch.Tensor | None]) -> list[nn.Parameter]:
     if isinstance(params, nn.Module):
         params = params.parameters()
     elif isinstance(params, torch.Tensor):
         params = [params]
-    listed = list(params)
+    listed = [item for item in params if item is not None]
     for item in listed:
         if not isinstance(item, torch.Tensor):
             raise TypeError(f"GatheredParameters: parameters wanted, {type(item).__name__} given")
