@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from zero_ext.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from zero_ext.checkpoint.agreement import Agreement
-from zero_ext.checkpoint.save_job import SaveJob
+from zero_ext.checkpoint.save_job import UNTOUCHED, SaveJob
 
 HERE = "tests.checkpoint.test_agreement"
 
@@ -31,21 +32,31 @@ def outcome(source: FakeSource, directory: str) -> str:
     return "saved"
 
 
+# Where a rank is interrupted: which one, and in what.
+POINTS: dict[str, tuple[int, Any, str]] = {
+    "preparing": (1, import_module("zero_ext.checkpoint.save"), "_prepare"),
+    "opening": (0, SaveJob, "_open"),
+    "writing": (1, SaveJob, "_write"),
+    "committing": (0, SaveJob, "_commit"),
+    "exchange": (1, Agreement, "_all_gather"),
+}
+
+
 def interrupt(world: World, directory: str, where: str) -> list[Any]:
-    """What this rank saw of a save during which rank 1 is interrupted, and of two saves after it."""
+    """What this rank saw of a save during which one is interrupted, and of two saves after it."""
     source = FakeSource(SMALL, 3, world.rank, world.size, world.group)
     start = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
-        if world.rank == 1:
+        odd, owner, name = POINTS[where]
+        if world.rank == odd:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            owner, name = {"writing": (SaveJob, "_write"), "exchange": (Agreement, "_all_gather")}[where]
             whole = getattr(owner, name)
 
-            def struck(self: Any, *arguments: Any) -> Any:
+            def struck(*arguments: Any) -> Any:
                 if where == "exchange":
                     # Before and after: the signal comes while the ranks exchange.
                     os.kill(os.getpid(), signal.SIGINT)
-                    return whole(self, *arguments)
+                    return whole(*arguments)
                 raise KeyboardInterrupt
 
             patch.setattr(owner, name, struck)
@@ -54,17 +65,20 @@ def interrupt(world: World, directory: str, where: str) -> list[Any]:
     return [first, seconds < 15, outcome(source, directory), outcome(source, directory)]
 
 
-@pytest.mark.parametrize("where", ["writing", "exchange"])
+@pytest.mark.parametrize("where", POINTS)
 def test_an_interrupt_on_one_rank_ends_the_save_on_all(
     rank_pool: RankPool, tmp_path: Path, where: str
 ) -> None:
     answers = rank_pool.run(3, f"{HERE}:interrupt", {"directory": str(tmp_path), "where": where})
     for rank, (first, quick, *later) in enumerate(answers):
         assert quick and later == ["saved", "saved"]
-        if rank == 1:
+        odd = POINTS[where][0]
+        if rank == odd:
             assert first == "interrupted"
         else:
-            assert "failed: rank 1: KeyboardInterrupt" in first and "No checkpoint was changed" in first
+            assert f"failed: rank {odd}: KeyboardInterrupt" in first
+            outcome_of_it = "The latest checkpoint is whole" if where == "committing" else UNTOUCHED
+            assert outcome_of_it in first
     source = FakeSource(SMALL, 4)
     load_checkpoint(tmp_path, source)
     assert source.holds(3)
