@@ -6,7 +6,6 @@ import gc
 import weakref
 from typing import Any
 
-import torch
 from torch import nn
 
 import zero_ext
@@ -93,16 +92,3 @@ def test_many_models_after_each_other_leave_no_threads(world: World) -> None:
     gc.collect()
     assert threads() <= before + 2, (before, threads())
     assert threading.active_count() == python
-
-
-@on_ranks(1)
-def test_prepared_twice_is_refused(world: World) -> None:
-    model = torch.nn.Linear(2, 2)
-    wrapped, _ = zero_ext.prepare(model, None, {"stage": 3}, process_group=world.group)
-    for again in (model, wrapped):
-        try:
-            zero_ext.prepare(again, None, {"stage": 3}, process_group=world.group)
-        except ValueError as error:
-            assert "prepared already" in str(error)
-        else:
-            raise AssertionError("prepared twice")

@@ -17,7 +17,9 @@ from zero_ext.checkpoint.errors import CheckpointError
 from zero_ext.checkpoint.inspect import open_checkpoint
 from zero_ext.checkpoint.load import LoadedCheckpoint
 from zero_ext.checkpoint.named_state import decode
-from zero_ext.checkpoint.session import SaveHandle, session_of
+from zero_ext.checkpoint.session import SaveHandle, save_under_way, session_of
+from zero_ext.checkpoint.source import StateSource
+from zero_ext.zero.closing import OBSTACLES
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.lookup import engine_of
 from zero_ext.zero.parts_state import PartsState
@@ -144,6 +146,19 @@ def _saved_states(
                 f"save_checkpoint(..., {name}=...) or load without it"
             )
     return states
+
+
+def _save_of(engine: Engine) -> str:
+    sources: list[StateSource] = [engine.state, engine.trained_state]
+    sources += [state.parts for state in (engine.state, engine.trained_state) if state.parts is not None]
+    for source in sources:
+        handle = save_under_way(source)
+        if handle is not None:
+            return f"'{handle.path}' is being saved in the background; call wait() of its handle first"
+    return ""
+
+
+OBSTACLES.append(_save_of)
 
 
 def _of_all_ranks(engine: Engine, own: torch.Tensor) -> torch.Tensor:

@@ -135,3 +135,10 @@ _sessions: WeakKeyDictionary[StateSource, Session] = WeakKeyDictionary()
 def session_of(source: StateSource) -> Session:
     """The session of ``source``, which lives as long as it does."""
     return _sessions.setdefault(source, Session())
+
+
+def save_under_way(source: StateSource) -> SaveHandle | None:
+    """The save of ``source`` that is under way in the background; None if there is none."""
+    session = _sessions.get(source)
+    handle = None if session is None else session.in_flight
+    return None if handle is None or handle.done() else handle

@@ -37,7 +37,8 @@ def initialize(
     """Prepares a model for the engine loop; a collective of all ranks.
 
     Args:
-        model: the module to train; it moves to the accelerator if there is one.
+        model: the module to train, also one that is prepared already, see :func:`zero_ext.prepare`; it moves
+            to the accelerator if there is one.
         config: DeepSpeed's JSON (mapping or path), unchanged, or a :class:`ZeroConfig`. Keys that have no
             effect here are reported once; keys that cannot be served raise :class:`ConfigError`.
         optimizer: over the model's parameters, or a callable that makes one from ``model_parameters``.

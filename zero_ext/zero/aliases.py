@@ -10,10 +10,13 @@ from torch import nn
 
 from zero_ext.zero.born import born_shard
 from zero_ext.zero.partition import Owned
-from zero_ext.zero.released import Extent, view_of_released
+from zero_ext.zero.released import Extent, GatheredParameter, ReleasedView, origin, view_of_released
 
 if TYPE_CHECKING:
     from zero_ext.zero.engine import Engine
+
+
+_WITH_MEMORY = (torch.Tensor, nn.Parameter, GatheredParameter)
 
 
 class Alias(NamedTuple):
@@ -39,7 +42,7 @@ class Memory(NamedTuple):
 
 def memory_of(tensor: torch.Tensor) -> Memory | None:
     """Return the memory of a tensor; None where there is none to share."""
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+    if type(tensor) not in _WITH_MEMORY or tensor.layout is not torch.strided:
         return None
     if tensor.is_meta or not tensor.numel():
         return None
@@ -76,6 +79,10 @@ def find_aliases(model: nn.Module, owned: Sequence[Owned]) -> list[Alias]:
     found: list[Alias] = []
     for prefix, module in model.named_modules():
         for attribute, tensor, fixed in _kept_tensors(module):
+            if isinstance(tensor, ReleasedView) and not fixed:
+                parameter, part = origin(tensor)
+                found += [Alias(module, attribute, parameter, part)] if part is not None else []
+                continue
             memory = memory_of(tensor)
             for other, item in by_storage.get(memory.storage, ()) if memory is not None else ():
                 if memory is None or not memory.overlaps(other):

@@ -47,6 +47,7 @@ class BackwardPass:
         # Of each unit the calls whose backward is to come; one that never comes goes with its graph.
         self._expected: dict[Unit, weakref.WeakSet[Call]] = {}
         self._holding: set[Call] = set()
+        self._awaited: weakref.WeakSet[Call] = weakref.WeakSet()
         self.running = False
 
     def enter(self) -> None:
@@ -77,13 +78,20 @@ class BackwardPass:
         self._residency.release_idle()  # fetched ahead by a forward without autograd: updates may run in here
         self._residency.backward_order.begin()
 
+    @property
+    def awaited(self) -> bool:
+        """Whether there are outputs of a forward that no backward has run through yet."""
+        return bool(self._awaited)
+
     def expect(self, call: Call) -> None:
         """Notes that a forward has ended ``call``, which a backward may run through."""
+        self._awaited.add(call)
         for unit in call.touched:
             self._expected.setdefault(unit, weakref.WeakSet()).add(call)
 
     def hold(self, call: Call) -> None:
         """Notes that ``call`` holds units until :meth:`let_go` or the end."""
+        self._awaited.discard(call)
         if call not in self._holding:
             call.awaited = call.inputs
             self._holding.add(call)

@@ -14,6 +14,7 @@ from zero_ext.comm import Collectives
 from zero_ext.config import Tier
 from zero_ext.offload import STORAGE_ALIGNMENT, Arrival, Birthplace, ShardHome, allocate
 from zero_ext.zero.layout import ALIGNMENT_BYTES, FlatLayout, ParameterSpec, in_memory_order, memory_order
+from zero_ext.zero.local_part import local_part, point_at
 from zero_ext.zero.packed import refuse_packed
 from zero_ext.zero.placeholder import are_blank, placeholder
 from zero_ext.zero.plain_torch import plain_torch
@@ -44,7 +45,9 @@ class BornShard:
     ``home`` keeps its shard of that tensor, ``cut`` says how all of it lies.
 
     ``spec`` has shape, stride and dtype of the parameter, ``collectives`` are of the ranks that hold it.
-    Parameters that are parts of one tensor share its home, which is freed with the last of them.
+    Parameters that are parts of one tensor share its home, which is freed with the last of them. Of an engine
+    that was closed the tensor is a unit, and ``ranks`` are those that have the same value; None before there
+    was one. ``device`` is where the parameter seems to be.
     """
 
     def __init__(
@@ -54,13 +57,16 @@ class BornShard:
         home: ShardHome | Lost,
         collectives: Collectives,
         start: int = 0,
+        ranks: tuple[int, ...] | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.spec = spec
         self.cut = cut
         self.home = home
         self.collectives = collectives
+        self.ranks = ranks
         self._start = start
-        self._memory = placeholder((), spec.dtype, "cpu")
+        self._memory = placeholder((), spec.dtype, device)
 
     @property
     def placeholder(self) -> torch.Tensor:
@@ -74,7 +80,7 @@ class BornShard:
         with torch._C.DisableTorchFunctionSubclass():
             return (
                 parameter.dtype != self._memory.dtype
-                or parameter.data_ptr() != self._memory.data_ptr()
+                or local_part(parameter).data_ptr() != self._memory.data_ptr()
                 or not bool(are_blank(self._memory).all())
             )
 
@@ -82,14 +88,17 @@ class BornShard:
         """The elements from ``start`` on, in memory order, as a parameter of ``shape``, row-major."""
         stride = torch.empty(shape, device="meta").stride()
         spec = replace(self.spec, shape=shape, stride=stride)
-        return BornShard(spec, self.cut, self.home, self.collectives, self._start + start)
+        place = (self._start + start, self.ranks, self._memory.device)
+        return BornShard(spec, self.cut, self.home, self.collectives, *place)
 
     def pieces(self, collectives: Collectives, failures: Postponed) -> Iterator[tuple[int, torch.Tensor]]:
         """The parameter's elements in memory order a piece at a time, each with its first element's number;
         a collective. A piece is valid until the next one.
 
         They come in no order, and not at all once something failed on this rank, which ``failures`` tells.
+        ``collectives`` count for parameters from :class:`zero_ext.Init`.
         """
+        collectives = self._over(collectives)
         self._check_world(collectives)
         ranges = [self._part_of(rank) for rank in range(collectives.world_size)]
         # All ranks read whole blocks, from one place in their shards, as many as the longest part needs.
@@ -105,7 +114,7 @@ class BornShard:
             parts = flat.view(collectives.world_size, last - first)
             failures.attempt(partial(self._fetch, parts[collectives.rank], first))
             collectives.gather(
-                flat, parts[collectives.rank], "gather_born", "gather of a parameter from zero_ext.Init"
+                flat, parts[collectives.rank], "gather_born", "gather of a parameter from its shards"
             ).wait()
             for rank, (low, high) in enumerate(ranges):
                 low, high = max(low, first), min(high, last)
@@ -116,14 +125,14 @@ class BornShard:
     def whole(self, collectives: Collectives | None = None) -> torch.Tensor:
         """The parameter's value, in memory of its own; a collective. Raises ``RuntimeError`` on all ranks if
         one cannot read its shard."""
-        collectives = collectives or self.collectives
+        collectives = self._over(collectives or self.collectives)
         failures = Postponed()
         flat = torch.empty(self.spec.numel, dtype=self.spec.dtype, device="cpu")
         for start, values in self.pieces(collectives, failures):
             flat[start : start + values.numel()].copy_(values)
         if self.home.tier == "nvme":
-            failures.settle(collectives, "reading a parameter from zero_ext.Init", REBUILD)
-        return flat.as_strided(self.spec.shape, self.spec.stride, 0)
+            failures.settle(collectives, "reading a parameter from its shards", REBUILD)
+        return flat.as_strided(self.spec.shape, self.spec.stride, 0).to(self._memory.device)
 
     def replace_own(self, flat: torch.Tensor) -> None:
         """The shard becomes this rank's part of ``flat``, the parameter's elements in memory order. Raises
@@ -139,6 +148,9 @@ class BornShard:
         stays."""
         restore_class(parameter)
         vars(parameter).pop(ATTRIBUTE, None)
+
+    def _over(self, collectives: Collectives) -> Collectives:
+        return collectives if self.ranks is None else self.collectives
 
     def _fetch(self, into: torch.Tensor, begin: int) -> None:
         self.home.fetch(into, begin).wait()
@@ -194,7 +206,7 @@ def _fill(home: ShardHome, own: torch.Tensor) -> None:
 def _mark_born(parameter: nn.Parameter, born: BornShard) -> None:
     setattr(parameter, ATTRIBUTE, born)
     restore_class(parameter)
-    parameter.data = born.placeholder
+    point_at(parameter, born.placeholder)
 
 
 def set_born(parameter: nn.Parameter, born: BornShard) -> None:
@@ -221,7 +233,7 @@ class _BornAccess:
     def facts(self, parameter: nn.Parameter) -> ParameterFacts:
         """See :class:`~zero_ext.zero.released.Access`."""
         spec = self._born.spec
-        return ParameterFacts(f"of shape {spec.shape} from zero_ext.Init", spec.stride)
+        return ParameterFacts(spec.name or f"of shape {spec.shape} from zero_ext.Init", spec.stride)
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         """See :class:`~zero_ext.zero.released.Access`."""

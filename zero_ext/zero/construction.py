@@ -170,13 +170,15 @@ def _fill(unit: Unit, master: MasterShard | None, members: Sequence[Owned], coll
 
 
 def _pieces(item: Owned, collectives: Collectives, failures: Postponed) -> Iterator[tuple[int, torch.Tensor]]:
-    """Rank 0's values of a parameter in memory order, in pieces, each with its first element's number."""
+    """Rank 0's values of a parameter in memory order, in pieces, each with its first element's number. They
+    go to everyone unless the same ranks have shared them before."""
     parameter = item.parameter
     born = born_shard(parameter)
-    if born is not None:
+    if born is not None and born.ranks in (None, collectives.ranks):
         yield from born.pieces(collectives, failures)
         return
-    flattened = in_memory_order(local_part(parameter).data, item.spec)
+    value = local_part(parameter).data if born is None else born.whole()
+    flattened = in_memory_order(value, item.spec)
     if flattened.numel():
         collectives.broadcast_(flattened, 0, f"first value of parameter '{item.spec.name}' from rank 0")
     step = PIECE_BYTES // flattened.element_size()

@@ -6,8 +6,8 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from zero_ext.zero.gradient_view import GradientViews
 from zero_ext.zero.gradients import UnitGradients, make_gradients
 from zero_ext.zero.hooks import ForwardHooks
 from zero_ext.zero.ledger import ledger_of
+from zero_ext.zero.lifetime import Ending, weakly
 from zero_ext.zero.local_part import local_gradient
 from zero_ext.zero.master import MasterShard, follow_writes
 from zero_ext.zero.model_checks import check_unchanged
@@ -43,13 +44,13 @@ from zero_ext.zero.tiling import Wholes
 from zero_ext.zero.together import FailedTogether
 from zero_ext.zero.unit import Unit
 
-_Arguments = ParamSpec("_Arguments")
 
-
-class Engine:
+class Engine(Ending):
     """Holds a model's sharded state and moves it through forward, backward and step (DESIGN §3).
 
-    Made by :func:`zero_ext.prepare`. It holds the model weakly: the model owns the engine.
+    Made by :func:`zero_ext.prepare`. It holds the model weakly: the model owns the engine. ``passes`` counts
+    the backward passes that brought gradients since the last step or ``zero_grad``; inside :meth:`no_sync`
+    ``syncs`` is False; ``wrappers`` act for it.
     """
 
     def __init__(
@@ -78,9 +79,8 @@ class Engine:
         self.wholes = Wholes(model)
         self.units = tuple(unit for unit, _ in units)
         self.masters = tuple(master for _, master in units if master is not None)
-        self._model = weakref.ref(model)
-        self._began = time.perf_counter()
-        self._micro_steps, self._syncs, self._loss_scaled, self._collected = 0, True, False, False
+        self._model, self._began = weakref.ref(model), time.perf_counter()
+        self.passes, self.syncs, self._loss_scaled, self._collected = 0, True, False, False
         self._bus, self._clock = collectives.bus, StepClock(collectives.bus, tiers.device)
         used_up = uses_up_gradients(config, (unit.layout.dtype for unit in self.units))
         self._gradients = {
@@ -99,10 +99,10 @@ class Engine:
         self.reducer = GradientReducer(trained, starts, collectives, self._bus, self.optimizer_step.reduced)
         limits = (config.units.live_elements, config.units.prefetch_elements)
         self.access = OnDemandAccess(self)
-        self.residency = Residency(self.units, *limits, self._bus, _weakly(self.access.commit))
-        events = map(_weakly, (self._begin_backward, self._end_backward, self._abandon_backward))
-        self.backward_pass = BackwardPass(self.residency, self._clock, _weakly(self.passed), *events)
-        check = _weakly(self._check_parameters)
+        self.residency = Residency(self.units, *limits, self._bus, weakly(self.access.commit))
+        events = map(weakly, (self._begin_backward, self._end_backward, self._abandon_backward))
+        self.backward_pass = BackwardPass(self.residency, self._clock, weakly(self.passed), *events)
+        check = weakly(self._check_parameters)
         self.hooks = ForwardHooks(self.residency, self.backward_pass, check, self._clock)
         self.index = {
             parameter: (unit, number)
@@ -110,6 +110,7 @@ class Engine:
             for number, parameter in enumerate(unit.parameters)
         }
         self.views = GradientViews(self)
+        self.wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # Before a model's memory goes along with it, nothing may be under way there.
         weakref.finalize(self, tiers.device.synchronize).atexit = False
 
@@ -223,18 +224,18 @@ class Engine:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward passes add to unreduced local gradients; the next pass outside reduces the sum."""
-        before, self._syncs = self._syncs, False
+        before, self.syncs = self.syncs, False
         try:
             yield
         finally:
-            self._syncs = before
+            self.syncs = before
 
     @contextlib.contextmanager
     def scaled_pass(self, reduces: bool, micro_batches: int = 1) -> Iterator[None]:
         """Around a backward pass, of ``micro_batches`` at once, from gradients of a loss that some rank has
         scaled; unless it ``reduces``, as inside :meth:`no_sync`."""
         self._loss_scaled = True
-        self._micro_steps += micro_batches - 1
+        self.passes += micro_batches - 1
         with contextlib.nullcontext() if reduces else self.no_sync():
             yield
 
@@ -281,10 +282,10 @@ class Engine:
         if self.optimizer_step.keeps_local:
             return False
         sharded = any(master.unit.placement.grads for master in self.masters)
-        return self._ends_accumulation() or (self._syncs and sharded)
+        return self._ends_accumulation() or (self.syncs and sharded)
 
     def _ends_accumulation(self) -> bool:
-        return self._syncs and self._micro_steps + 1 >= self.config.batch.gradient_accumulation_steps
+        return self.syncs and self.passes + 1 >= self.config.batch.gradient_accumulation_steps
 
     def _begin_backward(self) -> None:
         self.optimizer_step.begin_backward(self._ends_accumulation())
@@ -313,7 +314,7 @@ class Engine:
                 if reduces:
                     # Ranks may have used other parameters; torch.nn.utils takes the norm over those it sees.
                     self.reducer.settle()
-                self._micro_steps += 1
+                self.passes += 1
             else:
                 # torch.autograd.grad brought none, but passed units: what follows may assign them.
                 self.reducer.end_backward(False)
@@ -389,7 +390,7 @@ class Engine:
             gradients.clear()
             for parameter in gradients.unit.parameters:
                 parameter.grad = None
-        self._micro_steps = 0
+        self.passes = 0
         self.norms.forget()
 
     def step(self) -> bool:
@@ -407,7 +408,7 @@ class Engine:
         if stepped and not self.optimizer_step.under_way:
             for gradients in self.reducer.gradients:
                 gradients.unit.forbid_saved(gradients.contributed)
-        self._micro_steps = 0
+        self.passes = 0
         if self.optimizer_step.clears_gradients:
             self.clear_gradients()
         self._clock.end("step", began)
@@ -485,15 +486,3 @@ def _first_places(owned: Sequence[Owned], units: Sequence[Unit]) -> list[int]:
     """Of each of ``units`` the place, in the order of registration, of its first parameter."""
     place_of = {item.parameter: place for place, item in enumerate(owned)}
     return [min(place_of[parameter] for parameter in unit.parameters) for unit in units]
-
-
-def _weakly(method: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """``method`` without keeping its object alive."""
-    weak = weakref.WeakMethod(method)
-
-    def call(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> None:
-        alive = weak()
-        if alive is not None:
-            alive(*arguments, **named)
-
-    return call

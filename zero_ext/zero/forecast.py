@@ -15,9 +15,10 @@ from torch import nn
 
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier, ZeroConfig
-from zero_ext.offload import StateField
+from zero_ext.offload import MemoryHome, StateField
 from zero_ext.optim import moments_dtype_named, state_kinds
 from zero_ext.optim.compatibility import exchanges_signs, fusible
+from zero_ext.zero.born import born_shard
 from zero_ext.zero.construction import layout_of
 from zero_ext.zero.partition import (
     DTYPES,
@@ -185,7 +186,14 @@ class Forecast:
     def _replaced_bytes(self) -> int:
         """What the parameters take of the device now, and leave to their units."""
         members = [item.parameter for plan in self.plans for item in plan.members]
-        return sum(each.untyped_storage().nbytes() for each in members if each.device == self.device)
+        shards = {id(born.home): born.home for each in members if (born := born_shard(each)) is not None}
+        shard_bytes = sum(
+            home.numel * home.dtype.itemsize
+            for home in shards.values()
+            if isinstance(home, MemoryHome) and home.tier == "device"
+        )
+        whole = (each for each in members if each.device == self.device and born_shard(each) is None)
+        return shard_bytes + sum(each.untyped_storage().nbytes() for each in whole)
 
 
 def _room_on(device: torch.device) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_ext.zero.hook_installation import uninstall_from_copy
+from zero_ext.zero.hook_installation import uninstall
 
 _GUARDED = ("__reduce_ex__", "__deepcopy__", "_apply", "share_memory")
 
@@ -25,6 +25,15 @@ def guard_module(model: nn.Module, sharded: Iterable[nn.Parameter]) -> None:
     guards = (_refuse_pickling_of_model, _DeepCopy(weak), _Conversion(weak), _refuse_sharing)
     for name, guard in zip(_GUARDED, guards, strict=True):
         object.__setattr__(model, name, guard)
+
+
+def unguard(model: nn.Module, sharded: Iterable[nn.Parameter]) -> None:
+    """The reverse of :func:`guard_module`."""
+    for parameter in sharded:
+        for name in ("__reduce_ex__", "share_memory_"):
+            vars(parameter).pop(name, None)
+    for name in _GUARDED:
+        vars(model).pop(name, None)
 
 
 def _refuse_pickling(*_: object) -> Any:
@@ -72,7 +81,7 @@ class _DeepCopy(_Guard):
             copied = copy.deepcopy(model, memo)
         finally:
             vars(model).update(guards)
-        uninstall_from_copy(copied)
+        uninstall(copied)
         return copied
 
 
@@ -83,11 +92,16 @@ class _Conversion(_Guard):
         model = self._model
         tensors = [each for each in (*model.parameters(), *model.buffers()) if not each.is_meta]
         for dtype, device in {(tensor.dtype, tensor.device) for tensor in tensors}:
-            probe = torch.empty(0, dtype=dtype, device=device)
-            if fn(probe) is not probe:
+            moved = fn(torch.empty(0, dtype=dtype, device=device))
+            if moved.dtype != dtype or _numbered(moved.device) != _numbered(device):
                 raise RuntimeError(
                     f"{type(model).__name__}: .to(), .half(), .bfloat16(), .cuda() and the like would "
                     "break the link between parameters and their shards. Convert the model, and move it to "
                     "its device, before zero_ext.prepare, or set 'precision.dtype' in the configuration."
                 )
         return model
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """``device`` with its number: "cpu" is "cpu:0"."""
+    return torch.device(device.type, device.index or 0)

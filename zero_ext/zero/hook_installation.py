@@ -210,9 +210,11 @@ def _install_block_hooks(
     module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
 
-def uninstall_from_copy(model: nn.Module) -> None:
-    """Removes the hooks that a deep copy of a prepared model has from the original."""
+def uninstall(model: nn.Module) -> None:
+    """Removes the hooks of an engine from its model, or from a deep copy of that."""
     for module in model.modules():
+        if isinstance(module._parameters, GatheringParameters):
+            module._parameters = dict(module._parameters.items())
         for kind in ("_forward_pre_hooks", "_forward_hooks"):
             hooks, with_kwargs = getattr(module, kind), getattr(module, f"{kind}_with_kwargs")
             for key in [key for key, hook in hooks.items() if getattr(hook, "__module__", "") == __name__]:

@@ -14,6 +14,7 @@ from zero_ext.activation import Checkpointing
 from zero_ext.zero.backward import BackwardPass, in_backward
 from zero_ext.zero.block_outputs import opaque_in, shares_memory, tensors_in, with_own_memory
 from zero_ext.zero.frames import Call, CallStack
+from zero_ext.zero.lifetime import Ending
 from zero_ext.zero.on_demand import transform_refusal
 from zero_ext.zero.plain_torch import in_transform
 from zero_ext.zero.residency import Residency
@@ -24,7 +25,7 @@ from zero_ext.zero.unit import Unit, UnitState
 _USES = "_zero_ext_uses"
 
 
-class ForwardHooks:
+class ForwardHooks(Ending):
     """Hooks on the modules that own or contain sharded parameters.
 
     A module that runs as a block (a home of units, or the root) opens a :class:`Call`. Owner hooks and reads

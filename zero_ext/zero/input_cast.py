@@ -16,6 +16,14 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
     model.register_forward_pre_hook(partial(_cast_arguments, dtype), with_kwargs=True)
 
 
+def end_casts(model: nn.Module) -> None:
+    """The reverse of :func:`cast_inputs`."""
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if isinstance(hook, partial) and hook.func is _cast_arguments:
+            del model._forward_pre_hooks[key]
+            del model._forward_pre_hooks_with_kwargs[key]
+
+
 def cast_running_statistics(model: nn.Module, dtype: torch.dtype) -> None:
     """Batch and instance norms get running statistics in ``dtype``: their kernels refuse a mixture.
 

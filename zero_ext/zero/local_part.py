@@ -157,6 +157,7 @@ def problem_of(parameter: torch.Tensor, ranks: list[int], dtype: torch.dtype) ->
         )
     if is_split(parameter) and parameter.dim() > 2 and not parts:
         return f"has {parameter.dim()} dimensions and is split; 1 or 2 wanted"
-    if not parameter._local_tensor.is_contiguous():
+    local = parameter._local_tensor
+    if not local.is_contiguous() and any(local.stride()):  # which are 0 where a placeholder stands in for it
         return "has a part here that is not contiguous; split it with distribute_tensor or parallelize_module"
     return ""

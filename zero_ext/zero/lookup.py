@@ -7,6 +7,7 @@ import weakref
 from torch import nn
 
 from zero_ext.zero.engine import Engine
+from zero_ext.zero.lifetime import refuse_ended
 from zero_ext.zero.released import set_access
 
 MODULE_ATTRIBUTE = "_zero_ext_engine"
@@ -21,8 +22,17 @@ def attach_engine(model: nn.Module, engine: Engine) -> None:
         set_access(parameter, engine.access)
 
 
+def detach_engine(engine: Engine) -> None:
+    """The reverse of :func:`attach_engine`, for an engine that is about to end."""
+    vars(engine.model).pop(MODULE_ATTRIBUTE)
+    for parameter in engine.index:
+        vars(parameter).pop(PARAMETER_ATTRIBUTE)
+
+
 def engine_of(model: nn.Module) -> Engine:
-    """The engine of a model that went through :func:`zero_ext.prepare`; else ``ValueError``."""
+    """The engine of a model that went through :func:`zero_ext.prepare`; else ``ValueError``. ``RuntimeError``
+    for a wrapper whose module was prepared again."""
+    refuse_ended(model)
     found = vars(model).get(MODULE_ATTRIBUTE)
     if found is None and isinstance(vars(model).get("_modules", {}).get("module"), nn.Module):
         found = vars(model._modules["module"]).get(MODULE_ATTRIBUTE)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zero_ext.zero.gathered import full_state_dict, load_full_state_dict
+from zero_ext.zero.lifetime import refuse_ended
 from zero_ext.zero.lookup import engine_of
 
 
@@ -18,18 +19,21 @@ class ZeroModule(nn.Module):
     """A prepared model: calls, attributes and state_dict keys are those of ``module``.
 
     Adds what a sharded model needs: :meth:`backward` (scales the loss), :meth:`no_sync`,
-    :meth:`clip_grad_norm_`, :meth:`full_state_dict`, :meth:`finish_update`.
+    :meth:`clip_grad_norm_`, :meth:`full_state_dict`, :meth:`finish_update`. When ``module`` is prepared
+    again, its wrappers of before raise ``RuntimeError``.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        engine_of(module).wrappers.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped module."""
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        refuse_ended(self)
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -124,3 +128,8 @@ class ZeroModule(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ZeroModule:
         self.module._apply(fn)
         return self
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module itself, without a :class:`ZeroModule` around it."""
+    return model.module if isinstance(model, ZeroModule) else model

@@ -112,6 +112,7 @@ def held(engine: Engine, units: Sequence[Unit]) -> Iterator[None]:
     holder, complete = object(), False
     # An order of its own: to look ahead from here would gather units that nobody asked for.
     order = GatherOrder()
+    engine.residency.borrowers.add(holder)
     try:
         for unit in units:
             with engine.pool.growing():
@@ -119,6 +120,7 @@ def held(engine: Engine, units: Sequence[Unit]) -> Iterator[None]:
         yield
         complete = True
     finally:
+        engine.residency.borrowers.discard(holder)
         for unit in units:
             if not complete and unit.holders == {holder}:
                 unit.accept_writes()

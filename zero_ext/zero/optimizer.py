@@ -17,6 +17,8 @@ from zero_ext.zero.update import AfterBackward
 class ZeroOptimizer(torch.optim.Optimizer):
     """Steps a prepared model. ``param_groups`` are the user's own dicts, live: schedulers may change them.
 
+    ``optimizer`` is the one that was given to ``prepare``.
+
     ``state_dict`` holds this rank's part and fits only the same ranks and configuration; checkpoints for
     other world sizes or stages are written by :func:`zero_ext.save_checkpoint`.
     """
@@ -24,6 +26,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, elementwise: bool) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.engine = engine
+        self.optimizer = optimizer
         self._last_skipped = False
         moments = moments_dtype_named(engine.config.precision.moments_dtype)
         engine.optimizer_step.attach(
@@ -174,6 +177,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for name, start, part in kept.runs(self.engine.masters[kept.number].unit.layout):
                 shards[f"{kept.kind}/{name}/{start}"] = part
         return shards
+
+
+def as_given(optimizer: Any) -> Any:
+    """The optimizer that :func:`zero_ext.prepare` was given for ``optimizer``, or this one itself."""
+    return optimizer.optimizer if isinstance(optimizer, ZeroOptimizer) else optimizer
 
 
 def _mismatch(live: Mapping[str, Values], given: Mapping[str, torch.Tensor]) -> str | None:

@@ -29,6 +29,17 @@ def watch_all(parameters: Iterable[nn.Parameter], sink: GradientSink) -> None:
         _watch(parameter, sink)
 
 
+def unwatch(parameters: Iterable[nn.Parameter]) -> None:
+    """Removes both hooks."""
+    for parameter in parameters:
+        with torch._C.DisableTorchFunctionSubclass():
+            tables = (parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {})
+        for table in tables:
+            for key, hook in list(table.items()):
+                if getattr(hook, "__module__", "") == __name__:
+                    del table[key]
+
+
 def _watch(parameter: nn.Parameter, sink: GradientSink) -> None:
     weak_sink, weak_parameter = weakref.ref(sink), weakref.ref(parameter)
 

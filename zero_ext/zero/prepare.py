@@ -30,6 +30,7 @@ from zero_ext.optim.one_bit import check_one_bit_optimizer
 from zero_ext.zero.activations import activation_group_of, checkpointing_of
 from zero_ext.zero.aliases import find_aliases, renew
 from zero_ext.zero.buffers import move_buffers
+from zero_ext.zero.closing import close, engines_before
 from zero_ext.zero.construction import (
     broadcast_buffers,
     build_unit,
@@ -46,12 +47,12 @@ from zero_ext.zero.guards import guard_module
 from zero_ext.zero.hook_installation import install, watch_reads
 from zero_ext.zero.input_cast import cast_inputs, cast_running_statistics
 from zero_ext.zero.local_part import is_distributed, problem_of
-from zero_ext.zero.lookup import MODULE_ATTRIBUTE, PARAMETER_ATTRIBUTE, attach_engine
+from zero_ext.zero.lookup import attach_engine
 from zero_ext.zero.meta import leave_meta
 from zero_ext.zero.model_checks import check_embeddings, check_modules
 from zero_ext.zero.model_ranks import counted_once
-from zero_ext.zero.module import ZeroModule
-from zero_ext.zero.optimizer import ZeroOptimizer
+from zero_ext.zero.module import ZeroModule, unwrapped
+from zero_ext.zero.optimizer import ZeroOptimizer, as_given
 from zero_ext.zero.packed import is_packed
 from zero_ext.zero.parameter_hooks import watch_all
 from zero_ext.zero.partition import (
@@ -70,6 +71,8 @@ from zero_ext.zero.tie import tie_of
 from zero_ext.zero.tiling.replace import apply_tiling, plan_tiling
 from zero_ext.zero.together import together
 from zero_ext.zero.unit_names import without_names_elsewhere
+
+_UNPREPARED = "The weights are as they were. Mend it and prepare the model again."
 
 
 def prepare(
@@ -91,10 +94,15 @@ def prepare(
     gradients, master weights or optimizer state, whatever tier ``config`` names for them, and the returned
     optimizer is None.
 
+    A model that is prepared already gets a new engine: its weights are kept, as the parameters have them,
+    optimizer state and step counts start anew, and the engine, wrapper and optimizer of before raise
+    ``RuntimeError`` from then on. Sharded parameters are not made whole for it.
+
     Args:
-        model: any module, built plainly or inside :class:`zero_ext.Init`.
+        model: any module, built plainly or inside :class:`zero_ext.Init`, or prepared before.
         optimizer: over the model's own parameters, not yet stepped. Adam, AdamW, Lamb and Lion run fused;
-            torch's other element-wise optimizers run unchanged on the fp32 shards.
+            torch's other element-wise optimizers run unchanged on the fp32 shards. One that ``prepare``
+            returned stands for the one it was made of.
         config: :class:`ZeroConfig`, a mapping, or the path of a JSON file; default ZeRO-3.
         process_group: the data-parallel ranks; default all, or a single rank without a launcher. Or a mesh of
             :func:`zero_ext.parallel.make_mesh`, where ``model`` is this rank's part of the whole: ranks along
@@ -115,10 +123,13 @@ def prepare(
     Raises:
         ValueError: bad configuration, foreign optimizer parameters, an optimizer that needs whole tensors,
             parameters on several devices, an activation group of data-parallel ranks.
-        RuntimeError: the ranks hold different models (raised on all of them).
+        RuntimeError: the ranks hold different models, or the model is prepared again inside a forward,
+            between forward and backward, inside ``gathered`` or during a save in the background (raised on
+            all of them).
     """
+    model, optimizer = unwrapped(model), as_given(optimizer)
     settings = _settings(config, optimizer)
-    _check_model(model)
+    check_modules(model)
     groups = rank_groups(process_group)
     activation_group = activation_group_of(settings.activation_checkpointing, activation_group, groups)
     owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
@@ -129,6 +140,7 @@ def prepare(
     collectives.shard_among(settings.communication.sharding_ranks)
     settings = settings.replace(batch=settings.batch.resolve(collectives.world_size))
     aliases = find_aliases(model, owned)
+    before = engines_before(model, owned)
     _check_parameters(model, owned, optimizer, groups, collectives.world_size)
     own_settings = without_names_elsewhere(model, settings, collectives.model)
     tiling = plan_tiling(model, own_settings.units.tiles)
@@ -143,6 +155,7 @@ def prepare(
         check_agreement((), settings, collectives.model)
         settings = own_settings
     _see_to_swaps(settings, collectives)
+    close(before, model)
     if settings.stage == 3:
         apply_tiling(model, optimizer, tiling, collectives)
     if values == "empty":
@@ -157,14 +170,19 @@ def prepare(
         engine.group = (groups.data or dist.group.WORLD) if collectives.world_size > 1 else None
         prepared = _prepared_optimizer(engine, optimizer, elementwise) if optimizer is not None else None
     if in_parts and groups.whole is not None:
-        names = {item.spec.name: tie.name for item in owned if (tie := tie_of(item.parameter)) is not None}
-        elsewhere = [item.spec.name for item in owned if not item.counted]
-        for state in (engine.state, engine.trained_state):
-            state.parts = PartsState(state, groups.whole, names, elsewhere)
+        _join_parts(engine, owned, groups.whole)
     renew(aliases, engine)
     engine.hooks.checkpointing = checkpointing_of(engine, activation_group)
     engine.tiers.transfers.clear()
     return (ZeroModule(model) if wrap else model), prepared
+
+
+def _join_parts(engine: Engine, owned: Sequence[Owned], whole: dist.ProcessGroup) -> None:
+    """Checkpoints are of all parts of the model, which the ranks of ``whole`` have."""
+    names = {item.spec.name: tie.name for item in owned if (tie := tie_of(item.parameter)) is not None}
+    elsewhere = [item.spec.name for item in owned if not item.counted]
+    for state in (engine.state, engine.trained_state):
+        state.parts = PartsState(state, whole, names, elsewhere)
 
 
 def _join(groups: RankGroups, settings: ZeroConfig, owned: Sequence[Owned], device: Device) -> Collectives:
@@ -260,12 +278,6 @@ def _prepared_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, elemen
     return prepared
 
 
-def _check_model(model: nn.Module) -> None:
-    if vars(model).get(MODULE_ATTRIBUTE) is not None or isinstance(model, ZeroModule):
-        raise ValueError(f"{type(model).__name__} is prepared already; call zero_ext.prepare once a model")
-    check_modules(model)
-
-
 def _check_parameters(
     model: nn.Module,
     owned: Sequence[Owned],
@@ -276,10 +288,6 @@ def _check_parameters(
     check_embeddings(model, world_size)
     for item in owned:
         name, parameter, dtype = item.spec.name, item.parameter, item.spec.dtype
-        if getattr(parameter, PARAMETER_ATTRIBUTE, None) is not None:
-            raise ValueError(
-                f"parameter '{name}' belongs to a prepared model already; prepare the outermost model, once"
-            )
         if optimizer is not None and parameter.requires_grad and dtype.is_complex:
             raise ValueError(
                 f"parameter '{name}': expected real numbers, got {dtype}: optimizer state, clipping and "
@@ -328,7 +336,7 @@ def _make_tiers(forecast: Forecast, optimizer: torch.optim.Optimizer | None, dev
 
     if not settings.offload.any_nvme:
         return make()
-    return together(collectives, make, "setting up storage on NVMe", "Nothing was changed.")
+    return together(collectives, make, "setting up storage on NVMe", _UNPREPARED)
 
 
 def _check_optimizer(

@@ -134,7 +134,7 @@ class ReleasedTensor:
         if id(self) in memo:
             found: torch.Tensor = memo[id(self)]
             return found
-        parameter, extent = _origin(self)
+        parameter, extent = origin(self)
         value = _access(parameter).read(parameter)
         made: torch.Tensor
         if extent is not None:
@@ -154,7 +154,7 @@ class ReleasedTensor:
         raise _memory_refusal(self, "as_subclass")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        parameter, _extent = _origin(self)
+        parameter, _extent = origin(self)
         described = f"shape={tuple(self.shape)}, dtype={self.dtype}"  # type: ignore[attr-defined]
         return f"<{type(self).__name__} '{_name(parameter)}', {described}>"
 
@@ -217,8 +217,8 @@ def _name(parameter: nn.Parameter) -> str:
     return _access(parameter).facts(parameter).name
 
 
-def _origin(tensor: Any) -> tuple[nn.Parameter, Extent | None]:
-    """The parameter that a released tensor is, or is a view of, and then which part."""
+def origin(tensor: Any) -> tuple[nn.Parameter, Extent | None]:
+    """Return the parameter that a released tensor is, or is a view of, and then which part."""
     found: tuple[nn.Parameter, Extent | None] = vars(tensor).get("_zero_ext_view") or (tensor, None)
     return found
 
@@ -226,7 +226,7 @@ def _origin(tensor: Any) -> tuple[nn.Parameter, Extent | None]:
 def _check_new_data(target: Any, value: torch.Tensor) -> None:
     if isinstance(value, torch.Tensor) and value.shape == target.shape and value.dtype == target.dtype:
         return
-    parameter, _ = _origin(target)
+    parameter, _ = origin(target)
     got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
     raise RuntimeError(
         f"data of parameter '{_name(parameter)}': expected a tensor of "
@@ -243,7 +243,7 @@ def _remembered(parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
 
 def _set_new_data(target: Any, value: torch.Tensor) -> None:
     """What ``.data = value`` does to a plain tensor: tensors that were its data before keep theirs."""
-    parameter, _ = _origin(target)
+    parameter, _ = origin(target)
     with torch.no_grad():
         value = value.clone()  # it may be one of them
         for data in vars(parameter).pop(_DATA, ()):
@@ -255,7 +255,7 @@ def _set_new_data(target: Any, value: torch.Tensor) -> None:
 
 def _memory_refusal(released: Any, function: str) -> RuntimeError:
     return RuntimeError(
-        f"parameter '{_name(_origin(released)[0])}' has no memory on this rank: expected a use of its value, "
+        f"parameter '{_name(origin(released)[0])}' has no memory on this rank: expected a use of its value, "
         f"got {function}, which is about its memory. Do it inside 'with zero_ext.gathered(params):', or use "
         "zero_ext.full_state_dict(model)."
     )
@@ -282,12 +282,12 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     if name in ("data", "detach") and is_distributed(args[0]):
         return _Use().run(torch.Tensor.detach, args, {})
     if name in ("data", "detach"):
-        parameter, extent = _origin(args[0])
+        parameter, extent = origin(args[0])
         view = view_of_released(parameter, extent or _whole(parameter))
         return _remembered(parameter, view) if name == "data" else view
     if name in ("view_as", "expand_as") and len(args) == 2 and args[0] is args[1]:
         # Torch's way to the node that accumulates a leaf's gradient, behind that of such a view.
-        parameter, extent = _origin(args[0])
+        parameter, extent = origin(args[0])
         tracked = torch.is_grad_enabled() and args[0].requires_grad
         return view_of_released(parameter, extent or _whole(parameter), args[0] if tracked else None)
     return _Use().run(func, args, kwargs)
@@ -304,7 +304,7 @@ def _on_layout(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
     def layout(item: Any) -> Any:
         if not isinstance(item, ReleasedTensor):
             return item
-        parameter, extent = _origin(item)
+        parameter, extent = origin(item)
         return (extent or _whole(parameter)).on_meta()
 
     if name in _CREATES and kwargs.get("device") is None:
@@ -386,7 +386,7 @@ class _Use:
         if not isinstance(item, ReleasedTensor):
             return item
         released: Any = item
-        parameter, extent = _origin(released)
+        parameter, extent = origin(released)
         if parameter not in self._values:
             self._values[parameter] = _access(parameter).read(parameter)
         value = self._values[parameter]
@@ -416,7 +416,7 @@ class _Use:
         for released, value, version, node in self._stand_ins.values():
             if value._version == version:
                 continue
-            parameter, _ = _origin(released)
+            parameter, _ = origin(released)
             if node is not None and value.grad_fn is not node:
                 raise RuntimeError(
                     f"parameter '{_name(parameter)}' requires grad and was written to in place while "

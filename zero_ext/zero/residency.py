@@ -40,6 +40,7 @@ class Residency:
         self._bus = bus
         self._commit = commit
         self._warned: set[str] = set()
+        self.borrowers: set[object] = set()  # blocks of code that use whole parameters, replicated or not
 
     @property
     def live_elements(self) -> int:

@@ -14,6 +14,7 @@ from zero_ext.config.communication import CommunicationPolicy
 from zero_ext.config.placement import Placement
 from zero_ext.offload import HERE, Arrival, Tiers, put
 from zero_ext.zero.layout import FlatLayout
+from zero_ext.zero.lifetime import Ending
 from zero_ext.zero.local_part import is_distributed, local_part, point_at, set_data
 from zero_ext.zero.parameter_exchange import ParameterExchange
 from zero_ext.zero.placeholder import blanks
@@ -30,7 +31,7 @@ class UnitState(enum.Enum):
     GATHERED = "gathered"  # the parameters are views of the full flat buffer
 
 
-class Unit:
+class Unit(Ending):
     """Flat parameters of one dtype, their shard, and the moves between gathered and released.
 
     ``flat`` [layout.numel] keeps one storage object for life: empty while released, a pool buffer while
@@ -77,8 +78,9 @@ class Unit:
             ]
         self._classes: tuple[tuple[type, type], ...] = ()  # gathered and released class of each parameter
         self._distributed = any(map(is_distributed, self.parameters))
-        self._generations = (0,) * len(self.parameters)
-        self._released_generations = (1,) * len(self.parameters)
+        with torch._C.DisableTorchFunctionSubclass():
+            # Not those of an engine before this one, with which its graphs have saved the parameters.
+            self._set_generations([parameter._version + 1 for parameter in self.parameters])
         self._expected = self._generations
         self.state = UnitState.GATHERED
 

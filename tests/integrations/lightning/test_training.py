@@ -43,6 +43,32 @@ def test_losses_are_those_of_ddp_in_every_stage_with_accumulation_clipping_and_s
             assert all(unit.placement.params == (stage == 3) for unit in engine.units)
 
 
+@on_ranks(2)
+def test_fit_test_fit_is_that_of_ddp_with_other_stages_and_strategies(world: World) -> None:
+    enter(world)
+
+    def run(first: Any, second: Any) -> tuple[list[float], list[float], Language]:
+        module, tested = Language(world.seed), []
+        for strategy in (first, second):
+            made = trainer(world, strategy, max_epochs=1)
+            made.fit(module, loader(world.seed))
+            tested.append(made.test(module, loader(world.seed + 1), verbose=False)[0]["test_loss"])
+            made.fit_loop.epoch_progress.reset()
+            made.fit(module, loader(world.seed + 2))
+        return module.losses, tested, module
+
+    losses, tested, plain = run(DDPStrategy(), DDPStrategy())
+    assert len(losses) == 48
+    for first, second in (
+        (ZeroStrategy(3), ZeroStrategy(3)),
+        (ZeroStrategy(2), ZeroStrategy(3, {"offload": HOST})),
+    ):
+        found, seen, module = run(first, second)
+        assert largest_difference(found, losses) < 1e-5
+        assert largest_difference(seen, tested) < 1e-5
+        assert distance(zero_ext.full_state_dict(module), plain.state_dict()) < 1e-4
+
+
 class Evaluated(Language):
     """Notes whether an update is under way, in training and in evaluation."""
 

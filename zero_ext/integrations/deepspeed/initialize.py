@@ -29,6 +29,7 @@ from zero_ext.integrations.parts import Scheduler, make_loader, make_optimizer, 
 from zero_ext.integrations.prepare import prepare
 from zero_ext.optim.build import check_scheduler
 from zero_ext.zero.construction import accelerator_or_cpu
+from zero_ext.zero.module import unwrapped
 from zero_ext.zero.rank_groups import data_group
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def initialize(
     if model is None:
         raise ValueError("deepspeed.initialize: 'model' is missing; pass the module to train")
     _check_given(model, optimizer, lr_scheduler)
+    model = unwrapped(model)
     values, native = _loaded(_source(args, config, config_params))
     settings = _with_leaf_modules(native, model)
     pipeline = _as_pipeline(model)

@@ -11,6 +11,8 @@ from torch import nn
 
 from zero_ext.zero.lookup import engine_of
 
+_ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "partition_numel")
+
 
 class ZeroParamStatus(Enum):
     """Whether the whole parameter is there."""
@@ -29,11 +31,15 @@ class ZeroParamType(Enum):
 
 
 def mark_sharded(model: nn.Module) -> None:
-    """Gives the parameters of a model prepared in stage 3 DeepSpeed's attributes; elsewhere they have
-    none."""
+    """Gives the parameters of a model prepared in stage 3 DeepSpeed's attributes; elsewhere they lose those
+    that they had."""
     engine = engine_of(model)
     if engine.config.stage == 3:
         mark(model.parameters(), engine.world_size)
+        return
+    for parameter in model.parameters():
+        for name in _ATTRIBUTES:
+            vars(parameter).pop(name, None)
 
 
 def mark(parameters: Iterable[nn.Parameter], ranks: int) -> None:

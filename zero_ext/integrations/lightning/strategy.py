@@ -113,19 +113,14 @@ class ZeroStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Shards the module, with its optimizer if it is to be trained.
 
-        Raises ``RuntimeError`` if it was sharded before and is to be trained (again).
+        Every fit shards it anew, since Lightning makes new optimizers for it. Evaluation takes a sharded
+        module as it is.
         """
         if self.accelerator is None:
             raise AssertionError("Lightning called setup without an accelerator")
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._is_sharded:
-            if fitting:
-                raise RuntimeError(
-                    f"{type(self._module).__name__} was sharded by an earlier fit, validate, test or predict "
-                    "with the optimizer of that time or none. Make a new LightningModule for this fit; "
-                    "fit(new_module, ckpt_path=...) goes on where a checkpoint was saved."
-                )
+        if self._is_sharded and not fitting:
             return
         if fitting:
             if self._layer_sync is not None:
@@ -141,8 +136,6 @@ class ZeroStrategy(DDPStrategy):
                 metric.to(self.root_device)  # their states are no buffers, which prepare moves
         _, prepared = prepare(self._module, made, settings, wrap=False, device=self.root_device)
         if prepared is not None:
-            # Lightning's monitor of learning rates looks here for the optimizer that schedulers know.
-            prepared.__dict__["optimizer"] = made
             self.optimizers = [prepared]
 
     def _made_optimizer(self) -> torch.optim.Optimizer:

@@ -25,6 +25,13 @@ class LookedUpAnywhere:
         return self._collectives.sum_(counts.clone(), "look-ups in the tiles of an embedding")
 
 
+def end_agreement(model: nn.Module) -> None:
+    """The reverse of :func:`agree_on_tiles`."""
+    for module in model.modules():
+        if isinstance(module, TiledEmbedding):
+            module.agreement = None
+
+
 def agree_on_tiles(model: nn.Module, collectives: Collectives) -> None:
     """Makes every tiled embedding of ``model`` gather what any rank looks up."""
     if collectives.world_size > 1:

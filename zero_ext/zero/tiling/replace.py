@@ -29,6 +29,8 @@ _HOOKS = (
     "_load_state_dict_post_hooks",
 )
 
+_OWN = "zero_ext.zero."
+
 
 @dataclass(frozen=True)
 class Tiling:
@@ -75,18 +77,23 @@ def _check_layer(name: str, module: nn.Module, splits: int) -> None:
     for option in ("max_norm", "sparse"):
         if getattr(module, option, None):
             raise ValueError(f"{place}: {option} = {getattr(module, option)!r}, which tiles cannot have")
-    hooked = [kind for kind in _HOOKS if getattr(module, kind, None)]
+    hooked = [kind for kind in _HOOKS if _has_foreign(getattr(module, kind, None))]
     hooked += [
         f"{inner}.{kind}"
         for inner, parameter in module.named_parameters()
         for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")
-        if getattr(parameter, kind, None)
+        if _has_foreign(getattr(parameter, kind, None))
     ]
     if hooked or module._compiled_call_impl is not None:
         raise ValueError(
             f"{place}: has hooks or is compiled ({hooked}), which tiles would lose; register hooks on the "
             "module around it, or after zero_ext.prepare"
         )
+
+
+def _has_foreign(hooks: Mapping[int, object] | None) -> bool:
+    """Whether there are other hooks than those of an engine, which go with it before layers are tiled."""
+    return any(not getattr(hook, "__module__", "").startswith(_OWN) for hook in (hooks or {}).values())
 
 
 def _check_ties(model: nn.Module, splits: Mapping[str, int]) -> None:
