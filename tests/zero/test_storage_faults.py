@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import re
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
+from unittest import mock
 
 import pytest
 import torch
@@ -18,14 +21,16 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
 from zero_ext import ops
+from zero_ext.offload import StoredHome
 from zero_ext.zero import engine_of
+from zero_ext.zero.whole_values import whole_state
 
 
-def prepared(world: World, folder: str, **more: Any) -> tuple[Any, Any]:
+def prepared(world: World, folder: str, stage: int = 3, **more: Any) -> tuple[Any, Any]:
     torch.manual_seed(world.seed)
     model = TinyModel()
     config = {
-        "stage": 3,
+        "stage": stage,
         "timeout_seconds": 30.0,
         "offload": {
             "params": "nvme",
@@ -180,7 +185,7 @@ def test_bad_paths_are_refused_on_all_ranks_before_anything_changes(world: World
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "file"
         file.write_text("")
-        for path in (Path(folder) / "missing", file):
+        for path in (file / "below", file):
             model = TinyModel()
             before = [parameter.data_ptr() for parameter in model.parameters()]
             good = world.rank != 0
@@ -211,3 +216,68 @@ def test_a_damaged_extent_is_found(world: World) -> None:
             data.write(bytes([byte[0] ^ 1]))
         with pytest.raises(RuntimeError, match=r"CRC32C(?s:.*)load the last checkpoint"):
             optimizer.step()
+
+
+def write_alike(model: Any) -> None:
+    with torch.no_grad():
+        next(iter(model.parameters())).mul_(0.5)
+
+
+def gather_and_write(model: Any) -> None:
+    with zero_ext.gathered(model.embedding.weight, modifier_rank=0):
+        write_alike(model)
+
+
+class Fault(NamedTuple):
+    """A transfer that fails: the stage, whether it writes, what precedes it, and the call that meets it."""
+
+    stage: int
+    writing: bool
+    before: Callable[[Any], None]
+    meet: Callable[[Any, Any], Any]
+
+
+FAULTS = {
+    "step after a write": Fault(1, False, write_alike, lambda _, optimizer: optimizer.step()),
+    "step, masters written": Fault(1, True, write_alike, lambda _, optimizer: optimizer.step()),
+    "master": Fault(3, False, lambda _: None, lambda model, _: list(map(whole_state, model.parameters()))),
+    "gathered": Fault(3, True, lambda _: None, lambda model, _: gather_and_write(model)),
+    "write in the loop": Fault(3, True, lambda _: None, lambda model, _: write_alike(model)),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_transfer_that_fails_on_one_rank_raises_on_all(world: World, case: str) -> None:
+    stage, writing, before, meet = FAULTS[case]
+    with tempfile.TemporaryDirectory() as nvme:
+        model, optimizer = prepared(world, nvme, stage, params="device", grads="device")
+        step(world, model, optimizer, 0)
+        language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
+        before(model)
+        if world.rank == 1:
+            store = engine_of(model).tiers.store
+            ops.store_inject_fault(store.handle, writing, 0, -errno.EIO, 1)
+        with pytest.raises(RuntimeError, match=r"failed on ranks \[1\]") as caught:
+            meet(model, optimizer)
+        assert ("Input/output error" in str(caught.value)) == (world.rank == 1)
+        if case.startswith("step"):
+            optimizer.step()  # nothing had changed
+        world.barrier()
+
+
+@on_ranks(2)
+def test_gradients_that_cannot_be_read_to_be_added_to_raise_in_the_step_of_all_ranks(world: World) -> None:
+    with tempfile.TemporaryDirectory() as nvme:
+        model, optimizer = prepared(world, nvme, grads="nvme", params="device")
+        language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
+
+        def fail(*_: object) -> NoReturn:
+            raise RuntimeError("no request can be made")
+
+        fails = mock.patch.object(StoredHome, "fetch", fail) if world.rank else contextlib.nullcontext()
+        with fails, pytest.raises(RuntimeError, match=r"keeping gradients on NVMe failed on ranks \[1\]"):
+            language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
+        optimizer.zero_grad()
+        step(world, model, optimizer, 2)
+        world.barrier()

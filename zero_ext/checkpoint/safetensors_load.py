@@ -79,7 +79,7 @@ def load_safetensors(
     if len(set(agreement.stage(plan, _UNCHANGED))) > 1:
         raise CheckpointError(f"{os.fspath(path)}: the ranks see different files there. {_UNCHANGED}")
     (planned,) = plans
-    engine.follow_writes()
+    agreement.stage(engine.follow_writes, _UNCHANGED)
     before, engine.optimizer_step.damage = engine.optimizer_step.damage, _DAMAGE
     agreement.stage(lambda: _fill(planned), _DAMAGE)
     state.finish_load()

@@ -435,7 +435,7 @@ class Engine(Ending):
         for unit in self.units:
             if not unit.placement.params and unit.written():
                 self.optimizer_step.refuse_pending(f"a write to parameters of {unit.describe()}")
-        self._follow_writes()
+        self._follow_writes(self.collectives)
 
     def follow_writes(self) -> None:
         """See :func:`zero_ext.zero.master.follow_writes`; before master weights are read. Raises
@@ -443,7 +443,7 @@ class Engine(Ending):
         self.optimizer_step.refuse_pending("reading the state")
         self._follow_writes()
 
-    def _follow_writes(self) -> None:
+    def _follow_writes(self, collectives: Collectives | None = None) -> None:
         written = [unit for unit in self.units if not unit.placement.params and unit.written()]
         if written:
             self.optimizer_step.refuse_drift(f"a write to parameters of {written[0].describe()}")
@@ -454,7 +454,7 @@ class Engine(Ending):
                 "'delayed'), which would undo the write. Write inside 'with zero_ext.gathered(params, "
                 "modifier_rank=0):', or call model.finish_update() first. Load a checkpoint to go on."
             )
-        follow_writes(self.masters)
+        follow_writes(self.masters, collectives)
 
     def finish_updates(self, replaced: bool = False) -> None:
         """Before state is read or written from outside: the parameters follow a delayed update. A collective.

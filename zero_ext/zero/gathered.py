@@ -17,7 +17,7 @@ from zero_ext.zero.gathered_born import gathered_born
 from zero_ext.zero.layout import in_memory_order
 from zero_ext.zero.local_part import is_split, local_value, whole_of
 from zero_ext.zero.lookup import engine_of, engine_of_parameter
-from zero_ext.zero.master import MasterShard
+from zero_ext.zero.master import MasterShard, store_values
 from zero_ext.zero.on_demand import held
 from zero_ext.zero.together import refuse_different
 from zero_ext.zero.unit import Unit, UnitState
@@ -115,11 +115,10 @@ def _check_only_read(unit: Unit, before: list[int]) -> None:
 
 def _take_over(engine: Engine, unit: Unit, modifier_rank: int) -> None:
     engine.collectives.broadcast_(unit.flat, modifier_rank, f"edited {unit.describe()}")
-    unit.store_shard()
-    unit.accept_writes()
-    for master in engine.masters:
-        if master.unit is unit:
-            master.follow_output()
+    try:
+        store_values(unit, engine.masters, engine.collectives)
+    finally:
+        unit.accept_writes()
 
 
 def _names_of(engine: Engine) -> dict[nn.Parameter, list[str]]:

@@ -63,7 +63,7 @@ class InBackward(AfterBackward):
         self._last, self._scale = last, scale
         self._settings = settings_of(self._groups)
         if last:
-            follow_writes(self._masters)
+            follow_writes(self._masters, self._collectives)
 
     @property
     def updated(self) -> bool:

@@ -6,13 +6,18 @@ from collections.abc import Iterable
 
 import torch
 
+from zero_ext.comm import Collectives
 from zero_ext.config import Tier
 from zero_ext.offload import MASTER, ShardHome, Tiers, Values, part_of, put, replace
+from zero_ext.zero.expert import expert_ranks
 from zero_ext.zero.layout import Overlap
+from zero_ext.zero.together import together
 from zero_ext.zero.unit import Unit
 
 # Several chunks of the state at once, so that transfers from and to storage are long ones.
 _PIECE_ELEMENTS = 4 << 20
+_MIXED = "Its values are now a mixture of before and after; load the last checkpoint before going on."
+_REPEAT = "No step was made. Repeat it, or load the last checkpoint."
 
 
 class MasterShard:
@@ -119,9 +124,43 @@ class MasterShard:
         return self.state.held_bytes() - shared
 
 
-def follow_writes(masters: Iterable[MasterShard]) -> None:
-    """Master weights take over what the user wrote in place to replicated parameters."""
-    for master in masters:
-        if not master.unit.placement.params and master.unit.written():
+def store_values(unit: Unit, masters: Iterable[MasterShard], collectives: Collectives) -> None:
+    """Make the memory of a gathered ``unit`` the value of its shards and master weights.
+
+    A collective where these are on NVMe, which may fail on one rank alone.
+
+    Raises:
+        RuntimeError: Storage failed on some rank. It is raised on all of them.
+    """
+    own = [master for master in masters if master.unit is unit]
+
+    def store() -> None:
+        unit.store_shard()
+        for master in own:
             master.follow_output()
-            master.unit.accept_writes()
+
+    if "nvme" in (unit.home.tier, *(master.state.tier for master in own)):
+        everyone = collectives.holders(bool(expert_ranks(unit.parameters[0])))
+        together(everyone, store, f"storing what was written to {unit.describe()}", _MIXED)
+    else:
+        store()
+
+
+def follow_writes(masters: Iterable[MasterShard], collectives: Collectives | None = None) -> None:
+    """Master weights take over what the user wrote in place to replicated parameters.
+
+    With ``collectives`` it is a collective where master weights are on NVMe, which may fail on one rank
+    alone: all ranks raise ``RuntimeError`` then, and a later call repeats it.
+    """
+    written = [master for master in masters if not master.unit.placement.params and master.unit.written()]
+
+    def follow() -> None:
+        for master in written:
+            master.follow_output()
+
+    if collectives is not None and any(master.state.tier == "nvme" for master in written):
+        together(collectives, follow, "taking over parameters that were written to", _REPEAT)
+    else:
+        follow()
+    for master in written:
+        master.unit.accept_writes()

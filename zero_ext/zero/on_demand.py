@@ -13,6 +13,7 @@ from torch import nn
 from zero_ext.zero.expert import expert_ranks
 from zero_ext.zero.gather_order import GatherOrder
 from zero_ext.zero.local_part import like_parameter, local_part
+from zero_ext.zero.master import store_values
 from zero_ext.zero.packed import refuse_packed
 from zero_ext.zero.plain_torch import in_transform, plain_torch
 from zero_ext.zero.released import ParameterFacts
@@ -143,9 +144,6 @@ def commit_writes(engine: Engine, unit: Unit, numbers: Iterable[int]) -> None:
             everyone = engine.collectives.holders(bool(expert_ranks(unit.parameters[number])))
             refuse_different_writes(everyone, spec.name, unit.flat[begin : begin + spec.numel])
         engine.optimizer_step.refuse_drift(f"a write to parameters of {unit.describe()}")
-        unit.store_shard()
-        for master in engine.masters:
-            if master.unit is unit:
-                master.follow_output()
+        store_values(unit, engine.masters, engine.collectives)
     finally:
         unit.accept_writes()

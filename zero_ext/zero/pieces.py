@@ -58,7 +58,12 @@ class PieceReader:
         while self._bounds and len(self._ahead) < READS_AHEAD:
             piece = lend_piece(self._pool, self._home, *self._bounds.popleft())
             whole = piece.buffer[: self._home.padded_bytes(piece.values.numel())].view(self._home.dtype)
-            self._ahead.append((piece, self._home.fetch(whole, piece.first)))
+            try:
+                self._ahead.append((piece, self._home.fetch(whole, piece.first)))
+            except RuntimeError:
+                self._pool.give(piece.buffer)
+                self.close()
+                raise
 
     def __iter__(self) -> Iterator[Piece]:
         while self._ahead:
@@ -94,7 +99,11 @@ class PieceWriter:
         while len(self._behind) >= WRITES_BEHIND:
             self._end_oldest()
         whole = piece.buffer[: home.padded_bytes(piece.values.numel())].view(home.dtype)
-        self._behind.append((home.write(whole, piece.first), piece.buffer))
+        try:
+            self._behind.append((home.write(whole, piece.first), piece.buffer))
+        except RuntimeError:
+            self._pool.give(piece.buffer)
+            raise
 
     def wait(self) -> None:
         """Returns when all is written; ``RuntimeError`` for the first write that failed since the last

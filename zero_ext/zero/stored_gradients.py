@@ -55,10 +55,11 @@ class StoredGradients:
     # -- keeping ------------------------------------------------------------------------------------------
 
     def begin(self, sums: bool = False) -> torch.Tensor | None:
-        """See :class:`GradientHome`: none. What will be added to starts to be read."""
+        """See :class:`GradientHome`: none. What will be added to starts to be read. A failure is noted."""
         self.settle()
-        if self.valid:
-            self._reader = PieceReader(self._home, 0, self._home.numel, self._pool)
+        with self._noting_failure():
+            if self.valid:
+                self._reader = PieceReader(self._home, 0, self._home.numel, self._pool)
         return None
 
     def landed(self) -> None:

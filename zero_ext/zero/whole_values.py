@@ -10,6 +10,7 @@ from torch import nn
 
 from zero_ext.offload import Values, copy_of, count, part_of, replace
 from zero_ext.zero.engine import Engine
+from zero_ext.zero.expert import expert_ranks
 from zero_ext.zero.gathered import fill_unit, refuse_different_values
 from zero_ext.zero.layout import in_memory_order
 from zero_ext.zero.local_part import local_value, whole_of
@@ -48,11 +49,20 @@ def whole_state(parameter: nn.Parameter, kind: str = MASTER) -> torch.Tensor | N
     first, last = unit.layout.shard_range(unit.collectives.rank)
     offset = unit.layout.offsets[number]
     found = torch.zeros(1, dtype=torch.float32, device="cpu")
-    for start, values in owned_parts(parameter, kind):
-        found.fill_(1)
-        low, high = max(start, first - offset), min(start + count(values), last - offset)
-        if low < high:
-            flat[low:high] = copy_of(part_of(values, low - start, high - start)).to("cpu", torch.float32)
+
+    def read() -> None:
+        for start, values in owned_parts(parameter, kind):
+            found.fill_(1)
+            low, high = max(start, first - offset), min(start + count(values), last - offset)
+            if low < high:
+                flat[low:high] = copy_of(part_of(values, low - start, high - start)).to("cpu", torch.float32)
+
+    engine.finish_updates()
+    if any(master.state.tier == "nvme" for master in engine.masters):
+        everyone = engine.collectives.holders(bool(expert_ranks(parameter)))
+        together(everyone, read, f"reading {kind} of '{spec.name}'")
+    else:
+        read()
     unit.collectives.sum_(found, f"whether '{spec.name}' has state {kind}")
     if not found.item():
         return None
