@@ -231,6 +231,14 @@ def test_accelerator_and_small_things() -> None:
     assert torch.float32 in accelerator.supported_dtypes()
     with pytest.raises(AttributeError, match="no 'no_such'"):
         accelerator.no_such()
+    assert deepspeed.accelerator.is_current_accelerator_supported()
+    assert accelerator.HalfTensor([1.0]).dtype is torch.float16
+    assert accelerator.memory_cached() > 0 and accelerator.lazy_call(lambda: 7) in (7, None)
+    assert accelerator.create_op_builder("AsyncIOBuilder").NAME == "async_io"
+    with pytest.raises(DeepSpeedFeatureError, match=r"CPUAdamBuilder.*nothing has to be built"):
+        accelerator.create_op_builder("CPUAdamBuilder")
+    operators = deepspeed.ops.__compatible_ops__
+    assert operators["async_io"] and not operators["evoformer_attn"]
     with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
         built = nn.Linear(4, 4)
     assert built.weight.is_meta and built.weight.dtype is torch.bfloat16

@@ -62,6 +62,8 @@ def test_optimizers_by_class(stage: int) -> None:
     assert engine.optimizer is optimizer and isinstance(optimizer, torch.optim.Optimizer)
     assert isinstance(optimizer, DeepSpeedZeroOptimizer) == (stage in (1, 2))
     assert isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) == (stage == 3)
+    assert isinstance(optimizer, deepspeed.DeepSpeedOptimizer)
+    assert isinstance(optimizer, deepspeed.runtime.base_optimizer.ZeROOptimizer) == (stage > 0)
     assert not isinstance(torch.optim.SGD(nn.Linear(1, 1).parameters()), DeepSpeedZeroOptimizer)
     with pytest.raises(deepspeed.DeepSpeedFeatureError, match=r"expected one from deepspeed\.initialize"):
         DeepSpeedZeroOptimizer(optimizer)

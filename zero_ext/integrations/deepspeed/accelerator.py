@@ -15,32 +15,65 @@ from zero_ext.monitor.memory import resident_bytes
 from zero_ext.zero.construction import accelerator_or_cpu
 
 _TENSORS = {
-    f"{kind}Tensor": dtype
-    for kind, dtype in {
-        "BFloat16": torch.bfloat16,
-        "Byte": torch.uint8,
-        "Double": torch.float64,
-        "Float": torch.float32,
-        "Half": torch.float16,
-        "Int": torch.int32,
-        "Long": torch.int64,
-    }.items()
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
 }
-_MEMORY = {
-    "memory_allocated": "memory_allocated",
-    "max_memory_allocated": "max_memory_allocated",
-    "memory_reserved": "memory_reserved",
-    "max_memory_reserved": "max_memory_reserved",
-    "memory_cached": "memory_reserved",  # what torch called it before
+_RENAMED = {  # what torch called it before
+    "memory_cached": "memory_reserved",
     "max_memory_cached": "max_memory_reserved",
-    "memory_stats": "memory_stats",
+    "reset_max_memory_allocated": "reset_peak_memory_stats",
+    "reset_max_memory_cached": "reset_peak_memory_stats",
+}
+
+
+def _nothing(*_: object, **__: object) -> None:
+    return None
+
+
+def _no_block(*_: object, **__: object) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def _yes() -> bool:
+    return True
+
+
+def _process_bytes(device_index: int | None = None) -> int:
+    return resident_bytes()
+
+
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_SIZE", "0")) or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+# Elsewhere these are what torch's module of the device has by the same name.
+_ON_CPU: dict[str, Any] = {
+    **dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"), _nothing),
+    **dict.fromkeys(("current_stream", "default_stream"), _nothing),
+    **dict.fromkeys(("device", "stream"), _no_block),
+    **dict.fromkeys(("Stream", "Event")),
+    **dict.fromkeys(("is_available", "is_bf16_supported"), _yes),
+    **dict.fromkeys(("memory_allocated", "max_memory_allocated"), _process_bytes),
+    **dict.fromkeys(("memory_reserved", "max_memory_reserved"), _process_bytes),
+    "memory_stats": lambda device_index=None: {},
+    "current_device": lambda: int(os.environ.get("LOCAL_RANK", "0")),
+    "device_count": _local_ranks,
+    "manual_seed": torch.manual_seed,
+    "manual_seed_all": torch.manual_seed,
+    "initial_seed": torch.initial_seed,
 }
 
 
 class DeepSpeedAccelerator:
     """The kind of device that models train on here, ``type`` like "cpu" or "cuda".
 
-    On the CPU memory questions are about the process, and streams do nothing.
+    Questions that torch's module of the device answers go there. On the CPU its number is the local rank,
+    there are as many as local ranks, memory questions are about the process, and streams do nothing.
     """
 
     def __init__(self, type: str) -> None:
@@ -58,38 +91,24 @@ class DeepSpeedAccelerator:
     def _module(self) -> Any:
         return torch.get_device_module(self.type)
 
-    # -- which device -------------------------------------------------------------------------------------
+    def __getattr__(self, name: str) -> Any:
+        if name in _TENSORS:
+            kind = partial(torch.tensor, dtype=_TENSORS[name], device=self.type)
+            return getattr(torch, name) if self._is_cpu else kind
+        name = _RENAMED.get(name, name)
+        if name not in _ON_CPU:
+            raise AttributeError(f"the accelerator has no {name!r}; look at docs/deepspeed_api.md")
+        return _ON_CPU[name] if self._is_cpu else getattr(self._module, name)
 
-    def is_available(self) -> bool:
-        """Whether there is such a device."""
-        return self._is_cpu or bool(self._module.is_available())
+    # -- which device -------------------------------------------------------------------------------------
 
     def device_name(self, device_index: int | None = None) -> str:
         """Like "cuda:1"; without an index, and always on the CPU, the kind alone."""
         return self.type if self._is_cpu or device_index is None else f"{self.type}:{device_index}"
 
-    def device(self, device_index: int | None = None) -> Any:
-        """A context that makes the device current."""
-        return contextlib.nullcontext() if self._is_cpu else self._module.device(device_index)
-
-    def set_device(self, device_index: int) -> None:
-        """Makes a device current."""
-        if not self._is_cpu:
-            self._module.set_device(device_index)
-
-    def current_device(self) -> Any:
-        """Number of the current device; on the CPU the local rank."""
-        return int(os.environ.get("LOCAL_RANK", "0")) if self._is_cpu else self._module.current_device()
-
     def current_device_name(self) -> str:
         """Like "cuda:1" or "cpu"."""
         return self.device_name(None if self._is_cpu else self.current_device())
-
-    def device_count(self) -> int:
-        """Number of devices; on the CPU that of local ranks, from LOCAL_SIZE or torchrun's variable."""
-        if not self._is_cpu:
-            return int(self._module.device_count())
-        return int(os.environ.get("LOCAL_SIZE", "0")) or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies on this kind of device."""
@@ -98,11 +117,6 @@ class DeepSpeedAccelerator:
     def communication_backend_name(self) -> str:
         """What torch.distributed is started with."""
         return "nccl" if self.type == "cuda" else "gloo"
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Waits for the device."""
-        if not self._is_cpu:
-            self._module.synchronize(device_index)
 
     def is_synchronized_device(self) -> bool:
         """Whether every call has been computed when it returns."""
@@ -120,18 +134,6 @@ class DeepSpeedAccelerator:
         """Torch's module of random functions."""
         return torch.random
 
-    def manual_seed(self, seed: int) -> Any:
-        """Seeds the current device."""
-        return torch.manual_seed(seed) if self._is_cpu else self._module.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> Any:
-        """Seeds all devices."""
-        return torch.manual_seed(seed) if self._is_cpu else self._module.manual_seed_all(seed)
-
-    def initial_seed(self) -> int:
-        """The seed."""
-        return int(torch.initial_seed() if self._is_cpu else self._module.initial_seed())
-
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
         """Sets the random state."""
         if self._is_cpu:
@@ -147,52 +149,7 @@ class DeepSpeedAccelerator:
         """Torch's own generator of the device."""
         return torch.default_generator if self._is_cpu else self._module.default_generators[device_index]
 
-    # -- streams ------------------------------------------------------------------------------------------
-
-    @property
-    def Stream(self) -> Any:
-        """Class of streams; None on the CPU."""
-        return None if self._is_cpu else self._module.Stream
-
-    @property
-    def Event(self) -> Any:
-        """Class of events; None on the CPU."""
-        return None if self._is_cpu else self._module.Event
-
-    def stream(self, stream: Any) -> Any:
-        """A context that makes the stream current."""
-        return contextlib.nullcontext() if self._is_cpu else self._module.stream(stream)
-
-    def current_stream(self, device_index: int | None = None) -> Any:
-        """The current stream; None on the CPU."""
-        return None if self._is_cpu else self._module.current_stream(device_index)
-
-    def default_stream(self, device_index: int | None = None) -> Any:
-        """The default stream; None on the CPU."""
-        return None if self._is_cpu else self._module.default_stream(device_index)
-
     # -- memory -------------------------------------------------------------------------------------------
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name in _TENSORS:
-            return partial(torch.tensor, dtype=_TENSORS[name], device=self.current_device_name())
-        if name not in _MEMORY:
-            raise AttributeError(f"the accelerator has no {name!r}; look at docs/deepspeed_api.md")
-        if not self._is_cpu:
-            return getattr(self._module, _MEMORY[name])
-        return lambda device_index=None: {} if name == "memory_stats" else resident_bytes()
-
-    def empty_cache(self) -> None:
-        """Gives cached memory back."""
-        if not self._is_cpu:
-            self._module.empty_cache()
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Counts peaks from now on; nothing on the CPU."""
-        if not self._is_cpu:
-            self._module.reset_peak_memory_stats(device_index)
-
-    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of memory in all."""
@@ -215,10 +172,6 @@ class DeepSpeedAccelerator:
         return tensor.is_pinned()
 
     # -- dtypes and tools ---------------------------------------------------------------------------------
-
-    def is_bf16_supported(self) -> bool:
-        """Whether bf16 computes."""
-        return self._is_cpu or bool(self._module.is_bf16_supported())
 
     def is_fp16_supported(self) -> bool:
         """Whether fp16 computes."""
