@@ -20,7 +20,6 @@ from zero_ext.config.json_file import read_json_object
 from zero_ext.integrations.deepspeed.engine import DeepSpeedEngine
 from zero_ext.integrations.deepspeed.parameters import mark_sharded
 from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
-from zero_ext.integrations.deepspeed.registry import MODULES
 from zero_ext.integrations.deepspeed.runtime import lr_schedules
 from zero_ext.integrations.deepspeed.utils.leaf_modules import leaf_modules_of
 from zero_ext.integrations.deepspeed.utils.logging import log_dist_once
@@ -121,7 +120,7 @@ def initialize(
 
 def _as_pipeline(model: nn.Module) -> PipelineModule | None:
     """``model``, if it is a pipeline: where there is one, its module, which takes a second, is imported."""
-    pipelines = sys.modules.get(MODULES["deepspeed.runtime.pipe.module"])
+    pipelines = sys.modules.get(f"{__package__}.pipe.module")
     return model if pipelines is not None and isinstance(model, pipelines.PipelineModule) else None
 
 

@@ -5,5 +5,3 @@ from zero_ext.integrations.deepspeed.registry.names import Definition, names
 from zero_ext.integrations.deepspeed.registry.notes import difference_of, reason_of
 
 __all__ = ["Definition", "difference_of", "home_of", "mirror_of", "names", "reason_of"]
-
-MODULES = {"deepspeed.runtime.pipe.module": str(mirror_of("deepspeed.runtime.pipe.module"))}
