@@ -16,8 +16,8 @@ from tests.integrations.trl.data import preferences, sentences, tokenizer
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainers.py"
 CASES = (
-    *("sft-2", "sft-lora-3", "dpo-3", "dpo-sync-3", "kto-3", "reward-3", "rloo-judge-3"),
-    *("grpo-2", "grpo-3", "grpo-lora-3", "grpo-judge-3", "grpo-evaluate-3"),
+    *("sft-2", "sft-lora-3", "dpo-3", "dpo-sync-3", "dpo-precompute-3", "kto-precompute-3", "reward-3"),
+    *("rloo-judge-3", "grpo-2", "grpo-3", "grpo-lora-3", "grpo-judge-3", "grpo-evaluate-3"),
 )
 UNGATHERED = "grpo-ungathered-3"  # generates sharded, in whose backward DeepSpeed 0.19 finds no values
 # A difference of two rounded sums has no relative precision of its own.
