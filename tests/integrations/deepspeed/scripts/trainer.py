@@ -104,7 +104,9 @@ def arguments_of(given, out):
 
 def model_of(kind, start):
     if kind == "from_pretrained":
-        return LlamaForCausalLM.from_pretrained(start)
+        model = LlamaForCausalLM.from_pretrained(start)
+        model.resize_token_embeddings(100, mean_resizing=False)
+        return model
     config = LlamaConfig.from_pretrained(start)
     return LlamaForCausalLM(config) if kind == "constructor" else AutoModelForCausalLM.from_config(config)
 
