@@ -263,4 +263,4 @@ def _bytes_of(size: str | int | None) -> int:
     return limit
 
 
-__getattr__ = names_of("deepspeed.utils.zero_to_fp32")
+__getattr__ = names_of("deepspeed.utils.zero_to_fp32", "deepspeed.utils.zero_to_torch")
