@@ -28,6 +28,7 @@ from zero_ext.integrations.parts import Scheduler, make_loader, make_optimizer, 
 from zero_ext.integrations.prepare import prepare
 from zero_ext.optim.build import check_scheduler
 from zero_ext.zero.construction import accelerator_or_cpu
+from zero_ext.zero.lookup import engine_of
 from zero_ext.zero.module import unwrapped
 from zero_ext.zero.rank_groups import data_group
 
@@ -115,7 +116,18 @@ def initialize(
     engine = _engine_class(pipeline)(
         inner, with_parameter_offload(inner, prepared), scheduler, loader, values
     )
+    _mark_adapters(inner)
     return engine, engine.optimizer, loader, scheduler
+
+
+def _mark_adapters(model: nn.Module) -> None:
+    """Have a sharded model of PEFT's save its adapters, for which the base model need not be gathered."""
+    peft = sys.modules.get("peft")
+    if peft is None or engine_of(model).config.stage != 3 or not isinstance(model, peft.PeftModel):
+        return
+    from zero_ext.integrations.peft.adapters import mark_adapters
+
+    mark_adapters(model)
 
 
 def _as_pipeline(model: nn.Module) -> PipelineModule | None:

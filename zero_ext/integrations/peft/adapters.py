@@ -12,6 +12,7 @@ import torch
 from peft import PeftModel
 from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
 
+from zero_ext.integrations.transformers.prepared import another_rank_saves
 from zero_ext.zero.buffers import persistent_buffers
 from zero_ext.zero.gathered import full_state_dict, load_full_state_dict
 from zero_ext.zero.lookup import engine_of
@@ -91,7 +92,8 @@ class _Method:
 
 
 def _save(model: PeftModel, name: str, plain: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-    if args or kwargs.get("state_dict") is not None:
+    # PEFT computes some values, as of prompts, on all ranks, whichever of them writes.
+    if args or kwargs.get("state_dict") is not None or another_rank_saves(kwargs):
         plain(save_directory, *args, **kwargs)
         return
     if kwargs.get("path_initial_model_for_weight_conversion") is not None:

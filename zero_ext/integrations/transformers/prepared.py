@@ -44,6 +44,15 @@ def bind_methods(model: nn.Module) -> None:
             setattr(model, kind.name, kind(model))
 
 
+def another_rank_saves(settings: dict[str, Any]) -> bool:
+    """Whether a call of ``save_pretrained`` with these keywords leaves all to the rank that has the values.
+
+    Accelerate's ``get_state_dict`` gives them to rank 0 and None to the others, which pass it on.
+    """
+    given = "state_dict" in settings and settings["state_dict"] is None
+    return given and not settings.get("is_main_process", True)
+
+
 class _BoundToModel(ABC):
     """A method of a sharded model; on a copy of the model, which is an ordinary one, the class's own."""
 
@@ -78,6 +87,8 @@ class _SavePretrained(_BoundToModel):
     parameter = "is_main_process"
 
     def _call(self, model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if another_rank_saves(kwargs):
+            return None
         if not args and kwargs.get("state_dict") is None:
             writes = engine_of(model).rank == 0
             kwargs = {"is_main_process": writes, **kwargs}
