@@ -131,7 +131,7 @@ def refuse_different_facts(collectives: Collectives, facts: Sequence[Fact], advi
         RuntimeError: The first rank whose facts differ from rank 0's, the first of them and both values.
     """
     own = torch.tensor([_digest(repr(fact)) for fact in facts], dtype=torch.int64, device="cpu")
-    totals = _of_all_ranks(collectives, torch.tensor([_digest(repr(own.tolist())), len(own)]))
+    totals = _of_all_ranks(collectives, torch.tensor([_digest(repr(own.tolist())), len(own)], device="cpu"))
     heard = totals[totals[:, 1] > 0]  # One rank that simulates the others hears nothing from them.
     if bool((heard == heard[0]).all()):
         return
@@ -140,7 +140,7 @@ def refuse_different_facts(collectives: Collectives, facts: Sequence[Fact], advi
     common = min(len(own), len(wanted))
     differing = (own[:common] != wanted[:common]).nonzero()
     mine = int(differing[0]) if len(differing) else common if len(own) != len(wanted) else -1
-    firsts = _of_all_ranks(collectives, torch.tensor([mine])).flatten().tolist()
+    firsts = _of_all_ranks(collectives, torch.tensor([mine], device="cpu")).flatten().tolist()
     ranks = [rank for rank, first in enumerate(firsts) if first >= 0]
     first = firsts[ranks[0]]
     fact = facts[first] if first < len(facts) else Fact("nothing more", "nothing")
