@@ -57,7 +57,7 @@ DIFFERENCES: dict[str, str] = {
     "deepspeed.checkpointing.reset": "buffers empty themselves",
     "deepspeed.checkpointing.*rng*": _RANDOM,
     "deepspeed.checkpointing.model_parallel_*": _RANDOM,
-    "deepspeed.utils.zero_to_fp32.*": "of folders that DeepSpeed or zero_ext wrote; does not overwrite weights",
+    "deepspeed.utils.zero_to_fp32.*": "of folders that DeepSpeed or zero_ext wrote; overwrites no weights",
     "deepspeed.PipelineModule": "in every ZeRO stage; parameters are named layers.<number>...; the heaviest "
     "stage is as light as can be; axes 'pipe' and 'data'; seed_layers, seed_fn and an "
     "activation_checkpoint_func raise",
