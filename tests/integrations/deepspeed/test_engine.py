@@ -276,7 +276,7 @@ def test_parameters_of_stage_3(world: World) -> None:
     deepspeed.zero.register_external_parameter(model, model[2].weight)
     with pytest.raises(deepspeed.DeepSpeedFeatureError, match="mpu"):
         zero.Init(mpu=object())
-    with pytest.raises(TypeError, match="no argument 'no_such'"):
+    with pytest.raises(TypeError, match="got 'no_such'"):
         zero.Init(no_such=1)
 
 
@@ -339,7 +339,7 @@ def test_initialize_takes_its_arguments_as_deepspeed_does(world: World) -> None:
         deepspeed.initialize(model=model_of(1), config={**config_of(1), "train_batch_size": 17})
     with pytest.raises(deepspeed.DeepSpeedFeatureError, match="mpu"):
         deepspeed.initialize(model=model_of(1), config=config_of(1), mpu=object())
-    with pytest.raises(TypeError, match="no argument 'modle'"):
+    with pytest.raises(TypeError, match="got 'modle'"):
         deepspeed.initialize(modle=model_of(1), config=config_of(1))
     with pytest.raises(ConfigError, match="zero_optimisation"):
         deepspeed.initialize(model=model_of(1), config={"zero_optimisation": {}})
@@ -391,5 +391,5 @@ def test_collectives(world: World) -> None:
     assert comm.get_all_ranks_from_group() == [0, 1, 2, 3]
     comm.barrier()
     comm.init_distributed(dist_backend="gloo", verbose=False)
-    with pytest.raises(TypeError, match="no argument 'no_such'"):
+    with pytest.raises(TypeError, match="got 'no_such'"):
         comm.init_distributed(no_such=1)

@@ -118,7 +118,7 @@ def test_configuration_models() -> None:
     with pytest.raises(deepspeed.DeepSpeedConfigError, match="train_batch_sise"):
         deepspeed.DeepSpeedConfig({"train_batch_sise": 8})
     assert deepspeed.DeepSpeedConfigError is ConfigError
-    with pytest.raises(ValueError, match="no key 'stag'"):
+    with pytest.raises(ValueError, match="stag"):
         DeepSpeedZeroConfig(stag=3)
 
 

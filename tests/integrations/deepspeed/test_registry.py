@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from scripts.deepspeed_reference import api_page, entries
 from zero_ext.integrations import deepspeed
-from zero_ext.integrations.deepspeed.reference import api_page, entries
 from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
 from zero_ext.integrations.deepspeed.registry import names
 from zero_ext.integrations.deepspeed.registry.names import FILE

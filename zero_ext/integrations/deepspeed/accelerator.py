@@ -174,12 +174,10 @@ class DeepSpeedAccelerator:
     # -- dtypes and tools ---------------------------------------------------------------------------------
 
     def is_fp16_supported(self) -> bool:
-        """Whether fp16 computes."""
+        """True, as of fp64."""
         return True
 
-    def is_fp64_supported(self) -> bool:
-        """Whether fp64 computes."""
-        return True
+    is_fp64_supported = is_fp16_supported
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """The dtypes that models may train in."""

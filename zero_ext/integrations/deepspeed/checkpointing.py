@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from zero_ext.activation import Checkpointing, RandomStreams, current
 from zero_ext.config import ActivationPolicy
 from zero_ext.config.events import ActivationEnd, Event
+from zero_ext.integrations.deepspeed.arguments import given_json
 from zero_ext.integrations.deepspeed.refused import names_of
 from zero_ext.integrations.deepspeed.utils.logging import logger
 
@@ -76,7 +75,8 @@ def configure(
     without ``mpu_`` or with a group whose ranks are data-parallel.
     """
     given = dict(locals())
-    section = _values(deepspeed_config).get(_SECTION) or {}
+    json = {} if deepspeed_config is None else given_json("deepspeed_config", deepspeed_config)
+    section = json.get(_SECTION) or {}
     values = {key: section.get(key) for key in _NAMES.values()}
     values |= {key: given[name] for name, key in _NAMES.items() if given[name] is not None}
     _CONFIGURED.take(mpu_, values)
@@ -142,17 +142,6 @@ def _of(mpu: Any, what: str) -> Any:
 def _log(event: Event) -> None:
     if isinstance(event, ActivationEnd):
         logger.info(f"checkpointing: {event.what} {event.name} {1e3 * event.seconds:.2f} ms")
-
-
-def _values(config: Any) -> Mapping[str, Any]:
-    if config is None:
-        return {}
-    if isinstance(config, str | Path):
-        config = json.loads(Path(config).read_text())
-    config = getattr(config, "values", config) if not isinstance(config, Mapping) else config
-    if not isinstance(config, Mapping):
-        raise TypeError(f"deepspeed_config: a mapping or a path wanted, {type(config).__name__} given")
-    return config
 
 
 __getattr__ = names_of("deepspeed.runtime.activation_checkpointing.checkpointing")

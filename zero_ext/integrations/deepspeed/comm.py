@@ -23,6 +23,7 @@ from torch.distributed import (
 )
 
 from zero_ext.comm.process_group import join_world
+from zero_ext.integrations.deepspeed.arguments import check_others
 from zero_ext.integrations.deepspeed.refused import names_of
 
 __all__ = ["P2POp", "ProcessGroup", "ReduceOp", "get_global_rank", "get_rank", "get_world_size", "new_group"]
@@ -30,6 +31,7 @@ __all__ += ["is_available", "is_initialized"]
 
 # Arguments of DeepSpeed's that steer its log of collectives.
 _LOGGING = ("prof", "log_name", "debug")
+_WITHOUT_EFFECT = ("auto_mpi_discovery", "distributed_port", "verbose", "config")
 _TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -45,29 +47,18 @@ def _of_torch(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-all_reduce = _of_torch(dist.all_reduce)
-inference_all_reduce = all_reduce
-all_gather = _of_torch(dist.all_gather)
-all_gather_object = _of_torch(dist.all_gather_object)
-all_gather_into_tensor = _of_torch(dist.all_gather_into_tensor)
-allgather_fn = all_gather_into_tensor
-all_to_all = _of_torch(dist.all_to_all)
-all_to_all_single = _of_torch(dist.all_to_all_single)
-barrier = _of_torch(dist.barrier)
-monitored_barrier = _of_torch(dist.monitored_barrier)
-batch_isend_irecv = _of_torch(dist.batch_isend_irecv)
-broadcast = _of_torch(dist.broadcast)
-broadcast_object_list = _of_torch(dist.broadcast_object_list)
-gather = _of_torch(dist.gather)
-scatter = _of_torch(dist.scatter)
-reduce = _of_torch(dist.reduce)
-reduce_scatter = _of_torch(dist.reduce_scatter)
-reduce_scatter_tensor = _of_torch(dist.reduce_scatter_tensor)
-reduce_scatter_fn = reduce_scatter_tensor
-send = _of_torch(dist.send)
-recv = _of_torch(dist.recv)
-isend = _of_torch(dist.isend)
-irecv = _of_torch(dist.irecv)
+_COLLECTIVES = (
+    "all_reduce all_gather all_gather_object all_gather_into_tensor all_to_all all_to_all_single barrier "
+    "monitored_barrier batch_isend_irecv broadcast broadcast_object_list gather scatter reduce "
+    "reduce_scatter reduce_scatter_tensor send recv isend irecv"
+)
+_OLDER = {
+    "inference_all_reduce": "all_reduce",
+    "allgather_fn": "all_gather_into_tensor",
+    "reduce_scatter_fn": "reduce_scatter_tensor",
+}
+globals().update({name: _of_torch(getattr(dist, name)) for name in _COLLECTIVES.split()})
+globals().update({name: globals()[newer] for name, newer in _OLDER.items()})
 
 
 def init_distributed(
@@ -86,9 +77,7 @@ def init_distributed(
     ``auto_mpi_discovery``, ``distributed_port``, ``verbose`` and ``config`` change nothing: ranks are those
     that torchrun's environment names. Without such a launcher it is a world of one rank.
     """
-    unknown = set(others) - {"auto_mpi_discovery", "distributed_port", "verbose", "config"}
-    if unknown:
-        raise TypeError(f"init_distributed has no argument {sorted(unknown)[0]!r}")
+    check_others("init_distributed", others, {}, _WITHOUT_EFFECT)
     if dist.is_initialized() or dist_init_required is False:
         return
     if dist_backend in (None, "gloo", "nccl", "cpu:gloo,cuda:nccl") and init_method is None and rank < 0:

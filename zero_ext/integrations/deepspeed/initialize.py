@@ -16,10 +16,9 @@ from zero_ext.comm.process_group import join_world
 from zero_ext.config import ConfigError, ZeroConfig
 from zero_ext.config.deepspeed import load_deepspeed_config
 from zero_ext.config.errors import Problem, show
-from zero_ext.config.json_file import read_json_object
+from zero_ext.integrations.deepspeed.arguments import check_others, given_json
 from zero_ext.integrations.deepspeed.engine import DeepSpeedEngine
 from zero_ext.integrations.deepspeed.parameters import mark_sharded
-from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
 from zero_ext.integrations.deepspeed.runtime import lr_schedules
 from zero_ext.integrations.deepspeed.utils.leaf_modules import leaf_modules_of
 from zero_ext.integrations.deepspeed.utils.logging import log_dist_once
@@ -35,13 +34,11 @@ from zero_ext.zero.rank_groups import data_group
 if TYPE_CHECKING:
     from zero_ext.integrations.deepspeed.pipe.module import PipelineModule
 
-# What DeepSpeed takes beside these and what it may be: without meaning here, or a feature that is missing.
-_OTHER_ARGUMENTS = {
-    "mpu": "model parallelism beside data parallelism",
-    "mesh_param": "a mesh of data and sequence parallelism",
-    "distributed_port": "",
-    "dist_init_required": "",
+_MISSING = {
+    "mpu": "there is no model parallelism beside data parallelism",
+    "mesh_param": "there is no mesh of data and sequence parallelism",
 }
+_WITHOUT_EFFECT = ("distributed_port", "dist_init_required")
 _MANAGED = "managed_gradient_accumulation"
 
 
@@ -80,7 +77,7 @@ def initialize(
         DeepSpeedFeatureError: an argument asks for a feature that is not served.
     """
     collate_fn = others.pop("collate_fn", None)
-    _check_others(others)
+    check_others("deepspeed.initialize", others, _MISSING, _WITHOUT_EFFECT)
     if model is None:
         raise ValueError("deepspeed.initialize: 'model' is missing; pass the module to train")
     _check_given(model, optimizer, lr_scheduler)
@@ -162,17 +159,6 @@ def _check_given(model: Any, optimizer: Any, lr_scheduler: Any) -> None:
         )
 
 
-def _check_others(others: Mapping[str, Any]) -> None:
-    for name, value in others.items():
-        if name not in _OTHER_ARGUMENTS:
-            known = ", ".join(["collate_fn", *_OTHER_ARGUMENTS])
-            raise TypeError(f"deepspeed.initialize has no argument {name!r}; others it takes: {known}")
-        if value is not None and _OTHER_ARGUMENTS[name]:
-            raise DeepSpeedFeatureError(
-                f"deepspeed.initialize({name}=...): {_OTHER_ARGUMENTS[name]} is not served; leave it out"
-            )
-
-
 def _source(args: Any, *given: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path:
     """The one configuration among ``config``, ``config_params`` (its older name) and that of ``args``."""
     sources = [source for source in given if source is not None]
@@ -192,7 +178,7 @@ def _source(args: Any, *given: Mapping[str, Any] | str | Path | None) -> Mapping
 
 def _loaded(source: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], ZeroConfig]:
     """Return the JSON as given and what it means here."""
-    values: dict[str, Any] = dict(source) if isinstance(source, Mapping) else read_json_object(source)
+    values = given_json("deepspeed.initialize", source)
     if values.get(_MANAGED) is False:  # the engine's own: the native configuration has no such key
         source = {name: value for name, value in values.items() if name != _MANAGED}
     translation = load_deepspeed_config(source)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zero_ext.integrations.deepspeed.refused import names_of
+from zero_ext.monitor.packages import require
 
 _Event = tuple[str, Any, int]
 _JOB = "DeepSpeedJobName"
@@ -55,14 +55,14 @@ class csvMonitor(Monitor):
 class TensorBoardMonitor(Monitor):
     """Scalars for TensorBoard under ``output_path/job_name``."""
 
-    def __init__(self, section: Mapping[str, Any] | object) -> None:
-        super().__init__(section)
-        self._writer: Any = None
+    _writer: Any = None
 
     def _write(self, events: list[_Event]) -> None:
         if self._writer is None:
-            module = _optional("torch.utils.tensorboard", "tensorboard")
-            self._writer = module.SummaryWriter(log_dir=str(self._folder("tensorboard")))
+            require("tensorboard", "TensorBoard")
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(log_dir=str(self._folder("tensorboard")))
         for name, value, step in events:
             self._writer.add_scalar(name, float(value), step)
         self._writer.flush()
@@ -71,14 +71,15 @@ class TensorBoardMonitor(Monitor):
 class WandbMonitor(Monitor):
     """Scalars for Weights & Biases, with the section's project, group and team."""
 
-    def __init__(self, section: Mapping[str, Any] | object) -> None:
-        super().__init__(section)
-        self._run: Any = None
+    _run: Any = None
 
     def _write(self, events: list[_Event]) -> None:
         if self._run is None:
-            module, section = _optional("wandb", "wandb"), self._section
-            self._run = module.init(
+            require("wandb", "Weights & Biases")
+            import wandb
+
+            section = self._section
+            self._run = wandb.init(
                 project=section.get("project"), group=section.get("group"), entity=section.get("team")
             )
         for name, value, step in events:
@@ -116,15 +117,6 @@ def _as_mapping(section: object) -> Mapping[str, Any]:
         return section
     found = getattr(section, "values", None)
     return found if isinstance(found, Mapping) else dict(vars(section))
-
-
-def _optional(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"the monitor section needs a package that is missing: pip install {package}"
-        ) from error
 
 
 __getattr__ = names_of("deepspeed.monitor")

@@ -60,7 +60,7 @@ def test_specifications_have_deepspeeds_attributes() -> None:
         ({"seed_layers": True}, DeepSpeedFeatureError, "PipelineModule(seed_layers=...) is not served"),
         ({"seed_fn": print}, DeepSpeedFeatureError, "leave it out"),
         ({"activation_checkpoint_func": print}, DeepSpeedFeatureError, "checkpointing.configure sets up"),
-        ({"partition": "uniform"}, TypeError, "no argument 'partition'"),
+        ({"partition": "uniform"}, TypeError, "got 'partition'"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:

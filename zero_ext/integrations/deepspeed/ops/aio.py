@@ -10,8 +10,10 @@ import itertools
 import os
 import secrets
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -34,6 +36,22 @@ class AsyncIOBuilder:
     def load(self, verbose: bool = True) -> SimpleNamespace:
         """An object with ``aio_handle``, ``aio_read`` and ``aio_write``."""
         return SimpleNamespace(aio_handle=aio_handle, aio_read=aio_read, aio_write=aio_write)
+
+
+def _fact(place: int, doc: str) -> Callable[[Any], int]:
+    def get(self: aio_handle) -> int:
+        return self._facts[place]
+
+    get.__doc__ = doc
+    return get
+
+
+def _transfer(method: Callable[..., int], async_op: bool, doc: str) -> Callable[..., int]:
+    def call(self: aio_handle, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
+        return method(self, buffer, filename, False, async_op, file_offset)
+
+    call.__doc__ = doc
+    return call
 
 
 class aio_handle:
@@ -64,25 +82,11 @@ class aio_handle:
         )
         weakref.finalize(self, ops.aio_close, self._handle).atexit = False
 
-    def get_block_size(self) -> int:
-        """Bytes that transfers are cut into."""
-        return self._facts[0]
-
-    def get_queue_depth(self) -> int:
-        """Blocks in flight a submitter."""
-        return self._facts[1]
-
-    def get_single_submit(self) -> bool:
-        """As given."""
-        return self._facts[2]
-
-    def get_overlap_events(self) -> bool:
-        """As given."""
-        return self._facts[3]
-
-    def get_intra_op_parallelism(self) -> int:
-        """Submitters."""
-        return self._facts[4]
+    get_block_size = _fact(0, "Bytes that transfers are cut into.")
+    get_queue_depth = _fact(1, "Blocks in flight a submitter.")
+    get_single_submit = _fact(2, "As given.")
+    get_overlap_events = _fact(3, "As given.")
+    get_intra_op_parallelism = _fact(4, "Submitters.")
 
     def get_alignment(self) -> int:
         """Direct transfers want memory, offset and length in multiples of this; others work too."""
@@ -123,21 +127,12 @@ class aio_handle:
         """Writes ``buffer``; with ``async_op`` begins to and returns 0."""
         return self._begin(ops.aio_write_, buffer, filename, file_offset, async_op)
 
-    def sync_pread(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
-        """Fills ``buffer``; 1."""
-        return self.pread(buffer, filename, False, False, file_offset)
-
-    def sync_pwrite(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
-        """Writes ``buffer``; 1."""
-        return self.pwrite(buffer, filename, False, False, file_offset)
-
-    def async_pread(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
-        """Begins to fill ``buffer``; 0."""
-        return self.pread(buffer, filename, False, True, file_offset)
-
-    def async_pwrite(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
-        """Begins to write ``buffer``, which must not change before :meth:`wait`; 0."""
-        return self.pwrite(buffer, filename, False, True, file_offset)
+    sync_pread = _transfer(pread, False, "Fills ``buffer``; 1.")
+    sync_pwrite = _transfer(pwrite, False, "Writes ``buffer``; 1.")
+    async_pread = _transfer(pread, True, "Begins to fill ``buffer``; 0.")
+    async_pwrite = _transfer(
+        pwrite, True, "Begins to write ``buffer``, which must not change before :meth:`wait`; 0."
+    )
 
     def wait(self) -> int:
         """Ends all transfers begun so far and returns their number. Raises the first failure, once all

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ext.integrations.deepspeed import checkpointing
+from zero_ext.integrations.deepspeed.arguments import check_others
 from zero_ext.integrations.deepspeed.pipe.layers import LayerSpec, TiedLayerSpec
 from zero_ext.integrations.deepspeed.pipe.partition import weights_by
 from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, names_of
@@ -75,7 +76,9 @@ class PipelineModule(pipeline.PipelineModule):
         checkpointable_layers: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
-        _check_options(options)
+        if options.get("activation_checkpoint_func") is checkpointing.checkpoint:
+            del options["activation_checkpoint_func"]
+        check_others("PipelineModule", options, _REFUSED, _WITHOUT_EFFECT)
         mesh, listed = _mesh(num_stages, topology), list(layers)
         super().__init__(listed, mesh, loss=loss_fn or _returned, split=weights_by(partition_method, listed))
         self.loss_fn, self.checkpointable_layers = loss_fn, checkpointable_layers
@@ -146,15 +149,6 @@ def _one_by_one(*calls: Callable[..., Any], value: Any) -> Any:
     for call in calls:
         value = call(value)
     return value
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    for name, value in options.items():
-        if name not in (*_WITHOUT_EFFECT, *_REFUSED):
-            raise TypeError(f"PipelineModule has no argument {name!r}")
-        own = name == "activation_checkpoint_func" and value is checkpointing.checkpoint
-        if name in _REFUSED and value and not own:
-            raise DeepSpeedFeatureError(f"PipelineModule({name}=...) is not served: {_REFUSED[name]}")
 
 
 def _mesh(num_stages: int | None, topology: ProcessTopology | None) -> DeviceMesh:

@@ -11,6 +11,10 @@ _PACKAGE = "zero_ext.integrations.deepspeed"
 _FOLDER = Path(__file__).parents[1]
 _ELSEWHERE = {
     "checkpoint.utils": "saved_tensors",
+    "ops.adagrad": "ops.optimizers",
+    "ops.adam": "ops.optimizers",
+    "ops.lamb": "ops.optimizers",
+    "ops.lion": "ops.optimizers",
     "ops.op_builder": "ops.aio",
     "runtime.activation_checkpointing.checkpointing": "checkpointing",
     "runtime.base_optimizer": "zero.optimizers",

@@ -6,12 +6,14 @@ import json
 from collections.abc import Mapping
 from enum import Enum, IntEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict
 
 from zero_ext.config import ConfigError, ZeroConfig
 from zero_ext.config.deepspeed import load_deepspeed_config
+from zero_ext.integrations.deepspeed.arguments import given_json
 from zero_ext.integrations.deepspeed.refused import names_of
 from zero_ext.integrations.deepspeed.settings import SettingsQuestions
 
@@ -36,95 +38,64 @@ class OffloadDeviceEnum(str, Enum):
     nvme = "nvme"
 
 
-class _Section:
+class _Section(BaseModel):
     """A section of the JSON: given keys, else DeepSpeed's defaults, as attributes."""
 
-    _DEFAULTS: ClassVar[Mapping[str, Any]] = {}
-    _INNER: ClassVar[Mapping[str, type[_Section]]] = {}
-
-    def __init__(self, **given: Any) -> None:
-        unknown = sorted(given.keys() - self._DEFAULTS.keys())
-        if unknown:
-            raise ValueError(
-                f"{type(self).__name__}: no key {unknown[0]!r}; known: {', '.join(self._DEFAULTS)}"
-            )
-        for name, default in self._DEFAULTS.items():
-            value = given.get(name, default)
-            inner = self._INNER.get(name)
-            if inner is not None and isinstance(value, Mapping):
-                value = inner(**value)
-            setattr(self, name, value)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})"
-
-    def model_dump(self) -> dict[str, Any]:
-        """Plain keys and values."""
-        return {k: v.model_dump() if isinstance(v, _Section) else v for k, v in vars(self).items()}
+    model_config = ConfigDict(extra="forbid")
 
 
 class DeepSpeedZeroOffloadParamConfig(_Section):
     """The section ``offload_param``."""
 
-    _DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        "device": "none",
-        "nvme_path": None,
-        "buffer_count": 5,
-        "buffer_size": 100_000_000,
-        "max_in_cpu": 1_000_000_000,
-        "pin_memory": False,
-    }
+    device: str = "none"
+    nvme_path: str | Path | None = None
+    buffer_count: int = 5
+    buffer_size: int = 100_000_000
+    max_in_cpu: int = 1_000_000_000
+    pin_memory: bool = False
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(_Section):
     """The section ``offload_optimizer``."""
 
-    _DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        "device": "none",
-        "nvme_path": None,
-        "buffer_count": 4,
-        "pin_memory": False,
-        "pipeline_read": False,
-        "pipeline_write": False,
-        "fast_init": False,
-        "ratio": 1.0,
-        "super_offload": False,
-        "cpuadam_cores_perc": 0.8,
-    }
+    device: str = "none"
+    nvme_path: str | Path | None = None
+    buffer_count: int = 4
+    pin_memory: bool = False
+    pipeline_read: bool = False
+    pipeline_write: bool = False
+    fast_init: bool = False
+    ratio: float = 1.0
+    super_offload: bool = False
+    cpuadam_cores_perc: float = 0.8
 
 
 class DeepSpeedZeroConfig(_Section):
     """The section ``zero_optimization``, with DeepSpeed's own defaults; what they become here says
     docs/configuration.md."""
 
-    _DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        "stage": 0,
-        "contiguous_gradients": True,
-        "reduce_scatter": True,
-        "reduce_bucket_size": 500_000_000,
-        "allgather_partitions": True,
-        "allgather_bucket_size": 500_000_000,
-        "overlap_comm": None,
-        "offload_param": None,
-        "offload_optimizer": None,
-        "sub_group_size": 1_000_000_000,
-        "round_robin_gradients": False,
-        "ignore_unused_parameters": True,
-        "stage3_prefetch_bucket_size": 50_000_000,
-        "stage3_param_persistence_threshold": 100_000,
-        "stage3_max_live_parameters": 1_000_000_000,
-        "stage3_max_reuse_distance": 1_000_000_000,
-        "stage3_gather_16bit_weights_on_model_save": False,
-        "zero_hpz_partition_size": 1,
-        "zero_quantized_weights": False,
-        "zero_quantized_gradients": False,
-        "mics_shard_size": -1,
-        "leaf_module": None,
-    }
-    _INNER: ClassVar[Mapping[str, type[_Section]]] = {
-        "offload_param": DeepSpeedZeroOffloadParamConfig,
-        "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
-    }
+    stage: int = 0
+    contiguous_gradients: bool = True
+    reduce_scatter: bool = True
+    reduce_bucket_size: int = 500_000_000
+    allgather_partitions: bool = True
+    allgather_bucket_size: int = 500_000_000
+    overlap_comm: bool | None = None
+    offload_param: DeepSpeedZeroOffloadParamConfig | None = None
+    offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None
+    sub_group_size: int = 1_000_000_000
+    round_robin_gradients: bool = False
+    ignore_unused_parameters: bool = True
+    stage3_prefetch_bucket_size: int = 50_000_000
+    stage3_param_persistence_threshold: int = 100_000
+    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_reuse_distance: int = 1_000_000_000
+    stage3_gather_16bit_weights_on_model_save: bool = False
+    zero_hpz_partition_size: int = 1
+    zero_quantized_weights: bool = False
+    zero_quantized_gradients: bool = False
+    mics_shard_size: int = -1
+    leaf_module: Any = None
 
 
 class DeepSpeedConfig:
@@ -138,27 +109,19 @@ class DeepSpeedConfig:
     ) -> None:
         del mpu, mesh_device  # without model parallelism every rank is a data-parallel one
         translation = load_deepspeed_config(config)
-        self.values = dict(config) if isinstance(config, Mapping) else json.loads(Path(config).read_text())
+        self.values = given_json("DeepSpeedConfig", config)
         self.notes = translation.notes
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         settings = translation.config
         self.native: ZeroConfig = settings.replace(batch=settings.batch.resolve(self.world_size))
         self.zero_config = DeepSpeedZeroConfig(**self._known_zero_keys())
 
-    # The engine's methods are attributes here.
-    train_batch_size = property(SettingsQuestions.train_batch_size)
-    train_micro_batch_size_per_gpu = property(SettingsQuestions.train_micro_batch_size_per_gpu)
-    gradient_accumulation_steps = property(SettingsQuestions.gradient_accumulation_steps)
-    zero_optimization_stage = property(SettingsQuestions.zero_optimization_stage)
-    zero_enabled = property(SettingsQuestions.zero_optimization)
-    gradient_clipping = property(SettingsQuestions.gradient_clipping)
-    optimizer_name = property(SettingsQuestions.optimizer_name)
-    optimizer_params = property(SettingsQuestions.optimizer_params)
-    scheduler_name = property(SettingsQuestions.scheduler_name)
-    scheduler_params = property(SettingsQuestions.scheduler_params)
-    steps_per_print = property(SettingsQuestions.steps_per_print)
-    fp16_enabled = property(SettingsQuestions.fp16_enabled)
-    bfloat16_enabled = property(SettingsQuestions.bfloat16_enabled)
+    def __getattr__(self, name: str) -> Any:
+        """What the engine answers by a method of the name is an attribute here."""
+        question = vars(SettingsQuestions).get({"zero_enabled": "zero_optimization"}.get(name, name))
+        if name.startswith("_") or not callable(question):
+            raise AttributeError(f"DeepSpeedConfig has no {name!r}")
+        return question(self)
 
     def print_user_config(self) -> None:
         """Prints the JSON as given."""
@@ -166,7 +129,7 @@ class DeepSpeedConfig:
 
     def _known_zero_keys(self) -> dict[str, Any]:
         given = self.values.get("zero_optimization") or {}
-        return {key: value for key, value in given.items() if key in DeepSpeedZeroConfig._DEFAULTS}
+        return {key: value for key, value in given.items() if key in DeepSpeedZeroConfig.model_fields}
 
 
 __getattr__ = names_of(

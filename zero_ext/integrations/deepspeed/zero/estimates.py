@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from torch import nn
@@ -78,15 +79,12 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
 ) -> None:
     """Prints stage 2's needs of a model of ``total_params`` parameters for every placement."""
-    rows = [
-        (
-            *estimate_zero2_model_states_mem_needs(
-                total_params, num_gpus_per_node, num_nodes, option.offload, additional_buffer_factor
-            ),
-            option.words.partition(", ")[2],
-        )
-        for option in _STAGE_2
-    ]
+    needs = partial(
+        estimate_zero2_model_states_mem_needs,
+        *(total_params, num_gpus_per_node, num_nodes),
+        additional_buffer_factor=additional_buffer_factor,
+    )
+    rows = [(*needs(cpu_offload=each.offload), each.words.partition(", ")[2]) for each in _STAGE_2]
     _print(_title(total_params, 0, num_nodes, num_gpus_per_node), rows)
 
 
@@ -108,20 +106,19 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.0,
 ) -> None:
     """Prints stage 3's needs of a model of these sizes for every placement."""
-    rows = []
-    for option in _STAGE_3:
-        for zero_init in (True, False):
-            host, device, _ = estimate_zero3_model_states_mem_needs(
-                total_params,
-                largest_layer_params,
-                num_gpus_per_node,
-                num_nodes,
-                option.offload,
-                option.params,
-                zero_init,
-                additional_buffer_factor,
-            )
-            rows.append((host, device, f"{option.words}, zero_init={int(zero_init)}"))
+    needs = partial(
+        estimate_zero3_model_states_mem_needs,
+        *(total_params, largest_layer_params, num_gpus_per_node, num_nodes),
+        additional_buffer_factor=additional_buffer_factor,
+    )
+    rows = [
+        (
+            *needs(cpu_offload=each.offload, cpu_offload_params=each.params, zero_init=built)[:2],
+            f"{each.words}, zero_init={int(built)}",
+        )
+        for each in _STAGE_3
+        for built in (True, False)
+    ]
     _print(_title(total_params, largest_layer_params, num_nodes, num_gpus_per_node), rows)
 
 

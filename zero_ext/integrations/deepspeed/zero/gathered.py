@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,17 +44,12 @@ class GatheredParameters:
             self._open.enter_context(gathered(self._sharded, self._modifier_rank))
         set_status(self._sharded + self._plain, ZeroParamStatus.AVAILABLE)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         set_status(self._sharded + self._plain, ZeroParamStatus.NOT_AVAILABLE)
-        if kind is None and self._modifier_rank is not None:
+        if error[0] is None and self._modifier_rank is not None:
             # Under zero.Init what is still whole will be cut on every rank from its own values.
             _take_over(self._plain, self._modifier_rank)
-        self._open.__exit__(kind, error, trace)
+        self._open.__exit__(*error)
 
 
 @contextlib.contextmanager

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,9 +12,9 @@ from torch import nn
 
 from zero_ext.config import ZeroConfig
 from zero_ext.config.deepspeed import load_deepspeed_config
+from zero_ext.integrations.deepspeed.arguments import check_others, given_json
 from zero_ext.integrations.deepspeed.comm import init_distributed
 from zero_ext.integrations.deepspeed.parameters import mark
-from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
 from zero_ext.zero.init import Init as NativeInit
 
 # What says where parameters are born; everything else counts from initialize on.
@@ -53,7 +51,7 @@ class Init:
         enabled: bool = True,
         **others: Any,
     ) -> None:
-        _check_others(others)
+        check_others("zero.Init", others, _MISSING, _WITHOUT_EFFECT)
         given = config_dict_or_path if config_dict_or_path is not None else config
         self._settings = _settings(given, remote_device)
         init_distributed()
@@ -76,15 +74,10 @@ class Init:
                 torch.set_default_dtype(self._dtype)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._enabled:
             torch.set_default_dtype(self._default_dtype)
-            self._require().__exit__(kind, error, trace)
+            self._require().__exit__(*error)
             self._native = None
 
     def _require(self) -> _MarkingInit:
@@ -100,14 +93,9 @@ class _MarkingInit(NativeInit):
         super().__init__(*args, **kwargs)
         self._ranks = ranks
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         modules = list(self._modules)
-        super().__exit__(kind, error, trace)
+        super().__exit__(*error)
         found = {parameter: None for module in modules for parameter in module.parameters(recurse=False)}
         mark(found, self._ranks)
 
@@ -117,7 +105,7 @@ class _MarkingInit(NativeInit):
 
 
 def _settings(given: Mapping[str, Any] | str | Path | None, remote_device: str | None) -> ZeroConfig:
-    values = _read(given)
+    values = {} if given is None else given_json("zero.Init", given)
     zero = dict(values.get("zero_optimization") or {}) if given is not None else {"stage": 3}
     kept: dict[str, Any] = {"zero_optimization": {key: zero[key] for key in _KEYS if key in zero}}
     if remote_device in ("cpu", "nvme"):
@@ -125,27 +113,3 @@ def _settings(given: Mapping[str, Any] | str | Path | None, remote_device: str |
     if "aio" in values:
         kept["aio"] = values["aio"]
     return load_deepspeed_config({**kept, "gradient_clipping": 0}).config
-
-
-def _read(given: Any) -> Mapping[str, Any]:
-    if given is None:
-        return {}
-    if isinstance(given, str | Path):
-        found = json.loads(Path(given).read_text())
-        return found if isinstance(found, dict) else {}
-    # DeepSpeed also takes its own parsed configuration.
-    found = given if isinstance(given, Mapping) else getattr(given, "values", None)
-    if not isinstance(found, Mapping):
-        raise TypeError("zero.Init: DeepSpeed's JSON as a mapping, its path or a DeepSpeedConfig wanted")
-    return found
-
-
-def _check_others(others: Mapping[str, Any]) -> None:
-    for name, value in others.items():
-        if name in _MISSING:
-            if value:
-                raise DeepSpeedFeatureError(
-                    f"zero.Init({name}=...): {_MISSING[name]} is not served; leave it out"
-                )
-        elif name not in _WITHOUT_EFFECT:
-            raise TypeError(f"zero.Init has no argument {name!r}")

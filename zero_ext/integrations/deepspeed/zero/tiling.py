@@ -35,7 +35,9 @@ class TiledLinear(NativeTiledLinear):
         expected = {"input_is_already_split": False, "combine_out_splits": True, "linear_cls": nn.Linear}
         for name, value in others.items():
             if name not in expected:
-                raise TypeError(f"TiledLinear has no argument {name!r}")
+                raise TypeError(
+                    f"TiledLinear: expected its own arguments or {', '.join(expected)}, got {name!r}."
+                )
             if value != expected[name]:
                 raise DeepSpeedFeatureError(
                     f"TiledLinear({name}={value!r}) is not served: tiles are plain linear layers over "
