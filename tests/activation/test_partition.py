@@ -288,13 +288,13 @@ def test_a_write_that_failed_on_one_rank_ends_the_others_wait(world: World) -> N
 @on_ranks(2)
 def test_a_rank_without_storage_ends_the_others_wait(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        path = folder if world.rank == 0 else f"{folder}/missing"
+        path = folder if world.rank == 0 else f"{__file__}/below"
         policy = ActivationPolicy(partition_activations=True, tier="nvme", nvme_paths=(path,))
         checkpointing = Checkpointing(policy, world.group, timeout_seconds=120.0)
         torch.manual_seed(world.seed)
         inputs = torch.randn(64, WIDTH, requires_grad=True) * 1
         began = time.monotonic()
-        wanted = "missing" if world.rank == 1 else "comparison of the inputs"
+        wanted = "below" if world.rank == 1 else "comparison of the inputs"
         with pytest.raises(RuntimeError, match=wanted) as raised:
             checkpointing(torch.sin, inputs)
         waited = time.monotonic() - began

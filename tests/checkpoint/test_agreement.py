@@ -86,20 +86,22 @@ def test_an_interrupt_on_one_rank_ends_the_save_on_all(
 
 
 def test_an_interrupt_in_the_last_exchange_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = 0
+    calls, last = 0, 0
     whole = Agreement._all_gather
 
     def struck(self: Agreement, data: bytes) -> list[bytes]:
         nonlocal calls
         calls += 1
-        if calls == 5:
+        if calls == last:
             os.kill(os.getpid(), signal.SIGINT)
         return whole(self, data)
 
     monkeypatch.setattr(Agreement, "_all_gather", struck)
+    save_checkpoint(tmp_path / "undisturbed", FakeSource(SMALL, 3))
+    calls, last = 0, calls
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(tmp_path, FakeSource(SMALL, 3))
-    assert calls == 5
+    assert calls == last > 0
     source = FakeSource(SMALL, 4)
     load_checkpoint(tmp_path, source)
     assert source.holds(3)

@@ -476,3 +476,18 @@ def test_direct_edits_of_replicated_parameters_reach_the_masters(world: World) -
         optimizer.step()
         assert (zero_ext.full_state_dict(model)["layer.weight"] == 0.5).all(), stage
         assert engine_of(model).steps == 1
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(1, 2)
+def test_data_parallelism_of_torch_over_a_prepared_model_is_refused(
+    world: World, stage: int, wrapped: bool
+) -> None:
+    model, _ = prepared(world, TinyModel(), stage)
+    inner = model if wrapped else model.module
+    with pytest.raises(RuntimeError, match="DistributedDataParallel: expected a model that is not prepared"):
+        nn.parallel.DistributedDataParallel(inner, process_group=world.group)
+    # A copy is an ordinary model again.
+    plain = nn.parallel.DistributedDataParallel(copy.deepcopy(model.module), process_group=world.group)
+    language_loss(plain, language_batch(world.seed, 0, 0, world.rank)).backward()

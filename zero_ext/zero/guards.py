@@ -1,10 +1,11 @@
-"""Refusals for calls that would break the link between parameters and their shards: pickling, conversions."""
+"""Refusals for calls that would break the link between parameters and their shards: pickling, conversions,
+torch's own data parallelism."""
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,17 +13,25 @@ from torch import nn
 
 from zero_ext.zero.hook_installation import uninstall
 
-_GUARDED = ("__reduce_ex__", "__deepcopy__", "_apply", "share_memory")
+# The last is what DistributedDataParallel reads of a module first.
+_GUARDED = ("__reduce_ex__", "__deepcopy__", "_apply", "share_memory", "_ddp_params_and_buffers_to_ignore")
 
 
 def guard_module(model: nn.Module, sharded: Iterable[nn.Parameter]) -> None:
     """Makes pickling, ``.to()`` and ``share_memory`` of ``model`` and its ``sharded`` parameters right, or an
-    error that names the right call. A deep copy of ``model`` is an ordinary model with full values."""
+    error that names the right call. DistributedDataParallel over it is such an error. A deep copy of
+    ``model`` is an ordinary model with full values."""
     for parameter in sharded:
         parameter.__reduce_ex__ = _refuse_pickling  # type: ignore[method-assign]
         parameter.share_memory_ = _refuse_sharing  # type: ignore[method-assign]
     weak = weakref.ref(model)
-    guards = (_refuse_pickling_of_model, _DeepCopy(weak), _Conversion(weak), _refuse_sharing)
+    guards = (
+        _refuse_pickling_of_model,
+        _DeepCopy(weak),
+        _Conversion(weak),
+        _refuse_sharing,
+        _NoDataParallel(),
+    )
     for name, guard in zip(_GUARDED, guards, strict=True):
         object.__setattr__(model, name, guard)
 
@@ -55,6 +64,17 @@ def _refuse_sharing(*_: object) -> Any:
         "share_memory() would move parameters away from their shards. Share a plain copy of the model, "
         "filled from zero_ext.full_state_dict(model)."
     )
+
+
+class _NoDataParallel:
+    """Names to ignore, as DistributedDataParallel looks for them, which cannot be read."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise RuntimeError(
+            "DistributedDataParallel: expected a model that is not prepared, got one from zero_ext.prepare, "
+            "which reduces its gradients itself. Use the prepared model as it is; with Accelerate pass only "
+            "the loaders to accelerator.prepare."
+        )
 
 
 class _Guard:
