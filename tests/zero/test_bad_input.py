@@ -280,6 +280,8 @@ def test_no_optimizer_no_step(world: World) -> None:
         engine_of(model).step()
     with pytest.raises(ValueError, match="Linear is not a prepared model"):
         engine_of(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="model: expected a prepared module, got 'a folder'"):
+        zero_ext.save_checkpoint(model, "a folder")  # type: ignore[arg-type]  # its arguments exchanged
 
 
 def die_in_backward(world: World) -> None:

@@ -6,6 +6,7 @@ import weakref
 
 from torch import nn
 
+from zero_ext.config.errors import show
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.lifetime import refuse_ended
 from zero_ext.zero.released import set_access
@@ -30,8 +31,15 @@ def detach_engine(engine: Engine) -> None:
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """The engine of a model that went through :func:`zero_ext.prepare`; else ``ValueError``. ``RuntimeError``
-    for a wrapper whose module was prepared again."""
+    """The engine of a model that went through :func:`zero_ext.prepare`.
+
+    Raises:
+        TypeError: something else than a module was given.
+        ValueError: the module was not prepared.
+        RuntimeError: it is a wrapper whose module was prepared again.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a prepared module, got {show(model)}. Mind the arguments' order.")
     refuse_ended(model)
     found = vars(model).get(MODULE_ATTRIBUTE)
     if found is None and isinstance(vars(model).get("_modules", {}).get("module"), nn.Module):
