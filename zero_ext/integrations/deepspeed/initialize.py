@@ -92,19 +92,7 @@ def initialize(
     if training_data is not None:
         group = None if mesh is None else data_group(mesh)
         loader = make_loader(training_data, settings, group, collate_fn)
-    made = None
-    if optimizer is not None or settings.optimizer is not None:
-        made = make_optimizer(optimizer, settings, model, model_parameters)
-        if lr_scheduler is None and settings.scheduler is not None:
-            check_scheduler(settings.scheduler, made)
-            if settings.scheduler.type in lr_schedules.VALID_LR_SCHEDULES:
-                kind = getattr(lr_schedules, settings.scheduler.type)
-                lr_scheduler = partial(kind, **settings.scheduler.params)
-    elif lr_scheduler is not None or settings.scheduler is not None:
-        text = (
-            "there is no optimizer for it to act on; add the section 'optimizer', pass optimizer=, or drop it"
-        )
-        raise ConfigError(Problem("scheduler", text))
+    made, lr_scheduler = _chosen(settings, model, optimizer, model_parameters, lr_scheduler)
     inner, prepared = prepare(
         model, made, settings, process_group=mesh, wrap=False, device=accelerator_or_cpu()
     )
@@ -115,6 +103,30 @@ def initialize(
     )
     _mark_adapters(inner)
     return engine, engine.optimizer, loader, scheduler
+
+
+def _chosen(
+    settings: ZeroConfig,
+    model: nn.Module,
+    optimizer: Any,
+    model_parameters: Iterable[Any] | None,
+    lr_scheduler: Scheduler | None,
+) -> tuple[Optimizer | None, Scheduler | None]:
+    """The optimizer and what schedules it: those given, else those of the JSON's sections."""
+    if optimizer is None and settings.optimizer is None:
+        if lr_scheduler is None and settings.scheduler is None:
+            return None, None
+        text = (
+            "there is no optimizer for it to act on; add the section 'optimizer', pass optimizer=, or drop it"
+        )
+        raise ConfigError(Problem("scheduler", text))
+    made = make_optimizer(optimizer, settings, model, model_parameters)
+    if lr_scheduler is None and settings.scheduler is not None:
+        check_scheduler(settings.scheduler, made)
+        if settings.scheduler.type in lr_schedules.VALID_LR_SCHEDULES:
+            kind = getattr(lr_schedules, settings.scheduler.type)
+            lr_scheduler = partial(kind, **settings.scheduler.params)
+    return made, lr_scheduler
 
 
 def _mark_adapters(model: nn.Module) -> None:
