@@ -66,17 +66,14 @@ class Runner:
             outcome = self._outcome(step, outcomes)
             with self._lock:
                 outcomes[step.name] = outcome
-                self._report(outcome)
+                for line in self._lines(outcome):
+                    self._tell(line)
                 self._record([outcomes[each.name] for each in steps if each.name in outcomes])
 
         for alone, group in groupby(steps, key=lambda step: step.alone):
             with ThreadPoolExecutor(1 if alone else self._jobs) as pool:
                 list(pool.map(one, group))
         return [outcomes[step.name] for step in steps]
-
-    def _report(self, outcome: Outcome) -> None:
-        for line in self._lines(outcome):
-            self._tell(line)
 
     def _lines(self, outcome: Outcome) -> Iterator[str]:
         took = f" in {outcome.seconds:.1f} s" if outcome.log else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from scripts.gpu_check.counters import KERNEL, METRICS, command, rows_of
@@ -35,8 +37,6 @@ def test_an_answer_without_the_table_is_an_error() -> None:
 
 
 def test_ncu_is_asked_for_every_metric_between_the_marks() -> None:
-    from pathlib import Path
-
     call = command(Path("log"), ["--toy"])
     assert ",".join(METRICS.values()) in call and "benchmarks.gpu.launches" in call and call[-1] == "--toy"
     assert call[call.index("--profile-from-start") + 1] == "off"
