@@ -30,7 +30,7 @@ OP_SOURCES := $(wildcard csrc/ops/*.cpp)
 TEST_SOURCES := $(wildcard csrc/tests/*.cpp)
 HEADERS := $(wildcard csrc/*/*.h csrc/*/*/*.h)
 STORAGE_SOURCES := $(wildcard csrc/storage/*.cpp)
-CUDA_FILES := $(wildcard csrc/cuda/*.cpp csrc/cuda/*.cu csrc/cuda/*.cuh)
+CUDA_FILES := $(wildcard csrc/cuda/*.cpp csrc/cuda/*/*.cu csrc/cuda/*/*.cuh)
 CPP_FILES := $(CORE_SOURCES) $(OP_SOURCES) $(STORAGE_SOURCES) $(TEST_SOURCES) $(HEADERS) $(CUDA_FILES)
 
 SYSTEM := $(VENV)/.stamp-system

@@ -211,7 +211,7 @@ def table(kernels: Sequence[Kernel], compiler: str) -> str:
         f"{spilling} with spilled registers.",
         "A block has 256 threads, of attention at most 128; with at most 128 registers a thread a processor",
         "holds two blocks of 256. Stack is bytes a thread, shared memory bytes a block, without the one that",
-        "attention is given at its launch (`csrc/cuda/attention_shape.h`: at most 99 KiB).",
+        "attention is given at its launch (`csrc/cuda/attention/attention_shape.h`: at most 99 KiB).",
     ]
     for file in sorted({file for file, _ in by_kernel}):
         lines += ["", f"## {file}", ""]

@@ -2,7 +2,7 @@
 #include <limits>
 
 #include "../core/adam_factors_formula.h"
-#include "../cuda/adam_8bit_kernel.h"
+#include "../cuda/optimizers/adam_8bit_kernel.h"
 #include "cuda_step_support.h"
 
 namespace zero_ext::cuda {

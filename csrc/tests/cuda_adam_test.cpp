@@ -1,6 +1,6 @@
 #include <limits>
 
-#include "../cuda/adam_kernel.h"
+#include "../cuda/optimizers/adam_kernel.h"
 #include "cuda_step_support.h"
 
 namespace zero_ext::cuda {

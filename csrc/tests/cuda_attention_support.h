@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "../core/attention/score_formula.h"
-#include "../cuda/attention_scores.h"
+#include "../cuda/attention/attention_scores.h"
 #include "emulated_machine.h"
 #include "test_support.h"
 

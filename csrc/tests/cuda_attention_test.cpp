@@ -2,9 +2,9 @@
 #include <cstring>
 #include <string>
 
-#include "../cuda/attention_column_gradient_kernel.h"
-#include "../cuda/attention_forward_kernel.h"
-#include "../cuda/attention_row_gradient_kernel.h"
+#include "../cuda/attention/attention_column_gradient_kernel.h"
+#include "../cuda/attention/attention_forward_kernel.h"
+#include "../cuda/attention/attention_row_gradient_kernel.h"
 #include "cuda_attention_support.h"
 
 namespace zero_ext::testing {

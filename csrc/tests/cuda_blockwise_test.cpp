@@ -2,7 +2,7 @@
 #include <cmath>
 #include <limits>
 
-#include "../cuda/blockwise_kernel.h"
+#include "../cuda/compression/blockwise_kernel.h"
 #include "emulated_launch.h"
 #include "test_support.h"
 

@@ -2,8 +2,8 @@
 #include <cstring>
 
 #include "../core/flat.h"
-#include "../cuda/dispatch.h"
-#include "../cuda/flat_kernel.h"
+#include "../cuda/flat/flat_kernel.h"
+#include "../cuda/machine/dispatch.h"
 #include "emulated_launch.h"
 #include "test_support.h"
 

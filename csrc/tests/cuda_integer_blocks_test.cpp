@@ -3,7 +3,7 @@
 #include <numeric>
 
 #include "../core/compression/integer_blocks.h"
-#include "../cuda/integer_block_kernel.h"
+#include "../cuda/compression/integer_block_kernel.h"
 #include "cuda_message_support.h"
 #include "emulated_launch.h"
 #include "emulated_machine.h"

@@ -2,7 +2,7 @@
 #include <limits>
 #include <mutex>
 
-#include "../cuda/lamb_kernel.h"
+#include "../cuda/optimizers/lamb_kernel.h"
 #include "cuda_step_support.h"
 
 namespace zero_ext::cuda {

@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
 
-#include "../cuda/launch_fault.h"
+#include "../cuda/machine/launch_fault.h"
 
 namespace zero_ext::cuda {
 namespace {

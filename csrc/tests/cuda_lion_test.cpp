@@ -1,6 +1,6 @@
 #include <limits>
 
-#include "../cuda/lion_kernel.h"
+#include "../cuda/optimizers/lion_kernel.h"
 #include "cuda_step_support.h"
 
 namespace zero_ext::cuda {

@@ -1,11 +1,11 @@
 #include <cstring>
 #include <limits>
 
-#include "../cuda/adam_8bit_kernel.h"
-#include "../cuda/adam_kernel.h"
-#include "../cuda/lamb_kernel.h"
-#include "../cuda/lion_kernel.h"
-#include "../cuda/non_finite_kernel.h"
+#include "../cuda/flat/non_finite_kernel.h"
+#include "../cuda/optimizers/adam_8bit_kernel.h"
+#include "../cuda/optimizers/adam_kernel.h"
+#include "../cuda/optimizers/lamb_kernel.h"
+#include "../cuda/optimizers/lion_kernel.h"
 #include "cuda_step_support.h"
 
 namespace zero_ext::cuda {

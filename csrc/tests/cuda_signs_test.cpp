@@ -2,7 +2,7 @@
 #include <limits>
 
 #include "../core/compression/signs.h"
-#include "../cuda/sign_kernel.h"
+#include "../cuda/compression/sign_kernel.h"
 #include "cuda_message_support.h"
 #include "emulated_launch.h"
 #include "emulated_machine.h"

@@ -3,7 +3,7 @@
 #include <limits>
 
 #include "../core/squared_norm.h"
-#include "../cuda/squared_norm_kernel.h"
+#include "../cuda/flat/squared_norm_kernel.h"
 #include "test_support.h"
 
 namespace zero_ext::cuda {

@@ -5,8 +5,8 @@
 #include <optional>
 #include <vector>
 
-#include "../cuda/dispatch.h"
-#include "../cuda/segment_search.h"
+#include "../cuda/machine/dispatch.h"
+#include "../cuda/optimizers/segment_search.h"
 #include "emulated_launch.h"
 #include "test_support.h"
 

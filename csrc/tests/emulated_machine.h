@@ -1,5 +1,5 @@
-// The machine of csrc/cuda/attention_machine.cuh on the host: a warp is a thread whose 32 lanes go
-// in lockstep, and a block of threads is as many of them, which meet at a barrier.
+// The machine of csrc/cuda/machine/device_machine.cuh on the host: a warp is a thread whose 32
+// lanes go in lockstep, and a block of threads is as many of them, which meet at a barrier.
 //
 // It is stricter than a device. Shared memory begins as NaNs. A copy happens at once or at the
 // last moment that a wait allows, at random. Addresses that are not multiples of their access, rows
@@ -24,7 +24,7 @@
 #include <vector>
 
 #include "../core/numeric_types.h"
-#include "../cuda/attention_registers.h"
+#include "../cuda/machine/registers.h"
 
 namespace zero_ext::testing {
 

@@ -1,0 +1,148 @@
+// From products of queries and keys to scores: scale, additive bias, and which pairs are masked.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "../machine/registers.h"
+#include "attention_arguments.h"
+#include "attention_dropout.h"
+
+namespace zero_ext::cuda {
+
+using core::kLog2E;
+inline constexpr float kMasked = -std::numeric_limits<float>::infinity();
+
+// The rules of one batch and query head.
+struct HeadRules {
+  float scale;  // of products, in units of log2 e
+  bool causal;
+  std::int32_t shift;  // a query i sees keys up to i + shift
+  std::int32_t query_length;
+  std::int32_t key_length;
+  const bool* key_padding;  // [key length], or null: no key is padding
+  AttentionBias bias;       // its data is this head's
+
+  // Whether all pairs of 16 queries and 16 keys are there and none is masked by its place.
+  ZERO_EXT_FUNCTION bool is_whole(std::int32_t query, std::int32_t key) const {
+    return query + 16 <= query_length && key + 16 <= key_length &&
+           (!causal || key + 15 <= query + shift);
+  }
+  ZERO_EXT_FUNCTION bool is_plain() const { return key_padding == nullptr && bias.data == nullptr; }
+  ZERO_EXT_FUNCTION bool sees(std::int32_t query, std::int32_t key) const {
+    return query < query_length && key < key_length && (!causal || key <= query + shift) &&
+           (key_padding == nullptr || key_padding[key]);
+  }
+  ZERO_EXT_FUNCTION float bias_of(std::int32_t query, std::int32_t key) const {
+    const std::int64_t at = query * bias.query_stride + key * bias.key_stride;
+    switch (bias.type) {
+      case core::NumericType::float32:
+        return static_cast<const float*>(bias.data)[at];
+      case core::NumericType::bfloat16:
+        return core::to_float(static_cast<const core::BFloat16*>(bias.data)[at]);
+      case core::NumericType::float16:
+        return core::to_float(static_cast<const core::Float16*>(bias.data)[at]);
+    }
+    return 0.0F;
+  }
+  ZERO_EXT_FUNCTION float score(std::int32_t query, std::int32_t key, float product) const {
+    if (!sees(query, key)) return kMasked;
+    const float scaled = product * scale;
+    return bias.data == nullptr ? scaled : scaled + bias_of(query, key) * kLog2E;
+  }
+};
+
+struct AttentionRules {
+  AttentionSizes sizes;
+  float scale;
+  bool causal;
+  const bool* key_padding;  // [batch, key length], or null
+  std::int64_t key_padding_stride;
+  AttentionBias bias;
+  Dropout dropout;
+
+  ZERO_EXT_FUNCTION HeadRules of(std::int64_t batch, std::int64_t head) const {
+    HeadRules rules{scale * kLog2E,
+                    causal,
+                    sizes.key_length - sizes.query_length,
+                    sizes.query_length,
+                    sizes.key_length,
+                    key_padding == nullptr ? nullptr : key_padding + batch * key_padding_stride,
+                    bias};
+    if (bias.data != nullptr) {
+      const std::int64_t bytes = core::element_size(bias.type);
+      const std::int64_t offset = batch * bias.batch_stride + head * bias.head_stride;
+      rules.bias.data = static_cast<const char*>(bias.data) + offset * bytes;
+    }
+    return rules;
+  }
+  ZERO_EXT_FUNCTION HeadDropout dropout_of(std::int64_t batch, std::int64_t head) const {
+    return dropout.of(batch * sizes.query_heads + head);
+  }
+};
+
+// Which query and key each score of a warp belongs to: its 16 rows are queries, `first` and the
+// following, and the tile's columns keys; the other way round if kKeysDown.
+template <bool kKeysDown>
+struct Places {
+  std::int32_t first;
+  const std::int32_t* starts;  // of each 16 columns
+
+  static ZERO_EXT_DEVICE int row(int lane, int i) { return lane / 4 + i % 4 / 2 * 8; }
+  static ZERO_EXT_DEVICE int column(int lane, int i) { return i / 4 * 8 + 2 * (lane % 4) + i % 2; }
+
+  ZERO_EXT_DEVICE std::int32_t down(int lane, int i) const { return first + row(lane, i); }
+  ZERO_EXT_DEVICE std::int32_t across(int lane, int i) const {
+    return starts[i / 8] + column(lane, i) % 16;
+  }
+  ZERO_EXT_DEVICE std::int32_t query(int lane, int i) const {
+    return kKeysDown ? across(lane, i) : down(lane, i);
+  }
+  ZERO_EXT_DEVICE std::int32_t key(int lane, int i) const {
+    return kKeysDown ? down(lane, i) : across(lane, i);
+  }
+};
+
+// Products become scores.
+template <class Machine, bool kKeysDown, int kCount>
+ZERO_EXT_DEVICE void make_scores(const Machine& machine, const HeadRules& rules,
+                                 const Places<kKeysDown>& places,
+                                 Registers<float, kCount, Machine::kLanes>& products) {
+  const bool plain = rules.is_plain();
+  ZERO_EXT_UNROLL
+  for (int group = 0; group < kCount / 8; ++group) {
+    const std::int32_t start = places.starts[group];
+    const bool whole =
+        plain && rules.is_whole(kKeysDown ? start : places.first, kKeysDown ? places.first : start);
+    each_lane(machine, [&](int here, int lane) {
+      ZERO_EXT_UNROLL
+      for (int i = 8 * group; i < 8 * group + 8; ++i) {
+        float& product = products.at[here][i];
+        product = whole ? product * rules.scale
+                        : rules.score(places.query(lane, i), places.key(lane, i), product);
+      }
+    });
+  }
+}
+
+// Calls visit(here, i, factor) for every weight that a warp has: what dropout multiplies it with.
+template <int kCount, class Machine, bool kKeysDown, class Visit>
+ZERO_EXT_DEVICE void each_factor(const Machine& machine, const HeadDropout& dropout,
+                                 const Places<kKeysDown>& places, const Visit& visit) {
+  each_lane(machine, [&](int here, int lane) {
+    ZERO_EXT_UNROLL
+    for (int i = 0; i < kCount; i += 2) {
+      float pair[2] = {1.0F, 1.0F};
+      if (dropout.drops && !kKeysDown) {
+        dropout.factors(places.query(lane, i), places.key(lane, i), pair);
+      } else if (dropout.drops) {
+        pair[0] = dropout.factor(places.query(lane, i), places.key(lane, i));
+        pair[1] = dropout.factor(places.query(lane, i + 1), places.key(lane, i + 1));
+      }
+      visit(here, i, pair[0]);
+      visit(here, i + 1, pair[1]);
+    }
+  });
+}
+
+}  // namespace zero_ext::cuda

@@ -1,0 +1,133 @@
+// zero_ext::quantise_, dequantise_, sum_quantised_ and requantise_ on CUDA devices.
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "../../ops/integer_block_arguments.h"
+#include "../machine/block_launch.cuh"
+#include "../machine/dispatch.h"
+#include "integer_block_kernel.h"
+
+namespace zero_ext::cuda {
+namespace {
+
+using core::BlockFormat;
+using ops::Tensor;
+
+// Calls visit(IntegerCode) with the code of a format.
+template <class Visit>
+void with_code(const BlockFormat& format, const Visit& visit) {
+  if (format.bits == 4) {
+    if (format.is_symmetric) return visit(core::IntegerCode<4, true>{});
+    return visit(core::IntegerCode<4, false>{});
+  }
+  if (format.is_symmetric) return visit(core::IntegerCode<8, true>{});
+  visit(core::IntegerCode<8, false>{});
+}
+
+// Calls visit(std::integral_constant<int, bits>).
+template <class Visit>
+void with_bits(const BlockFormat& format, const Visit& visit) {
+  if (format.bits == 4) return visit(std::integral_constant<int, 4>{});
+  visit(std::integral_constant<int, 8>{});
+}
+
+IntegerMessages<std::uint8_t> target_of(const ops::Messages& messages, const BlockFormat& format,
+                                        std::int64_t share) {
+  return {reinterpret_cast<std::uint8_t*>(messages.data), format, share};
+}
+
+IntegerMessages<const std::uint8_t> source_of(const ops::Messages& messages,
+                                              const BlockFormat& format, std::int64_t share) {
+  return {reinterpret_cast<const std::uint8_t*>(messages.data), format, share};
+}
+
+template <class T>
+IntegerValues<T> values_of(const ops::BlockConversion& of) {
+  IntegerValues<T> result{reinterpret_cast<const T*>(of.values), of.part_numel, false, {}};
+  const std::vector<std::int64_t>& order = of.order;
+  result.is_ordered = !std::is_sorted(order.begin(), order.end());
+  if (!result.is_ordered) return result;
+  STD_TORCH_CHECK(order.size() <= result.kMost, "quantise_: argument 'order' names ", order.size(),
+                  " parts; on a CUDA device it may name at most ", result.kMost,
+                  ", so order the values before");
+  std::transform(order.begin(), order.end(), result.order,
+                 [](std::int64_t part) { return static_cast<std::int16_t>(part); });
+  return result;
+}
+
+void quantise(const Tensor& messages, const Tensor& values, std::int64_t bits, bool symmetric,
+              std::int64_t block, std::int64_t parts, std::vector<std::int64_t> order) {
+  constexpr const char* op = "quantise_";
+  const torch::stable::accelerator::DeviceGuard guard(messages.get_device_index());
+  const BlockFormat format = ops::check_format(op, bits, symmetric, block);
+  const ops::BlockConversion of =
+      ops::read_quantise(messages, values, format, parts, std::move(order));
+  with_type(of.type, [&]<class T>(std::type_identity<T>) {
+    const IntegerValues<T> source = values_of<T>(of);
+    with_code(format, [&]<class Code>(Code) {
+      launch_blocks(op, QuantizeIntegers<IntegerValues<T>, Code>{
+                            source, target_of(of.messages, format, of.part_numel), parts});
+    });
+  });
+}
+
+void dequantise(const Tensor& out, const Tensor& messages, std::int64_t bits, bool symmetric,
+                std::int64_t block, std::int64_t parts) {
+  constexpr const char* op = "dequantise_";
+  const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
+  const BlockFormat format = ops::check_format(op, bits, symmetric, block);
+  const ops::BlockConversion of = ops::read_dequantise(out, messages, format, parts);
+  with_type(of.type, [&]<class T>(std::type_identity<T>) {
+    with_bits(format, [&](auto width) {
+      using Sum = IntegerSum<width, true>;
+      const Sum sum{source_of(of.messages, format, of.part_numel), 1, 0, 1, 1.0F};
+      const WriteIntegers<Sum, T> kernel{sum, parts, false, reinterpret_cast<T*>(of.values)};
+      launch(op, kernel, kernel.quads());
+    });
+  });
+}
+
+void sum_quantised(const Tensor& out, const Tensor& messages, std::int64_t bits, bool symmetric,
+                   std::int64_t block, double factor, bool accumulate) {
+  constexpr const char* op = "sum_quantised_";
+  const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
+  const BlockFormat format = ops::check_format(op, bits, symmetric, block);
+  const ops::BlockSum of = ops::read_sum_quantised(out, messages, format, factor);
+  with_bits(format, [&](auto width) {
+    using Sum = IntegerSum<width>;
+    const Sum sum{source_of(of.messages, format, of.numel), 0, 1, of.messages.count, of.factor};
+    const WriteIntegers<Sum, float> kernel{sum, 1, accumulate, of.out};
+    launch(op, kernel, kernel.quads());
+  });
+}
+
+void requantise(const Tensor& messages_out, const Tensor& messages_in, std::int64_t bits,
+                bool symmetric, std::int64_t block, std::int64_t out_bits, bool out_symmetric,
+                std::int64_t out_block, double factor, std::int64_t parts) {
+  constexpr const char* op = "requantise_";
+  const torch::stable::accelerator::DeviceGuard guard(messages_out.get_device_index());
+  const BlockFormat from = ops::check_format(op, bits, symmetric, block);
+  const BlockFormat to = ops::check_format(op, out_bits, out_symmetric, out_block);
+  const ops::BlockReduction of =
+      ops::read_requantise(messages_out, messages_in, from, to, factor, parts);
+  with_bits(from, [&](auto width) {
+    const IntegerSum<width> sum{source_of(of.in, from, of.part_numel), 1, parts,
+                                of.in.count / parts, of.factor};
+    with_code(to, [&]<class Code>(Code) {
+      launch_blocks(op, QuantizeIntegers<IntegerSum<width>, Code>{
+                            sum, target_of(of.out, to, of.part_numel), parts});
+    });
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(zero_ext, CUDA, library) {
+  library.impl("quantise_", TORCH_BOX(&quantise));
+  library.impl("dequantise_", TORCH_BOX(&dequantise));
+  library.impl("sum_quantised_", TORCH_BOX(&sum_quantised));
+  library.impl("requantise_", TORCH_BOX(&requantise));
+}
+
+}  // namespace zero_ext::cuda

@@ -1,0 +1,161 @@
+// The device as kernels of whole blocks of threads see it: the instructions of a warp that are more
+// than arithmetic. csrc/tests/emulated_machine.h has the same members for the host.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "../../core/numeric_types.h"
+#include "registers.h"
+#include "warp.h"
+
+namespace zero_ext::cuda {
+
+class DeviceMachine {
+ public:
+  static constexpr int kLanes = 1;
+
+  __device__ __forceinline__ explicit DeviceMachine(std::byte* memory) : memory_(memory) {}
+
+  __device__ __forceinline__ int lane(int) const { return threadIdx.x % kWarpLanes; }
+  __device__ __forceinline__ int warp() const { return threadIdx.x / kWarpLanes; }
+  __device__ __forceinline__ int threads() const { return blockDim.x; }
+  __device__ __forceinline__ std::int64_t block() const { return blockIdx.x; }
+  __device__ __forceinline__ std::byte* memory() const { return memory_; }
+
+  // All threads of the block see what the others wrote before.
+  __device__ __forceinline__ void meet() const { __syncthreads(); }
+  __device__ __forceinline__ void meet_in_warp() const { __syncwarp(); }
+
+  // Begins to copy kBytes to shared memory, or to fill them with zeros. Both addresses are
+  // multiples of kBytes; what was begun before a commit is there after the wait that covers it.
+  template <int kBytes>
+  __device__ __forceinline__ void copy(void* target, const void* source, bool there) const {
+    const auto to = static_cast<std::uint32_t>(__cvta_generic_to_shared(target));
+    const int bytes = there ? kBytes : 0;
+    if constexpr (kBytes == 16) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(source),
+                   "r"(bytes)
+                   : "memory");
+    } else {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(to), "l"(source),
+                   "n"(kBytes), "r"(bytes)
+                   : "memory");
+    }
+  }
+  __device__ __forceinline__ void commit() const {
+    asm volatile("cp.async.commit_group;\n" ::: "memory");
+  }
+  // Until at most the last kGroups commits of the running thread are still on their way.
+  template <int kGroups>
+  __device__ __forceinline__ void wait() const {
+    asm volatile("cp.async.wait_group %0;\n" ::"n"(kGroups) : "memory");
+  }
+
+  // Four matrices of 8 x 8 elements of 16 bits, each row of 16 bytes at the address that
+  // row(lane) gives: those of lanes 8 i to 8 i + 7 are the rows of matrix i.
+  template <bool kTransposed, class Row>
+  __device__ __forceinline__ void load_matrices(Registers<std::uint32_t, 4, kLanes>& matrices,
+                                                const Row& row) const {
+    const auto from = static_cast<std::uint32_t>(__cvta_generic_to_shared(row(lane(0))));
+    std::uint32_t (&to)[4] = matrices.at[0];
+    if constexpr (kTransposed) {
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                   : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                   : "r"(from)
+                   : "memory");
+    } else {
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                   : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                   : "r"(from)
+                   : "memory");
+    }
+  }
+
+  // sums.at[.][kFirst ...] += left (16 x 16, rows first) times right (16 x 8, columns first), whose
+  // registers are right.at[.][kRight] and the next.
+  template <class T, int kFirst, int kRight, int kSums>
+  __device__ __forceinline__ void multiply(Registers<float, kSums, kLanes>& sums,
+                                           const Registers<std::uint32_t, 4, kLanes>& left,
+                                           const Registers<std::uint32_t, 4, kLanes>& right) const {
+    float* to = &sums.at[0][kFirst];
+    const std::uint32_t (&a)[4] = left.at[0];
+    const std::uint32_t b[2] = {right.at[0][kRight], right.at[0][kRight + 1]};
+    if constexpr (std::is_same_v<T, core::BFloat16>) {
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+          "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
+          : "+f"(to[0]), "+f"(to[1]), "+f"(to[2]), "+f"(to[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    } else {
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+          "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
+          : "+f"(to[0]), "+f"(to[1]), "+f"(to[2]), "+f"(to[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    }
+  }
+
+  // Two elements in a register, the first in its low half.
+  template <class T>
+  __device__ __forceinline__ static std::uint32_t pack(float first, float second) {
+    std::uint32_t packed;
+    if constexpr (std::is_same_v<T, core::BFloat16>) {
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(packed) : "f"(second), "f"(first));
+    } else {
+      asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(packed) : "f"(second), "f"(first));
+    }
+    return packed;
+  }
+
+  // Of the four lanes that hold parts of the same rows.
+  template <int kCount>
+  __device__ __forceinline__ void max_of_quad(Registers<float, kCount, kLanes>& values) const {
+    ZERO_EXT_UNROLL
+    for (float& value : values.at[0]) {
+      value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFU, value, 1));
+      value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFU, value, 2));
+    }
+  }
+  template <int kCount>
+  __device__ __forceinline__ void sum_of_quad(Registers<float, kCount, kLanes>& values) const {
+    ZERO_EXT_UNROLL
+    for (float& value : values.at[0]) {
+      value += __shfl_xor_sync(0xFFFFFFFFU, value, 1);
+      value += __shfl_xor_sync(0xFFFFFFFFU, value, 2);
+    }
+  }
+  // Of all lanes, the halves of the warp first, then the quarters and so on; every lane gets it.
+  __device__ __forceinline__ void sum_of_warp(Registers<float, 1, kLanes>& values) const {
+    float& value = values.at[0][0];
+    ZERO_EXT_UNROLL
+    for (int distance = kWarpLanes / 2; distance > 0; distance /= 2) {
+      value += __shfl_xor_sync(0xFFFFFFFFU, value, distance);
+    }
+  }
+
+  // Of kGroup neighbouring lanes, a power of two; every lane gets those of its group.
+  template <int kGroup, int kCount>
+  __device__ __forceinline__ void max_of_group(
+      Registers<std::uint32_t, kCount, kLanes>& values) const {
+    ZERO_EXT_UNROLL
+    for (std::uint32_t& value : values.at[0]) {
+      ZERO_EXT_UNROLL
+      for (int distance = 1; distance < kGroup; distance *= 2) {
+        const std::uint32_t other = __shfl_xor_sync(0xFFFFFFFFU, value, distance);
+        value = other > value ? other : value;
+      }
+    }
+  }
+
+  __device__ __forceinline__ static float exp2(float value) { return exp2f(value); }
+  __device__ __forceinline__ static float log2(float value) { return log2f(value); }
+  __device__ __forceinline__ static float max(float a, float b) { return fmaxf(a, b); }
+  __device__ __forceinline__ static float fma(float a, float b, float c) {
+    return __fmaf_rn(a, b, c);
+  }
+
+ private:
+  std::byte* memory_;
+};
+
+}  // namespace zero_ext::cuda

@@ -1,0 +1,36 @@
+// zero_ext::adam_step_ on CUDA devices.
+#include <optional>
+
+#include "../../ops/adam_buffers.h"
+#include "adam_kernel.h"
+#include "step.cuh"
+
+namespace zero_ext::cuda {
+namespace {
+
+using ops::Tensor;
+
+constexpr const char* kOp = "adam_step_";
+
+void adam_step(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_avg_sq,
+               const Tensor& grad, const std::optional<Tensor>& param, const Tensor& segments,
+               const Tensor& hyper, const Tensor& grad_scale,
+               const std::optional<Tensor>& non_finite) {
+  const torch::stable::accelerator::DeviceGuard guard(master.get_device_index());
+  const core::AdamBuffers buffers =
+      ops::read_adam_buffers(kOp, master, exp_avg, exp_avg_sq, grad, param, non_finite);
+  launch_step<core::AdamHyper>(kOp, master, buffers, segments, hyper, grad_scale,
+                               [&]<class Moment, class Grad, class Param>(
+                                   const core::AdamSegment* parts, std::int64_t count) {
+                                 return adam_step_of<Moment, Grad, Param>(buffers, master.numel(),
+                                                                          parts, count);
+                               });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(zero_ext, CUDA, library) {
+  library.impl("adam_step_", TORCH_BOX(&adam_step));
+}
+
+}  // namespace zero_ext::cuda

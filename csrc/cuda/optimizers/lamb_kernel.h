@@ -1,0 +1,150 @@
+// LAMB on a device: the step, see step_kernel.h, and before it the exact norms of the weights and
+// updates of each segment, see squared_norm_kernel.h.
+#pragma once
+
+#include <cstdint>
+
+#include "../../core/lamb.h"
+#include "../../core/lamb_factors_formula.h"
+#include "../../core/lamb_formula.h"
+#include "../flat/squared_norm_kernel.h"
+#include "step_kernel.h"
+
+namespace zero_ext::cuda {
+
+template <class Moment, class Grad, class Param>
+FlatStep<core::LambRule, Moment, Grad, Param> lamb_step_of(const core::LambBuffers& buffers,
+                                                           std::int64_t numel,
+                                                           const core::LambSegment* segments,
+                                                           std::int64_t segment_count) {
+  return {{buffers.master,
+           {static_cast<Moment*>(buffers.exp_avg), static_cast<Moment*>(buffers.exp_avg_sq)},
+           static_cast<const Grad*>(buffers.grad),
+           static_cast<Param*>(buffers.param),
+           buffers.non_finite},
+          numel,
+          segments,
+          segment_count};
+}
+
+// A warp adds up neighbouring chunks of the buffers, and a segment's sums to the others' when it
+// comes to the next.
+template <class Moment, class Grad>
+struct AddLambSquares {
+  using Norm = core::SquaredNorm<WarpVector, float, WarpTotal, 3>;
+  static constexpr int kChunk = static_cast<int>(Norm::kGroup);
+  static constexpr int kEntries = core::Superaccumulator::kEntries;
+
+  // Of one warp: what a chunk holds of a segment, zeros behind it, and the segment's sums.
+  struct Memory {
+    alignas(kAccessBytes) float weights[kChunk];
+    alignas(kAccessBytes) float updates[kChunk];
+    std::int64_t totals[2 * kEntries];
+  };
+
+  const float* master;
+  const Moment* exp_avg;
+  const Moment* exp_avg_sq;
+  const Grad* grad;
+  std::int64_t numel;
+  const core::LambSegment* segments;
+  std::int64_t segment_count;
+  std::int64_t* norms;  // [segment_count, 2, kEntries]
+
+  static AddLambSquares of(const core::LambBuffers& buffers, std::int64_t numel,
+                           const core::LambSegment* segments, std::int64_t segment_count,
+                           std::int64_t* norms) {
+    return {buffers.master,
+            static_cast<const Moment*>(buffers.exp_avg),
+            static_cast<const Moment*>(buffers.exp_avg_sq),
+            static_cast<const Grad*>(buffers.grad),
+            numel,
+            segments,
+            segment_count,
+            norms};
+  }
+
+  ZERO_EXT_HOST_DEVICE std::int64_t chunks() const { return (numel + kChunk - 1) / kChunk; }
+
+  ZERO_EXT_FUNCTION void operator()(std::int64_t warp, std::int64_t warps, Memory& own) const {
+    const std::int64_t each = (chunks() + warps - 1) / warps;
+    const std::int64_t stop = (warp + 1) * each < chunks() ? (warp + 1) * each : chunks();
+    clear(own);
+    std::int64_t current = 0;
+    for (std::int64_t chunk = warp * each; chunk < stop; ++chunk) {
+      const std::int64_t begin = chunk * kChunk;
+      const std::int64_t end = begin + kChunk;
+      for (std::int64_t i = first_ending_after(segments, segment_count, begin);
+           i < segment_count && segments[i].begin < end; ++i) {
+        const std::int64_t first = segments[i].begin > begin ? segments[i].begin : begin;
+        const std::int64_t last = segments[i].end < end ? segments[i].end : end;
+        if (first >= last) continue;
+        if (i != current) flush(own, current);
+        current = i;
+        add(first, static_cast<int>(last - first), segments[i].factors, own);
+      }
+    }
+    flush(own, current);
+  }
+
+  // Calls visit(i) for each of the lanes' numbers below `count`.
+  template <class Visit>
+  static ZERO_EXT_FUNCTION void each_of_warp(int count, const Visit& visit) {
+    for (int here = 0; here < kLanesHere; ++here) {
+      for (int i = lane_number(here); i < count; i += kWarpLanes) visit(i);
+    }
+  }
+
+  static ZERO_EXT_FUNCTION void clear(Memory& own) {
+    each_of_warp(2 * kEntries, [&own](int i) { own.totals[i] = 0; });
+    meet_in_warp();
+  }
+
+  ZERO_EXT_FUNCTION void add(std::int64_t first, int count, const core::LambFactors& factors,
+                             Memory& own) const {
+    each_of_warp(kChunk, [&](int i) {
+      own.weights[i] = i < count ? master[first + i] : 0.0F;
+      own.updates[i] = i < count ? direction(first + i, factors) : 0.0F;
+    });
+    meet_in_warp();
+    WarpTotal weights{own.totals};
+    WarpTotal updates{own.totals + kEntries};
+    Norm::block(own.weights, kChunk, weights);
+    Norm::block(own.updates, kChunk, updates);
+    meet_in_warp();
+  }
+
+  ZERO_EXT_HOST_DEVICE float direction(std::int64_t i, const core::LambFactors& factors) const {
+    using Scalar = core::ScalarVector;
+    float values[1 + core::LambRule::kMoments] = {master[i], Scalar::load(exp_avg + i),
+                                                  Scalar::load(exp_avg_sq + i)};
+    return core::LambRule::direction<Scalar>(values, Scalar::load(grad + i), factors);
+  }
+
+  // Adds the sums to those of a segment, and begins new ones.
+  ZERO_EXT_FUNCTION void flush(Memory& own, std::int64_t segment) const {
+    meet_in_warp();
+    each_of_warp(2, [&own](int k) { core::carry_limbs(own.totals + k * kEntries); });
+    meet_in_warp();
+    std::int64_t* const target = norms + segment * 2 * kEntries;
+    each_of_warp(2 * kEntries, [&own, target](int i) {
+      if (own.totals[i] != 0) add_shared(target + i, own.totals[i]);
+    });
+    meet_in_warp();
+    clear(own);
+  }
+};
+
+// Once all warps have added theirs: of each accumulator.
+struct CarryLambNorms {
+  std::int64_t* norms;
+  std::int64_t count;
+
+  ZERO_EXT_FUNCTION void operator()(std::int64_t thread, std::int64_t threads) const {
+    for (std::int64_t i = thread; i < count; i += threads) {
+      core::carry_limbs(norms + i * core::Superaccumulator::kEntries);
+    }
+  }
+};
+
+}  // namespace zero_ext::cuda
