@@ -38,6 +38,7 @@ DEPENDENCIES := $(VENV)/.stamp-dependencies
 EXTENSION := $(VENV)/.stamp-extension
 BENCHMARK_PEERS := $(VENV)/.stamp-benchmark-peers
 INTEGRATIONS := $(VENV)/.stamp-integrations
+DISASSEMBLER := $(VENV)/.stamp-disassembler
 DOCUMENTATION := $(VENV)/.stamp-documentation
 
 .PHONY: setup test test-cpp test-python test-integrations demo demo-offload demo-long demo-compressed demo-3d zoo bench sanitize cuda-check gpu-check gpu-wheels lint format \
@@ -134,8 +135,13 @@ sanitize: $(SYSTEM)
 	if setarch -R true 2>/dev/null; then wrap="setarch -R"; else wrap=""; fi; \
 	$$wrap build/cpp/thread/run-tests --gtest_brief=1
 
-cuda-check: $(DEPENDENCIES)
-	$(BIN)/python scripts/cuda_check.py
+# The toolkit's disassembler, which wheels of nvcc leave out.
+$(DISASSEMBLER): $(DEPENDENCIES)
+	$(BIN)/python -m pip install --disable-pip-version-check -q nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
+	touch $@
+
+cuda-check: $(DISASSEMBLER)
+	$(BIN)/python -m scripts.cuda_check
 
 # GPU_CHECK holds options: make gpu-check GPU_CHECK="--part speed --budget 500"
 gpu-check:

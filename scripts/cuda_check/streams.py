@@ -1,0 +1,133 @@
+"""The kernels that stream through memory: what their main loops move, and how fast that can be on a GPU.
+
+A streaming kernel should run at the rate of a copy. What its machine code lets expect of that is estimated:
+
+    share = min(1, issue, latency)
+    issue   = (rate of instructions / instructions per element) / (copy rate / bytes per element)
+    latency = bytes in flight / (copy rate * latency of memory)
+
+Bytes in flight are those that the warps which fit on the GPU load in one round of the main loop. The figures
+of the GPU are those of an H100 SXM. The latency is a guess for busy memory. Nothing of this is measured.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from scripts.cuda_check.disassembler import Code
+
+WIDE_BYTES = 16
+WARP = 32
+SIZES = {"float": 4, "BFloat16": 2, "Float16": 2, "NoParam": 0}
+MOMENTS = {"AdamRule": 2, "LambRule": 2, "LionRule": 1}
+
+PROCESSORS = 132
+CLOCK = 1.755e9
+COPY_RATE = 3.35e12  # bytes per second, read and written together
+LATENCY = 800e-9
+WARP_INSTRUCTIONS_PER_CLOCK = 4  # of a processor
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a processor of an architecture holds at once."""
+
+    warps: int = 64
+    blocks: int = 32
+    registers: int = 65536
+    shared_bytes: int = 164 << 10
+
+
+LIMITS = {"sm_80": Limits(), "sm_90": Limits(shared_bytes=228 << 10)}
+REGISTERS_PER_UNIT = 256  # that a warp is given together
+SHARED_BYTES_OF_SYSTEM = 1 << 10  # of each block
+
+
+def occupancy(architecture: str, threads: int, registers: int, shared_bytes: int) -> float:
+    """The share of a processor's warps that run at once, of blocks with that many threads."""
+    limits = LIMITS[architecture]
+    warps = -(-threads // WARP)
+    of_warp = -(-registers * WARP // REGISTERS_PER_UNIT) * REGISTERS_PER_UNIT
+    by_registers = limits.registers // of_warp // warps
+    by_shared = limits.shared_bytes // (shared_bytes + SHARED_BYTES_OF_SYSTEM)
+    return min(limits.blocks, limits.warps // warps, by_registers, by_shared) * warps / limits.warps
+
+
+def _step(rule: str, moment: str, grad: str, param: str) -> float:
+    return 8 + 2 * MOMENTS[rule] * SIZES[moment] + SIZES[grad] + SIZES[param]
+
+
+def _move(flat: str, element: str, move: str) -> float:
+    return SIZES[flat] * (2 if move == "AccumulateElement" else 1) + SIZES[element]
+
+
+# Bytes per element that the main loop of a kernel moves, by its template and the arguments of that.
+FAMILIES: dict[str, Callable[..., float]] = {
+    "FlatStep": _step,
+    "AdamBlocks": lambda grad, param: 8 + 4 + SIZES[grad] + SIZES[param],
+    "AddLambSquares": lambda moment, grad: 4 + 2 * SIZES[moment] + SIZES[grad],
+    "MovePieces": _move,
+    "SumShards": lambda target, source: SIZES[source],
+    "FlagNonFinite": lambda values: SIZES[values],
+    "AddSquares": lambda values: SIZES[values],
+    "QuantizeBlocks": lambda code: 4 + 1,
+    "DequantizeBlocks": lambda code: 4 + 1,
+}
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The main loop of a streaming kernel on one architecture."""
+
+    bytes_per_element: float
+    instructions_per_element: float
+    widths: tuple[int, ...]  # of its accesses of global memory, in bytes per thread
+    loaded_bytes: int  # per thread and round
+    elements: float  # per thread and round
+
+    @property
+    def narrow(self) -> int:
+        """Accesses of fewer than 16 bytes."""
+        return sum(width < WIDE_BYTES for width in self.widths)
+
+    def share_of_copy_rate(self, occupied: float, architecture: str = "sm_90") -> float:
+        """The estimate of the module's text, for an occupancy from 0 to 1."""
+        rate = PROCESSORS * CLOCK * WARP_INSTRUCTIONS_PER_CLOCK * WARP
+        issue = rate / self.instructions_per_element / (COPY_RATE / self.bytes_per_element)
+        threads = PROCESSORS * occupied * LIMITS[architecture].warps * WARP
+        latency = threads * self.loaded_bytes / (COPY_RATE * LATENCY)
+        return min(1.0, issue, latency)
+
+
+def family(name: str) -> tuple[str, list[str]]:
+    """A kernel's template and the arguments of that."""
+    found = re.fullmatch(r"(\w+)<(.*)>", name)
+    return (found[1], [each.strip() for each in found[2].split(",")]) if found else (name, [])
+
+
+def stream(name: str, code: Code) -> Stream | None:
+    """The main loop of a streaming kernel; None of another kernel.
+
+    Raises:
+        RuntimeError: no loop of a streaming kernel has an access of 16 bytes.
+    """
+    template, arguments = family(name)
+    if template not in FAMILIES:
+        return None
+    loop = code.function.main_loop
+    if loop is None:
+        raise RuntimeError(
+            f"{name}: expected a main loop with accesses of 16 bytes, got none in its machine code."
+        )
+    per_element = FAMILIES[template](*arguments)
+    loaded = loop.bytes("LDG")
+    elements = (loaded + loop.bytes("STG")) / per_element
+    return Stream(
+        per_element,
+        len(loop.instructions) / elements,
+        tuple(sorted(each.width for each in loop.accesses)),
+        loaded,
+        elements,
+    )
