@@ -132,6 +132,11 @@ def refuse_pinned(after: int = 0) -> None:
     torch.ops.stand_in.refuse_pinned(after)
 
 
+def refuse_communicators(after: int = 0) -> None:
+    """``after`` more communicators form on this rank, and then none, until called with -1."""
+    torch.ops.stand_in.refuse_communicators(after)
+
+
 def pinned_bytes() -> int:
     """Bytes of pinned host memory, allocated or registered."""
     return torch.ops.stand_in.pinned_bytes()

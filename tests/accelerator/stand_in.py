@@ -1,15 +1,19 @@
-"""The stand-in accelerator under torch's names: the device ``stand_in`` and its module ``torch.stand_in``."""
+"""The stand-in accelerator under torch's names: the device ``stand_in``, its module ``torch.stand_in`` and
+the backend of its process groups."""
 
 from __future__ import annotations
 
+import importlib.util
 import types
 
 import torch
+import torch.distributed as dist
 
 from tests.accelerator import device_module
 from tests.accelerator.build import library
 
 NAME = "stand_in"
+BACKEND = "stand_in_ccl"  # of its collectives, for tensors on it alone
 
 
 def is_enabled() -> bool:
@@ -25,8 +29,14 @@ def enable() -> types.ModuleType:
     """
     if is_enabled():
         return getattr(torch, NAME)
-    torch.ops.load_library(library())
+    built = library()
+    torch.ops.load_library(built)
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, device_module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    spec = importlib.util.spec_from_file_location(NAME, built)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    dist.Backend.register_backend(BACKEND, module.make_process_group, devices=[NAME])
     return device_module

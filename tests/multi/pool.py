@@ -35,8 +35,8 @@ class RankFailure(AssertionError):
 
 
 class RankPool:
-    """``size`` processes in one gloo world, started at first use and again after any failure, and when their
-    tests have left many process groups.
+    """``size`` processes in one world of ``backend``, started at first use and again after any failure, and
+    when their tests have left many process groups.
 
     Work is named ``module:function``; its arguments are JSON-able, its results JSON-able or tensors. A call
     runs on the first ``world_size`` ranks, which form a group of their own; the others stay idle. With
@@ -44,9 +44,16 @@ class RankPool:
     that all processes share if this is the first pool to start.
     """
 
-    def __init__(self, size: int = POOL_SIZE, stand_in: bool = False, preload: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        size: int = POOL_SIZE,
+        stand_in: bool = False,
+        preload: Sequence[str] = (),
+        backend: str = "gloo",
+    ) -> None:
         self.size = size
         self.stand_in = stand_in
+        self.backend = backend
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*PRELOAD, *preload])
         self._processes: list[Any] = []
@@ -102,9 +109,8 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         for rank in range(self.size):
             here, there = self._context.Pipe()
-            process = self._context.Process(
-                target=serve, args=(rank, self.size, self._folder.name, there, self.stand_in), daemon=True
-            )
+            arguments = (rank, self.size, self._folder.name, there, self.stand_in, self.backend)
+            process = self._context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             there.close()
             self._processes.append(process)

@@ -49,7 +49,9 @@ class World(NamedTuple):
         dist.barrier(self.group)
 
 
-def serve(rank: int, size: int, folder: str, connection: Connection, stand_in: bool) -> None:
+def serve(
+    rank: int, size: int, folder: str, connection: Connection, stand_in: bool, backend: str = "gloo"
+) -> None:
     """Runs tasks from ``connection`` until it closes."""
     torch.set_num_threads(1)
     if stand_in:
@@ -57,7 +59,7 @@ def serve(rank: int, size: int, folder: str, connection: Connection, stand_in: b
     with (Path(folder) / f"stacks-{rank}").open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=size,

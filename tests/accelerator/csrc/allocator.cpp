@@ -135,6 +135,10 @@ void DeviceMemory::free(std::byte* address) {
 }
 
 void DeviceMemory::recordStream(const c10::DataPtr& pointer, c10::Stream stream) {
+  record_use(pointer, stream_of(stream.device_index(), stream.id()));
+}
+
+void DeviceMemory::record_use(const c10::DataPtr& pointer, Stream& user) {
   auto* const address = static_cast<std::byte*>(pointer.get());
   if (address == nullptr || pointer.get_context() == nullptr) {
     return;  // empty, or memory that somebody else frees
@@ -142,7 +146,6 @@ void DeviceMemory::recordStream(const c10::DataPtr& pointer, c10::Stream stream)
   const std::lock_guard lock(mutex_);
   Device& device = *devices_.at(static_cast<std::size_t>(device_of(address)));
   Block& block = device.blocks.at(address);
-  Stream& user = stream_of(stream.device_index(), stream.id());
   if (std::find(block.users.begin(), block.users.end(), &user) == block.users.end()) {
     block.users.push_back(&user);
   }

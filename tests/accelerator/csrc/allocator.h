@@ -59,6 +59,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   // Bytes, rounded as in the statistics, beyond which allocations fail.
   void set_limit(int device, std::size_t bytes);
   void free(std::byte* address);
+  void record_use(const c10::DataPtr& pointer, Stream& user);
 
  private:
   struct Block {

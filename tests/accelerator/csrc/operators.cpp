@@ -11,6 +11,7 @@
 #include "fallback.h"
 #include "generator.h"
 #include "pinned.h"
+#include "process_group.h"
 
 namespace stand_in {
 namespace {
@@ -161,6 +162,7 @@ TORCH_LIBRARY(stand_in, library) {
   library.def("pin(int address, int bytes) -> ()", &pin_range);
   library.def("unpin(int address) -> ()", &unpin_range);
   library.def("refuse_pinned(int after) -> ()", &refuse_pinned);
+  library.def("refuse_communicators(int after) -> ()", &refuse_communicators);
   library.def("device_count() -> int", [] { return std::int64_t{kDeviceCount}; });
   library.def("seed(int device, int seed) -> ()", &seed);
   library.def("random_state(int device) -> Tensor", &random_state);

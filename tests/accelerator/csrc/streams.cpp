@@ -10,6 +10,9 @@
 namespace stand_in {
 namespace {
 
+// How long another process may wait until it is seen to.
+constexpr std::chrono::milliseconds kGlance{1};
+
 // One lock for all queues: what runs is long compared with what the lock guards.
 struct Runtime {
   std::mutex mutex;
@@ -17,6 +20,7 @@ struct Runtime {
   Schedule schedule = Schedule::kRandom;
   std::uint64_t seed = 0;
   std::array<std::vector<std::unique_ptr<Stream>>, kDeviceCount> streams;
+  std::array<std::vector<Stream*>, kDeviceCount> given_back;
   std::array<std::atomic<std::int64_t>, kDeviceCount> handed_out{};
 
   Runtime() {
@@ -112,6 +116,11 @@ bool Stream::uses(const Range& range) const {
   return false;
 }
 
+void Stream::forget_failure() {
+  const std::lock_guard lock(runtime().mutex);
+  failure_.clear();
+}
+
 bool Stream::draw_late_result() {
   const Runtime& all = runtime();
   const std::lock_guard lock(runtime().mutex);
@@ -144,7 +153,11 @@ void Stream::work_loop() {
     const auto demanded = [&] { return demanded_ > completed_; };
     const Delay delay = draw_delay();
     if (delay == Delay::kDemand) {
-      wake_.wait(lock, demanded);
+      const auto& wanted = queue_.front().wanted;
+      while (wanted && !demanded() && !wanted()) {
+        wake_.wait_for(lock, kGlance);
+      }
+      wake_.wait(lock, [&] { return demanded() || wanted; });
     } else if (delay == Delay::kShort) {
       wake_.wait_for(lock, std::chrono::microseconds(random_() % 2000), demanded);
     }
@@ -193,8 +206,39 @@ std::int64_t next_stream(int device) {
   return 1 + count.fetch_add(1) % (kStreamsOfDevice - 1);
 }
 
+Stream& take_stream(int device) {
+  Runtime& all = runtime();
+  const std::lock_guard lock(all.mutex);
+  auto& free = all.given_back.at(static_cast<std::size_t>(device));
+  if (!free.empty()) {
+    Stream* const stream = free.back();
+    free.pop_back();
+    return *stream;
+  }
+  auto& streams = all.streams.at(static_cast<std::size_t>(device));
+  streams.push_back(std::make_unique<Stream>(device, static_cast<std::int64_t>(streams.size())));
+  streams.back()->reseed();
+  return *streams.back();
+}
+
+void give_stream(Stream& stream) {
+  stream.await(stream.ticket());
+  stream.forget_failure();
+  Runtime& all = runtime();
+  const std::lock_guard lock(all.mutex);
+  all.given_back.at(static_cast<std::size_t>(stream.device())).push_back(&stream);
+}
+
 void drain_device(int device) {
-  for (auto& stream : runtime().streams.at(static_cast<std::size_t>(device))) {
+  Runtime& all = runtime();
+  std::vector<Stream*> streams;
+  {
+    const std::lock_guard lock(all.mutex);
+    for (auto& stream : all.streams.at(static_cast<std::size_t>(device))) {
+      streams.push_back(stream.get());
+    }
+  }
+  for (Stream* const stream : streams) {
     stream->drain();
   }
 }

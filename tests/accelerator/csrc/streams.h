@@ -27,6 +27,7 @@ void set_schedule(Schedule schedule, std::uint64_t seed);
 struct Work {
   std::function<void()> run;
   std::vector<Range> uses;
+  std::function<bool()> wanted = {};  // by another process, which waits for it
 };
 
 class Stream {
@@ -53,6 +54,8 @@ class Stream {
   // Whether what an op computes on this stream shall arrive late, as the schedule draws it.
   bool draw_late_result();
   void reseed();
+  // Drops a failure that nobody has been told of.
+  void forget_failure();
 
  private:
   enum class Delay { kNone, kShort, kDemand };
@@ -89,6 +92,9 @@ constexpr std::int64_t kStreamsOfDevice = 33;  // the default stream and 32 hand
 Stream& stream_of(int device, std::int64_t id);
 // Id of the next side stream, in turn.
 std::int64_t next_stream(int device);
+// A stream that nobody else has, until it is given back.
+Stream& take_stream(int device);
+void give_stream(Stream& stream);
 void drain_device(int device);
 // Whether work that has not finished, on any stream of any device, reads or writes the range.
 bool in_use(const Range& range);
