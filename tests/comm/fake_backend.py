@@ -23,6 +23,7 @@ class FakeBackend:
         self._group = group
         self.calls: list[tuple[Any, ...]] = []
         self.aborted = False
+        self.shut_down = False
 
     def rank(self) -> int:
         return self._group.rank()
@@ -32,6 +33,9 @@ class FakeBackend:
 
     def abort(self) -> None:
         self.aborted = True
+
+    def shutdown(self) -> None:
+        self.shut_down = True
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor) -> Done:
         assert output.numel() == input.numel() * self.size() and output.is_contiguous()

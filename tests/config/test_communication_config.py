@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from zero_ext.config import CommunicationPolicy, ConfigError, load_config, load_deepspeed_config
+from zero_ext.config.communication import Reduction, resolve_reduction
 
 ON: dict[str, Any] = {
     "quantized_weights": "int8",
@@ -78,3 +79,35 @@ def test_deepspeed_keys_in_stages_without_shards_are_noted() -> None:
 def test_deepspeed_keys_that_are_refused(keys: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         translated(stage=3, **keys)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "of_a_node", "most", "adds", "found"),
+    [
+        ("auto", 8, 8, 256, True, "rank_order"),
+        ("auto", 16, 8, 256, True, "node_order"),
+        ("auto", 16, 1, 256, True, "rank_order"),
+        ("auto", 1024, 8, 256, True, "node_order"),
+        ("auto", 257, 257, 256, True, "backend"),
+        ("auto", 8 * 257, 8, 256, True, "backend"),
+        ("auto", 16, 8, None, False, "rank_order"),  # in host memory
+        ("auto", 1024, 8, None, False, "rank_order"),
+        ("auto", 1024, 8, 256, False, "node_order"),  # through host memory
+        ("rank_order", 16, 8, 256, True, "rank_order"),
+        ("node_order", 16, 8, None, False, "node_order"),
+        ("node_order", 8, 8, 256, True, "rank_order"),  # the same on one node
+        ("backend", 8, 8, 256, True, "backend"),
+        ("backend", 16, 8, None, False, "rank_order"),
+        ("rank_order", 257, 1, 256, True, None),
+        ("auto", 257, 257, 256, False, None),
+        ("node_order", 8 * 257, 8, 256, True, None),
+    ],
+)
+def test_how_gradients_are_added_up(
+    wanted: Reduction, ranks: int, of_a_node: int, most: int | None, adds: bool, found: str | None
+) -> None:
+    if found is None:
+        with pytest.raises(ValueError, match=r"precision\.reduction is .*: expected at most 256 .* 'auto'"):
+            resolve_reduction(wanted, ranks, of_a_node, most, adds)
+    else:
+        assert resolve_reduction(wanted, ranks, of_a_node, most, adds) == found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,12 @@ from torch import nn
 from torch.nn import functional
 
 import zero_ext
+from tests.accelerator.stand_in import enable
 from zero_ext.plan import TrainingState, model_state_bytes, wire_elements
 from zero_ext.zero import engine_of
 from zero_ext.zero.layout import ALIGNMENT_BYTES
 
-RANKS = 1024
+RANKS, RANKS_PER_NODE = 1024, 8
 HIDDEN, LAYERS, FEED_FORWARD, VOCABULARY = 256, 4, 688, 4000
 SETTINGS = [
     (0, 1, False),
@@ -67,7 +69,7 @@ class Llama(nn.Module):
         return self.head(self.norm(hidden)).float().square().mean()
 
 
-def simulate(stage: int, micro_batches: int, no_sync: bool) -> dict[str, Any]:
+def simulate(stage: int, micro_batches: int, no_sync: bool, device: str = "cpu") -> dict[str, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
@@ -78,18 +80,23 @@ def simulate(stage: int, micro_batches: int, no_sync: bool) -> dict[str, Any]:
         "precision": {"dtype": "bf16"},
         "batch": {"gradient_accumulation_steps": micro_batches},
     }
-    model, optimizer = zero_ext.prepare(model, torch.optim.AdamW(model.parameters()), config, values="empty")
+    model, optimizer = zero_ext.prepare(
+        model, torch.optim.AdamW(model.parameters()), config, values="empty", device=device
+    )
     engine = engine_of(model)
     assert engine.world_size == RANKS
     for _ in range(2):  # the first step also agrees on an order of reductions
         for micro in range(micro_batches):
             with model.no_sync() if no_sync and micro + 1 < micro_batches else torch.enable_grad():
-                model(torch.zeros(1, 3, dtype=torch.int64)).backward()
+                model(torch.zeros(1, 3, dtype=torch.int64, device=device)).backward()
         optimizer.step()
         optimizer.zero_grad()
     result = {
         "ledger": engine.ledger(),
         "wire": {kind: count for kind, count in engine.wire.last_elements.items() if kind != "scalars"},
+        "reduction": engine.collectives.reduction,
+        "nodes": engine.collectives.nodes.nodes,
+        "crossing": engine.wire.last_crossing_bytes.total() - engine.wire.last_crossing_bytes["scalars"],
         "padded": sum(unit.layout.numel for unit in engine.units),
         "units": len(engine.units),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -98,18 +105,31 @@ def simulate(stage: int, micro_batches: int, no_sync: bool) -> dict[str, Any]:
     return result
 
 
-def test_bytes_and_wire_elements_equal_the_formula() -> None:
-    root = Path(__file__).resolve().parents[2]
+def simulated(device: str) -> list[dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.zero.test_simulated_ranks"],
-        cwd=root,
+        [sys.executable, "-m", "tests.zero.test_simulated_ranks", device],
+        cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
         check=False,
         timeout=400,
+        env={**os.environ, "LOCAL_WORLD_SIZE": str(RANKS_PER_NODE)},
     )
     assert done.returncode == 0, done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_what_a_device_sends_to_other_nodes_is_no_more_than_a_rings_share() -> None:
+    """Rings over all ranks send (N - 1) / N of the bytes out of each node, whose ranks share them."""
+    for result in simulated("stand_in"):
+        assert result["reduction"] == "node_order" and result["nodes"] == RANKS // RANKS_PER_NODE
+        elements = sum(result["wire"].values())
+        ring = 2 * elements * (RANKS - 1) / RANKS / RANKS_PER_NODE
+        assert 0.95 * ring < result["crossing"] <= 1.05 * ring
+
+
+def test_bytes_and_wire_elements_equal_the_formula() -> None:
+    results = simulated("cpu")
     psi = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * FEED_FORWARD + 2 * HIDDEN) + 2 * VOCABULARY * HIDDEN + HIDDEN
     for (stage, micro_batches, no_sync), result in zip(SETTINGS, results, strict=True):
         assert result["parameters"] == psi
@@ -134,5 +154,7 @@ def test_bytes_and_wire_elements_equal_the_formula() -> None:
 
 
 if __name__ == "__main__":
-    for setting in SETTINGS:
-        print(json.dumps(simulate(*setting)))
+    if sys.argv[1] == "stand_in":
+        enable()
+    for setting in SETTINGS if sys.argv[1] == "cpu" else [(2, 1, False), (3, 1, False)]:
+        print(json.dumps(simulate(*setting, device=sys.argv[1])))

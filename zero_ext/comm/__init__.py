@@ -2,7 +2,7 @@
 
 from zero_ext.comm.by_device import ExchangeByDevice
 from zero_ext.comm.collectives import Collectives, Traffic
-from zero_ext.comm.device_backend import BackendExchange, nccl_exchange
+from zero_ext.comm.device_backend import BackendExchange
 from zero_ext.comm.exchange import Exchange, GroupExchange, Pending, PointToPoint
 from zero_ext.comm.host_exchange import HostExchange, fastest_exchange
 from zero_ext.comm.node_map import NodeMap
@@ -23,5 +23,4 @@ __all__ = [
     "Traffic",
     "WireLog",
     "fastest_exchange",
-    "nccl_exchange",
 ]

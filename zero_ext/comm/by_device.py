@@ -47,6 +47,10 @@ class ExchangeByDevice:
         """See :class:`Exchange`."""
         return self._of(flat).reduce_scatter(flat, out)
 
+    def rings(self, tensor: torch.Tensor) -> bool:
+        """See :class:`Exchange`."""
+        return self._of(tensor).rings(tensor)
+
     def give_up(self, reason: str) -> None:
         """See :class:`Exchange`; first where peers hear of it."""
         self.host.give_up(reason)

@@ -18,13 +18,18 @@ import torch
 from zero_ext import ops
 from zero_ext.comm.exchange import Exchange, Pending, Waitable
 from zero_ext.comm.flight_recorder import Call, FlightRecorder
-from zero_ext.comm.hops import gather_in_node, gather_through_nodes
+from zero_ext.comm.hops import around, gather_in_node, gather_through_nodes
 from zero_ext.comm.node_map import NodeMap
 from zero_ext.comm.ordered import Hop, OrderedExchange
 from zero_ext.comm.subset import SubsetExchange
 from zero_ext.comm.sums import RankOrderSum
 from zero_ext.comm.wire import WireLog
-from zero_ext.config.communication import check_sharding_ranks
+from zero_ext.config.communication import (
+    Reduction,
+    ResolvedReduction,
+    check_sharding_ranks,
+    resolve_reduction,
+)
 from zero_ext.config.events import Bus, CollectiveEnd
 
 
@@ -42,21 +47,21 @@ class Collectives:
     """The collectives of one group of ``world_size`` ranks, counted in ``wire``, on tensors of the host or of
     the device that ``gathers`` and ``reductions`` serve.
 
-    These are separate transports, so that the order of parameter gathers relative to gradient reductions need
-    not agree between ranks; within each the order must agree. Whoever listens to ``bus`` hears of the end of
-    each. ``nodes`` says which ranks share a node; without it all do. All ranks share the state, unless
-    :meth:`shard_among` says otherwise. ``model`` are the collectives of the ranks with the other parts of the
-    model (pipeline stages, parts of tensors); None where it is whole. ``recorder`` finds ranks that make
-    different collectives; ``members`` are the ranks of this group among those that it compares. ``ranks`` are
-    the same ranks in the world.
+    In host memory these are separate transports, so that the order of parameter gathers relative to gradient
+    reductions need not agree between ranks; within each the order must agree. On a device both have the same
+    connections (``in_one_order``). All ranks then begin everything in one order: whoever begins reductions at
+    times of its own catches up in :attr:`before_gather`. ``reduction`` is how gradients are added up, see
+    ``PrecisionPolicy``. Whoever listens to ``bus`` hears of the end of each. ``nodes`` says which ranks share
+    a node; without it all do. All ranks share the state, unless :meth:`shard_among` says otherwise. ``model``
+    are the collectives of the ranks with the other parts of the model (pipeline stages, parts of tensors);
+    None where it is whole. ``recorder`` finds ranks that make different collectives; ``members`` are the
+    ranks of this group among those that it compares. ``ranks`` are the same ranks in the world.
 
     What every rank has is shared by all of them, an expert by the ranks that :meth:`join_experts` named.
     """
 
     def __init__(
         self,
-        rank: int,
-        world_size: int,
         gathers: Exchange,
         reductions: Exchange,
         wire: WireLog,
@@ -64,15 +69,19 @@ class Collectives:
         recorder: FlightRecorder | None = None,
         members: Sequence[int] | None = None,
         ranks: Sequence[int] | None = None,
+        *,
+        reduction: ResolvedReduction = "rank_order",
+        in_one_order: bool = False,
     ):
-        self.rank = rank
-        self.world_size = world_size
+        self.rank, self.world_size = rank, world_size = gathers.rank, gathers.world_size
         self.ranks = tuple(range(world_size) if ranks is None else ranks)
         self.wire = wire
         self.bus = Bus()
         self.nodes = nodes or NodeMap(rank, world_size, world_size)
+        self.reduction = reduction
+        self.in_one_order = in_one_order
         self._gathers = OrderedExchange(gathers)
-        self._reductions = OrderedExchange(reductions)
+        self._reductions = OrderedExchange(reductions, self._gathers.order if in_one_order else None)
         self._members = tuple(range(world_size) if members is None else members)
         self._recorder = recorder or FlightRecorder(rank, None)
         self._channels = {
@@ -90,6 +99,15 @@ class Collectives:
     def reductions(self) -> Exchange:
         """Moves what the hops of :meth:`run` send where it ``reduces``."""
         return self._reductions.unordered
+
+    @property
+    def before_gather(self) -> Callable[[], None]:
+        """What is called before a gather or broadcast begins, of this group or of one that it is cut into."""
+        return self._gathers.order.before_gather
+
+    @before_gather.setter
+    def before_gather(self, action: Callable[[], None]) -> None:
+        self._gathers.order.before_gather = action
 
     @property
     def shards(self) -> Collectives:
@@ -132,16 +150,18 @@ class Collectives:
     def among(self, ranks: Sequence[int]) -> Collectives:
         """The collectives of a group of ``ranks``, this one among them, over the same connections and counted
         in the same log. All ranks belong to groups of one size, which do everything at the same time."""
+        nodes = self.nodes.among(ranks)
+        wanted: Reduction = "rank_order" if self.reduction == "rank_order" else "node_order"
         group = Collectives(
-            ranks.index(self.rank),
-            len(ranks),
             SubsetExchange(self._gathers.unordered, ranks),
             SubsetExchange(self._reductions.unordered, ranks),
             self.wire,
-            self.nodes.among(ranks),
+            nodes,
             self._recorder,
             [self._members[rank] for rank in ranks],
             [self.ranks[rank] for rank in ranks],
+            reduction=resolve_reduction(wanted, len(ranks), nodes.ranks_per_node),
+            in_one_order=self.in_one_order,
         )
         group.bus = self.bus
         group._gathers.order = self._gathers.order
@@ -151,7 +171,7 @@ class Collectives:
     @property
     def staging_bytes(self) -> int:
         """Bytes of host memory that device tensors go through between the ranks."""
-        return self._gathers.staging_bytes + self._reductions.staging_bytes
+        return self._gathers.staging_bytes + (0 if self.in_one_order else self._reductions.staging_bytes)
 
     def gather(
         self, flat: torch.Tensor, shard: torch.Tensor, kind: str, label: str, may_be_nan: bool = False
@@ -165,8 +185,10 @@ class Collectives:
         own = slices[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        told = self._record(self._flat_traffic(kind, flat.numel(), shard.nbytes), label)
         way = self._reductions if may_be_nan else self._gathers
+        if not may_be_nan:
+            self.before_gather()
+        told = self._record(self._flat_traffic(kind, flat.numel(), shard.nbytes, way.rings(flat)), label)
         recorded = self._begin(way, label, flat.numel())
         return Pending(label, self.rank, lambda: way.gather(flat, _tag(label)), None, told, recorded)
 
@@ -181,25 +203,23 @@ class Collectives:
     ) -> Pending:
         """Averages ``flat`` [numel] over the ranks; this rank's shard of it goes to ``out`` [numel / N].
 
-        ``received`` [(N - 1) * numel / N] is scratch of ``flat``'s dtype, in use until ``wait`` returns.
-        The sum runs in float32 and in rank order, so it does not depend on bucket or stage, unless the
-        transport was made to add up on the way. ``accumulate`` adds to ``out``; ``out`` may be this rank's
-        own slice of ``flat`` if not accumulating.
+        ``received`` is scratch of ``flat``'s dtype, in use until ``wait`` returns: numel / N elements where
+        the backend adds up, else (N - 1) * numel / N. Then the sum runs in float32 and in rank order, so it
+        does not depend on bucket or stage. ``accumulate`` adds to ``out``; ``out`` may be this rank's own
+        slice of ``flat`` if not accumulating.
         """
+        rings = self.reduction == "backend" and self._reductions.rings(flat)
         part = out.numel() * flat.element_size()
-        told = self._record(self._flat_traffic(kind, flat.numel(), part), label)
-        slices = list(flat.chunk(self.world_size))
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        landing = dict(zip(others, received.chunk(len(others)), strict=True))
+        told = self._record(self._flat_traffic(kind, flat.numel(), part, rings), label)
         shards: list[torch.Tensor] = []
 
         def start() -> Sequence[Waitable]:
-            total = received[: out.numel()]
-            works = self._reductions.reduce_scatter(flat, total)
+            works = self._reductions.reduce_scatter(flat, received[: out.numel()]) if rings else None
             if works is not None:
-                shards.append(total)
+                shards.append(received[: out.numel()])
                 return works
-            shards.extend(landing.get(rank, slices[rank]) for rank in range(self.world_size))
+            slices = list(flat.chunk(self.world_size))
+            shards.extend(around(slices[self.rank], self.rank, self.world_size, received))
             return self._reductions.all_to_all(shards, slices, _tag(label))
 
         def finish() -> None:
@@ -247,6 +267,8 @@ class Collectives:
         """Begins a collective of several hops, each begun when the one before has ended; ``hops`` makes them
         of an exchange and a tag. ``finish`` runs once when the last has been waited for. ``reduces``: where
         gradients go, in the order of reductions, else in that of gathers."""
+        if not reduces:
+            self.before_gather()
         told = self._record(traffic, label)
         way = self._reductions if reduces else self._gathers
         # A rank of several nodes waits for some of the others only.
@@ -293,6 +315,7 @@ class Collectives:
         """Copies a contiguous ``tensor`` from rank ``source`` of the group to all ranks."""
         if self.world_size == 1:
             return tensor
+        self.before_gather()
         traffic = self._flat_traffic("broadcast", tensor.numel(), tensor.nbytes if self.rank == source else 0)
         told = self._record(traffic, label)
         start = functools.partial(self._gathers.broadcast, tensor, source, _tag(label))
@@ -313,9 +336,16 @@ class Collectives:
     ) -> tuple[FlightRecorder, Call]:
         return self._recorder, self._channels[way].begin(f"{label}, {elements} elements", peers)
 
-    def _flat_traffic(self, kind: str, elements: int, part: int) -> Traffic:
-        """Of a collective in which this rank sends ``part`` bytes to each of the others."""
-        return Traffic(kind, elements, part * (self.world_size - 1), part * self.nodes.strangers)
+    def _flat_traffic(self, kind: str, elements: int, part: int, rings: bool = False) -> Traffic:
+        """Of a collective in which this rank sends ``part`` bytes to each of the others, or passes on as many
+        parts around a ring. Of a ring one rank per node sends to another node. Rings begin at each of them in
+        turn, so every rank is counted its share."""
+        sent = part * (self.world_size - 1)
+        if rings:
+            crossing = sent // self.nodes.ranks_per_node if self.nodes.nodes > 1 else 0
+        else:
+            crossing = part * self.nodes.strangers
+        return Traffic(kind, elements, sent, crossing)
 
     def _record(self, traffic: Traffic, label: str) -> Callable[[float, float], None] | None:
         """Counts a collective; returns what tells of its end, if anybody listens."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,25 +13,27 @@ import torch.distributed as dist
 
 from zero_ext.comm.exchange import Waitable
 
-_NAN_CHECK = "TORCH_NCCL_NAN_CHECK"
-
 
 class BackendExchange:
     """Exchange over the collectives of a device's backend, for its use alone.
 
     Waiting makes the current stream wait, not the host. Shards for a sum go by all-to-all, which NCCL makes
-    of sends and receives, so that who receives them adds them in rank order and float32; ``sums`` leaves the
-    adding to the backend. There are no tags: ranks at different places hang until the backend's time-out.
+    of sends and receives, so that who receives them adds them in rank order and float32;
+    :meth:`reduce_scatter` leaves the adding to the backend. There are no tags: ranks at different places hang
+    until the backend's time-out.
+
+    The connections are shut down with this object, if it ``owns`` them.
     """
 
     staging_bytes = 0
 
-    def __init__(self, backend: Any, sums: bool) -> None:
+    def __init__(self, backend: Any, owns: bool = True) -> None:
         self.rank = int(backend.rank())
         self.world_size = int(backend.size())
         self._connections: Any = backend
-        self._sums = sums
         self._reason = ""
+        # Also at interpreter exit: the backend's threads must have ended by then.
+        self._shutdown = weakref.finalize(self, _shut_down, backend) if owns else None
 
     @property
     def _backend(self) -> Any:
@@ -64,41 +66,63 @@ class BackendExchange:
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Sequence[Waitable] | None:
         """See :class:`Exchange`."""
-        return [self._backend._reduce_scatter_base(out, flat)] if self._sums else None
+        return [self._backend._reduce_scatter_base(out, flat)]
+
+    def rings(self, tensor: torch.Tensor) -> bool:
+        """See :class:`Exchange`."""
+        return True
 
     def give_up(self, reason: str) -> None:
         """See :class:`Exchange`: what this rank has under way is aborted; peers hear of it by their time-out,
         or sooner in a collective of host tensors."""
         backend, self._connections, self._reason = self._connections, None, reason
         if backend is not None:
+            if self._shutdown is not None:
+                self._shutdown.detach()
             backend.abort()
 
+    def connect(self, device: torch.device) -> None:
+        """Open the connections of ``device``, which backends do at their first collective otherwise.
 
-def nccl_exchange(
-    store: dist.Store, rank: int, world_size: int, timeout_seconds: float, *, sums: bool, checks_nan: bool
-) -> BackendExchange:
-    """An exchange over NCCL connections of its own, made by all ranks together and opened at first use.
+        Raises whatever the backend raises where they do not form. The host waits for the device.
+        """
+        self.all_reduce(torch.zeros(1, device=device)).wait()
+        torch.accelerator.synchronize(device)
 
-    A collective that has not ended after ``timeout_seconds`` ends the process, with its name on stderr.
-    ``checks_nan``: the device looks for NaN in what is sent, and ends the process if there is any; unless
-    the environment says something else.
+
+def _shut_down(backend: Any) -> None:
+    # A backend whose device is lost has nothing left to end.
+    with contextlib.suppress(RuntimeError):
+        backend.shutdown()
+
+
+def can_make(backend: str) -> bool:
+    """Whether :func:`make_backend` knows ``backend``."""
+    return backend == "nccl" or backend.upper() in dist.Backend._plugins
+
+
+def make_backend(
+    backend: str, store: dist.Store, rank: int, world_size: int, timeout_seconds: float, ranks: Sequence[int]
+) -> Any:
+    """Return connections of a ``backend`` of torch's that nobody else uses, made by all ranks together.
+
+    They are in none of torch's registries, so they end with the last reference to them. A collective of NCCL
+    that has not ended after ``timeout_seconds`` ends the process, with its name on stderr.
+
+    Args:
+        backend: "nccl", or the name of one that was registered with ``torch.distributed.Backend``.
+        ranks: The ranks of the group in the world.
     """
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = datetime.timedelta(seconds=timeout_seconds)
-    with _nan_check(checks_nan):
-        backend = dist.ProcessGroupNCCL(store, rank, world_size, options)
-    return BackendExchange(backend, sums)
-
-
-@contextlib.contextmanager
-def _nan_check(checks: bool) -> Iterator[None]:
-    """NCCL's process groups that are made inside look for NaN in what is sent, or do not, unless the
-    environment says something else. Those made later do not inherit it: among gradients there may be NaN."""
-    if _NAN_CHECK in os.environ:
-        yield
-        return
-    os.environ[_NAN_CHECK] = str(int(checks))
-    try:
-        yield
-    finally:
-        del os.environ[_NAN_CHECK]
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+    plugin = dist.Backend._plugins[backend.upper()]
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, world_size, timeout)
+    given = torch._C._distributed_c10d._DistributedBackendOptions()
+    given.store, given.timeout, given.group_id = store, timeout, "zero_ext"
+    given.group_rank, given.group_size = rank, world_size
+    given.global_ranks_in_group = list(ranks)
+    return plugin.creator_fn(given, None)

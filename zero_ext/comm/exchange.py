@@ -59,6 +59,10 @@ class Exchange(Protocol):
         """Sums ``flat`` [numel] over the ranks in its own dtype and an order of the transport's; this rank's
         slice of it goes to ``out`` [numel / N]. None where the transport adds nothing up on the way."""
 
+    def rings(self, tensor: torch.Tensor) -> bool:
+        """Return whether gathers and sums of tensors like this one go around the ranks, so that one rank per
+        node sends to another node, and not every rank to every other."""
+
     def give_up(self, reason: str) -> None:
         """Ends this rank's part: the other ranks' transfers with it fail, where it can be without their
         time-out, and so does whatever it starts from now on."""
@@ -114,6 +118,10 @@ class PointToPoint(abc.ABC):
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Sequence[Waitable] | None:
         """See :class:`Exchange`: none, a sum is made where its parts arrive."""
         return None
+
+    def rings(self, tensor: torch.Tensor) -> bool:
+        """See :class:`Exchange`."""
+        return False
 
 
 class GroupExchange(PointToPoint):

@@ -59,3 +59,10 @@ def exchange_among(
     for rank, receive, send in zip(ranks, receives, sends, strict=True):
         all_receives[rank], all_sends[rank] = receive, send
     return exchange.all_to_all(all_receives, all_sends, tag)
+
+
+def around(own: torch.Tensor, place: int, count: int, received: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor like ``own`` for each of ``count`` ranks, in order: parts of ``received`` for the others,
+    ``own`` itself for the one at ``place``."""
+    others = list(received[: own.numel() * (count - 1)].split(own.numel()))
+    return [*others[:place], own, *others[place:]]

@@ -54,6 +54,10 @@ class NodeMap:
         """Number of ranks in other nodes."""
         return self.world_size - self.ranks_per_node
 
+    def told(self) -> str:
+        """For the log: how many ranks there are, and where."""
+        return f"{self.world_size} ranks on {self.nodes} node{'s' * (self.nodes > 1)}"
+
     def among(self, ranks: Sequence[int]) -> NodeMap:
         """The map that a group of these ranks has, this one among them, in ascending order; where they are
         not equally many of each node that has any, that of a single node."""

@@ -38,6 +38,7 @@ class Order:
 
     def __init__(self) -> None:
         self._unfinished: Chain | None = None
+        self.before_gather: Callable[[], None] = lambda: None
 
     def follow(self) -> None:
         """Before anything else is begun: the last hop of the chain is, so that all ranks begin all hops in
@@ -94,6 +95,10 @@ class OrderedExchange:
         """See :class:`Exchange`."""
         self.order.follow()
         return self.unordered.reduce_scatter(flat, out)
+
+    def rings(self, tensor: torch.Tensor) -> bool:
+        """See :class:`Exchange`."""
+        return self.unordered.rings(tensor)
 
     def give_up(self, reason: str) -> None:
         """See :class:`Exchange`."""

@@ -7,32 +7,26 @@ import logging
 import os
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 
 from zero_ext.comm import (
+    BackendExchange,
     Collectives,
     Exchange,
     ExchangeByDevice,
     GroupExchange,
     PointToPoint,
-    StagedExchange,
     WireLog,
-    fastest_exchange,
-    nccl_exchange,
 )
+from zero_ext.comm.connections import HOW_ADDED, Connections, TransferPath
 from zero_ext.comm.exchange import Message, Waitable
 from zero_ext.comm.flight_recorder import FlightRecorder
 from zero_ext.comm.node_map import NodeMap, nodes_of
+from zero_ext.config.communication import Reduction, ResolvedReduction
 
-Reduction = Literal["rank_order", "backend"]
-_Way = Literal["host", "nccl", "staged", "fake"]
 CPU = torch.device("cpu")
-# Device tensors a call of ops.sum_shards_ adds up on CUDA.
-MOST_SHARDS_ON_CUDA = 256
 _log = logging.getLogger(__name__)
 
 
@@ -57,18 +51,21 @@ def make_collectives(
     timeout_seconds: float,
     device: torch.device = CPU,
     *,
-    reduction: Reduction = "rank_order",
-    checks_nan: bool = False,
+    reduction: Reduction = "auto",
     ranks_per_node: int | None = None,
 ) -> Collectives:
     """Collectives over ``group`` (default: the world) for tensors in host memory and on ``device``, on
     connections of their own; a collective call.
 
-    Without torch.distributed, one rank. ``reduction`` "backend" lets NCCL add gradients up; ``checks_nan``
-    lets it look for NaN among gathered values. ``ranks_per_node``: how many consecutive ranks share a node,
-    by default what a launcher said. Only the group's ranks and its store are used, so it may have any
-    backend. Raises ``ValueError`` for more ranks than can be added in rank order, and for nodes that the
-    ranks do not fill.
+    Without torch.distributed, one rank. ``reduction`` as in ``PrecisionPolicy``. ``ranks_per_node``: how many
+    consecutive ranks share a node, by default what a launcher said. Of the group only its ranks and its store
+    are used, and the name of its backend for ``device``, so it may have any backend.
+
+    Raises:
+        ValueError: Ranks do not fill their nodes, are on different kinds of device, or have groups of
+            different backends. Or the device's backend is none that one can make connections of, or what
+            ``reduction`` asks for cannot be done. All ranks raise it.
+        RuntimeError: The connections of a device did not form on some rank. All ranks raise it.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return alone(ranks_per_node)
@@ -81,32 +78,56 @@ def make_collectives(
         raise ValueError(f"rank {dist.get_rank()} is not a member of the process group given, ranks {ranks}")
     if world_size == 1:
         return alone(ranks_per_node)
-    way = _way(dist.get_backend_config(group), device)
-    added_here = way != "fake" and device.type == "cuda" and reduction == "rank_order"
-    if added_here and world_size > MOST_SHARDS_ON_CUDA:
-        raise ValueError(
-            f"{world_size} ranks: gradients of at most {MOST_SHARDS_ON_CUDA} are added in rank order on "
-            "CUDA; set 'precision.reduction' to 'backend'"
-        )
+    path = TransferPath.of(dist.get_backend_config(group), device)
     nodes = nodes_of(ranks, rank, dist.get_world_size(), ranks_per_node)
-    if way == "fake":
-        exchanges = (GroupExchange(parent), GroupExchange(parent))
-        return Collectives(rank, world_size, *exchanges, WireLog(), nodes, ranks=ranks)
-    if way == "staged" and rank == 0:
-        _log.info(
-            "the process group has no backend for %s: what the ranks exchange goes through host memory",
-            device,
-        )
+    if path.kind == "fake":
+        return _simulated(parent, ranks, path, path.resolve(reduction, nodes), nodes)
     # Not dist.new_group: its local names differ between ranks that belong to different numbers of groups, and
     # it keeps every group for the life of the process.
     store = _own_store(parent, rank, timeout_seconds)
-    recorder = FlightRecorder(rank, dist.PrefixStore("records", store))
-    made = _Connections(store, rank, world_size, timeout_seconds, device)
-    gathers = made.exchange("gathers", way, False, checks_nan)
-    reductions = made.exchange("reductions", way, reduction == "backend", False)
-    if ranks_per_node is None and not _alike(reductions, nodes.ranks_per_node):
+    made = Connections(store, rank, world_size, timeout_seconds, path, ranks)
+    host_gathers, host_reductions = made.over_host("gathers"), made.over_host("reductions")
+    made.agree(host_reductions, "paths", path.described(), path.problem, ValueError)
+    if ranks_per_node is None and not _alike(host_reductions, nodes.ranks_per_node):
         nodes = NodeMap(rank, world_size, world_size)
-    return Collectives(rank, world_size, gathers, reductions, WireLog(), nodes, recorder, ranks=ranks)
+    added = path.resolve(reduction, nodes)
+    if rank == 0:
+        _log.info("%s; gradients of %s are added %s", path.told(), nodes.told(), HOW_ADDED[added])
+    gathers, reductions = made.with_device(host_gathers, host_reductions)
+    recorder = FlightRecorder(rank, dist.PrefixStore("records", store))
+    return Collectives(
+        gathers,
+        reductions,
+        WireLog(),
+        nodes,
+        recorder,
+        ranks=ranks,
+        reduction=added,
+        in_one_order=path.kind != "host",
+    )
+
+
+def _simulated(
+    parent: dist.ProcessGroup,
+    ranks: Sequence[int],
+    path: TransferPath,
+    reduction: ResolvedReduction,
+    nodes: NodeMap,
+) -> Collectives:
+    """The collectives of one rank among simulated ones, which answer nothing."""
+    exchange: Exchange = GroupExchange(parent)
+    on_device = path.device.type != "cpu"
+    if on_device:
+        exchange = ExchangeByDevice(exchange, BackendExchange(parent._get_backend(CPU), owns=False))
+    return Collectives(
+        exchange,
+        exchange,
+        WireLog(),
+        nodes,
+        ranks=ranks,
+        reduction=reduction,
+        in_one_order=on_device,
+    )
 
 
 def _alike(exchange: Exchange, value: int) -> bool:
@@ -115,47 +136,6 @@ def _alike(exchange: Exchange, value: int) -> bool:
     exchange.all_reduce(sums).wait()
     total, squares = sums.tolist()
     return bool(total * total == squares * exchange.world_size)
-
-
-@dataclass(frozen=True)
-class _Connections:
-    """Makes exchanges that nobody else uses, each by all ranks together."""
-
-    store: dist.Store
-    rank: int
-    world_size: int
-    timeout_seconds: float
-    device: torch.device
-
-    def exchange(self, purpose: str, way: _Way, sums: bool, checks_nan: bool) -> Exchange:
-        """For tensors of host and device."""
-        host = self._over_host(purpose)
-        if way == "host":
-            return host
-        if way == "staged":
-            # Host tensors have connections of their own: a thread moves the others, at times of its own.
-            return ExchangeByDevice(host, StagedExchange(self._over_host(f"staged {purpose}"), self.device))
-        store = dist.PrefixStore(f"nccl {purpose}", self.store)
-        nccl = nccl_exchange(
-            store, self.rank, self.world_size, self.timeout_seconds, sums=sums, checks_nan=checks_nan
-        )
-        return ExchangeByDevice(host, nccl)
-
-    def _over_host(self, purpose: str) -> PointToPoint:
-        timeout = datetime.timedelta(seconds=self.timeout_seconds)
-        store = dist.PrefixStore(purpose, self.store)
-        gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
-        # torch's stubs do not say that gloo's class has the methods of a process group.
-        return fastest_exchange(cast(dist.ProcessGroup, gloo), self.timeout_seconds)
-
-
-def _way(offered: str, device: torch.device) -> _Way:
-    """How tensors on ``device`` travel between the ranks of a group with the backends ``offered``."""
-    if "fake" in offered:
-        return "fake"
-    if device.type == "cpu":
-        return "host"
-    return "nccl" if device.type == "cuda" and "nccl" in offered else "staged"
 
 
 def _own_store(parent: dist.ProcessGroup, rank: int, timeout_seconds: float) -> dist.Store:
@@ -176,7 +156,7 @@ def alone(ranks_per_node: int | None = None) -> Collectives:
     """The collectives of a single rank. Raises ``ValueError`` for a node of several."""
     nodes = NodeMap(0, 1, ranks_per_node or 1)
     own = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return Collectives(0, 1, _NoPeers(0, 1), _NoPeers(0, 1), WireLog(), nodes, ranks=[own])
+    return Collectives(_NoPeers(0, 1), _NoPeers(0, 1), WireLog(), nodes, ranks=[own])
 
 
 class _NoPeers(PointToPoint):

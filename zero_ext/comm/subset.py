@@ -55,6 +55,10 @@ class SubsetExchange:
         """See :class:`Exchange`: none, a sum is made where its parts arrive."""
         return None
 
+    def rings(self, tensor: torch.Tensor) -> bool:
+        """See :class:`Exchange`: no, whatever it does is an all-to-all."""
+        return False
+
     def give_up(self, reason: str) -> None:
         """See :class:`Exchange`; for the whole."""
         self._whole.give_up(reason)

@@ -14,7 +14,8 @@ SMALL_BYTES = 64 << 10  # Larger tensors travel twice, in slices, so that a rank
 
 
 class RankOrderSum:
-    """An in-place sum of ``tensor`` over the ranks of ``exchange``, added up in rank order and in its dtype.
+    """An in-place sum of ``tensor`` over the ranks of ``exchange``, added up in rank order. Sums of
+    half-precision numbers are made in float32 and rounded once.
 
     gloo's all-reduce checks neither sizes nor tags. Ranks that call it for different tensors mix up their
     values or end the process. So each rank sends its values and every rank adds them up. For the few values
@@ -47,8 +48,11 @@ class RankOrderSum:
         for work in self._works:
             work.wait()
         total = self._table[0]
+        if total.is_floating_point():
+            total = total.to(torch.promote_types(total.dtype, torch.float32))
         for other in self._table[1:]:
             total += other
+        total = total.to(self._table.dtype)
         if self._sliced:
             self._padded[self._exchange.rank] = total
             total = self._padded.view(-1)

@@ -11,6 +11,8 @@ from .errors import show
 from .policy import KeyProblem, Policy, Positive
 
 CodeDtype = Literal["int8", "int4"]
+ResolvedReduction = Literal["rank_order", "node_order", "backend"]
+Reduction = Literal["auto", "rank_order", "node_order", "backend"]
 CODE_BITS: dict[CodeDtype, Literal[4, 8]] = {"int8": 8, "int4": 4}
 
 
@@ -59,6 +61,43 @@ class CommunicationPolicy(Policy):
             return 0
         codes = self.quantized_weights if is_float else None
         return nodes * (shard * itemsize if codes is None else message_bytes(shard, CODE_BITS[codes]))
+
+
+def resolve_reduction(
+    wanted: Reduction,
+    world_size: int,
+    ranks_per_node: int,
+    most: int | None = None,
+    backend_adds: bool = False,
+) -> ResolvedReduction:
+    """How gradients of `world_size` ranks on nodes of `ranks_per_node` are added up.
+
+    `most` is how many ranks' gradients one sum has room for, `backend_adds` whether the transport can add
+    them on the way. Raises ValueError where what is `wanted` cannot be done.
+    """
+    nodes = world_size // ranks_per_node
+    has_hops = nodes > 1 and ranks_per_node > 1
+    limit = world_size if most is None else most
+    fits: dict[Reduction, bool] = {
+        "rank_order": world_size <= limit,
+        "node_order": has_hops and max(nodes, ranks_per_node) <= limit,
+        "backend": backend_adds,
+    }
+    exact: tuple[ResolvedReduction, ...] = ("rank_order", "node_order")
+    order: dict[Reduction, tuple[ResolvedReduction, ...]] = {
+        "auto": ("node_order", *exact, "backend") if backend_adds else exact,
+        "rank_order": ("rank_order",),
+        "node_order": ("node_order",) if has_hops else ("rank_order",),
+        "backend": ("backend",) if backend_adds else exact,
+    }
+    for way in order[wanted]:
+        if fits[way]:
+            return way
+    raise ValueError(
+        f"precision.reduction is '{wanted}': expected at most {limit} ranks' gradients in one sum on this "
+        f"device, got {world_size} ranks on {nodes} nodes. Set it to 'auto'"
+        + ("." if backend_adds else ", and start torch.distributed with the device's own backend (NCCL).")
+    )
 
 
 def check_ranks_per_node(ranks_per_node: int, world_size: int) -> None:

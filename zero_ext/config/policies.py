@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from .communication import Reduction
 from .errors import show
 from .finite import is_number
 from .kinds import optimizer_name, scheduler_name
@@ -25,17 +26,20 @@ class PrecisionPolicy(Policy):
         moments_dtype: precision of Adam's two moments (masters are always fp32). "8bit" quantizes blocks
             of 256 elements (Dettmers et al., arXiv 2110.02861); checkpoints hold them as float32.
         communication_dtype: precision of gradients on the wire; None sends a gradient in its own.
-        reduction: who adds up the ranks' gradients. "rank_order": each rank those of its shard, in float32
-            and in the order of the ranks, so that the result does not depend on how they are grouped.
-            "backend": NCCL, which sends less between hosts, in the precision on the wire and an order of its
-            own; other backends do not and stay in rank order.
+        reduction: how the ranks' gradients are added up. "rank_order": each rank adds those of its shard in
+            float32 and in the order of the ranks, so the result does not depend on how they are grouped.
+            "node_order": the same inside each node, and then over the nodes in their order, with one rounding
+            to the precision on the wire in between. Each node then sends no more to others than a ring does.
+            "backend": NCCL adds, in the precision on the wire and an order of its own. "auto": on a device
+            with NCCL "node_order" where ranks are on several nodes, "rank_order" on one, and "backend" where
+            a node or the nodes are more than 256; in host memory "rank_order".
     """
 
     dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
     grad_accum_dtype: ParameterDtype = "fp32"
     moments_dtype: Literal["fp32", "bf16", "8bit"] = "fp32"
     communication_dtype: ParameterDtype | None = None
-    reduction: Literal["rank_order", "backend"] = "rank_order"
+    reduction: Reduction = "auto"
 
 
 class LossScalePolicy(Policy):

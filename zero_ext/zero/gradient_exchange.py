@@ -10,7 +10,7 @@ import torch
 from zero_ext import ops
 from zero_ext.comm import Collectives, Exchange, Pending, Traffic
 from zero_ext.comm.exchange import Waitable
-from zero_ext.comm.hops import exchange_among
+from zero_ext.comm.hops import around, exchange_among
 from zero_ext.comm.ordered import Hop
 from zero_ext.config import ZeroConfig
 from zero_ext.zero.integer_formats import format_of
@@ -53,7 +53,8 @@ class FullGradients(GradientExchange):
     def start(self, local: torch.Tensor, out: torch.Tensor, accumulate: bool, borrow: Borrow) -> Pending:
         """See :class:`GradientExchange`."""
         payload, collectives = self._payload(local, borrow), self._unit.collectives
-        received = borrow(out.numel() * (collectives.world_size - 1), payload.dtype, "received")
+        shards = 1 if collectives.reduction == "backend" else collectives.world_size - 1
+        received = borrow(out.numel() * shards, payload.dtype, "received")
         return collectives.reduce_scatter(payload, out, received, accumulate, self._kind, self._label)
 
     def _payload(self, local: torch.Tensor, borrow: Borrow) -> torch.Tensor:
@@ -62,6 +63,50 @@ class FullGradients(GradientExchange):
         payload = borrow(local.numel(), self._wire, "wire")
         ops.pack_(payload, [local], [0])
         return payload
+
+
+class NodeOrderedGradients(FullGradients):
+    """Averaged inside each node, then over the nodes, in the order of the ranks and of the nodes. Both sums
+    run in float32. The first is rounded to the precision on the wire.
+
+    A rank gets from its neighbors their slices for all ranks with its place in their nodes, and exchanges the
+    sums with these. So of S bytes each rank sends S / G * (M - 1) / M to the M - 1 other nodes of G ranks. A
+    ring over all N = G * M ranks sends S * (N - 1) / N out of each node: S / G * (N - 1) / N per rank.
+    """
+
+    def start(self, local: torch.Tensor, out: torch.Tensor, accumulate: bool, borrow: Borrow) -> Pending:
+        """See :class:`GradientExchange`."""
+        collectives, numel = self._unit.collectives, out.numel()
+        nodes = collectives.nodes
+        places, count = nodes.ranks_per_node, nodes.nodes
+        wire = self._wire or local.dtype
+        sent = borrow(local.numel(), wire, "wire")
+        # What goes to the ranks with one place in all nodes is put in one piece.
+        sent.view(places, count, numel).copy_(local.view(count, places, numel).transpose(0, 1))
+        runs = list(sent.chunk(places))
+        own, spare = runs[nodes.place], runs[(nodes.place + 1) % places]
+        # The gradient has been copied, so its memory takes what the neighbors send, if that fits.
+        fits = wire.itemsize <= local.dtype.itemsize
+        received = local.view(wire) if fits else borrow(local.numel(), wire, "received")
+        parts = around(own, nodes.place, places, received)
+        slices = list(own.chunk(count))
+        averages = around(slices[nodes.node], nodes.node, count, spare)
+
+        def hops(exchange: Exchange, tag: int) -> Sequence[Hop]:
+            def between() -> Sequence[Waitable]:
+                ops.sum_shards_(own, parts, 1.0 / places, False)
+                return exchange_among(exchange, nodes.counterparts, averages, slices, tag)
+
+            return [lambda: exchange_among(exchange, nodes.neighbours, parts, runs, tag), between]
+
+        crossing = (count - 1) * out.numel() * wire.itemsize
+        in_node = (places - 1) * own.nbytes
+        traffic = Traffic(self._kind, local.numel(), in_node + crossing, crossing)
+
+        def finish() -> None:
+            ops.sum_shards_(out, averages, 1.0 / count, accumulate)
+
+        return collectives.run(hops, traffic, self._label, finish, reduces=True)
 
 
 class ReplicatedShards(FullGradients):
@@ -81,8 +126,8 @@ class ReplicatedShards(FullGradients):
         received = borrow(numel * most, payload.dtype, "received")
         slices = list(payload.chunk(group.world_size))
         own = slices[group.rank]
-        parts = _around(own, group, received)
-        averages = _around(own, replicas, received)
+        parts = around(own, group.rank, group.world_size, received)
+        averages = around(own, replicas.rank, replicas.world_size, received)
 
         def hops(_: Exchange, tag: int) -> Sequence[Hop]:
             def over_groups() -> Sequence[Waitable]:
@@ -159,13 +204,6 @@ class QuantisedGradients(GradientExchange):
         return collectives.run(hops, traffic, self._label, finish, reduces=True)
 
 
-def _around(own: torch.Tensor, collectives: Collectives, received: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor like ``own`` for every rank, in order: parts of ``received`` for the others, ``own`` itself
-    for this one."""
-    others = list(received[: own.numel() * (collectives.world_size - 1)].split(own.numel()))
-    return [*others[: collectives.rank], own, *others[collectives.rank :]]
-
-
 def _all_to_all(
     exchange: Exchange, ranks: Sequence[int], received: torch.Tensor, sent: torch.Tensor, tag: int
 ) -> Sequence[Waitable]:
@@ -185,4 +223,5 @@ def gradient_exchange(unit: Unit, config: ZeroConfig, replicas: Collectives | No
     form = format_of(config.communication.quantized_gradients)
     if form is not None and unit.placement.grads and unit.collectives.world_size > 1:
         return QuantisedGradients(unit, form)
-    return FullGradients(unit, wire)
+    node_by_node = unit.collectives.reduction == "node_order"
+    return NodeOrderedGradients(unit, wire) if node_by_node else FullGradients(unit, wire)

@@ -21,6 +21,7 @@ from zero_ext.zero.pool_plan import Demand, Key, Purpose
 # Of gradients on NVMe at once: read ahead for reductions under way, written behind for those that have ended,
 # one that is read, one that it is added to.
 _PIECES = READS_AHEAD * REDUCTIONS_IN_FLIGHT + WRITES_BEHIND * (HOMES_UNDER_WAY + 1) + 2
+_ON_THE_WAY: tuple[Purpose, ...] = ("received", "wire")
 _ANY_PIECES: Key = ("", "pieces")
 
 
@@ -95,6 +96,7 @@ class _Replay:
         self._used_up = used_up
         self._wire_bytes = BYTES_OF_DTYPE[wire] if wire is not None else None
         self._communication = config.communication
+        self._reduction = config.precision.reduction
         self._gathered: list[StagedUnit] = []
         self._flying: deque[StagedUnit] = deque()
         self._moving: deque[StagedUnit] = deque()
@@ -205,7 +207,7 @@ class _Replay:
         if self._accumulates and placement.grads and placement.grads_tier == "nvme":
             size = max(self._sum_bytes, unit.itemsize)
             self._open_up(_ANY_PIECES, min(PIECE_ELEMENTS, unit.shard_numel) * size)
-        if unit.world_size == 1 or (unit.name, "received") in self._open:
+        if unit.world_size == 1 or any((unit.name, purpose) in self._open for purpose in _ON_THE_WAY):
             return
         own = self._sum_bytes if self._accumulates else unit.itemsize
         local = unit.itemsize if placement.grads else own
@@ -217,10 +219,17 @@ class _Replay:
             self._take(unit, "wire", unit.messages_bytes(codes))
             self._take(unit, "received", unit.messages_bytes(codes))
             return
-        if wire != local:
+        reduction = self._reduction if unit.replicas == 1 else "rank_order"
+        if wire != local or reduction == "node_order":
             self._take(unit, "wire", unit.numel * wire)
-        senders = max(unit.world_size, unit.replicas)
-        self._take(unit, "received", unit.shard_numel * (senders - 1) * wire)
+        if reduction == "node_order":
+            received = unit.numel * wire if wire > local else 0
+        elif reduction == "backend":
+            received = unit.shard_numel * wire
+        else:
+            received = unit.shard_numel * (max(unit.world_size, unit.replicas) - 1) * wire
+        if received:
+            self._take(unit, "received", received)
 
     def _finish_oldest(self) -> None:
         unit = self._flying.popleft()

@@ -53,7 +53,6 @@ from zero_ext.zero.model_checks import check_embeddings, check_modules
 from zero_ext.zero.model_ranks import counted_once
 from zero_ext.zero.module import ZeroModule, unwrapped
 from zero_ext.zero.optimizer import ZeroOptimizer, as_given
-from zero_ext.zero.packed import is_packed
 from zero_ext.zero.parameter_hooks import watch_all
 from zero_ext.zero.partition import (
     DTYPES,
@@ -136,9 +135,9 @@ def prepare(
     if not owned:
         raise ValueError(f"{type(model).__name__} has no parameters; there is nothing to shard")
     place = Device(device_of(owned, device))
-    collectives = _join(groups, settings, owned, place)
+    collectives = _join(groups, settings, place)
     collectives.shard_among(settings.communication.sharding_ranks)
-    settings = settings.replace(batch=settings.batch.resolve(collectives.world_size))
+    settings = _resolved(settings, collectives)
     aliases = find_aliases(model, owned)
     before = engines_before(model, owned)
     _check_parameters(model, owned, optimizer, groups, collectives.world_size)
@@ -185,27 +184,28 @@ def _join_parts(engine: Engine, owned: Sequence[Owned], whole: dist.ProcessGroup
         state.parts = PartsState(state, whole, names, elsewhere)
 
 
-def _join(groups: RankGroups, settings: ZeroConfig, owned: Sequence[Owned], device: Device) -> Collectives:
+def _join(groups: RankGroups, settings: ZeroConfig, device: Device) -> Collectives:
     """The ranks' collectives on tensors of ``device``."""
     join_world(settings.timeout_seconds)
-    # A loss scale that is too large makes NaN, which ends a step and not the job; stage 0 gathers gradients.
-    # Packed bytes may look like NaN.
-    expects_nan = settings.stage == 0 or any(
-        item.spec.dtype is torch.float16 or is_packed(item.parameter) for item in owned
-    )
     collectives = make_collectives(
         groups.data,
         settings.timeout_seconds,
         device.device,
         reduction=settings.precision.reduction,
-        checks_nan=not expects_nan,
         ranks_per_node=settings.communication.ranks_per_node,
     )
     if groups.model is not None:
-        collectives.join_model(make_collectives(groups.model, settings.timeout_seconds))
+        collectives.join_model(make_collectives(groups.model, settings.timeout_seconds, device.device))
     if groups.same_experts:
         collectives.join_experts(groups.same_experts)
     return collectives
+
+
+def _resolved(settings: ZeroConfig, collectives: Collectives) -> ZeroConfig:
+    """``settings`` with what follows from the ranks."""
+    batch = settings.batch.resolve(collectives.world_size)
+    precision = settings.precision.replace(reduction=collectives.reduction)
+    return settings.replace(batch=batch, precision=precision)
 
 
 def _see_to_swaps(settings: ZeroConfig, collectives: Collectives) -> None:

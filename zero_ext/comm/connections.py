@@ -1,0 +1,167 @@
+"""How the ranks of an engine are connected: the path of a device's tensors, and connections for it."""
+
+from __future__ import annotations
+
+import datetime
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+import torch.distributed as dist
+
+from zero_ext.comm.by_device import ExchangeByDevice
+from zero_ext.comm.device_backend import BackendExchange, can_make, make_backend
+from zero_ext.comm.exchange import Exchange, PointToPoint
+from zero_ext.comm.host_exchange import fastest_exchange
+from zero_ext.comm.node_map import NodeMap
+from zero_ext.comm.staged import StagedExchange
+from zero_ext.config.communication import Reduction, ResolvedReduction, resolve_reduction
+
+# Tensors that a call of ops.sum_shards_ adds up on CUDA: their addresses travel with the launch.
+MOST_SHARDS_ON_A_DEVICE = 256
+HOW_ADDED: dict[ResolvedReduction, str] = {
+    "rank_order": "in rank order and float32",
+    "node_order": "in rank order and float32 inside each node, then over the nodes in their order",
+    "backend": "by the backend",
+}
+
+
+@dataclass(frozen=True)
+class TransferPath:
+    """How tensors on ``device`` travel between the ranks of a group: over the "host" because they are there,
+    "staged" through it, by a ``backend`` of the device's, or nowhere because the ranks are simulated
+    ("fake"). ``problem`` says why they cannot, or nothing."""
+
+    kind: Literal["host", "staged", "backend", "fake"]
+    device: torch.device
+    backend: str = ""
+    problem: str = ""
+
+    @staticmethod
+    def of(offered: str, device: torch.device) -> TransferPath:
+        """The path that a group with the backends ``offered`` ("cpu:gloo,cuda:nccl") leaves."""
+        backends = dict(each.split(":", 1) for each in offered.split(","))
+        if "fake" in backends.values():
+            return TransferPath("fake", device)
+        if device.type == "cpu":
+            return TransferPath("host", device)
+        backend = backends.get(device.type, "gloo")
+        if backend == "gloo":
+            return TransferPath("staged", device)
+        problem = ""
+        if not can_make(backend):
+            problem = (
+                f"process_group: expected nccl, gloo, or a backend that was registered with "
+                f"torch.distributed.Backend.register_backend, got '{backend}' for {device.type}. Start "
+                f"torch.distributed with one of these; with gloo the host carries what is on {device.type}."
+            )
+        return TransferPath("backend", device, backend, problem)
+
+    def described(self) -> str:
+        """What must be the same on all ranks."""
+        over = {"backend": self.backend, "staged": "host memory"}.get(self.kind)
+        return self.device.type if over is None else f"{self.device.type} over {over}"
+
+    def told(self) -> str:
+        """For the log."""
+        if self.kind == "staged":
+            return (
+                f"the process group has no backend for {self.device}: what the ranks exchange goes through "
+                "host memory"
+            )
+        return f"tensors of the ranks are on {self.described()}"
+
+    def resolve(self, wanted: Reduction, nodes: NodeMap) -> ResolvedReduction:
+        """How gradients are added up, as ``config.communication.resolve_reduction`` says it."""
+        adds = self.device.type != "cpu" and self.kind in ("backend", "fake")
+        most = None if self.device.type == "cpu" else MOST_SHARDS_ON_A_DEVICE
+        return resolve_reduction(wanted, nodes.world_size, nodes.ranks_per_node, most, adds)
+
+
+@dataclass(frozen=True)
+class Connections:
+    """Makes exchanges that nobody else uses, each by all ranks together."""
+
+    store: dist.Store
+    rank: int
+    world_size: int
+    timeout_seconds: float
+    path: TransferPath
+    ranks: Sequence[int]
+
+    def over_host(self, purpose: str) -> PointToPoint:
+        """For tensors of the host."""
+        timeout = datetime.timedelta(seconds=self.timeout_seconds)
+        store = dist.PrefixStore(purpose, self.store)
+        gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
+        # torch's stubs do not say that gloo's class has the methods of a process group.
+        return fastest_exchange(cast(dist.ProcessGroup, gloo), self.timeout_seconds)
+
+    def with_device(self, gathers: PointToPoint, reductions: PointToPoint) -> tuple[Exchange, Exchange]:
+        """``gathers`` and ``reductions`` for tensors of the device too, over one set of connections.
+
+        NCCL asks that several be used in the same order on all ranks, and then one does the same with half of
+        the memory.
+        """
+        if self.path.kind == "host":
+            return gathers, reductions
+        over: Exchange
+        if self.path.kind == "backend":
+            over = self._over_backend(reductions)
+        else:
+            # Host tensors have connections of their own: a thread moves the others, at times of its own.
+            over = StagedExchange(self.over_host("staged"), self.path.device)
+        return ExchangeByDevice(gathers, over), ExchangeByDevice(reductions, over)
+
+    def _over_backend(self, host: Exchange) -> BackendExchange:
+        store, problem = dist.PrefixStore(self.path.backend, self.store), ""
+        made: BackendExchange | None = None
+        try:
+            arguments = (self.rank, self.world_size, self.timeout_seconds, self.ranks)
+            made = BackendExchange(make_backend(self.path.backend, store, *arguments))
+            made.connect(self.path.device)
+        except Exception as error:
+            problem = (
+                f"{self.path.described()}: the connections of the ranks did not form: {error}. Give every "
+                "rank a device of its own before prepare, torch.accelerator.set_device_index(LOCAL_RANK)."
+            )
+        try:
+            self.agree(host, "connections", "", problem, RuntimeError)
+        except RuntimeError as error:
+            if made is not None:
+                made.give_up(str(error))
+            raise
+        if made is None:
+            raise AssertionError("the ranks agreed on connections that were not made")
+        return made
+
+    def agree(self, host: Exchange, what: str, fact: str, problem: str, kind: type[Exception]) -> None:
+        """Raise an error of ``kind`` on all ranks if one has a ``problem``, or not the ``fact`` of others."""
+        number = zlib.crc32(fact.encode()) % (1 << 20)
+        sums = torch.tensor([number, number**2, int(bool(problem))], dtype=torch.int64, device="cpu")
+        host.all_reduce(sums).wait()
+        total, squares, problems = sums.tolist()
+        if not problems and total**2 == squares * self.world_size:
+            return
+        store = dist.PrefixStore(what, self.store)
+        store.set(str(self.rank), problem or ("" if problems else fact))
+        found: dict[str, list[int]] = {}
+        for rank in range(self.world_size):
+            store.wait([str(rank)], datetime.timedelta(seconds=self.timeout_seconds))
+            if text := store.get(str(rank)).decode():
+                found.setdefault(text, []).append(rank)
+        if problems:
+            raise kind("; ".join(f"{_named(ranks)}: {text}" for text, ranks in found.items()))
+        listed = ", ".join(f"{text} on {_named(ranks)}" for text, ranks in found.items())
+        raise kind(
+            "model: expected parameters on one kind of device, and a process group of one backend for it, on "
+            f"all ranks, got {listed}. Move the model to the same kind of device everywhere, and start "
+            "torch.distributed alike."
+        )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {listed}"
