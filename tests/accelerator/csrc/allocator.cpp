@@ -140,7 +140,7 @@ void DeviceMemory::recordStream(const c10::DataPtr& pointer, c10::Stream stream)
 
 void DeviceMemory::record_use(const c10::DataPtr& pointer, Stream& user) {
   auto* const address = static_cast<std::byte*>(pointer.get());
-  if (address == nullptr || pointer.get_context() == nullptr) {
+  if (address == nullptr || pointer.get_deleter() != &free_device_memory) {
     return;  // empty, or memory that somebody else frees
   }
   const std::lock_guard lock(mutex_);

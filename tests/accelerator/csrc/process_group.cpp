@@ -17,8 +17,12 @@ std::atomic<std::int64_t> formations_left{-1};
 // What a process group returns.
 class WorkHandle final : public c10d::Work {
  public:
-  WorkHandle(std::shared_ptr<GroupWork> work, int device, bool blocks_host)
-      : work_(std::move(work)), device_(device), blocks_host_(blocks_host) {}
+  WorkHandle(std::shared_ptr<GroupWork> work, int device, bool blocks_host,
+             std::vector<Movement> movements)
+      : work_(std::move(work)),
+        device_(device),
+        blocks_host_(blocks_host),
+        held_(std::move(movements)) {}
 
   bool isCompleted() override { return work_->poll(); }
   bool isSuccess() const override { return true; }
@@ -29,6 +33,7 @@ class WorkHandle final : public c10d::Work {
     if (blocks_host_) {
       work_->await();
     }
+    held_.clear();
     return true;
   }
 
@@ -36,6 +41,7 @@ class WorkHandle final : public c10d::Work {
   const std::shared_ptr<GroupWork> work_;
   const int device_;
   const bool blocks_host_;
+  std::vector<Movement> held_;  // the tensors, as long as nobody waits
 };
 
 bool has_dtype(at::ScalarType dtype) {
@@ -196,7 +202,7 @@ ProcessGroup::Pointer ProcessGroup::launch(std::vector<Movement> movements, bool
   if (!asynchronous) {
     work->block(current_stream(device_));
   }
-  return c10::make_intrusive<WorkHandle>(work, device_, false);
+  return c10::make_intrusive<WorkHandle>(work, device_, false, std::move(movements));
 }
 
 ProcessGroup::Pointer ProcessGroup::endCoalescing() {
@@ -455,7 +461,7 @@ ProcessGroup::Pointer ProcessGroup::barrier(const c10d::BarrierOptions& options)
   form();
   ++launched_;
   const auto work = GroupWork::launch(group_, *stream_, {movement}, timeout_);
-  return c10::make_intrusive<WorkHandle>(work, device_, true);
+  return c10::make_intrusive<WorkHandle>(work, device_, true, std::vector{movement});
 }
 
 }  // namespace stand_in
