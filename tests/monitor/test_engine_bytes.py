@@ -12,6 +12,7 @@ import torch
 from tests.monitor.watched import prepared, train
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
+from tests.zero.training import gathered_once
 from zero_ext.config.events import Event, StepEnd
 from zero_ext.monitor import CommsLog, EngineBytes, resident_bytes
 from zero_ext.plan import bytes_sent, wire_elements
@@ -22,10 +23,9 @@ from zero_ext.zero.ledger import ledger_by_tier
 @on_ranks(1, 2, 3)
 def test_bytes_sent_are_those_of_the_formula(world: World) -> None:
     for stage in range(4):
-        model, optimizer = prepared(world, stage)
+        model, optimizer = prepared(world, stage, units={"prefetch_elements": 0})  # all steps are alike
         engine = engine_of(model)
         elements = sum(unit.layout.numel for unit in engine.units)
-        wanted = bytes_sent(wire_elements(stage, world.size, elements), world.size, 4)
         source = EngineBytes(engine)
         rows = []
 
@@ -40,6 +40,9 @@ def test_bytes_sent_are_those_of_the_formula(world: World) -> None:
             train(world, model, optimizer, 3)
             comms.close()
             lines = [json.loads(line) for line in (Path(folder) / "comms.jsonl").read_text().splitlines()]
+        once = engine.index[model.embedding.weight][0].layout.numel
+        kinds = wire_elements(stage, world.size, elements, gathered_once=once)
+        wanted = bytes_sent(kinds, world.size, 4)
         for number, row in enumerate(rows, 1):
             found = {name.removeprefix("wire/"): value for name, value in row.items() if "wire/" in name}
             flags = found.pop("scalars")
@@ -50,7 +53,7 @@ def test_bytes_sent_are_those_of_the_formula(world: World) -> None:
             units = len(engine.units)
             for kind in wanted:
                 assert logged[kind]["ranks"] == world.size and logged[kind]["seconds"] >= 0
-                assert logged[kind]["collectives"] == (2 * units if kind == "gather" else units)
+                assert logged[kind]["collectives"] == (2 * units - 1 if kind == "gather" else units)
         assert flags == engine.wire.last_bytes_sent["scalars"]
         totals = {each.kind: each.bytes_sent for each in comms.totals}
         assert {kind: totals[kind] for kind in wanted} == {kind: 3 * sent for kind, sent in wanted.items()}
@@ -107,7 +110,8 @@ def test_units_below_the_persistence_threshold_count_with_the_others(world: Worl
 
     engine.subscribe(keep)
     train(world, model, optimizer, 2)
-    wanted = Counter(bytes_sent(wire_elements(3, world.size, large), world.size, 4))
+    kinds = wire_elements(3, world.size, large, gathered_once=gathered_once(engine))
+    wanted = Counter(bytes_sent(kinds, world.size, 4))
     wanted += Counter(bytes_sent(wire_elements(2, world.size, small), world.size, 4))
     found = {name.removeprefix("wire/"): sent for name, sent in rows[-1].items() if name.startswith("wire/")}
     assert {kind: sent for kind, sent in found.items() if sent and kind != "scalars"} == dict(wanted)

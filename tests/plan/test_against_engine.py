@@ -12,6 +12,7 @@ from torch import nn
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
+from tests.zero.training import gathered_once
 from zero_ext.plan import StateBytes, TrainingState, bytes_sent, model_state_bytes, wire_elements
 from zero_ext.zero import Engine, engine_of
 
@@ -104,6 +105,7 @@ def test_wire_log_equals_formula(world: World, stage: int) -> None:
             world.size,
             elements(engine, True).total(),
             frozen=elements(engine, False).total(),
+            gathered_once=gathered_once(engine),
             accumulation_steps=micro_batches,
             no_sync=no_sync,
         )

@@ -98,6 +98,7 @@ def simulate(stage: int, micro_batches: int, no_sync: bool, device: str = "cpu")
         "nodes": engine.collectives.nodes.nodes,
         "crossing": engine.wire.last_crossing_bytes.total() - engine.wire.last_crossing_bytes["scalars"],
         "padded": sum(unit.layout.numel for unit in engine.units),
+        "once": [engine.index[each.weight][0].layout.numel for each in (model.embedding, model.head)],
         "units": len(engine.units),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
@@ -144,7 +145,12 @@ def test_bytes_and_wire_elements_equal_the_formula() -> None:
             exact.optimizer,
         ), stage
         assert result["wire"] == wire_elements(
-            stage, RANKS, padded, accumulation_steps=micro_batches, no_sync=no_sync
+            stage,
+            RANKS,
+            padded,
+            gathered_once=sum(result["once"]),
+            accumulation_steps=micro_batches,
+            no_sync=no_sync,
         ), stage
     # Stages 2 and 3 against the paper's 2P + 14P/N and 16P/N, with fp32 gradients where micro-batches add up.
     assert (

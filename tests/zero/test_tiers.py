@@ -14,7 +14,16 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
-from tests.zero.training import Plan, Run, adamw, check_equal, configuration, sgd, train_prepared
+from tests.zero.training import (
+    Plan,
+    Run,
+    adamw,
+    check_equal,
+    configuration,
+    gathered_once,
+    sgd,
+    train_prepared,
+)
 
 TIERS = {
     "optimizer": ("device", "host", "nvme"),
@@ -130,10 +139,10 @@ def test_bytes_of_a_step(world: World) -> None:
     written = [
         2 * unit.layout.shard_numel * bool(size) for unit, size in zip(run.engine.units, touched, strict=True)
     ]
-    gathers = run.engine.wire.last_elements["gather"] // sum(unit.layout.numel for unit in run.engine.units)
-    assert gathers == 2
+    gathered = 2 * elements - gathered_once(run.engine) // world.size
+    assert run.engine.wire.last_elements["gather"] == gathered * world.size
     wanted = {
-        ("nvme", "device"): 2 * elements * gathers,
+        ("nvme", "device"): 2 * gathered,
         ("device", "host"): 2 * elements,
         ("nvme", "host"): sum(touched),
         ("host", "nvme"): sum(touched) + sum(written),

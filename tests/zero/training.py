@@ -68,6 +68,16 @@ def configuration(stage: int, plan: Plan = DEFAULT, **more: Any) -> dict[str, An
     return {**config, **more}
 
 
+def gathered_once(engine: Engine) -> int:
+    """Elements that the last step gathered for forward and not again for backward: of what forward ended
+    with, and of what backward never needed."""
+    forward, backward = (
+        order._recorded for order in (engine.residency.forward_order, engine.residency.backward_order)
+    )
+    stayed = backward[:1] if engine.config.units.prefetch_elements else []
+    return sum(unit.layout.numel for unit in set(forward) if unit in stayed or unit not in backward)
+
+
 def train_prepared(
     world: World,
     model: nn.Module,

@@ -1,7 +1,9 @@
 """Elements that the collectives of one step carry (ZeRO, Rajbhandari et al. 2020, section 7).
 
 Per step of k micro-batches over P sharded elements: stages 0 and 1 carry 2P, stage 2 (k + 1)P, stage 3 3kP;
-with gradients reduced once a step (`no_sync`) stage 2 carries 2P and stage 3 (2k + 1)P.
+with gradients reduced once a step (`no_sync`) stage 2 carries 2P and stage 3 (2k + 1)P. Stage 3 carries
+less where one gather serves forward and backward: of the unit that forward ends with, and of embeddings,
+whose rows backward does not read.
 """
 
 from __future__ import annotations
@@ -18,20 +20,23 @@ def wire_elements(
     trainable: int,
     *,
     frozen: int = 0,
+    gathered_once: int = 0,
     accumulation_steps: int = 1,
     no_sync: bool = False,
 ) -> dict[str, int]:
     """Elements of one step by kind of collective, as `zero_ext.comm.WireLog` counts them.
 
     Each collective counts its whole (padded) buffer once, before the factor (N - 1) / N. Frozen parameters
-    are gathered in stage 3 only and never reduced; those with nothing trainable below them are gathered in
-    forward alone, which counts as half of `frozen`. Norms and flags (`scalars`) are not included.
+    are gathered in stage 3 only and never reduced. `gathered_once` of both are gathered in forward alone: the
+    unit that forward ends with, embeddings, what is frozen with nothing trainable below it. Norms and flags
+    (`scalars`) are not included.
 
     Raises ValueError for a stage, world size or count that does not exist.
     """
     check_count("world_size", world_size, 1)
     check_count("trainable", trainable, 0)
     check_count("frozen", frozen, 0)
+    check_count("gathered_once", gathered_once, 0)
     check_count("accumulation_steps", accumulation_steps, 1)
     placement = Placement.of_stage(stage)
     if world_size == 1:
@@ -39,7 +44,7 @@ def wire_elements(
     reductions = accumulation_steps if placement.grads and not no_sync else 1
     kinds = {"reduce_scatter": reductions * trainable}
     if placement.params:
-        kinds["gather"] = 2 * accumulation_steps * (trainable + frozen)
+        kinds["gather"] = accumulation_steps * (2 * (trainable + frozen) - gathered_once)
     elif placement.optimizer:
         kinds["gather_updated"] = trainable
     else:

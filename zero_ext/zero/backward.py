@@ -75,8 +75,7 @@ class BackwardPass:
         self._began = self._clock.begin()
         self._on_begin()
         self.running = True
-        self._residency.release_idle()  # fetched ahead by a forward without autograd: updates may run in here
-        self._residency.backward_order.begin()
+        self._residency.begin_backward()
 
     @property
     def awaited(self) -> bool:
@@ -112,7 +111,7 @@ class BackwardPass:
         """Closes the pass: releases every unit, then finishes the gradients."""
         self.running = False
         self._holding.clear()
-        self._residency.release_all()
+        self._residency.end_backward()
         self._on_end()
         self._clock.end("backward", self._began)
 

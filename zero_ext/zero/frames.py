@@ -14,6 +14,7 @@ class Call:
     in this backward pass; at zero the backward of this call is over and its units may go. ``repeats`` says
     that backward runs a call of the forward again; ``takes_leaves`` that the gradient of an input may
     arrive before those of the parameters; ``alone`` that no block runs around the module, which is none.
+    Of the units that it ``touched``, backward needs those that it ``rereads``.
     """
 
     def __init__(self, home: nn.Module, name: str, repeats: bool, alone: bool = False) -> None:
@@ -22,14 +23,22 @@ class Call:
         self.repeats = repeats
         self.alone = alone
         self.touched: list[Unit] = []
+        self.rereads: list[Unit] = []
         self.inputs = 0
         self.takes_leaves = False
         self.awaited = 0
 
-    def touch(self, unit: Unit) -> None:
-        """Notes that the call needs ``unit``."""
+    @property
+    def looks_up(self) -> bool:
+        """Whether backward needs nothing of what the call needed."""
+        return bool(self.touched) and not self.rereads
+
+    def touch(self, unit: Unit, again: bool) -> None:
+        """Notes that the call needs ``unit``; ``again``: its backward too."""
         if unit not in self.touched:
             self.touched.append(unit)
+        if again and unit not in self.rereads:
+            self.rereads.append(unit)
 
 
 class CallStack:

@@ -18,18 +18,20 @@ from zero_ext.zero.unit import Unit
 
 class GatheringParameters(dict[str, "nn.Parameter | None"]):
     """A module's ``_parameters``: reading one by name makes its unit present for the running call, or does
-    whatever else ``touch`` does."""
+    whatever else ``touch`` does. The next read is not ``counted`` if it is one that a hook has foreseen."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter | None], touch: Callable[[nn.Parameter], None]
     ) -> None:
         super().__init__(parameters)
         self.touch = touch
+        self.counted = True
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
-        if parameter is not None:
+        if parameter is not None and self.counted:
             self.touch(parameter)
+        self.counted = True
         return parameter
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
@@ -70,7 +72,7 @@ def install(
         called = name or type(model).__name__
         if own:
             module._parameters = GatheringParameters(module._parameters, touch)
-            _install_owner_hooks(module, called, weak, _uses_of(own, units))
+            _install_owner_hooks(module, called, weak, _uses_of(own, units), not looks_up(module))
         if module in homes or (own and isinstance(module, Tile)):
             everything = [parameter for parameter in module.parameters() if parameter in units]
             _install_block_hooks(module, called, weak, touch, everything if _is_compiled(module) else [])
@@ -97,9 +99,14 @@ def _uses_of(
 
 
 def _install_owner_hooks(
-    module: nn.Module, name: str, weak: weakref.ref[ForwardHooks], uses: tuple[_UnitUse, ...]
+    module: nn.Module,
+    name: str,
+    weak: weakref.ref[ForwardHooks],
+    uses: tuple[_UnitUse, ...],
+    again: bool,
 ) -> None:
-    """A call of ``module`` gathers the units of its own parameters, for the running block or for itself."""
+    """A call of ``module`` gathers the units of its own parameters, for the running block or for itself, and
+    ``again`` for its backward."""
     weak_owner = weakref.ref(module)
     ends_alone = False
 
@@ -129,7 +136,9 @@ def _install_owner_hooks(
                 if any(dict.get(own, key) is parameter for key, parameter in parameters):
                     needed = unit()
                     if needed is not None:
-                        alive.touch(needed, home())
+                        alive.touch(needed, home(), again)
+            if isinstance(own, GatheringParameters):
+                own.counted = again  # a look-up reads its weight once, by itself
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
@@ -220,6 +229,11 @@ def uninstall(model: nn.Module) -> None:
             for key in [key for key, hook in hooks.items() if getattr(hook, "__module__", "") == __name__]:
                 for table in (hooks, with_kwargs, module._forward_hooks_always_called):
                     table.pop(key, None)
+
+
+def looks_up(module: nn.Module) -> bool:
+    """Whether a call of ``module`` takes rows of its weight, which the backward of that does not read."""
+    return type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -48,17 +48,18 @@ class ForwardHooks(Ending):
         self._forward_order = residency.forward_order
         self._storages = frozenset(unit.flat.untyped_storage()._cdata for unit in residency.units)
 
-    def touch(self, unit: Unit, home: nn.Module | None) -> None:
-        """Gather ``unit`` for the running call."""
+    def touch(self, unit: Unit, home: nn.Module | None, again: bool = True) -> None:
+        """Gather ``unit`` for the running call, and ``again`` for its backward, unless that reads no
+        weights."""
         call = self.calls.holder_for(home)
-        if call in unit.holders:
+        if call in unit.holders and (unit in call.rereads or not again):
             return
         if in_transform():
             if unit.state is not UnitState.GATHERED:
                 raise RuntimeError(transform_refusal(unit.layout.specs[0].name))
             self._residency.retain_present(unit)  # no hook will gather it for backward
             return
-        call.touch(unit)
+        call.touch(unit, again)
         self._residency.need(unit, call, self._order())
 
     def enter(self, home: nn.Module, name: str, inputs: object, alone: bool = False) -> None:
@@ -82,7 +83,7 @@ class ForwardHooks(Ending):
         Outputs that share memory with parameters get memory of their own, as that memory is released here.
         """
         call = self.calls.pop(home)
-        forward_only = isinstance(home, Tile) and not call.inputs
+        forward_only = (isinstance(home, Tile) or call.looks_up) and not call.inputs
         recomputing = in_backward() and not forward_only
         try:
             if (call.touched or not self.calls) and not in_transform():
@@ -104,10 +105,11 @@ class ForwardHooks(Ending):
 
     def _let_go(self, call: Call) -> None:
         for unit in call.touched:
-            self._residency.let_go(unit, call)
-        if not self.calls:
+            # Updates may run in backward, and values of before them must not stay.
+            self._residency.let_go(unit, call, None if in_backward() else self._forward_order)
+        if not (self.calls or in_backward()):
             self._inside.close()
-            self._residency.end_pass(self._order())
+            self._residency.end_pass(self._forward_order)
             began, self._began = self._began, None
             self._clock.end("forward", began, torch.is_grad_enabled())
 
@@ -132,11 +134,11 @@ class ForwardHooks(Ending):
                 uses.append(arrived)
 
     def _watch_outputs(self, call: Call, tensors: list[torch.Tensor], outputs: object) -> None:
-        if not tensors and call.touched and not self.gathers_saved_tensors:
+        if not tensors and call.rereads and not self.gathers_saved_tensors:
             hidden = next(opaque_in(outputs), None)
             if hidden is not None:
                 self._residency.retain(
-                    call.touched,
+                    call.rereads,
                     f"block '{call.name}' returned {type(hidden).__name__}, in which no tensor can be found, "
                     "so its backward cannot be foreseen",
                 )
@@ -147,9 +149,9 @@ class ForwardHooks(Ending):
                 arrived(gradient)
             self._backward.enter()
             if torch.is_grad_enabled() and not self.gathers_saved_tensors:
-                self._residency.retain(call.touched, "backward with create_graph=True")
+                self._residency.retain(call.rereads, "backward with create_graph=True")
             self._backward.hold(call)
-            for unit in call.touched:
+            for unit in call.rereads:
                 self._residency.need(unit, call, self._residency.backward_order)
 
         for tensor in tensors:

@@ -7,7 +7,7 @@ parameters in the order of their registration, block by block; inside a block gr
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zero_ext.config import ZeroConfig
@@ -31,9 +31,10 @@ class StagedUnit:
     as there are ranks. Parameters are numbered in the order of registration.
 
     ``gathered`` are the first and the last of the parameters that the module holds which needs the unit: it
-    is gathered from the one to the other. Its own gradients come in backward from the parameter ``comes`` on,
-    the last of them while backward is at ``completes`` (first and last); None where it has none. As many
-    groups of ranks as ``replicas`` have all shards; only what ``is_float`` is gathered in codes.
+    is gathered from the one to the other, in backward if that ``rereads`` it. Its own gradients come in
+    backward from the parameter ``comes`` on, the last of them while backward is at ``completes`` (first and
+    last); None where it has none. As many groups of ranks as ``replicas`` have all shards; only what
+    ``is_float`` is gathered in codes.
     """
 
     name: str
@@ -46,6 +47,7 @@ class StagedUnit:
     completes: tuple[int, int] | None
     replicas: int = 1
     is_float: bool = True
+    rereads: bool = True
 
     @property
     def shard_numel(self) -> int:
@@ -68,7 +70,7 @@ def demands_of_a_step(units: Sequence[StagedUnit], config: ZeroConfig, used_up: 
 
     - Forward, and backward in reverse: a unit is gathered while the module that needs it runs, and ahead of
       it the next one (two where shards come from storage) and as many more as ``units.prefetch_elements`` and
-      ``units.live_elements`` allow.
+      ``units.live_elements`` allow. What backward needs first stays from forward on.
     - Parameters that travel in codes have those of all shards beside them until they are needed.
     - A sharded gradient is whole from the block of the unit's last parameter to the end of its reduction.
     - A reduction takes the other ranks' shards, and where they differ a copy in the precision of the wire, or
@@ -97,7 +99,8 @@ class _Replay:
         self._wire_bytes = BYTES_OF_DTYPE[wire] if wire is not None else None
         self._communication = config.communication
         self._reduction = config.precision.reduction
-        self._gathered: list[StagedUnit] = []
+        self._gathered: list[StagedUnit] = []  # or on their way
+        self._in_use: set[StagedUnit] = set()
         self._flying: deque[StagedUnit] = deque()
         self._moving: deque[StagedUnit] = deque()
         self._now = 0
@@ -113,16 +116,24 @@ class _Replay:
         ]
 
     def forward(self, repeats: bool) -> None:
-        """Every unit in the order of need, the next ones ahead of it; around the end if the pass repeats."""
+        """Every unit in the order of need, the next ones ahead of it; around the end if the pass repeats,
+        else on into backward."""
         order = sorted(self._sharded, key=lambda unit: (unit.gathered[0], -unit.gathered[1]))
         for place, unit in enumerate(order):
-            self._release(other for other in self._gathered if other.gathered[1] < unit.gathered[0])
-            self._need(unit, [*order[place + 1 :], *(order[:place] if repeats else ())])
-        self._release(self._gathered)
+            around = order[:place] if repeats else []
+            self._leave([*order[place:], *around], until=unit.gathered[0])
+            self._need(unit, [*order[place + 1 :], *around])
+        self._leave([] if repeats else self._backward_order())
+        wanted = set(self._window(self._backward_order()))
+        self._release([unit for unit in self._gathered if unit not in wanted])
+
+    def _backward_order(self) -> list[StagedUnit]:
+        rereads = [unit for unit in self._sharded if unit.rereads]
+        return sorted(rereads, key=lambda unit: (-unit.gathered[1], unit.gathered[0]))
 
     def backward(self) -> None:
         """The reverse, with gradients: parameter after parameter, from the last one on."""
-        order = sorted(self._sharded, key=lambda unit: (-unit.gathered[1], unit.gathered[0]))
+        order = self._backward_order()
         comes, early, complete = defaultdict(list), defaultdict(list), defaultdict(list)
         for unit in self._units:
             if unit.completes is not None:
@@ -145,7 +156,7 @@ class _Replay:
                 self._take_scratch(unit)
             for unit in reversed(complete[number]):
                 self._reduce(unit)
-            self._release(other for other in self._gathered if other.gathered[0] == number)
+            self._release([other for other in self._gathered if other.gathered[0] == number])
         while self._flying:
             self._finish_oldest()
         while self._moving:
@@ -153,6 +164,7 @@ class _Replay:
         self._close(_ANY_PIECES)
 
     def _need(self, unit: StagedUnit, upcoming: Sequence[StagedUnit]) -> None:
+        self._in_use.add(unit)
         if unit in self._gathered:
             self._give(unit, "messages")
         else:
@@ -166,16 +178,34 @@ class _Replay:
                 self._release([other])
             self._gather(unit)
             self._give(unit, "messages")
-        ahead = 0
-        for started, later in enumerate(upcoming if self._prefetch else (), 1):
-            ahead += later.numel
-            least = 2 if later.placement.params_tier == "nvme" else 1
-            if started > least and ahead > self._prefetch:
-                return
+        for later in self._window(upcoming):
             if later not in self._gathered:
                 if self._live() + later.numel > self._live_limit:
                     return
                 self._gather(later)
+
+    def _window(self, upcoming: Iterable[StagedUnit]) -> Iterator[StagedUnit]:
+        """What should be under way of the units expected next."""
+        ahead, seen = 0, set[StagedUnit]()
+        for unit in upcoming if self._prefetch else ():
+            if unit in self._in_use or unit in seen:
+                continue
+            ahead += unit.numel
+            least = 2 if unit.placement.params_tier == "nvme" else 1
+            if len(seen) >= least and ahead > self._prefetch:
+                return
+            seen.add(unit)
+            yield unit
+
+    def _leave(self, upcoming: Sequence[StagedUnit], until: int | None = None) -> None:
+        """Modules before the parameter ``until``, or all, have run: their units go, unless one is needed
+        again next."""
+        in_use = [unit for unit in self._gathered if unit in self._in_use]
+        ended = [unit for unit in in_use if until is None or unit.gathered[1] < until]
+        for unit in sorted(ended, key=lambda unit: (unit.gathered[1], -unit.gathered[0])):
+            self._in_use.discard(unit)
+            if next(self._window(upcoming), None) is not unit or self._live() > self._live_limit:
+                self._release([unit])
 
     def _gather(self, unit: StagedUnit) -> None:
         self._gathered.append(unit)
@@ -185,8 +215,9 @@ class _Replay:
             self._take(unit, "messages", unit.messages_bytes(codes))
 
     def _release(self, units: Iterable[StagedUnit]) -> None:
-        for unit in list(units):
+        for unit in units:
             self._gathered.remove(unit)
+            self._in_use.discard(unit)
             self._give(unit, "parameters")
             self._give(unit, "messages")
 

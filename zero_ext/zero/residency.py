@@ -33,8 +33,8 @@ class Residency:
         commit: Callable[[Unit, list[int]], None],
     ) -> None:
         self.units = tuple(unit for unit in units if unit.placement.params)
-        self.forward_order = GatherOrder()
         self.backward_order = GatherOrder()
+        self.forward_order = GatherOrder(then=self.backward_order)
         self._live_limit = live_limit
         self._prefetch_limit = prefetch_limit
         self._bus = bus
@@ -71,10 +71,17 @@ class Residency:
         unit.holders.add(holder)
         self._prefetch(order)
 
-    def let_go(self, unit: Unit, holder: object) -> None:
-        """Ends ``holder``'s need; the unit is released when nobody holds it."""
+    def let_go(self, unit: Unit, holder: object, order: GatherOrder | None = None) -> None:
+        """Ends ``holder``'s need; the unit is released when nobody holds it, unless it would be gathered
+        again at once: ``order`` expects it next, or ends with it and backward begins with it."""
         unit.holders.discard(holder)
-        if unit.state is UnitState.GATHERED and not unit.holders and unit.placement.params:
+        if unit.state is not UnitState.GATHERED or unit.holders or not unit.placement.params:
+            return
+        expected = order.upcoming(beyond=True) if order is not None else ()
+        again = next(self._window(expected, gone=unit), None) is unit
+        if again and self.live_elements <= self._live_limit and not unit.written():
+            unit.set_aside()
+        else:
             self._release(unit)
 
     def retain(self, units: Iterable[Unit], reason: str) -> None:
@@ -126,18 +133,30 @@ class Residency:
         for unit in self.units:
             unit.exchange.forget()
 
+    def begin_backward(self) -> None:
+        """At the beginning of a backward pass: releases what a forward has left for anything else. Updates
+        may run in backward, of what only the next forward needs."""
+        self.backward_order.begin()
+        self._release_unexpected(self.backward_order)
+
+    def end_backward(self) -> None:
+        """At the end of a backward pass: releases every unit that is not retained."""
+        self.backward_order.finish()
+        self.release_all()
+
     def end_pass(self, order: GatherOrder) -> None:
-        """At the end of a forward: releases what nobody holds, but for what ``order`` expects next, which is
-        started."""
-        if not order.repeats:
-            self.release_idle()
-            return
+        """At the end of a forward: releases what nobody holds, but for what is expected next. That is
+        started where another forward follows; backward starts it itself, as it may never come."""
         order.finish()
-        wanted = set(self._window(order))
+        self._release_unexpected(order)
+        if order.repeats:
+            self._prefetch(order)
+
+    def _release_unexpected(self, order: GatherOrder) -> None:
+        wanted = set(self._window(order.upcoming(beyond=True)))
         for unit in self.units:
             if not unit.holders and unit not in wanted:
                 self._evict(unit)
-        self._prefetch(order)
 
     def _evict(self, unit: Unit) -> None:
         if unit.state is UnitState.GATHERED:
@@ -149,8 +168,9 @@ class Residency:
         began, prefetched = time.perf_counter(), unit.state is not UnitState.RELEASED
         if not prefetched:
             self._make_room(unit)
+        again = unit.is_aside
         unit.ensure_gathered(exact)
-        if self._bus:
+        if self._bus and not again:
             seconds = time.perf_counter() - began
             self._bus.publish(GatherEvent(unit.name, unit.layout.numel, prefetched, seconds))
 
@@ -181,7 +201,7 @@ class Residency:
             )
 
     def _prefetch(self, order: GatherOrder) -> None:
-        for place, unit in enumerate(self._window(order)):
+        for place, unit in enumerate(self._window(order.upcoming())):
             if unit.state is UnitState.RELEASED:
                 if self.live_elements + unit.layout.numel > self._live_limit:
                     return
@@ -192,14 +212,14 @@ class Residency:
                 # Decided by place alone: exchanges must start in one order on all ranks.
                 unit.to_gathering()
 
-    def _window(self, order: GatherOrder) -> Iterator[Unit]:
-        """The units that should be under way: those expected next and not there, as far as one looks
-        ahead."""
+    def _window(self, expected: Iterable[Unit], gone: Unit | None = None) -> Iterator[Unit]:
+        """The units that should be under way: those ``expected`` next and not there, or if ``gone`` were not,
+        as far as one looks ahead."""
         ahead, seen = 0, set[Unit]()
         if not self._prefetch_limit:
             return
-        for unit in order.upcoming():
-            if unit.state is UnitState.GATHERED or unit in seen:
+        for unit in expected:
+            if (unit.state is UnitState.GATHERED and unit is not gone) or unit in seen:
                 continue
             ahead += unit.layout.numel
             # A shard in storage takes two stages, read and exchange, so two units are always under way.

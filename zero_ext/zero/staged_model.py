@@ -12,6 +12,7 @@ from zero_ext.offload import CPU
 from zero_ext.optim import moments_dtype_named, state_kinds
 from zero_ext.optim.compatibility import fusible, streamable
 from zero_ext.zero.construction import layout_of
+from zero_ext.zero.hook_installation import looks_up
 from zero_ext.zero.partition import Owned, UnitPlan, find_blocks, trained_by, uses_up_gradients
 from zero_ext.zero.pool_replay import StagedUnit
 from zero_ext.zero.staging import Staging, StateStep, arrive_together, staging_of
@@ -87,6 +88,7 @@ def _staged_units(
                 completes,
                 replicas,
                 layout.dtype.is_floating_point,
+                not all(looks_up(owner) for item in plan.members for owner in item.owners),
             )
         )
     return found

@@ -144,7 +144,8 @@ class Unit(Ending):
         self.state = UnitState.GATHERING
 
     def to_gathered(self) -> None:
-        """Waits for the gather and makes the parameters views of it. From GATHERING only."""
+        """Waits for the gather, if there is still one, and makes the parameters views of it. From GATHERING
+        only."""
         self._require(UnitState.GATHERING)
         self._await_exchange()
         misuse = self._misuse()
@@ -153,6 +154,18 @@ class Unit(Ending):
             raise misuse
         self._point_at(self._views)
         self.state = UnitState.GATHERED
+
+    def set_aside(self) -> None:
+        """Keeps the full values for :meth:`to_gathered`, while every parameter is a placeholder. From
+        GATHERED only, with nothing written."""
+        self._require(UnitState.GATHERED)
+        self._point_at(self._placeholders)
+        self.state = UnitState.GATHERING
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether :meth:`set_aside` keeps the values."""
+        return self.state is UnitState.GATHERING and self._pending is None
 
     def to_released(self) -> None:
         """Drops the full parameters, or what is on its way to become them, once it has arrived. From any
@@ -175,7 +188,7 @@ class Unit(Ending):
 
     def _await_exchange(self) -> None:
         if self._pending is None:
-            raise AssertionError(f"{self.describe()}: gathering without a collective")
+            return  # set aside: it has come
         self._pending.wait()
         self._pending = None
         self._arrival.wait()
