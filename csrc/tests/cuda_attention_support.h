@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "../core/attention/score_formula.h"
+#include "../cuda/attention/attention_layout.h"
 #include "../cuda/attention/attention_scores.h"
 #include "emulated_machine.h"
 #include "test_support.h"
@@ -71,12 +72,19 @@ struct Data {
     const std::int64_t own = problem.shared_layout ? 0 : head;
     return mask[static_cast<std::size_t>((own * row_blocks + row) * column_blocks + column)] != 0;
   }
-  cuda::BlockLists lists(const Lists& of, std::int64_t count) const {
-    return {of.pointers.data(), of.blocks.data(), problem.shared_layout ? 0 : count + 1,
-            problem.shift};
+  // As the op hands the device one of the layout's two copies, by rows or by columns.
+  cuda::CheckLists layout(const Lists& of) const {
+    const bool rows = &of == &by_rows;
+    return {"op",
+            rows ? "row_pointers" : "column_pointers",
+            rows ? "columns" : "rows",
+            of.pointers.data(),
+            of.blocks.data(),
+            problem.shared_layout ? 1 : problem.sizes.query_heads,
+            rows ? row_blocks : column_blocks,
+            static_cast<std::int64_t>(of.blocks.size()),
+            rows ? column_blocks : row_blocks};
   }
-  cuda::BlockLists rows() const { return lists(by_rows, row_blocks); }
-  cuda::BlockLists columns() const { return lists(by_columns, column_blocks); }
 
   // A row is followed by a gap, so that strides count.
   static constexpr std::int64_t kGap = 16 / static_cast<std::int64_t>(sizeof(T));
@@ -128,6 +136,23 @@ inline Lists compressed(const std::vector<char>& mask, std::int64_t heads, std::
   return lists;
 }
 
+// What the device makes of a copy of the layout for blocks of threads of `rows` rows.
+struct Unions {
+  std::vector<std::int32_t> extents;
+  std::vector<std::int32_t> entries;
+  cuda::BlockLists lists;
+
+  Unions(const cuda::CheckLists& layout, int shift, int rows, std::mt19937_64& generator) {
+    cuda::MergeLists merge = cuda::MergeLists::of(layout, shift, rows);
+    extents.assign(static_cast<std::size_t>(2 * merge.layout.heads * merge.unions()), -1);
+    entries.assign(static_cast<std::size_t>(layout.total), -1);
+    merge.extents = extents.data();
+    merge.entries = entries.data();
+    emulate_grid(merge, merge.blocks(), cuda::MergeLists::kWarps, 0, generator);
+    lists = merge.result(shift, rows);
+  }
+};
+
 // Elements of [heads and batches, rows, dim + gap]; the gaps are NaNs.
 template <class T>
 std::vector<T> rows_with_gaps(std::mt19937_64& generator, std::int64_t rows, std::int64_t dim) {
@@ -143,8 +168,9 @@ std::vector<T> rows_with_gaps(std::mt19937_64& generator, std::int64_t rows, std
   return values;
 }
 
-template <class T>
-Data<T> make_data(const Problem& problem, std::mt19937_64& generator) {
+// With the blocks for which chosen(head, row, column) holds.
+template <class T, class Chosen>
+Data<T> make_data(const Problem& problem, std::mt19937_64& generator, const Chosen& chosen) {
   const AttentionSizes& sizes = problem.sizes;
   Data<T> data;
   data.problem = problem;
@@ -152,14 +178,15 @@ Data<T> make_data(const Problem& problem, std::mt19937_64& generator) {
   data.row_blocks = (sizes.query_length + block - 1) / block;
   data.column_blocks = (sizes.key_length + block - 1) / block;
   const std::int64_t heads = problem.shared_layout ? 1 : sizes.query_heads;
-  std::bernoulli_distribution chosen(problem.density);
   for (std::int64_t i = 0; i < heads * data.row_blocks * data.column_blocks; ++i) {
-    data.mask.push_back(chosen(generator) ? 1 : 0);
+    const std::int64_t row = i / data.column_blocks;
+    data.mask.push_back(
+        chosen(row / data.row_blocks, row % data.row_blocks, i % data.column_blocks) ? 1 : 0);
   }
   data.by_rows = compressed(data.mask, heads, data.row_blocks, data.column_blocks, false);
   data.by_columns = compressed(data.mask, heads, data.row_blocks, data.column_blocks, true);
-  const std::int64_t query_rows = sizes.batch * sizes.query_heads * sizes.query_length;
-  const std::int64_t key_rows = sizes.batch * sizes.key_heads * sizes.key_length;
+  const std::int64_t query_rows = sizes.query_rows();
+  const std::int64_t key_rows = sizes.key_rows();
   data.query = rows_with_gaps<T>(generator, query_rows, sizes.dim);
   data.grad_output = rows_with_gaps<T>(generator, query_rows, sizes.dim);
   data.key = rows_with_gaps<T>(generator, key_rows, sizes.dim);
@@ -181,6 +208,13 @@ Data<T> make_data(const Problem& problem, std::mt19937_64& generator) {
   return data;
 }
 
+// With any blocks, as many as the problem's density asks for.
+template <class T>
+Data<T> make_data(const Problem& problem, std::mt19937_64& generator) {
+  std::bernoulli_distribution chosen(problem.density);
+  return make_data<T>(problem, generator, [&](auto...) { return chosen(generator); });
+}
+
 // Results without gaps: [batch, heads, length, dim].
 struct Solution {
   std::vector<double> output, logsumexp, grad_query, grad_key, grad_value, grad_bias;
@@ -193,8 +227,8 @@ template <class T>
 class Solver {
  public:
   explicit Solver(const Data<T>& data) : data_(data), p_(data.problem), s_(p_.sizes) {
-    const std::int64_t queries = s_.batch * s_.query_heads * s_.query_length;
-    const std::int64_t keys = s_.batch * s_.key_heads * s_.key_length;
+    const std::int64_t queries = s_.query_rows();
+    const std::int64_t keys = s_.key_rows();
     found_.logsumexp.assign(static_cast<std::size_t>(queries),
                             -std::numeric_limits<double>::infinity());
     found_.output.assign(static_cast<std::size_t>(queries * s_.dim), 0.0);

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <barrier>
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -32,6 +33,22 @@ class EmulatedMachine {
  public:
   static constexpr int kLanes = 32;
 
+  // What warps did.
+  struct Counts {
+    std::int64_t copied_bytes = 0;  // asked of global memory for shared memory
+    std::int64_t matrix_loads = 0;
+    std::int64_t products = 0;
+    std::int64_t written_bytes = 0;
+
+    Counts& operator+=(const Counts& other) {
+      copied_bytes += other.copied_bytes;
+      matrix_loads += other.matrix_loads;
+      products += other.products;
+      written_bytes += other.written_bytes;
+      return *this;
+    }
+  };
+
   // Of all warps of a block.
   struct Block {
     std::int64_t number;
@@ -44,6 +61,7 @@ class EmulatedMachine {
   EmulatedMachine(const Block& block, int warp, std::uint64_t seed)
       : block_(block), warp_(warp), generator_(seed) {
     groups_.emplace_back();
+    begun_.emplace_back(0);
   }
 
   int lane(int here) const { return here; }
@@ -52,6 +70,11 @@ class EmulatedMachine {
   std::int64_t block() const { return block_.number; }
   std::byte* memory() const { return block_.memory; }
   std::int64_t meetings() const { return meetings_; }
+  const Counts& counts() const { return counts_; }
+  // Copies that no wait has covered.
+  std::int64_t copies_under_way() const {
+    return std::accumulate(begun_.begin(), begun_.end(), std::int64_t{0});
+  }
 
   void meet() const {
     ++meetings_;
@@ -64,19 +87,25 @@ class EmulatedMachine {
     check_shared(target, kBytes);
     EXPECT_EQ(reinterpret_cast<std::uintptr_t>(source) % kBytes, 0U) << "of a source";
     const Copy copy{target, there ? source : nullptr, kBytes};
+    ++begun_.back();
+    if (there) counts_.copied_bytes += kBytes;
     if (generator_() % 2 == 0) {
       copy.make();
     } else {
       groups_.back().push_back(copy);
     }
   }
-  void commit() const { groups_.emplace_back(); }
+  void commit() const {
+    groups_.emplace_back();
+    begun_.emplace_back(0);
+  }
   template <int kGroups>
   void wait() const {
     // The last group is the one that is not committed yet.
     while (groups_.size() > kGroups + 1) {
       for (const Copy& copy : groups_.front()) copy.make();
       groups_.pop_front();
+      begun_.pop_front();
     }
   }
 
@@ -84,6 +113,7 @@ class EmulatedMachine {
   // neighbours of row lane / 4 of each matrix, or with .trans of column lane / 4.
   template <bool kTransposed, class Row>
   void load_matrices(cuda::Registers<std::uint32_t, 4, kLanes>& matrices, const Row& row) const {
+    ++counts_.matrix_loads;
     for (int matrix = 0; matrix < 4; ++matrix) {
       std::uint16_t elements[8][8];
       unsigned banks = 0;
@@ -111,6 +141,7 @@ class EmulatedMachine {
                 const cuda::Registers<std::uint32_t, 4, kLanes>& left,
                 const cuda::Registers<std::uint32_t, 4, kLanes>& right) const {
     static_assert(kFirst % 4 == 0 && kFirst + 4 <= kSums && kRight + 2 <= 4);
+    ++counts_.products;
     float a[16][16];
     float b[8][16];  // by columns
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -164,9 +195,21 @@ class EmulatedMachine {
     if (kGroup == 16) exchange(values, {8}, highest);
   }
 
+  void or_of_warp(cuda::Registers<std::uint32_t, 1, kLanes>& values) const {
+    exchange(values, {16, 8, 4, 2, 1}, [](std::uint32_t a, std::uint32_t b) { return a | b; });
+  }
+
+  void write16(void* target, const void* source) const {
+    check_shared(source, 16);
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(target) % 16, 0U) << "of a target";
+    counts_.written_bytes += 16;
+    std::memcpy(target, source, 16);
+  }
+
   static float exp2(float value) { return std::exp2(value); }
   static float log2(float value) { return std::log2(value); }
   static float max(float a, float b) { return std::fmax(a, b); }
+  static int count(std::uint32_t bits) { return std::popcount(bits); }
   static float fma(float a, float b, float c) { return std::fma(a, b, c); }
 
  private:
@@ -213,14 +256,16 @@ class EmulatedMachine {
   const int warp_;
   mutable std::mt19937_64 generator_;
   mutable std::deque<std::vector<Copy>> groups_;
+  mutable std::deque<std::int64_t> begun_;  // copies of each group
   mutable std::int64_t meetings_ = 0;
+  mutable Counts counts_;
 };
 
 // Runs `kernel` in `blocks` blocks of threads, each of `warps` warps and `bytes` of shared memory,
-// one after another in a random order.
+// one after another in a random order. Returns what all of them did.
 template <class Kernel>
-void emulate_grid(const Kernel& kernel, std::int64_t blocks, int warps, int bytes,
-                  std::mt19937_64& generator) {
+EmulatedMachine::Counts emulate_grid(const Kernel& kernel, std::int64_t blocks, int warps,
+                                     int bytes, std::mt19937_64& generator) {
   constexpr std::size_t alignment = 128;
   std::vector<std::int64_t> order(static_cast<std::size_t>(blocks));
   std::iota(order.begin(), order.end(), std::int64_t{0});
@@ -231,32 +276,37 @@ void emulate_grid(const Kernel& kernel, std::int64_t blocks, int warps, int byte
   const std::size_t room = (static_cast<std::size_t>(bytes) + alignment - 1) / alignment;
   const std::unique_ptr<std::byte, Free> memory(
       static_cast<std::byte*>(std::aligned_alloc(alignment, room * alignment)));
+  EmulatedMachine::Counts counts;
   for (const std::int64_t number : order) {
     std::memset(memory.get(), 0xFF, room * alignment);
     std::barrier<> barrier(warps);
     const EmulatedMachine::Block block{number, warps, memory.get(), bytes, barrier};
     std::vector<std::int64_t> meetings(static_cast<std::size_t>(warps));
+    std::vector<EmulatedMachine::Counts> each(static_cast<std::size_t>(warps));
     {
       std::vector<std::jthread> running;
       for (int warp = 0; warp < warps; ++warp) {
         running.emplace_back([&, warp, seed = generator()] {
           const EmulatedMachine machine(block, warp, seed);
           kernel(machine);
+          EXPECT_EQ(machine.copies_under_way(), 0) << "copies that the kernel leaves behind";
           meetings[static_cast<std::size_t>(warp)] = machine.meetings();
+          each[static_cast<std::size_t>(warp)] = machine.counts();
           barrier.arrive_and_drop();
         });
       }
     }
     for (const std::int64_t count : meetings) EXPECT_EQ(count, meetings[0]);
+    for (const EmulatedMachine::Counts& one : each) counts += one;
   }
+  return counts;
 }
 
 // Runs an attention kernel.
 template <class Kernel>
-void emulate_blocks(const Kernel& kernel, std::mt19937_64& generator) {
-  const int rows = kernel.rows();
-  emulate_grid(kernel, kernel.blocks(), rows / 16,
-               Kernel::template shared_bytes<EmulatedMachine>(rows), generator);
+EmulatedMachine::Counts emulate_blocks(const Kernel& kernel, std::mt19937_64& generator) {
+  return emulate_grid(kernel, kernel.blocks(), Kernel::Shape::kWarps,
+                      Kernel::template shared_bytes<EmulatedMachine>(), generator);
 }
 
 }  // namespace zero_ext::testing

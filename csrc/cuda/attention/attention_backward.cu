@@ -24,7 +24,7 @@ struct BiasSums {
   Tensor sums;  // float32, of the bias's sizes; a row for every query where it has one entry
   BiasGradient by_rows;
   BiasGradient by_columns;
-  std::int64_t batches_each;  // that share a bias
+  std::int32_t batches_each;  // that share a bias
   bool all_heads;             // share it
 
   static BiasSums none(const Tensor& like) {
@@ -43,7 +43,7 @@ struct BiasSums {
     BiasSums result{zeros({sizes[0], sizes[1], rows, sizes[3]}, like),
                     {},
                     {},
-                    sizes[0] == 1 ? problem.batch : 1,
+                    sizes[0] == 1 ? static_cast<std::int32_t>(problem.batch) : 1,
                     sizes[1] == 1};
     const BiasGradient target{
         result.sums.mutable_data_ptr<float>(), sizes[0] == 1 ? 0 : sizes[1] * rows * sizes[3],
@@ -68,16 +68,16 @@ struct BiasSums {
 // What of the backward does not depend on the types of kernels.
 struct Backward {
   const core::AttentionProblem& problem;
-  BlockLists by_rows;
-  BlockLists by_columns;
+  DeviceLayout by_rows;
+  DeviceLayout by_columns;
   core::RowsView grad_output;
   core::RowsView output;
   const float* logsumexp;
   float* reference;
   float* delta;
-  void* grad_query;
-  void* grad_key;
-  void* grad_value;
+  const Tensor& grad_query;
+  const Tensor& grad_key;
+  const Tensor& grad_value;
   const BiasSums& bias;
 
   template <class T, int kDim>
@@ -85,7 +85,7 @@ struct Backward {
     const AttentionRules rules = rules_of(problem);
     const PrepareGradients<T> prepare{
         rules.sizes, heads_of<T>(grad_output), heads_of<T>(output), logsumexp, reference, delta};
-    launch_warps(kOp, prepare, prepare.rows());
+    launch_warps(kOp, prepare, rules.sizes.query_rows());
     const GradientInputs<T> inputs{rules,
                                    heads_of<T>(problem.query),
                                    heads_of<T>(problem.key),
@@ -93,11 +93,12 @@ struct Backward {
                                    heads_of<T>(grad_output),
                                    reference,
                                    delta};
-    const bool rows = bias.by_rows.data != nullptr;
-    launch_attention(
-        kOp, AttentionRowGradient<T, kDim>{inputs, by_rows, queries<T>(grad_query), bias.by_rows,
-                                           rows ? bias.batches_each : 1,
-                                           rows && bias.all_heads ? problem.heads : 1});
+    const bool own = bias.by_rows.data != nullptr;
+    using RowKernel = AttentionRowGradient<T, kDim>;
+    const DeviceLayout::Unions rows = by_rows.unions(RowKernel::Shape::kRows, grad_query);
+    launch_attention(kOp, RowKernel{inputs, rows.lists, output_rows<T>(grad_query), bias.by_rows,
+                                    own ? bias.batches_each : 1,
+                                    own && bias.all_heads ? rules.sizes.query_heads : 1});
     if constexpr (kDim <= 128) {
       columns<T, kDim, ColumnPart::both>(inputs);
     } else {
@@ -110,20 +111,12 @@ struct Backward {
   template <class T, int kDim, ColumnPart kPart>
   void columns(const GradientInputs<T>& inputs) const {
     const bool own = bias.by_columns.data != nullptr;
+    using Kernel = AttentionColumnGradient<T, kDim, kPart>;
+    const DeviceLayout::Unions unions = by_columns.unions(Kernel::Shape::kRows, grad_key);
     launch_attention(
-        kOp, AttentionColumnGradient<T, kDim, kPart>{
-                 inputs, by_columns, keys<T>(grad_key), keys<T>(grad_value), bias.by_columns,
-                 own ? bias.batches_each : 1, own && bias.all_heads ? problem.key_heads : 1});
-  }
-  template <class T>
-  GradientOutput<T> queries(void* data) const {
-    return {static_cast<T*>(data), problem.heads, static_cast<std::int32_t>(problem.query_length),
-            static_cast<std::int32_t>(problem.head_dim)};
-  }
-  template <class T>
-  GradientOutput<T> keys(void* data) const {
-    return {static_cast<T*>(data), problem.key_heads, static_cast<std::int32_t>(problem.key_length),
-            static_cast<std::int32_t>(problem.head_dim)};
+        kOp, Kernel{inputs, unions.lists, output_rows<T>(grad_key), output_rows<T>(grad_value),
+                    bias.by_columns, own ? bias.batches_each : 1,
+                    own && bias.all_heads ? inputs.rules.sizes.key_heads : 1});
   }
 };
 
@@ -157,16 +150,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
         torch::stable::empty({2, count}, ops::ScalarType::Float, std::nullopt, query.device());
     float* reference = scratch.mutable_data_ptr<float>();
     const Backward run{problem,
-                       lists_by_rows(kOp, problem, columns.numel()),
-                       lists_by_columns(kOp, problem, transposed, columns.numel()),
+                       DeviceLayout::by_rows(kOp, problem, columns.numel()),
+                       DeviceLayout::by_columns(kOp, problem, transposed, columns.numel()),
                        ops::read_rows_like_query(kOp, "grad_output", inputs[3], query),
                        outputs,
                        sums,
                        reference,
                        reference + count,
-                       grads[0].mutable_data_ptr(),
-                       grads[1].mutable_data_ptr(),
-                       grads[2].mutable_data_ptr(),
+                       grads[0],
+                       grads[1],
+                       grads[2],
                        bias_sums};
     with_type(problem.type, [&]<class T>(std::type_identity<T>) {
       with_head_dim(problem.head_dim,

@@ -1,6 +1,6 @@
 // The gradients of the keys and values, and that of a bias which differs from key to key only: a
-// block of threads has a part of a column of blocks and passes over the queries of its blocks, of
-// all the query heads that share its key head.
+// block of threads has 16 to 64 keys and passes over the queries that any of them has in its
+// blocks, of all the query heads that share its key head.
 #pragma once
 
 #include <cstddef>
@@ -16,166 +16,163 @@ enum class ColumnPart : std::uint8_t { both, keys, values };
 template <class T, int kDim, ColumnPart kPart>
 struct AttentionColumnGradient {
   using Shape = AttentionShape<T, kDim, AttentionPass::column_gradient>;
+  using Rows = TileRows<T, kDim>;
   static constexpr int kTile = Shape::kTile;
+  static constexpr int kBands = Shape::kBands;
   static constexpr bool kOfKeys = kPart != ColumnPart::values;
   static constexpr bool kOfValues = kPart != ColumnPart::keys;
 
   GradientInputs<T> inputs;
   BlockLists lists;  // by columns
-  GradientOutput<T> grad_key;
-  GradientOutput<T> grad_value;
+  OutputRows<T> grad_key;
+  OutputRows<T> grad_value;
   BiasGradient grad_bias;
   // Batches and key heads that one block of threads takes: see AttentionRowGradient.
-  std::int64_t batches_each;
-  std::int64_t heads_each;
+  std::int32_t batches_each;
+  std::int32_t heads_each;
 
   template <class Machine>
   using Stream = TileStream<Machine, T, kDim, kTile, Shape::kStages, 2>;
   template <class Machine>
-  using Multiply = Product<Machine, T, kDim, kTile>;
+  using Multiply = Product<Machine, T, kDim, kTile, kBands>;
 
-  ZERO_EXT_FUNCTION int rows() const { return Shape::rows(lists.shift); }
-  ZERO_EXT_FUNCTION std::int64_t column_tiles() const {
-    return (inputs.rules.sizes.key_length + std::int64_t{rows()} - 1) / rows();
+  ZERO_EXT_FUNCTION std::int32_t column_tiles() const {
+    return (inputs.rules.sizes.key_length + Shape::kRows - 1) / Shape::kRows;
   }
-  ZERO_EXT_FUNCTION std::int64_t groups() const {
+  ZERO_EXT_FUNCTION std::int32_t groups() const {
     return inputs.rules.sizes.batch / batches_each * (inputs.rules.sizes.key_heads / heads_each);
   }
-  std::int64_t blocks() const { return column_tiles() * groups(); }
+  std::int64_t blocks() const { return std::int64_t{column_tiles()} * groups(); }
   template <class Machine>
-  static constexpr int shared_bytes(int rows) {
-    return 2 * TileRows<T, kDim>::bytes(rows) + Stream<Machine>::kBytes +
-           rows / kWarpRows * Multiply<Machine>::kScratch * 4;
+  static constexpr int shared_bytes() {
+    return 2 * Rows::bytes(Shape::kRows) + Stream<Machine>::kBytes +
+           Shape::kWarps * Multiply<Machine>::kScratch * 4;
   }
 
   template <class Machine>
   ZERO_EXT_DEVICE void operator()(const Machine& machine) const {
     const AttentionSizes& sizes = inputs.rules.sizes;
-    const std::int64_t group = machine.block() % groups();
+    const auto number = static_cast<std::int32_t>(machine.block());
+    const std::int32_t group = number % groups();
     // Of causal layouts the first columns have most blocks: they begin first.
-    const auto first = static_cast<std::int32_t>(machine.block() / groups() * rows());
-    const std::int64_t head_groups = sizes.key_heads / heads_each;
-    const std::int64_t first_batch = group / head_groups * batches_each;
-    const std::int64_t first_head = group % head_groups * heads_each;
-    std::byte* rest = machine.memory() + 2 * TileRows<T, kDim>::bytes(rows());
-    Stream<Machine> stream(machine, rest);
-    for (std::int64_t batch = first_batch; batch < first_batch + batches_each; ++batch) {
-      for (std::int64_t head = first_head; head < first_head + heads_each; ++head) {
+    const std::int32_t first = number / groups() * Shape::kRows;
+    const std::int32_t head_groups = sizes.key_heads / heads_each;
+    const std::int32_t first_batch = group / head_groups * batches_each;
+    const std::int32_t first_head = group % head_groups * heads_each;
+    Stream<Machine> stream(machine, machine.memory() + 2 * Rows::bytes(Shape::kRows));
+    for (std::int32_t batch = first_batch; batch < first_batch + batches_each; ++batch) {
+      for (std::int32_t head = first_head; head < first_head + heads_each; ++head) {
         one_key_head(machine, stream, batch, head, first);
-        stream.end();
+        machine.meet();  // before the next head's keys are copied
       }
     }
   }
 
  private:
-  // Of a warp's rows, which are keys.
+  // Of the bands of a warp, whose rows are keys. Sums that are not asked for are never touched.
   template <class Machine>
   struct State {
-    Registers<float, kOfKeys ? kDim / 2 : 1, Machine::kLanes> keys;
-    Registers<float, kOfValues ? kDim / 2 : 1, Machine::kLanes> values;
-    Registers<float, 2, Machine::kLanes> bias;  // sums over the queries that this lane has
+    typename Multiply<Machine>::Sums keys[kBands];
+    typename Multiply<Machine>::Sums values[kBands];
   };
+  using TilePlaces = Places<true, kTile / 16>;
 
   template <class Machine>
   ZERO_EXT_DEVICE void one_key_head(const Machine& machine, Stream<Machine>& stream,
-                                    std::int64_t batch, std::int64_t key_head,
+                                    std::int32_t batch, std::int32_t key_head,
                                     std::int32_t first) const {
     const AttentionSizes& sizes = inputs.rules.sizes;
-    const std::int64_t shared_by = sizes.query_heads / sizes.key_heads;
-    const std::int64_t head = key_head * shared_by;
+    const std::int32_t shared_by = sizes.query_heads / sizes.key_heads;
+    const std::int32_t head = key_head * shared_by;
     const auto index = [&](int row) { return first + row; };
     T* keys = reinterpret_cast<T*>(machine.memory());
-    T* values = reinterpret_cast<T*>(machine.memory() + TileRows<T, kDim>::bytes(rows()));
-    copy_rows<kDim>(machine, inputs.keys(inputs.key, batch, head), rows(), index, keys);
+    T* values = reinterpret_cast<T*>(machine.memory() + Rows::bytes(Shape::kRows));
+    copy_rows<kDim>(machine, inputs.keys(inputs.key, batch, head), Shape::kRows, index, keys);
     if constexpr (kOfKeys) {
-      copy_rows<kDim>(machine, inputs.keys(inputs.value, batch, head), rows(), index, values);
+      copy_rows<kDim>(machine, inputs.keys(inputs.value, batch, head), Shape::kRows, index, values);
     }
     State<Machine> state;
-    state.keys.fill(0.0F);
-    state.values.fill(0.0F);
-    for (std::int64_t i = head; i < head + shared_by; ++i) {
+    ZERO_EXT_UNROLL
+    for (int band = 0; band < kBands; ++band) {
+      if constexpr (kOfKeys) state.keys[band].fill(0.0F);
+      if constexpr (kOfValues) state.values[band].fill(0.0F);
+    }
+    for (std::int32_t i = head; i < head + shared_by; ++i) {
       one_query_head(machine, stream, batch, i, first, state);
     }
-    const std::int32_t warp_first = first + machine.warp() * kWarpRows;
-    if constexpr (kOfKeys) {
-      grad_key.store(machine, batch, key_head, warp_first, inputs.rules.scale, state.keys);
-    }
-    if constexpr (kOfValues) {
-      grad_value.store(machine, batch, key_head, warp_first, 1.0F, state.values);
-    }
+    stream.end();
+    finish(machine, batch, key_head, first, state);
   }
 
   template <class Machine>
   ZERO_EXT_DEVICE void one_query_head(const Machine& machine, Stream<Machine>& stream,
-                                      std::int64_t batch, std::int64_t head, std::int32_t first,
+                                      std::int32_t batch, std::int32_t head, std::int32_t first,
                                       State<Machine>& state) const {
     const std::int64_t row = inputs.first_row(batch, head);
     const std::int32_t length = inputs.rules.sizes.query_length;
-    stream.begin(lists.of(head, first >> lists.shift), inputs.queries(inputs.query, batch, head),
+    stream.begin(lists.of(head, first), inputs.queries(inputs.query, batch, head),
                  inputs.queries(inputs.grad_output, batch, head),
                  {{inputs.reference + row, length}, {inputs.delta + row, length}});
     const HeadRules rules = inputs.rules.of(batch, head);
     const HeadDropout dropout = inputs.rules.dropout_of(batch, head);
-    const std::int32_t warp_first = first + machine.warp() * kWarpRows;
-    state.bias.fill(0.0F);
-    for (std::int64_t i = 0; i < stream.tiles(); ++i) {
+    float* bias = grad_bias.data == nullptr ? nullptr
+                                            : grad_bias.data + batch * grad_bias.batch_stride +
+                                                  head * grad_bias.head_stride;
+    for (std::int32_t i = 0; i < stream.tiles(); ++i) {
       stream.take(i);
-      one_tile(machine, stream, i, rules, dropout, warp_first, state);
+      one_tile(machine, stream, i, rules, dropout, first, bias, state);
       stream.release(i);
-    }
-    if (kOfKeys && grad_bias.data != nullptr) {
-      finish_bias(machine, warp_first, state,
-                  grad_bias.data + batch * grad_bias.batch_stride + head * grad_bias.head_stride);
     }
   }
 
   template <class Machine>
   ZERO_EXT_DEVICE void one_tile(const Machine& machine, const Stream<Machine>& stream,
-                                std::int64_t tile, const HeadRules& rules,
-                                const HeadDropout& dropout, std::int32_t first,
+                                std::int32_t tile, const HeadRules& rules,
+                                const HeadDropout& dropout, std::int32_t first, float* bias,
                                 State<Machine>& state) const {
-    constexpr int kElements = TileRows<T, kDim>::bytes(kWarpRows) / static_cast<int>(sizeof(T));
-    const T* keys = reinterpret_cast<T*>(machine.memory()) + machine.warp() * kElements;
-    const T* values = keys + TileRows<T, kDim>::bytes(rows()) / static_cast<int>(sizeof(T));
-    float* scratch =
-        reinterpret_cast<float*>(machine.memory() + 2 * TileRows<T, kDim>::bytes(rows()) +
-                                 Stream<Machine>::kBytes) +
-        machine.warp() * Multiply<Machine>::kScratch;
-    const Places<true> places{first, stream.starts(tile)};
-    typename Multiply<Machine>::Scores weights;
-    typename Multiply<Machine>::Scores gradient;
-    Multiply<Machine>::scores(machine, keys, stream.first(tile), weights);
-    make_scores(machine, rules, places, weights);
+    const int place = machine.warp() * kBands;
+    const T* keys = reinterpret_cast<const T*>(machine.memory()) + place * Rows::kBandElements;
+    const T* values = keys + Shape::kRows * Rows::kStride;
+    float* scratch = reinterpret_cast<float*>(machine.memory() + 2 * Rows::bytes(Shape::kRows) +
+                                              Stream<Machine>::kBytes) +
+                     machine.warp() * Multiply<Machine>::kScratch;
+    Wanted wanted[kBands];
+    stream.wanted(tile, place, wanted);
+    typename Multiply<Machine>::Scores weights[kBands];
+    typename Multiply<Machine>::Scores gradient[kBands];
+    Multiply<Machine>::scores(machine, keys, stream.first(tile), wanted, weights);
     if constexpr (kOfKeys) {
-      Multiply<Machine>::scores(machine, values, stream.second(tile), gradient);
+      Multiply<Machine>::scores(machine, values, stream.second(tile), wanted, gradient);
     }
-    differentiate(machine, dropout, places, stream.numbers(tile, 0), stream.numbers(tile, 1),
-                  weights, gradient);
-    if constexpr (kOfValues) {
-      Multiply<Machine>::add(machine, weights, stream.second(tile), scratch, state.values);
-    }
-    if constexpr (kOfKeys) {
-      if (grad_bias.data != nullptr) {
-        each_lane(machine, [&](int here, int) {
-          ZERO_EXT_UNROLL
-          for (int i = 0; i < kTile / 2; ++i) {
-            state.bias.at[here][i % 4 / 2] += gradient.at[here][i];
-          }
-        });
+    ZERO_EXT_UNROLL
+    for (int band = 0; band < kBands; ++band) {
+      if (wanted[band] == 0) continue;
+      const TilePlaces places =
+          stream.template places<true>(tile, first + (place + band) * kBandRows, wanted[band]);
+      make_scores(machine, rules, places, weights[band]);
+      differentiate(machine, dropout, places, stream.numbers(tile, 0), stream.numbers(tile, 1),
+                    weights[band], gradient[band]);
+      if (kOfKeys && bias != nullptr) {
+        add_to_bias(machine, places, gradient[band], bias);
       }
-      Multiply<Machine>::add(machine, gradient, stream.first(tile), scratch, state.keys);
+    }
+    if constexpr (kOfValues) {
+      Multiply<Machine>::add(machine, weights, stream.second(tile), scratch, wanted, state.values);
+    }
+    if constexpr (kOfKeys) {
+      Multiply<Machine>::add(machine, gradient, stream.first(tile), scratch, wanted, state.keys);
     }
   }
 
   // Scores become dropped weights, and their gradient that of the scores.
-  template <class Machine, int kCount>
+  template <class Machine>
   static ZERO_EXT_DEVICE void differentiate(const Machine& machine, const HeadDropout& dropout,
-                                            const Places<true>& places, const float* reference,
+                                            const TilePlaces& places, const float* reference,
                                             const float* delta,
-                                            Registers<float, kCount, Machine::kLanes>& scores,
-                                            Registers<float, kCount, Machine::kLanes>& gradient) {
-    each_factor<kCount>(machine, dropout, places, [&](int here, int i, float factor) {
-      const int column = Places<true>::column(machine.lane(here), i);
+                                            typename Multiply<Machine>::Scores& scores,
+                                            typename Multiply<Machine>::Scores& gradient) {
+    each_factor(machine, dropout, places, [&](int here, int i, float factor) {
+      const int column = TilePlaces::column(machine.lane(here), i);
       float& weight = scores.at[here][i];
       weight = Machine::exp2(weight - reference[column]);
       if constexpr (kOfKeys) {
@@ -186,18 +183,48 @@ struct AttentionColumnGradient {
     });
   }
 
+  // Sums over the queries of a tile: a lane alone adds to an element, tile after tile.
   template <class Machine>
-  ZERO_EXT_DEVICE void finish_bias(const Machine& machine, std::int32_t first,
-                                   State<Machine>& state, float* bias) const {
-    machine.sum_of_quad(state.bias);
+  ZERO_EXT_DEVICE void add_to_bias(const Machine& machine, const TilePlaces& places,
+                                   const typename Multiply<Machine>::Scores& gradient,
+                                   float* bias) const {
+    Registers<float, 2, Machine::kLanes> sums;
+    sums.fill(0.0F);
+    places.each_score(
+        machine, [&](int here, int, int i) { sums.at[here][i % 4 / 2] += gradient.at[here][i]; });
+    machine.sum_of_quad(sums);
     each_lane(machine, [&](int here, int lane) {
       ZERO_EXT_UNROLL
       for (int row = 0; row < 2; ++row) {
-        const std::int32_t index = first + lane / 4 + 8 * row;
+        const std::int32_t index = places.first + lane / 4 + 8 * row;
         if (lane % 4 != 0 || index >= inputs.rules.sizes.key_length) continue;
-        bias[index * grad_bias.key_stride] += state.bias.at[here][row];
+        bias[index * grad_bias.key_stride] += sums.at[here][row];
       }
     });
+  }
+
+  template <class Machine>
+  ZERO_EXT_DEVICE void finish(const Machine& machine, std::int32_t batch, std::int32_t key_head,
+                              std::int32_t first, const State<Machine>& state) const {
+    T* keys = reinterpret_cast<T*>(machine.memory());
+    Registers<float, 2, Machine::kLanes> scales;
+    Registers<float, 2, Machine::kLanes> ones;
+    scales.fill(inputs.rules.scale);
+    ones.fill(1.0F);
+    ZERO_EXT_UNROLL
+    for (int band = 0; band < kBands; ++band) {
+      const int place = machine.warp() * kBands + band;
+      const std::int32_t band_first = first + place * kBandRows;
+      T* staging = keys + place * Rows::kBandElements;
+      if constexpr (kOfKeys) {
+        grad_key.template store<kDim>(machine, batch, key_head, band_first, scales,
+                                      state.keys[band], staging);
+      }
+      if constexpr (kOfValues) {
+        grad_value.template store<kDim>(machine, batch, key_head, band_first, ones,
+                                        state.values[band], staging);
+      }
+    }
   }
 };
 

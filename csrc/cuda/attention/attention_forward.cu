@@ -31,14 +31,14 @@ std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const
       torch::stable::empty({problem.batch, problem.heads, problem.query_length},
                            ops::ScalarType::Float, std::nullopt, query.device());
   if (logsumexp.numel() == 0) return {output, logsumexp};
-  const BlockLists lists = lists_by_rows(kOp, problem, columns.numel());
+  const DeviceLayout layout = DeviceLayout::by_rows(kOp, problem, columns.numel());
   with_type(problem.type, [&]<class T>(std::type_identity<T>) {
     with_head_dim(problem.head_dim, [&]<int kDim>(std::integral_constant<int, kDim>) {
-      launch_attention(
-          kOp, AttentionForward<T, kDim>{rules_of(problem), lists, heads_of<T>(problem.query),
-                                         heads_of<T>(problem.key), heads_of<T>(problem.value),
-                                         static_cast<T*>(output.mutable_data_ptr()),
-                                         logsumexp.mutable_data_ptr<float>()});
+      using Kernel = AttentionForward<T, kDim>;
+      const DeviceLayout::Unions rows = layout.unions(Kernel::Shape::kRows, query);
+      launch_attention(kOp, Kernel{rules_of(problem), rows.lists, heads_of<T>(problem.query),
+                                   heads_of<T>(problem.key), heads_of<T>(problem.value),
+                                   output_rows<T>(output), logsumexp.mutable_data_ptr<float>()});
     });
   });
   return {output, logsumexp};

@@ -4,10 +4,12 @@
 // (2023), the backward pass.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <limits>
 
 #include "../machine/warp.h"
+#include "attention_output.h"
 #include "attention_scores.h"
 #include "attention_shape.h"
 #include "attention_stream.h"
@@ -24,49 +26,18 @@ struct GradientInputs {
   const float* reference;  // [batch, query heads, query length]: see PrepareGradients
   const float* delta;      // likewise
 
-  ZERO_EXT_FUNCTION Matrix<const T> queries(const Heads<const T>& of, std::int64_t batch,
-                                            std::int64_t head) const {
+  ZERO_EXT_FUNCTION Matrix<const T> queries(const Heads<const T>& of, std::int32_t batch,
+                                            std::int32_t head) const {
     return {of.of(batch, head), of.row_stride, rules.sizes.query_length, rules.sizes.dim};
   }
   // Of the key head that a query head shares.
-  ZERO_EXT_FUNCTION Matrix<const T> keys(const Heads<const T>& of, std::int64_t batch,
-                                         std::int64_t head) const {
-    const std::int64_t own = head / (rules.sizes.query_heads / rules.sizes.key_heads);
+  ZERO_EXT_FUNCTION Matrix<const T> keys(const Heads<const T>& of, std::int32_t batch,
+                                         std::int32_t head) const {
+    const std::int32_t own = head / (rules.sizes.query_heads / rules.sizes.key_heads);
     return {of.of(batch, own), of.row_stride, rules.sizes.key_length, rules.sizes.dim};
   }
-  ZERO_EXT_FUNCTION std::int64_t first_row(std::int64_t batch, std::int64_t head) const {
-    return (batch * rules.sizes.query_heads + head) * rules.sizes.query_length;
-  }
-};
-
-// A gradient's place: [batch, heads, rows, dim], contiguous.
-template <class T>
-struct GradientOutput {
-  T* data;
-  std::int64_t heads;
-  std::int32_t rows;
-  std::int32_t dim;
-
-  // Writes the sums of a warp's 16 rows, times `factor`.
-  template <class Machine, int kCount>
-  ZERO_EXT_DEVICE void store(const Machine& machine, std::int64_t batch, std::int64_t head,
-                             std::int32_t first, float factor,
-                             const Registers<float, kCount, Machine::kLanes>& sums) const {
-    each_lane(machine, [&](int here, int lane) {
-      ZERO_EXT_UNROLL
-      for (int row = 0; row < 2; ++row) {
-        const std::int32_t index = first + lane / 4 + 8 * row;
-        if (index >= rows) continue;
-        T* to = data + ((batch * heads + head) * rows + index) * dim + 2 * (lane % 4);
-        ZERO_EXT_UNROLL
-        for (int n = 0; n < kCount / 4; ++n) {
-          if (8 * n >= dim) continue;
-          const float* from = &sums.at[here][4 * n + 2 * row];
-          to[8 * n] = core::from_float<T>(from[0] * factor);
-          to[8 * n + 1] = core::from_float<T>(from[1] * factor);
-        }
-      }
-    });
+  ZERO_EXT_FUNCTION std::int64_t first_row(std::int32_t batch, std::int32_t head) const {
+    return (std::int64_t{batch} * rules.sizes.query_heads + head) * rules.sizes.query_length;
   }
 };
 
@@ -75,7 +46,7 @@ struct GradientOutput {
 // 1 / (1 - probability) for a weight that was kept, 0 for a dropped one, 1 without dropout.
 ZERO_EXT_HOST_DEVICE float score_gradient(float weight, float value_product, float kept,
                                           float delta) {
-  return weight * (value_product * kept - delta);
+  return weight * std::fmaf(value_product, kept, -delta);
 }
 
 // For every row of queries: what its scores are compared with (the logarithm of the sum of
@@ -90,14 +61,11 @@ struct PrepareGradients {
   float* reference;
   float* delta;
 
-  std::int64_t rows() const { return sizes.batch * sizes.query_heads * sizes.query_length; }
-
   ZERO_EXT_FUNCTION void operator()(std::int64_t warp, std::int64_t warps) const {
-    const std::int64_t count = sizes.batch * sizes.query_heads * sizes.query_length;
-    for (std::int64_t row = warp; row < count; row += warps) {
+    for (std::int64_t row = warp; row < sizes.query_rows(); row += warps) {
       const std::int64_t index = row % sizes.query_length;
-      const std::int64_t batch = row / sizes.query_length / sizes.query_heads;
-      const std::int64_t head = row / sizes.query_length % sizes.query_heads;
+      const auto batch = static_cast<std::int32_t>(row / sizes.query_length / sizes.query_heads);
+      const auto head = static_cast<std::int32_t>(row / sizes.query_length % sizes.query_heads);
       const T* grad = grad_output.of(batch, head) + index * grad_output.row_stride;
       const T* own = output.of(batch, head) + index * output.row_stride;
       double sum = 0.0;

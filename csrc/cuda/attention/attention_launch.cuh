@@ -8,16 +8,18 @@
 #include <type_traits>
 
 #include "../../ops/attention_arguments.h"
-#include "../machine/device_machine.cuh"
+#include "../machine/block_launch.cuh"
 #include "../machine/dispatch.h"
 #include "../machine/launch.cuh"
+#include "attention_layout.h"
+#include "attention_output.h"
 #include "attention_scores.h"
 #include "attention_shape.h"
 
 namespace zero_ext::cuda {
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::Shape::kMostThreads, Kernel::Shape::kLeastBlocks)
+__global__ void __launch_bounds__(Kernel::Shape::kThreads, Kernel::Shape::kLeastBlocks)
     run_attention(const __grid_constant__ Kernel kernel) {
   extern __shared__ __align__(16) std::byte memory[];
   kernel(DeviceMachine(memory));
@@ -30,16 +32,13 @@ void launch_attention(const char* op, const Kernel& kernel) {
   STD_TORCH_CHECK(blocks <= INT32_MAX, op, ": the layout has ", blocks,
                   " pieces over all batches and heads, and a launch takes at most ", INT32_MAX,
                   "; split the batch");
-  constexpr int most = Kernel::template shared_bytes<DeviceMachine>(Kernel::Shape::kMostRows);
-  static_assert(most <= kMostSharedBytes);
+  constexpr int bytes = Kernel::template shared_bytes<DeviceMachine>();
+  static_assert(bytes <= kMostSharedBytes);
   const Launcher launcher(op);
   check(op, cudaFuncSetAttribute(run_attention<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 most));
-  const int rows = kernel.rows();
+                                 bytes));
   run_attention<Kernel>
-      <<<static_cast<unsigned>(blocks), static_cast<unsigned>(rows / kWarpRows * kWarpLanes),
-         static_cast<std::size_t>(Kernel::template shared_bytes<DeviceMachine>(rows)),
-         launcher.stream>>>(kernel);
+      <<<static_cast<unsigned>(blocks), Kernel::Shape::kThreads, bytes, launcher.stream>>>(kernel);
   check(op, cudaGetLastError());
 }
 
@@ -71,10 +70,16 @@ Heads<const T> heads_of(const core::RowsView& view) {
   return {static_cast<const T*>(view.data), view.batch_stride, view.head_stride, view.row_stride};
 }
 
+template <class T>
+OutputRows<T> output_rows(const ops::Tensor& tensor) {
+  return {static_cast<T*>(tensor.mutable_data_ptr()), tensor.size(1),
+          static_cast<std::int32_t>(tensor.size(2)), static_cast<std::int32_t>(tensor.size(3))};
+}
+
 inline AttentionRules rules_of(const core::AttentionProblem& problem) {
   const core::BiasView& bias = problem.bias;
   return {
-      {problem.batch, static_cast<std::int32_t>(problem.heads),
+      {static_cast<std::int32_t>(problem.batch), static_cast<std::int32_t>(problem.heads),
        static_cast<std::int32_t>(problem.key_heads),
        static_cast<std::int32_t>(problem.query_length),
        static_cast<std::int32_t>(problem.key_length), static_cast<std::int32_t>(problem.head_dim)},
@@ -92,28 +97,48 @@ inline int shift_of(const core::AttentionProblem& problem) {
   return shift;
 }
 
-// The lists of `count` rows or columns of blocks, which the device checks before it uses them.
-inline BlockLists checked_lists(const CheckLists& check, int shift) {
-  launch(check.op, check, check.heads * check.count);
-  return {check.pointers, check.blocks, check.heads == 1 ? 0 : check.count + 1, shift};
-}
+// One of the two copies of a layout, which the device checks before it is used.
+class DeviceLayout {
+ public:
+  DeviceLayout(const CheckLists& layout, const core::AttentionProblem& problem)
+      : layout_(layout), shift_(shift_of(problem)) {
+    launch(layout.op, layout, layout.heads * layout.count);
+  }
 
-inline BlockLists lists_by_rows(const char* op, const core::AttentionProblem& problem,
-                                std::int64_t total) {
-  const core::BlockRows& layout = problem.layout;
-  return checked_lists(
-      {op, "row_pointers", "columns", layout.pointers, layout.columns, layout.heads,
-       layout.row_blocks, total, ops::blocks_of(problem.key_length, layout.block)},
-      shift_of(problem));
-}
+  static DeviceLayout by_rows(const char* op, const core::AttentionProblem& problem,
+                              std::int64_t total) {
+    const core::BlockRows& layout = problem.layout;
+    return {{op, "row_pointers", "columns", layout.pointers, layout.columns, layout.heads,
+             layout.row_blocks, total, ops::blocks_of(problem.key_length, layout.block)},
+            problem};
+  }
+  static DeviceLayout by_columns(const char* op, const core::AttentionProblem& problem,
+                                 const ops::TransposedBlocks& blocks, std::int64_t total) {
+    const core::BlockRows& layout = problem.layout;
+    return {{op, "column_pointers", "rows", blocks.column_pointers, blocks.rows, layout.heads,
+             ops::blocks_of(problem.key_length, layout.block), total, layout.row_blocks},
+            problem};
+  }
 
-inline BlockLists lists_by_columns(const char* op, const core::AttentionProblem& problem,
-                                   const ops::TransposedBlocks& blocks, std::int64_t total) {
-  const core::BlockRows& layout = problem.layout;
-  return checked_lists(
-      {op, "column_pointers", "rows", blocks.column_pointers, blocks.rows, layout.heads,
-       ops::blocks_of(problem.key_length, layout.block), total, layout.row_blocks},
-      shift_of(problem));
-}
+  struct Unions {
+    ops::Tensor memory;
+    BlockLists lists;
+  };
+  // For blocks of threads of `rows` rows.
+  Unions unions(int rows, const ops::Tensor& like) const {
+    MergeLists merge = MergeLists::of(layout_, shift_, rows);
+    const std::int64_t extents = 2 * layout_.heads * merge.unions();
+    const ops::Tensor memory = torch::stable::empty({extents + layout_.total}, ops::ScalarType::Int,
+                                                    std::nullopt, like.device());
+    merge.extents = memory.mutable_data_ptr<std::int32_t>();
+    merge.entries = merge.extents + extents;
+    launch_blocks(layout_.op, merge);
+    return {memory, merge.result(shift_, rows)};
+  }
+
+ private:
+  CheckLists layout_;
+  int shift_;
+};
 
 }  // namespace zero_ext::cuda

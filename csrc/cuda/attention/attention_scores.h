@@ -1,12 +1,13 @@
 // From products of queries and keys to scores: scale, additive bias, and which pairs are masked.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <limits>
 
-#include "../machine/registers.h"
 #include "attention_arguments.h"
 #include "attention_dropout.h"
+#include "attention_product.h"
 
 namespace zero_ext::cuda {
 
@@ -48,7 +49,7 @@ struct HeadRules {
   ZERO_EXT_FUNCTION float score(std::int32_t query, std::int32_t key, float product) const {
     if (!sees(query, key)) return kMasked;
     const float scaled = product * scale;
-    return bias.data == nullptr ? scaled : scaled + bias_of(query, key) * kLog2E;
+    return bias.data == nullptr ? scaled : std::fmaf(bias_of(query, key), kLog2E, scaled);
   }
 };
 
@@ -61,7 +62,7 @@ struct AttentionRules {
   AttentionBias bias;
   Dropout dropout;
 
-  ZERO_EXT_FUNCTION HeadRules of(std::int64_t batch, std::int64_t head) const {
+  ZERO_EXT_FUNCTION HeadRules of(std::int32_t batch, std::int32_t head) const {
     HeadRules rules{scale * kLog2E,
                     causal,
                     sizes.key_length - sizes.query_length,
@@ -76,17 +77,20 @@ struct AttentionRules {
     }
     return rules;
   }
-  ZERO_EXT_FUNCTION HeadDropout dropout_of(std::int64_t batch, std::int64_t head) const {
+  ZERO_EXT_FUNCTION HeadDropout dropout_of(std::int32_t batch, std::int32_t head) const {
     return dropout.of(batch * sizes.query_heads + head);
   }
 };
 
-// Which query and key each score of a warp belongs to: its 16 rows are queries, `first` and the
+// Which query and key each score of a band belongs to: its 16 rows are queries, `first` and the
 // following, and the tile's columns keys; the other way round if kKeysDown.
-template <bool kKeysDown>
+template <bool kKeysDown, int kGroups>
 struct Places {
+  static constexpr int kScores = 8 * kGroups;  // of a lane
+
   std::int32_t first;
-  const std::int32_t* starts;  // of each 16 columns
+  std::int32_t starts[kGroups];  // of each 16 columns
+  Wanted wanted;
 
   static ZERO_EXT_DEVICE int row(int lane, int i) { return lane / 4 + i % 4 / 2 * 8; }
   static ZERO_EXT_DEVICE int column(int lane, int i) { return i / 4 * 8 + 2 * (lane % 4) + i % 2; }
@@ -101,16 +105,34 @@ struct Places {
   ZERO_EXT_DEVICE std::int32_t key(int lane, int i) const {
     return kKeysDown ? down(lane, i) : across(lane, i);
   }
+
+  // Calls visit(group) for the groups of 16 columns that the band wants.
+  template <class Visit>
+  ZERO_EXT_DEVICE void each_group(const Visit& visit) const {
+    ZERO_EXT_UNROLL
+    for (int group = 0; group < kGroups; ++group) {
+      if (wants(wanted, group)) visit(group);
+    }
+  }
+  // Calls visit(here, lane, i) for the scores in them.
+  template <class Machine, class Visit>
+  ZERO_EXT_DEVICE void each_score(const Machine& machine, const Visit& visit) const {
+    each_group([&](int group) {
+      each_lane(machine, [&](int here, int lane) {
+        ZERO_EXT_UNROLL
+        for (int i = 8 * group; i < 8 * group + 8; ++i) visit(here, lane, i);
+      });
+    });
+  }
 };
 
 // Products become scores.
-template <class Machine, bool kKeysDown, int kCount>
+template <class Machine, bool kKeysDown, int kGroups>
 ZERO_EXT_DEVICE void make_scores(const Machine& machine, const HeadRules& rules,
-                                 const Places<kKeysDown>& places,
-                                 Registers<float, kCount, Machine::kLanes>& products) {
+                                 const Places<kKeysDown, kGroups>& places,
+                                 Registers<float, 8 * kGroups, Machine::kLanes>& products) {
   const bool plain = rules.is_plain();
-  ZERO_EXT_UNROLL
-  for (int group = 0; group < kCount / 8; ++group) {
+  places.each_group([&](int group) {
     const std::int32_t start = places.starts[group];
     const bool whole =
         plain && rules.is_whole(kKeysDown ? start : places.first, kKeysDown ? places.first : start);
@@ -122,26 +144,28 @@ ZERO_EXT_DEVICE void make_scores(const Machine& machine, const HeadRules& rules,
                         : rules.score(places.query(lane, i), places.key(lane, i), product);
       }
     });
-  }
+  });
 }
 
-// Calls visit(here, i, factor) for every weight that a warp has: what dropout multiplies it with.
-template <int kCount, class Machine, bool kKeysDown, class Visit>
+// Calls visit(here, i, factor) for every weight that a band wants: what dropout multiplies it with.
+template <class Machine, bool kKeysDown, int kGroups, class Visit>
 ZERO_EXT_DEVICE void each_factor(const Machine& machine, const HeadDropout& dropout,
-                                 const Places<kKeysDown>& places, const Visit& visit) {
-  each_lane(machine, [&](int here, int lane) {
-    ZERO_EXT_UNROLL
-    for (int i = 0; i < kCount; i += 2) {
-      float pair[2] = {1.0F, 1.0F};
-      if (dropout.drops && !kKeysDown) {
-        dropout.factors(places.query(lane, i), places.key(lane, i), pair);
-      } else if (dropout.drops) {
-        pair[0] = dropout.factor(places.query(lane, i), places.key(lane, i));
-        pair[1] = dropout.factor(places.query(lane, i + 1), places.key(lane, i + 1));
+                                 const Places<kKeysDown, kGroups>& places, const Visit& visit) {
+  places.each_group([&](int group) {
+    each_lane(machine, [&](int here, int lane) {
+      ZERO_EXT_UNROLL
+      for (int i = 8 * group; i < 8 * group + 8; i += 2) {
+        float pair[2] = {1.0F, 1.0F};
+        if (dropout.drops && !kKeysDown) {
+          dropout.factors(places.query(lane, i), places.key(lane, i), pair);
+        } else if (dropout.drops) {
+          pair[0] = dropout.factor(places.query(lane, i), places.key(lane, i));
+          pair[1] = dropout.factor(places.query(lane, i + 1), places.key(lane, i + 1));
+        }
+        visit(here, i, pair[0]);
+        visit(here, i + 1, pair[1]);
       }
-      visit(here, i, pair[0]);
-      visit(here, i + 1, pair[1]);
-    }
+    });
   });
 }
 

@@ -17,22 +17,27 @@ struct AttentionShape {
   static constexpr bool kForward = kPass == AttentionPass::forward;
   static constexpr bool kColumns = kPass == AttentionPass::column_gradient;
   // Registers and shared memory bound all of them; docs/cuda_kernels.md lists what is taken.
+  //
+  // Bands of 16 rows of a warp: a fragment that it loads from a tile is multiplied with all of
+  // them.
+  static constexpr int kBands = kWide || kDim > 128 || (kColumns && kDim > 64) ? 1 : 2;
   static constexpr int kTile = kWide         ? (kDim <= 64 ? 32 : 16)
-                               : kDim <= 64  ? (kColumns ? 32 : 64)
-                               : kDim <= 128 ? (kForward ? 64 : 32)
+                               : kDim <= 64  ? (kForward   ? 64
+                                                : kColumns ? 16
+                                                           : 32)
+                               : kDim <= 128 ? (kForward || kColumns ? 32 : 16)
                                              : 16;
-  static constexpr int kMostRows = kDim <= 64    ? 64
-                                   : kDim <= 128 ? (kWide && !kForward ? 32 : 64)
-                                   : kWide       ? 16
-                                   : kForward    ? 64
-                                                 : 32;
+  // Rows of a block of threads, whatever the layout's blocks are.
+  static constexpr int kRows = kDim <= 64    ? 64
+                               : kDim <= 128 ? (kWide && !kForward ? 32 : 64)
+                               : kWide       ? 16
+                               : kForward    ? 64
+                                             : 32;
   static constexpr int kStages = kWide && kDim > 128 && !kForward ? 1 : 2;
-  static constexpr int kMostThreads = kMostRows / kWarpRows * 32;
+  static constexpr int kWarps = kRows / (kBands * kBandRows);
+  static constexpr int kThreads = kWarps * kWarpLanes;
   // Blocks of threads that a processor is to have room for.
   static constexpr int kLeastBlocks = kDim > 64 ? 1 : kWide && !kForward ? 2 : 3;
-
-  // Rows of a block of threads: a block of the layout is a multiple of them.
-  static constexpr int rows(int shift) { return 1 << shift < kMostRows ? 1 << shift : kMostRows; }
 };
 
 // Shared memory that every device of compute capability 8.0 and higher gives a block that asks.

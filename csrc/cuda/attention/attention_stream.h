@@ -1,5 +1,5 @@
-// Brings the rows of a list of blocks through shared memory, a tile at a time, while the tile
-// before is computed with. A tile's rows are taken from as many blocks as it takes to fill it.
+// Brings the rows of a union of lists of blocks through shared memory, a tile at a time, while the
+// tile before is computed with. A tile's rows are taken from as many blocks as it takes to fill it.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,9 @@
 
 #include "../machine/warp.h"
 #include "attention_arguments.h"
+#include "attention_layout.h"
 #include "attention_product.h"
+#include "attention_scores.h"
 
 namespace zero_ext::cuda {
 
@@ -51,7 +53,7 @@ class TileStream {
   ZERO_EXT_DEVICE TileStream(const Machine& machine, std::byte* memory)
       : machine_(machine),
         memory_(memory),
-        starts_(reinterpret_cast<std::int32_t*>(memory + kStages * kStageBytes)) {}
+        places_(reinterpret_cast<std::int32_t*>(memory + kStages * kStageBytes)) {}
 
   // The next list and matrices. What the caller began to copy before is there with the first
   // tile. Nothing happens where the list has no blocks.
@@ -67,7 +69,7 @@ class TileStream {
     if (tiles_ == 0) return;
     each_group([&](int here, int group) {
       for (int tile = 0; tile < 2; ++tile) {
-        starts_[tile * kGroups + group] = list_.group_start(tile * kGroups + group);
+        places_[tile * kGroups + group] = list_.place(tile * kGroups + group);
       }
       ahead_.at[here][0] = kAbsent;
     });
@@ -76,10 +78,10 @@ class TileStream {
     machine_.commit();
   }
 
-  ZERO_EXT_DEVICE std::int64_t tiles() const { return tiles_; }
+  ZERO_EXT_DEVICE std::int32_t tiles() const { return tiles_; }
 
   // Waits for a tile; they are taken one after another.
-  ZERO_EXT_DEVICE void take(std::int64_t tile) {
+  ZERO_EXT_DEVICE void take(std::int32_t tile) {
     if constexpr (kStages == 2) {
       if (tile + 1 < tiles_) copy(tile + 1);
     } else {
@@ -88,43 +90,63 @@ class TileStream {
     machine_.commit();
     // The place after next is read now, and needed after the computation.
     each_group([&](int here, int group) {
-      ahead_.at[here][0] = list_.group_start((tile + 2) * kGroups + group);
+      ahead_.at[here][0] = list_.place((tile + 2) * kGroups + group);
     });
     machine_.template wait<kStages - 1>();
     machine_.meet();
   }
 
   // Whatever was read of the tile is no longer needed by the running warp.
-  ZERO_EXT_DEVICE void release(std::int64_t tile) {
+  ZERO_EXT_DEVICE void release(std::int32_t tile) {
     each_group([&](int here, int group) {
-      starts_[(tile + 2) % kRing * kGroups + group] = ahead_.at[here][0];
+      places_[(tile + 2) % kRing * kGroups + group] = ahead_.at[here][0];
     });
     machine_.meet();
   }
 
-  // Nothing is on its way any more, what the caller began to copy for a list without blocks
-  // neither.
+  // Nothing is on its way any more, and the block's memory is as all its threads left it: also what
+  // the caller began to copy for a list without blocks.
   ZERO_EXT_DEVICE void end() const {
     machine_.commit();
     machine_.template wait<0>();
+    machine_.meet();
   }
 
-  ZERO_EXT_DEVICE const T* first(std::int64_t tile) const { return matrix(tile, 0); }
-  ZERO_EXT_DEVICE const T* second(std::int64_t tile) const { return matrix(tile, 1); }
+  ZERO_EXT_DEVICE const T* first(std::int32_t tile) const { return matrix(tile, 0); }
+  ZERO_EXT_DEVICE const T* second(std::int32_t tile) const { return matrix(tile, 1); }
   // [kTile]
-  ZERO_EXT_DEVICE const float* numbers(std::int64_t tile, int which) const {
+  ZERO_EXT_DEVICE const float* numbers(std::int32_t tile, int which) const {
     return reinterpret_cast<const float*>(stage(tile) + 2 * kTileBytes + which * kNumberBytes);
   }
-  // First row of each 16 of the tile's rows.
-  ZERO_EXT_DEVICE const std::int32_t* starts(std::int64_t tile) const {
-    return starts_ + tile % kRing * kGroups;
+  // Which groups of 16 of the tile's rows the bands from the `band`th of the block's own on want.
+  template <int kBands>
+  ZERO_EXT_DEVICE void wanted(std::int32_t tile, int band, Wanted (&wanted)[kBands]) const {
+    ZERO_EXT_UNROLL
+    for (Wanted& each : wanted) each = 0;
+    ZERO_EXT_UNROLL
+    for (int group = 0; group < kGroups; ++group) {
+      const auto bits = static_cast<Wanted>(ring(tile)[group]);
+      ZERO_EXT_UNROLL
+      for (int i = 0; i < kBands; ++i) wanted[i] |= (bits >> (band + i) & 1) << group;
+    }
+  }
+  // Where they are against a band whose first row is `first`.
+  template <bool kKeysDown>
+  ZERO_EXT_DEVICE Places<kKeysDown, kGroups> places(std::int32_t tile, std::int32_t first,
+                                                    Wanted wanted) const {
+    Places<kKeysDown, kGroups> found{first, {}, wanted};
+    ZERO_EXT_UNROLL
+    for (int group = 0; group < kGroups; ++group) {
+      found.starts[group] = ring(tile)[group] & ~kBandBits;
+    }
+    return found;
   }
 
  private:
-  ZERO_EXT_DEVICE std::byte* stage(std::int64_t tile) const {
+  ZERO_EXT_DEVICE std::byte* stage(std::int32_t tile) const {
     return memory_ + tile % kStages * kStageBytes;
   }
-  ZERO_EXT_DEVICE T* matrix(std::int64_t tile, int which) const {
+  ZERO_EXT_DEVICE T* matrix(std::int32_t tile, int which) const {
     return reinterpret_cast<T*>(stage(tile) + which * kTileBytes);
   }
 
@@ -137,9 +159,13 @@ class TileStream {
     });
   }
 
-  ZERO_EXT_DEVICE void copy(std::int64_t tile) const {
-    const std::int32_t* places = starts(tile);
-    const auto index = [&](int row) { return places[row / 16] + row % 16; };
+  ZERO_EXT_DEVICE const std::int32_t* ring(std::int32_t tile) const {
+    return places_ + tile % kRing * kGroups;
+  }
+
+  ZERO_EXT_DEVICE void copy(std::int32_t tile) const {
+    const std::int32_t* places = ring(tile);
+    const auto index = [&](int row) { return (places[row / 16] & ~kBandBits) + row % 16; };
     copy_rows<kDim>(machine_, first_, kTile, index, matrix(tile, 0));
     copy_rows<kDim>(machine_, second_, kTile, index, matrix(tile, 1));
     ZERO_EXT_UNROLL
@@ -158,12 +184,12 @@ class TileStream {
 
   const Machine& machine_;
   std::byte* memory_;
-  std::int32_t* starts_;
+  std::int32_t* places_;  // of the tiles in the ring, see BlockList::place
   BlockList list_;
   Matrix<const T> first_;
   Matrix<const T> second_;
   RowNumbers numbers_[kNumbers == 0 ? 1 : kNumbers];
-  std::int64_t tiles_ = 0;
+  std::int32_t tiles_ = 0;
   Registers<std::int32_t, 1, Machine::kLanes> ahead_;
 };
 

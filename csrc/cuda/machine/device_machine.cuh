@@ -147,9 +147,25 @@ class DeviceMachine {
     }
   }
 
-  __device__ __forceinline__ static float exp2(float value) { return exp2f(value); }
+  // Every lane gets the bits that any lane has.
+  __device__ __forceinline__ void or_of_warp(Registers<std::uint32_t, 1, kLanes>& values) const {
+    values.at[0][0] = __reduce_or_sync(0xFFFFFFFFU, values.at[0][0]);
+  }
+
+  // 16 bytes from shared memory, both addresses multiples of 16.
+  __device__ __forceinline__ void write16(void* target, const void* source) const {
+    *static_cast<uint4*>(target) = *static_cast<const uint4*>(source);
+  }
+
+  // To 2 units in the last place (CUDA C++ Programming Guide, intrinsic functions).
+  __device__ __forceinline__ static float exp2(float value) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(power) : "f"(value));
+    return power;
+  }
   __device__ __forceinline__ static float log2(float value) { return log2f(value); }
   __device__ __forceinline__ static float max(float a, float b) { return fmaxf(a, b); }
+  __device__ __forceinline__ static int count(std::uint32_t bits) { return __popc(bits); }
   __device__ __forceinline__ static float fma(float a, float b, float c) {
     return __fmaf_rn(a, b, c);
   }

@@ -1,0 +1,218 @@
+// The layout as the attention kernels read it: a block of threads has 16 to 64 rows, whatever the
+// blocks of the layout are, and passes over the union of their lists.
+//
+// A union is written once for all batches and heads, by a kernel that checks the lists it reads.
+// Whatever the tensors of the layout hold, attention finds offsets and blocks within bounds.
+#pragma once
+
+#include <cstdint>
+
+#include "../machine/fault.h"
+#include "../machine/registers.h"
+#include "../machine/warp.h"
+
+namespace zero_ext::cuda {
+
+// Beyond every row, and far from the end of the integers.
+inline constexpr std::int32_t kAbsent = 1 << 30;
+
+// Rows of a block of threads come in bands of 16, at most four of them. An entry of a union is a
+// block times 16, plus a bit for each band that has the block in its list. So is a place: the first
+// of 16 rows, which is a multiple of 16, plus the bits.
+inline constexpr std::int32_t kBandBits = 15;
+
+// The union of the lists of some rows (or columns) of blocks, whose rows are at most 2^30.
+struct BlockList {
+  const std::int32_t* entries;
+  std::int32_t count;
+  int shift;  // log2 of the rows of a block
+
+  template <int kTile>
+  ZERO_EXT_FUNCTION std::int32_t tiles() const {
+    return ((count << shift) + kTile - 1) / kTile;
+  }
+  // Place of the `group`th 16 rows of the blocks, counted over all of them.
+  ZERO_EXT_FUNCTION std::int32_t place(std::int32_t group) const {
+    const std::int32_t position = group * 16;
+    const std::int32_t slot = position >> shift;
+    if (slot >= count) return kAbsent;
+    const std::int32_t inside = position & ((1 << shift) - 1);
+    const std::int32_t entry = entries[slot];
+    return (((entry & ~kBandBits) >> 4) << shift) + inside + (entry & kBandBits);
+  }
+};
+
+// The unions of one of the two copies of a layout, by rows or by columns.
+struct BlockLists {
+  const std::int32_t* extents;  // [layout heads, unions, 2]: first entry and count
+  const std::int32_t* entries;
+  std::int64_t head_stride;  // of extents; 0 where all heads share a layout
+  int shift;                 // log2 of the rows of a block
+  int span;                  // rows that share a union
+
+  ZERO_EXT_FUNCTION BlockList of(std::int64_t head, std::int32_t first_row) const {
+    const std::int32_t* own = extents + head * head_stride + first_row / span * std::int64_t{2};
+    return {entries + own[0], own[1], shift};
+  }
+};
+
+// What only the device sees of a layout: its lists lie in `blocks`, which ascend in each list and
+// are below `limit`.
+struct CheckLists {
+  const char* op;
+  const char* pointers_name;
+  const char* blocks_name;
+  const std::int32_t* pointers;  // [heads, count + 1]
+  const std::int32_t* blocks;    // [total]
+  std::int64_t heads;
+  std::int64_t count;
+  std::int64_t total;
+  std::int64_t limit;
+
+  ZERO_EXT_FUNCTION void operator()(std::int64_t thread, std::int64_t threads) const {
+    for (std::int64_t list = thread; list < heads * count; list += threads) {
+      const std::int64_t at = list / count * (count + 1) + list % count;
+      const std::int64_t begin = pointers[at];
+      const std::int64_t end = pointers[at + 1];
+      if (begin < 0 || begin > total) {
+        fail(op, pointers_name, at, "entry", static_cast<double>(begin),
+             "an offset into the blocks");
+      }
+      if (end < begin || end > total) {
+        fail(op, pointers_name, at + 1, "entry", static_cast<double>(end),
+             "an offset into the blocks, not below the one before");
+      }
+      for (std::int64_t i = begin; i < end; ++i) {
+        if (blocks[i] < 0 || blocks[i] >= limit || (i > begin && blocks[i] <= blocks[i - 1])) {
+          fail(op, blocks_name, i, "entry", static_cast<double>(blocks[i]),
+               "a block of the layout, above the one before in its list");
+        }
+      }
+    }
+  }
+};
+
+// Writes the unions of lists, those of MergeLists::lists neighbours each. Lists that CheckLists
+// refuses give unions of no meaning, but within bounds. One warp a union.
+struct MergeLists {
+  static constexpr int kThreads = 128;
+  static constexpr int kSharedBytes = 0;
+  static constexpr int kWarps = kThreads / kWarpLanes;
+  static constexpr int kMost = 4;  // lists of a union
+
+  CheckLists layout;
+  int lists;              // of a union
+  int bands;              // of a list
+  std::int32_t* extents;  // [heads, unions, 2]
+  std::int32_t* entries;  // [total]
+
+  // For blocks of 2^shift rows and blocks of threads of `rows`; without memory for the results.
+  static MergeLists of(const CheckLists& layout, int shift, int rows) {
+    const int lists = rows >> shift > 1 ? rows >> shift : 1;
+    return {layout, lists, rows / lists / 16, nullptr, nullptr};
+  }
+  // Of heads that share a layout, there is one.
+  BlockLists result(int shift, int rows) const {
+    const int span = rows > 1 << shift ? rows : 1 << shift;
+    return {extents, entries, layout.heads == 1 ? 0 : 2 * unions(), shift, span};
+  }
+
+  ZERO_EXT_FUNCTION std::int64_t unions() const { return (layout.count + lists - 1) / lists; }
+  std::int64_t blocks() const { return (layout.heads * unions() + kWarps - 1) / kWarps; }
+
+  template <class Machine>
+  ZERO_EXT_DEVICE void operator()(const Machine& machine) const {
+    const std::int64_t number = machine.block() * kWarps + machine.warp();
+    if (number >= layout.heads * unions()) return;
+    const std::int64_t first = number % unions() * lists;
+    const std::int32_t* own = layout.pointers + number / unions() * (layout.count + 1) + first;
+    Rest rest[kMost];
+    ZERO_EXT_UNROLL
+    for (int list = 0; list < kMost; ++list) {
+      const bool there = list < lists && first + list < layout.count;
+      rest[list] = {there ? within(own[list]) : 0, there ? within(own[list + 1]) : 0};
+    }
+    const std::int32_t begin = rest[0].next;
+    const std::int32_t found = merge(machine, rest, entries + begin, within(layout.total) - begin);
+    each_lane(machine, [&](int, int lane) {
+      if (lane < 2) extents[2 * number + lane] = lane == 0 ? begin : found;
+    });
+  }
+
+ private:
+  // What is left of a list.
+  struct Rest {
+    std::int32_t next;
+    std::int32_t end;
+  };
+
+  ZERO_EXT_FUNCTION std::int32_t within(std::int64_t offset) const {
+    return static_cast<std::int32_t>(offset < 0              ? 0
+                                     : offset < layout.total ? offset
+                                                             : layout.total);
+  }
+
+  // The number of entries, at most `room`.
+  template <class Machine>
+  ZERO_EXT_DEVICE std::int32_t merge(const Machine& machine, Rest (&rest)[kMost], std::int32_t* to,
+                                     std::int32_t room) const {
+    std::int32_t found = 0;
+    while (found < room) {
+      const std::int32_t lowest = lowest_of(rest);
+      if (lowest >= layout.limit) break;
+      std::uint32_t windows[kMost];
+      std::uint32_t any = 0;
+      ZERO_EXT_UNROLL
+      for (int list = 0; list < kMost; ++list) {
+        any |= windows[list] = window(machine, lowest, rest[list]);
+      }
+      each_lane(machine, [&](int, int lane) {
+        const std::int32_t at = found + Machine::count(any & ((1U << lane) - 1));
+        if ((any >> lane & 1) == 0 || at >= room) return;
+        std::int32_t entry = (lowest + lane) << 4;
+        ZERO_EXT_UNROLL
+        for (int list = 0; list < kMost; ++list) {
+          if ((windows[list] >> lane & 1) != 0) entry |= ((1 << bands) - 1) << (list * bands);
+        }
+        to[at] = entry;
+      });
+      found += Machine::count(any);
+    }
+    return found < room ? found : room;
+  }
+
+  // The lowest block that any list still has, or the limit. A list ends where it leaves the bounds.
+  ZERO_EXT_FUNCTION std::int32_t lowest_of(Rest (&rest)[kMost]) const {
+    auto lowest = static_cast<std::int32_t>(layout.limit);
+    ZERO_EXT_UNROLL
+    for (Rest& each : rest) {
+      if (each.next >= each.end) continue;
+      const std::int32_t block = layout.blocks[each.next];
+      if (block < 0 || block >= layout.limit) {
+        each.end = each.next;
+      } else if (block < lowest) {
+        lowest = block;
+      }
+    }
+    return lowest;
+  }
+
+  // Takes the blocks of a list from `lowest` on to 31 above: a bit each.
+  template <class Machine>
+  ZERO_EXT_DEVICE std::uint32_t window(const Machine& machine, std::int32_t lowest,
+                                       Rest& rest) const {
+    Registers<std::uint32_t, 1, Machine::kLanes> bits;
+    each_lane(machine, [&](int here, int lane) {
+      bits.at[here][0] = 0;
+      if (lane >= rest.end - rest.next) return;
+      const std::int32_t block = layout.blocks[rest.next + lane];
+      if (block < lowest || block >= layout.limit || block - lowest >= kWarpLanes) return;
+      bits.at[here][0] = 1U << (block - lowest);
+    });
+    machine.or_of_warp(bits);
+    rest.next += Machine::count(bits.at[0][0]);
+    return bits.at[0][0];
+  }
+};
+
+}  // namespace zero_ext::cuda
