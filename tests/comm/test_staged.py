@@ -66,7 +66,7 @@ def test_sums_and_broadcasts_go_where_the_tensor_is(world: World) -> None:
     collectives = made(world)
     gathers = collectives._gathers.unordered
     assert isinstance(gathers, ExchangeByDevice) and isinstance(gathers.device, StagedExchange)
-    assert collectives.staging_bytes == staged.STAGING_BYTES
+    assert collectives.staging_bytes == 2 * staged.STAGING_BYTES
     total = sum(range(1, world.size + 1))
     for device in (DEVICE, "cpu"):
         mine = torch.tensor([world.rank + 1, 1], device=device)

@@ -18,11 +18,11 @@ import torch
 from zero_ext import ops
 from zero_ext.comm.exchange import Exchange, Pending, Waitable
 from zero_ext.comm.flight_recorder import Call, FlightRecorder
-from zero_ext.comm.hops import around, gather_in_node, gather_through_nodes
+from zero_ext.comm.hops import around, exchange_among, gather_in_node, gather_through_nodes
 from zero_ext.comm.node_map import NodeMap
 from zero_ext.comm.ordered import Hop, OrderedExchange
 from zero_ext.comm.subset import SubsetExchange
-from zero_ext.comm.sums import RankOrderSum
+from zero_ext.comm.sums import RankOrderSum, sum_in_order
 from zero_ext.comm.wire import WireLog
 from zero_ext.config.communication import (
     Reduction,
@@ -48,14 +48,15 @@ class Collectives:
     the device that ``gathers`` and ``reductions`` serve.
 
     In host memory these are separate transports, so that the order of parameter gathers relative to gradient
-    reductions need not agree between ranks; within each the order must agree. On a device both have the same
-    connections (``in_one_order``). All ranks then begin everything in one order: whoever begins reductions at
-    times of its own catches up in :attr:`before_gather`. ``reduction`` is how gradients are added up, see
-    ``PrecisionPolicy``. Whoever listens to ``bus`` hears of the end of each. ``nodes`` says which ranks share
-    a node; without it all do. All ranks share the state, unless :meth:`shard_among` says otherwise. ``model``
-    are the collectives of the ranks with the other parts of the model (pipeline stages, parts of tensors);
-    None where it is whole. ``recorder`` finds ranks that make different collectives; ``members`` are the
-    ranks of this group among those that it compares. ``ranks`` are the same ranks in the world.
+    reductions need not agree between ranks; within each the order must agree. A device's backend has one set
+    of connections for both (``in_one_order``). All ranks then begin everything in one order: whoever begins
+    reductions at times of its own catches up in :attr:`before_gather`. ``reduction`` is how gradients are
+    added up, see ``PrecisionPolicy``. Whoever listens to ``bus`` hears of the end of each. ``nodes`` says
+    which ranks share a node; without it all do. All ranks share the state, unless :meth:`shard_among` says
+    otherwise. ``model`` are the collectives of the ranks with the other parts of the model (pipeline stages,
+    parts of tensors); None where it is whole. ``recorder`` finds ranks that make different collectives;
+    ``members`` are the ranks of this group among those that it compares. ``ranks`` are the same ranks in the
+    world.
 
     What every rank has is shared by all of them, an expert by the ranks that :meth:`join_experts` named.
     """
@@ -310,6 +311,24 @@ class Collectives:
         if tensor.device.type == "cpu":
             return [RankOrderSum(self._reductions, tensor, _tag(label))]
         return [self._reductions.all_reduce(tensor)]
+
+    def sum_among_(self, ranks: Sequence[int], tensor: torch.Tensor, label: str) -> None:
+        """Sum a contiguous ``tensor`` [n] over ``ranks`` of this group in place, in rank order;
+        half-precision numbers in float32. All ranks of the group make the call, as the backend of a device
+        asks of them. One that is not among ``ranks`` gives an empty tensor."""
+        count = len(ranks)
+        place = ranks.index(self.rank) if self.rank in ranks else None
+        sent = tensor.nbytes * (count - 1)
+        told = self._record(Traffic("scalars", tensor.numel(), sent, 0), label)
+        received = tensor.new_empty(tensor.numel() * (count - 1))
+        parts = around(tensor, place or 0, count, received)
+        # As bytes: who has no part does not know the dtype.
+        taken, given = ([each.view(torch.uint8) for each in many] for many in (parts, [tensor] * count))
+        start = functools.partial(exchange_among, self._reductions, ranks, taken, given, _tag(label))
+        peers = () if place is None or not tensor.numel() else [self._members[rank] for rank in ranks]
+        recorded = self._recorder, self._channels[self._reductions].begin(label, peers)
+        Pending(label, self.rank, start, None, told, recorded).wait()
+        tensor.copy_(sum_in_order(parts))
 
     def broadcast_(self, tensor: torch.Tensor, source: int, label: str) -> torch.Tensor:
         """Copies a contiguous ``tensor`` from rank ``source`` of the group to all ranks."""

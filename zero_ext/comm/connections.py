@@ -100,20 +100,21 @@ class Connections:
         return fastest_exchange(cast(dist.ProcessGroup, gloo), self.timeout_seconds)
 
     def with_device(self, gathers: PointToPoint, reductions: PointToPoint) -> tuple[Exchange, Exchange]:
-        """``gathers`` and ``reductions`` for tensors of the device too, over one set of connections.
+        """``gathers`` and ``reductions`` for tensors of the device too.
 
-        NCCL asks that several be used in the same order on all ranks, and then one does the same with half of
-        the memory.
+        A backend has one set of connections for both. NCCL asks that several be used in the same order on all
+        ranks, and then one does the same with half of the memory.
         """
-        if self.path.kind == "host":
-            return gathers, reductions
-        over: Exchange
         if self.path.kind == "backend":
-            over = self._over_backend(reductions)
-        else:
+            backend = self._over_backend(reductions)
+            return ExchangeByDevice(gathers, backend), ExchangeByDevice(reductions, backend)
+        if self.path.kind == "staged":
             # Host tensors have connections of their own: a thread moves the others, at times of its own.
-            over = StagedExchange(self.over_host("staged"), self.path.device)
-        return ExchangeByDevice(gathers, over), ExchangeByDevice(reductions, over)
+            return self._staged(gathers, "gathers"), self._staged(reductions, "reductions")
+        return gathers, reductions
+
+    def _staged(self, host: PointToPoint, purpose: str) -> Exchange:
+        return ExchangeByDevice(host, StagedExchange(self.over_host(f"staged {purpose}"), self.path.device))
 
     def _over_backend(self, host: Exchange) -> BackendExchange:
         store, problem = dist.PrefixStore(self.path.backend, self.store), ""

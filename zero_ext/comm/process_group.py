@@ -103,7 +103,7 @@ def make_collectives(
         recorder,
         ranks=ranks,
         reduction=added,
-        in_one_order=path.kind != "host",
+        in_one_order=path.kind == "backend",
     )
 
 

@@ -13,9 +13,19 @@ if TYPE_CHECKING:
 SMALL_BYTES = 64 << 10  # Larger tensors travel twice, in slices, so that a rank never holds all of them.
 
 
+def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of ``parts``, from the first one on; half-precision numbers add up in float32 and are
+    rounded once."""
+    dtype = parts[0].dtype
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    total = parts[0].to(wide, copy=True)
+    for other in parts[1:]:
+        total += other
+    return total.to(dtype)
+
+
 class RankOrderSum:
-    """An in-place sum of ``tensor`` over the ranks of ``exchange``, added up in rank order. Sums of
-    half-precision numbers are made in float32 and rounded once.
+    """An in-place sum of ``tensor`` over the ranks of ``exchange``, see :func:`sum_in_order`.
 
     gloo's all-reduce checks neither sizes nor tags. Ranks that call it for different tensors mix up their
     values or end the process. So each rank sends its values and every rank adds them up. For the few values
@@ -47,12 +57,7 @@ class RankOrderSum:
         """Block until the sum is in place."""
         for work in self._works:
             work.wait()
-        total = self._table[0]
-        if total.is_floating_point():
-            total = total.to(torch.promote_types(total.dtype, torch.float32))
-        for other in self._table[1:]:
-            total += other
-        total = total.to(self._table.dtype)
+        total = sum_in_order(list(self._table))
         if self._sliced:
             self._padded[self._exchange.rank] = total
             total = self._padded.view(-1)

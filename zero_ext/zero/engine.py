@@ -291,6 +291,7 @@ class Engine(Ending):
         self.optimizer_step.begin_backward(self._ends_accumulation())
         self._collected = False
         self.views.follow()
+        self.reducer.begin_backward(self._reduces_now())
         for gradients in self.reducer.gradients:
             gradients.begin_pass(keep_local=self._adds_up(gradients))
 

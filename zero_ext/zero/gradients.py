@@ -55,6 +55,7 @@ class UnitGradients:
         self._sums = False  # whether passes add up before the next reduction, alike on all ranks
         self._gathering: Pending | None = None
         self._pending: Pending | None = None
+        self._late: list[tuple[int, torch.Tensor]] = []  # gradients that wait for that gather
         self.contributed: set[int] = set()  # parameters with a gradient since the gradients were cleared
         # Counts writes to the reduced gradient from outside. Those of a ShardedGradient move no version
         # counter, because torch does not count writes that happen below its dispatcher.
@@ -90,6 +91,10 @@ class UnitGradients:
                 "Build its module with sparse=False."
             )
         # After a gradient that was thought the last: ``local`` is still being read or gathered.
+        if self.reducing and not self.unit.placement.optimizer and self.unit.collectives.in_one_order:
+            # The gather that follows begins in its turn, which is the same on all ranks.
+            self._late.append((index, gradient))
+            return
         self.finish_reduction()
         self.finish_gather()
         if self.local is None:
@@ -217,6 +222,9 @@ class UnitGradients:
             self._gathering = None
             if self.local is not None and self._slice is not None and not self._aliased:
                 self._slice.to_slice_of(self.local)
+        late, self._late = self._late, []
+        for index, gradient in late:
+            self.add(index, gradient)
 
     def finish(self) -> None:
         """After a reduction: waits for all that its result goes through. Raises ``RuntimeError`` if it could

@@ -14,6 +14,8 @@ from zero_ext.comm import Collectives
 from zero_ext.config.events import Bus, ReduceEvent
 from zero_ext.config.pace import HOMES_UNDER_WAY, REDUCTIONS_IN_FLIGHT
 from zero_ext.zero.gradients import UnitGradients
+from zero_ext.zero.lifetime import weakly
+from zero_ext.zero.reduction_schedule import ReductionSchedule
 from zero_ext.zero.together import together
 
 
@@ -55,12 +57,37 @@ class GradientReducer:
         self._position = {id(unit): index for index, unit in enumerate(self.gradients)}
         self._arrivals: list[int] | None = []
         self._next = 0
+        self._schedule: ReductionSchedule | None = None  # in a backward pass, unless a reduction begins
+        self._schedules = self._make_schedule()
         self._passed: set[int] = set()  # units that bring no more gradients in this backward pass
         self._flying: deque[UnitGradients] = deque()
         self._moving: deque[UnitGradients] = deque()
         self._edits = 0  # a checksum of how shards were changed
         self._edited = ""  # the last one
         self.settled = False  # since the last gradient: every rank holds all and knows whose there are
+
+    def _make_schedule(self) -> ReductionSchedule | None:
+        """The schedule where gathers and reductions must keep one order."""
+        if not self._collectives.in_one_order:
+            return None
+        placements = [each.unit.placement for each in self.gradients]
+        waits = any({each.grads_tier, each.optimizer_tier} != {"device"} for each in placements)
+        self._collectives.before_gather = weakly(self._before_gather)
+        return ReductionSchedule(self._collectives, *[REDUCTIONS_IN_FLIGHT] * waits)
+
+    def begin_backward(self, reduces: bool) -> None:
+        """A backward pass begins, in which gradients are reduced or not."""
+        if reduces and self._schedules is not None:
+            self._schedule = self._schedules
+            self._schedule.begin()
+
+    def _before_gather(self) -> None:
+        schedule, self._schedule = self._schedule, None
+        if schedule is not None:
+            due = schedule.at_gather(self._next)
+            while self._next < due:
+                self._start_next()
+        self._schedule = schedule
 
     def arrived(self, gradients: UnitGradients) -> None:
         """Tells that ``gradients`` is complete; starts every reduction whose turn has come."""
@@ -75,7 +102,8 @@ class GradientReducer:
         self._start_ready()
 
     def _start_ready(self) -> None:
-        while self._next < len(self._order):
+        most = len(self._order) if self._schedule is None else self._schedule.most
+        while self._next < min(len(self._order), most):
             index = self._order[self._next]
             if not (self.gradients[index].complete or index in self._passed):
                 return
@@ -83,8 +111,11 @@ class GradientReducer:
 
     def end_backward(self, reduce: bool) -> None:
         """At the end of a backward pass: reduces what is left of the order and waits for everything."""
+        schedule, self._schedule = self._schedule, None
         while reduce and self._next < len(self._order):
             self._start_next()
+        if reduce and schedule is not None and self._arrivals is None:
+            schedule.learn()
         self._drain()
         self._next = 0
         self._passed.clear()
@@ -182,8 +213,11 @@ class GradientReducer:
     def _start_next(self) -> None:
         gradients = self.gradients[self._order[self._next]]
         self._next += 1
+        # Gathers of gradients follow from reductions, on all ranks in the same places.
+        schedule, self._schedule = self._schedule, None
         if not gradients.frozen:
             self._start(gradients)
+        self._schedule = schedule
 
     def _start(self, gradients: UnitGradients) -> None:
         while len(self._flying) >= REDUCTIONS_IN_FLIGHT:

@@ -1,0 +1,161 @@
+"""One order of gathers and reductions on all ranks of a device, whenever gradients arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zero_ext
+from tests.accelerator.stand_in import BACKEND
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from zero_ext.comm import BackendExchange
+from zero_ext.zero import engine_of
+from zero_ext.zero.reducer import GradientReducer
+from zero_ext.zero.reduction_schedule import ReductionSchedule
+
+WIDTH = 24
+BEGUN = ("gather", "all_to_all", "reduce_scatter", "broadcast", "all_reduce")
+
+
+class Block(nn.Module):
+    """Its second matrix is used only where ``uses`` says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.uses = True
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + torch.tanh(self.first(hidden))
+        return hidden + torch.tanh(self.second(hidden)) if self.uses else hidden
+
+
+class Uneven(nn.Module):
+    """Its scale gets its gradient at the beginning of backward; at the end where it is used ``early``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.early = False
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden * self.scale if self.early else hidden
+        for block in self.blocks:
+            hidden = block(hidden)
+        return (hidden if self.early else hidden * self.scale).square().mean()
+
+
+def losses(world: World, model: nn.Module, inner: Uneven) -> Iterator[torch.Tensor]:
+    """Of steps in which ranks use other matrices, and use the scale at other places."""
+    generator = torch.Generator().manual_seed(world.seed + world.rank)
+    for step in range(5):
+        inner.early = step > 0 and world.rank == 1
+        for number, block in enumerate(inner.blocks):
+            block.uses = step == 0 or (number + step) % (world.rank + 2) != 0
+        yield model(torch.randn(3, WIDTH, generator=generator).to(inner.blocks[0].first.weight.device))
+
+
+def trained_plainly(world: World) -> list[torch.Tensor]:
+    torch.manual_seed(world.seed)
+    model = Uneven()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for loss in losses(world, model, model):
+        loss.backward()
+        for parameter in model.parameters():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(gradient, group=world.group)
+            parameter.grad = gradient / world.size
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value.detach() for value in model.state_dict().values()]
+
+
+def trained(world: World, config: dict[str, Any]) -> tuple[list[torch.Tensor], list[list[str]]]:
+    """Parameters after these steps on the strict stand-in, and what each rank began there."""
+    torch.manual_seed(world.seed)
+    inner = Uneven().to("stand_in")
+    group = dist.new_group(backend=BACKEND)
+    assert isinstance(group, dist.ProcessGroup)
+    begun: list[str] = []
+    original = {name: getattr(BackendExchange, name) for name in BEGUN}
+
+    def noting(name: str) -> Any:
+        def call(exchange: BackendExchange, tensor: Any, *rest: Any) -> Any:
+            first = tensor if isinstance(tensor, torch.Tensor) else tensor[(exchange.rank + 1) % world.size]
+            begun.append(f"{name} of {first.numel()} {first.dtype}")
+            return original[name](exchange, tensor, *rest)
+
+        return call
+
+    with mock.patch.multiple(BackendExchange, **{name: noting(name) for name in BEGUN}):
+        optimizer = torch.optim.SGD(inner.parameters(), 0.1)
+        model, optimizer = zero_ext.prepare(inner, optimizer, config, process_group=group)
+        for loss in losses(world, model, inner):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        values = [value.cpu() for value in zero_ext.full_state_dict(model, rank0_only=False).values()]
+    assert engine_of(model).collectives.in_one_order
+    dist.destroy_process_group(group)
+    return values, world.everyone(begun)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(3, stand_in=True)
+def test_ranks_begin_everything_in_one_order(world: World, stage: int) -> None:
+    config = {"stage": stage, "units": {"prefetch_elements": 1, "bucket_elements": 700}}
+    found, begun = trained(world, config)
+    assert len(begun[0]) > 50
+    assert begun[1] == begun[0] and begun[2] == begun[0]
+    for one, other in zip(found, trained_plainly(world), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(3, stand_in=True)
+def test_without_the_schedule_ranks_differ(world: World) -> None:
+    """The test above would notice."""
+    config = {"stage": 3, "units": {"prefetch_elements": 1}, "timeout_seconds": 20}
+    without = mock.patch.object(GradientReducer, "_make_schedule", lambda self: None)
+    with without, pytest.raises(RuntimeError, match="different"):
+        trained(world, config)
+
+
+class Counts:
+    """In the place of collectives: agreements answer with the largest of some numbers."""
+
+    def __init__(self, others: list[int]) -> None:
+        self.world_size, self.rank, self.agreements = 1 + len(others), 0, 0
+        self._others = others
+
+    def gather(self, counts: torch.Tensor, own: torch.Tensor, kind: str, label: str) -> Any:
+        assert own.data_ptr() == counts.data_ptr()
+        counts[1:] = torch.tensor(self._others)
+        self.agreements += 1
+        return mock.Mock()
+
+
+def test_places_are_learned_and_kept() -> None:
+    collectives: Any = Counts([2, 0])
+    schedule = ReductionSchedule(collectives, ahead=2)
+    schedule.begin()
+    assert schedule.most == 2
+    assert [schedule.at_gather(begun) for begun in (0, 3)] == [2, 3] and schedule.most == 3 + 2
+    assert collectives.agreements == 2
+    schedule.learn()
+    schedule.begin()
+    assert schedule.most == 2  # another one waits, even where it is ready
+    assert [schedule.at_gather(begun) for begun in (0, 2)] == [2, 3] and collectives.agreements == 2
+    assert schedule.most > 1000  # no gather is expected
+    assert schedule.at_gather(5) == 5 and collectives.agreements == 3  # and one comes
+    schedule.learn()
+    schedule.begin()
+    assert [schedule.at_gather(0) for _ in range(3)] == [2, 3, 5] and collectives.agreements == 3
