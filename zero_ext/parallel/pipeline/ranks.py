@@ -46,7 +46,8 @@ class PipelineRanks:
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """``values``, float64 on the CPU, summed over the ranks."""
         with self.failing_together():
-            place = values.to(self._device if dist.get_backend(self.group) == "nccl" else "cpu")
+            serves_host = "cpu:" in dist.get_backend_config(self.group)
+            place = values.to("cpu" if serves_host else self._device)
             dist.all_reduce(place, group=self.group)
         return place.cpu()
 
