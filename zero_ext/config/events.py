@@ -23,7 +23,8 @@ class StepEnd:
         loss: mean loss of the step's micro-batches on this rank: the sum of what went through
             ``model.backward`` or ``model.scale_loss``, each divided by their number before, as loops do. None
             when the engine did not see it, and on an accelerator, see :class:`DeviceStepEnd`.
-        grad_norm: global gradient norm before clipping, None when nothing asked for it.
+        grad_norm: global gradient norm before clipping, None when nothing asked for it, and where the host
+            does not know it yet, see :class:`DeviceStepEnd`.
         lr: learning rate of each param group during the step.
         skipped: True when non-finite gradients made all ranks leave the parameters as they were.
         loss_scale: scale the losses were multiplied with (1.0 without loss scaling).
@@ -78,11 +79,13 @@ class DeviceStepEnd:
     Attributes:
         step: its number.
         loss: as :class:`StepEnd` has it; None when the engine did not see it.
+        grad_norm: as :class:`StepEnd` has it; None when nothing asked for it, and where that has it.
         seconds: what each of the phases that :class:`PhaseEnd` told of took in the device's stream.
     """
 
     step: int
     loss: float | None
+    grad_norm: float | None
     seconds: Mapping[Phase, float]
 
 

@@ -102,8 +102,8 @@ class Monitor:
         for step, row in self._open:
             if step == event.step:
                 row.update({f"device/{phase}": seconds for phase, seconds in event.seconds.items()})
-                if row["loss"] is None:
-                    row["loss"] = event.loss
+                for name, value in (("loss", event.loss), ("grad_norm", event.grad_norm)):
+                    row[name] = value if row[name] is None else row[name]
         while self._open and self._open[0][0] <= event.step:
             self._write()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 from zero_ext.config.events import DeviceStepEnd, Event, StepEnd
 from zero_ext.monitor.values import Source
@@ -15,7 +16,7 @@ class StepLog:
     """Subscriber that prints step, loss, rates, gradient norm, loss scale and time every ``steps`` steps, and
     of that step what ``sources`` say of times and memory; these hear the events before it does.
 
-    The loss of an accelerator is that of an earlier step, as a rule the one before, and says so.
+    Loss and norm of an accelerator are those of an earlier step, as a rule the one before, and say so.
     """
 
     def __init__(self, steps: int, sources: Sequence[Source] = ()) -> None:
@@ -35,10 +36,9 @@ class StepLog:
         self._skipped += event.skipped
         if event.step % self._steps:
             return
-        facts = [f"step {event.step}", *self._loss(event)]
+        facts = [f"step {event.step}", *self._late("loss", event, event.loss)]
         facts.append("lr " + ", ".join(f"{lr:.4g}" for lr in event.lr))
-        if event.grad_norm is not None:
-            facts.append(f"gradient norm {event.grad_norm:.4g}")
+        facts += self._late("gradient norm", event, event.grad_norm)
         if event.loss_scale != 1.0:
             facts.append(f"loss scale {event.loss_scale:g}, {self._skipped} skipped")
         facts.append(f"{self._seconds / self._steps:.3g} s a step")
@@ -46,13 +46,15 @@ class StepLog:
         print(" | ".join(facts), file=sys.stderr, flush=True)
         self._seconds, self._skipped = 0.0, 0
 
-    def _loss(self, event: StepEnd) -> list[str]:
-        if event.loss is not None:
-            return [f"loss {event.loss:.4g}"]
+    def _late(self, what: Literal["loss", "gradient norm"], event: StepEnd, value: float | None) -> list[str]:
+        """A number of the step that ``event`` tells of, or of the last one that the device has ended."""
+        if value is not None:
+            return [f"{what} {value:.4g}"]
         arrived = self._arrived
-        if arrived is None or arrived.loss is None or arrived.step <= event.step - self._steps:
+        if arrived is None or arrived.step <= event.step - self._steps:
             return []
-        return [f"loss of step {arrived.step} {arrived.loss:.4g}"]
+        late = arrived.loss if what == "loss" else arrived.grad_norm
+        return [] if late is None else [f"{what} of step {arrived.step} {late:.4g}"]
 
     def _groups(self, event: StepEnd) -> list[str]:
         found: dict[str, list[str]] = {}

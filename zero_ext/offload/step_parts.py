@@ -129,8 +129,13 @@ class StepStaging:
         return self._rooms[tier].device.of(home.tier) == self._rooms[tier].device.of(tier)
 
     def beside(self, tier: Tier, *small: torch.Tensor) -> list[torch.Tensor]:
-        """See :meth:`Device.beside`."""
-        return self._rooms[tier].device.beside(tier, *small)
+        """See :meth:`Device.beside`; those that lie in such memory stay where they are."""
+        device = self._rooms[tier].device
+        far = [each for each in small if each.device.type == "cpu"]
+        if len(far) == len(small):
+            return device.beside(tier, *far)
+        come = iter(device.beside(tier, *far))
+        return [next(come) if each.device.type == "cpu" else each for each in small]
 
     def send(self, values: torch.Tensor, output: ShardHome, tier: Tier) -> None:
         """Replaces all of ``output`` [n] in another tier by ``values`` [n] of memory of ``tier``, cast."""

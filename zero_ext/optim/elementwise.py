@@ -30,6 +30,8 @@ class ElementwiseStepper:
     (step counts, averages' coefficients) is the same everywhere.
     """
 
+    reads_scale_on_device = False
+
     def __init__(
         self, optimizer: torch.optim.Optimizer, ranges: Sequence[OwnedRange], staging: StepStaging
     ) -> None:

@@ -29,6 +29,8 @@ class ElementwiseStream:
     parameter.
     """
 
+    reads_scale_on_device = False
+
     def __init__(
         self, optimizer: torch.optim.Optimizer, ranges: Sequence[OwnedRange], staging: StepStaging
     ) -> None:

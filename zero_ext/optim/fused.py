@@ -49,6 +49,15 @@ class FusedStepper(ABC):
         self._moments = moments
         self._flag: NonFiniteFlag | None = None
 
+    @property
+    def reads_scale_on_device(self) -> bool:
+        """See :class:`Stepper`: where state and parameters are all there. What goes through staging memory
+        goes on, whatever the kernels left in it."""
+        return all(
+            owned.state.tier == "device" and (owned.output is None or owned.output.tier == "device")
+            for owned in self._ranges
+        )
+
     def watch(self, flag: NonFiniteFlag) -> None:
         """Raise ``flag`` for results that are not finite. See :meth:`Stepper.watch`."""
         self._flag = self._moments.flag = flag

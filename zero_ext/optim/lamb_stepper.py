@@ -63,6 +63,8 @@ class LambStepper(FusedStepper):
     The norms are those of whole parameters, whatever ranges these are cut into.
     """
 
+    reads_scale_on_device = False
+
     def __init__(
         self,
         groups: list[dict[str, Any]],

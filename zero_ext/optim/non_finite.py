@@ -11,14 +11,10 @@ class NonFiniteFlag:
     """A flag that is raised when an update makes a master weight or moment NaN or infinite.
 
     There is one flag for each device that has state, so that an update never waits for another device.
-    ``waits`` says, alike on all ranks, that :meth:`lower` may tell of an update later than in the call that
-    follows it: the model trains on an accelerator, which may have state.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.waits = device.type != "cpu"
+    def __init__(self) -> None:
         self._flags: dict[torch.device, torch.Tensor] = {}
-        self._seen: dict[torch.device, tuple[torch.Tensor, torch.Event]] = {}  # copies on their way here
 
     def on(self, device: torch.device) -> torch.Tensor:
         """Return the flag, int32 [1], that kernels on ``device`` raise."""
@@ -30,31 +26,18 @@ class NonFiniteFlag:
         """Raise the flag if ``values`` [n] hold NaN or infinity. An accelerator is not waited for."""
         ops.flag_non_finite_(values, self.on(values.device))
 
-    def lower(self) -> bool:
-        """Lower the flag and return whether it was raised.
+    def is_raised_on(self, device: torch.device) -> bool:
+        """Return whether it was raised by kernels on ``device``, which is waited for."""
+        return device in self._flags and bool(self._flags[device])
 
-        An accelerator is not waited for: this looks at a copy that an earlier call asked for.
-        """
-        found = [self._raised(device, flag) for device, flag in self._flags.items()]
-        raised = any(found)
-        if raised:
-            self._seen.clear()
-            for flag in self._flags.values():
-                flag.zero_()
-        return raised
+    def is_raised(self) -> bool:
+        """Return whether it was raised; every device that has state is waited for."""
+        return any(map(bool, self._flags.values()))
 
-    def _raised(self, device: torch.device, flag: torch.Tensor) -> bool:
-        if device.type == "cpu":
-            return bool(flag)
-        copy, arrived = self._seen.get(device, (None, None))
-        if arrived is not None and not arrived.query():
-            return False
-        raised = copy is not None and bool(copy)
-        if copy is None:
-            copy = torch.empty_like(flag, device="cpu", pin_memory=True)
-        copy.copy_(flag, non_blocking=True)
-        self._seen[device] = copy, torch.accelerator.current_stream(device).record_event()
-        return raised
+    def lower(self) -> None:
+        """Lower the flag."""
+        for flag in self._flags.values():
+            flag.zero_()
 
 
 def flag_on(flag: NonFiniteFlag | None, device: torch.device) -> torch.Tensor | None:

@@ -21,6 +21,8 @@ class SplitStepper:
     ``parts`` are steppers with the indices, counted here, of the ranges that they were made for.
     """
 
+    reads_scale_on_device = False
+
     def __init__(self, parts: Sequence[tuple[Stepper, Sequence[int]]]) -> None:
         self._parts = [(stepper, tuple(indices)) for stepper, indices in parts]
         self._owner = {

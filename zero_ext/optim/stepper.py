@@ -48,7 +48,15 @@ Total = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 
 class Stepper(Protocol):
-    """Updates owned ranges. ``index`` counts the ranges given at construction."""
+    """Updates owned ranges. ``index`` counts the ranges given at construction.
+
+    ``reads_scale_on_device`` says that :meth:`step` takes a ``scale`` in the device's memory, and changes
+    nothing but its scalars where that is not finite. Else ``scale`` is finite and in host memory.
+    """
+
+    @property
+    def reads_scale_on_device(self) -> bool:
+        """See above."""
 
     def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
         """One optimizer step on some ranges: gradients times ``scale`` (0-d float32), for the parameters

@@ -36,6 +36,8 @@ class Delayed(AfterBackward):
     the live ``groups``. :meth:`finish` makes the parameters follow, see :meth:`MasterShard.publish`.
     """
 
+    obeys_scale = False
+
     def __init__(
         self,
         stepper: Stepper,

@@ -34,7 +34,7 @@ from zero_ext.zero.on_demand import OnDemandAccess
 from zero_ext.zero.partition import Owned, uses_up_gradients
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.postponed import Postponed
-from zero_ext.zero.reducer import GradientReducer, Settings
+from zero_ext.zero.reducer import GradientReducer
 from zero_ext.zero.residency import Residency
 from zero_ext.zero.state import EngineState, TrainedState
 from zero_ext.zero.step import OptimizerStep
@@ -90,13 +90,13 @@ class Engine(Ending):
         trained = list(self._gradients.values())
         starts = _first_places(owned, [each.unit for each in trained])
         uncounted = {item.parameter for item in owned if not item.counted}
-        self.norms = GradientNorms(trained, collectives, uncounted)
+        self.norms = GradientNorms(trained, collectives, tiers.device, uncounted)
         self._tied = TiedGradients(trained, collectives.model)
         scales_loss = any(unit.layout.dtype is torch.float16 for unit in self.units)
         self.optimizer_step = OptimizerStep(
             self.masters, self._gradients, self.norms, collectives, tiers, config, scales_loss
         )
-        self.reducer = GradientReducer(trained, starts, collectives, self._bus, self.optimizer_step.reduced)
+        self.reducer = GradientReducer(trained, starts, collectives, self._bus, self.optimizer_step)
         limits = (config.units.live_elements, config.units.prefetch_elements)
         self.access = OnDemandAccess(self)
         self.residency = Residency(self.units, *limits, self._bus, weakly(self.access.commit))
@@ -165,7 +165,8 @@ class Engine(Ending):
 
     @property
     def grad_norm(self) -> float | None:
-        """Global gradient norm of the last step before clipping; None if nothing asked for it."""
+        """Global gradient norm of the last step before clipping; None if nothing asked for it. The host waits
+        for a device that has not computed it yet."""
         return self.optimizer_step.grad_norm
 
     @property
@@ -312,7 +313,8 @@ class Engine(Ending):
             if self._collected:
                 reduces = self._reduces_now()
                 self.reducer.end_backward(reduces)
-                if reduces:
+                self.reducer.settled = False
+                if reduces and self._ends_accumulation():
                     # Ranks may have used other parameters; torch.nn.utils takes the norm over those it sees.
                     self.reducer.settle()
                 self.passes += 1
@@ -371,9 +373,10 @@ class Engine(Ending):
         self.optimizer_step.refuse_local("reading or changing averaged gradients")
         self._settle_gradients()
 
-    def _settle_gradients(self, settings: Settings | None = None) -> None:
+    def _settle_gradients(self) -> None:
         self.views.follow()
-        self.reducer.settle(not self.optimizer_step.keeps_local, settings)
+        if not self.reducer.settled:
+            self.reducer.settle(not self.optimizer_step.keeps_local)
         self._tied.sum_()
         self.norms.forget()  # where a rank holds whole gradients they may have been written to directly
         self.views.publish()
@@ -392,6 +395,7 @@ class Engine(Ending):
             for parameter in gradients.unit.parameters:
                 parameter.grad = None
         self.passes = 0
+        self.reducer.settled = False
         self.norms.forget()
 
     def step(self) -> bool:
@@ -404,12 +408,13 @@ class Engine(Ending):
         self._refuse_early_step()
         self.residency.forget_values()  # what was fetched ahead has the values before the update
         with together_in_model(self.collectives.model):
-            self._settle_gradients(self.optimizer_step)
-            stepped = self.optimizer_step.run()
+            self._settle_gradients()
+            stepped = self.optimizer_step.run(self.reducer.edits)
         if stepped and not self.optimizer_step.under_way:
             for gradients in self.reducer.gradients:
                 gradients.unit.forbid_saved(gradients.contributed)
         self.passes = 0
+        self.reducer.settled = False
         if self.optimizer_step.clears_gradients:
             self.clear_gradients()
         self._clock.end("step", began)
@@ -420,7 +425,7 @@ class Engine(Ending):
     def _tell(self, skipped: bool) -> None:
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
-        loss = self._clock.end_step(self.steps)
+        loss = self._clock.end_step(self.steps, self.optimizer_step.late_norm)
         if self._bus:
             self._bus.publish(self.optimizer_step.end(skipped, loss, seconds))
 
@@ -466,6 +471,8 @@ class Engine(Ending):
         step = self.optimizer_step
         if not replaced:
             step.refuse_damage()
+            if not (self.hooks.calls or self.backward_pass.running):
+                step.judge()
         if not step.under_way:
             return
         if not replaced:

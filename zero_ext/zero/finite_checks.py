@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -142,23 +142,30 @@ class FiniteChecks:
         sum_over_model(self._collectives.model, flags, f"agreement on {what} over the model")
         return [bool(count) for count in flags.tolist()]
 
-    def names(self, stepper: Stepper | None = None, local: bool = False) -> NonFiniteNames:
+    def names(
+        self,
+        stepper: Stepper | None = None,
+        local: bool = False,
+        found_before: Collection[tuple[int, int]] | None = None,
+    ) -> NonFiniteNames:
         """Return the names of what is not finite on any rank that shares the state; a collective.
 
         Args:
             stepper: whose moments are looked at, too; None leaves them aside.
             local: whether to look at unreduced gradients rather than reduced ones.
+            found_before: unit and number of the parameters whose gradients this rank knows not to have been
+                finite, where these are gone; None where they are there to be looked at.
         """
         tiers = {master.state.tier for master in self._masters} | {each.home.tier for each in self._gradients}
         found: torch.Tensor
         if "nvme" in tiers:
             found = together(
                 self._collectives,
-                lambda: self._table(stepper, local),
+                lambda: self._table(stepper, local, found_before),
                 "looking for values that are not finite",
             )
         else:
-            found = self._table(stepper, local)
+            found = self._table(stepper, local, found_before)
         found = self._collectives.sum_(found, "names of what is not finite")
         specs = [
             (spec.name, bool(expert_ranks(parameter)))
@@ -171,7 +178,9 @@ class FiniteChecks:
         )
         return NonFiniteNames(gradients, weights, moments, self._collectives.model is not None)
 
-    def _table(self, stepper: Stepper | None, local: bool) -> torch.Tensor:
+    def _table(
+        self, stepper: Stepper | None, local: bool, found_before: Collection[tuple[int, int]] | None
+    ) -> torch.Tensor:
         """For each parameter whether its gradient, its weights and its moments are not finite here."""
         look = _local_is_finite if local else _reduced_is_finite
         rows = []
@@ -179,7 +188,7 @@ class FiniteChecks:
             moments = _bad_moments(stepper, index) if stepper is not None else frozenset()
             rows += [
                 (
-                    not look(gradients, number),
+                    not look(gradients, number) if found_before is None else (index, number) in found_before,
                     not _weights_are_finite(master, number),
                     spec.name in moments,
                 )

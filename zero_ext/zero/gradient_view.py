@@ -154,7 +154,7 @@ class GradientViews:
         self._settle()
         norms = self._engine.norms
         value = norms.of(gradients, number) if norm_type == 2 else norms.largest(gradients, number)
-        return torch.tensor(value, dtype=torch.float32, device=self._engine.device)
+        return value.float()
 
     def change(self, key: object, change: Callable[[torch.Tensor], object], described: str) -> None:
         """See :class:`GradientAccess`."""

@@ -326,11 +326,15 @@ class UnitGradients:
             for part in self.home.visit(begin, end):
                 squares.add(part)
 
-    def largest(self, index: int) -> float:
-        """The largest absolute value of one parameter's gradient held here; 0 if there is none."""
-        parts = (part for begin, end in self._own_ranges(index) for part in self.home.visit(begin, end))
-        norms = (torch.linalg.vector_norm(part, float("inf")).item() for part in parts if part.numel())
-        return max(norms, default=0.0)
+    def largest(self, index: int, device: torch.device) -> torch.Tensor:
+        """Return the largest absolute value of one parameter's gradient held here, float64 [1] on ``device``;
+        0 if there is none."""
+        found = [torch.zeros((), dtype=torch.float64, device=device)]
+        for begin, end in self._own_ranges(index):
+            for part in self.home.visit(begin, end):
+                if part.numel():
+                    found.append(torch.linalg.vector_norm(part, float("inf")).to(device).double())
+        return torch.stack(found).amax(0, keepdim=True)
 
     def clear_parameter(self, index: int) -> None:
         """Forgets the gradient of one parameter, here and in the reduced shard."""

@@ -29,6 +29,7 @@ class InBackward(AfterBackward):
     """
 
     clears = True
+    obeys_scale = False
 
     def __init__(
         self,

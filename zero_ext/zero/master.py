@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
+from torch import nn
 
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier
 from zero_ext.offload import MASTER, ShardHome, Tiers, Values, part_of, put, replace
+from zero_ext.optim import OwnedRange, Segment
 from zero_ext.zero.expert import expert_ranks
 from zero_ext.zero.layout import Overlap
 from zero_ext.zero.together import together
@@ -52,6 +54,18 @@ class MasterShard:
         self._staging = tiers.staging
         self.overlaps: tuple[Overlap, ...] = tuple(layout.overlaps(self.begin, self.end))
         self._overlap_of = {overlap.index: overlap for overlap in self.overlaps}
+
+    def owned_range(self, group_of: Mapping[nn.Parameter, int]) -> OwnedRange:
+        """Return what an optimizer steps of the parameters in ``group_of``, by the numbers of their param
+        groups."""
+        segments = []
+        for number, parameter in enumerate(self.unit.parameters):
+            if parameter not in group_of:
+                continue
+            part = self._overlap_of.get(number, Overlap(number, 0, 0, 0))
+            name, group = self.unit.layout.specs[number].name, group_of[parameter]
+            segments.append(Segment(name, group, part.parameter_start, part.range_start, part.numel))
+        return OwnedRange(self.state, self.step_output, tuple(segments))
 
     def put(self, index: int, start: int, values: torch.Tensor) -> None:
         """Takes elements of parameter ``index``, in memory order from ``start`` on, without rounding; those

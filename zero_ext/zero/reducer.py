@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -18,15 +18,27 @@ from zero_ext.zero.lifetime import weakly
 from zero_ext.zero.reduction_schedule import ReductionSchedule
 from zero_ext.zero.together import together
 
+_CHECKSUMS = (1 << 20) - 1
 
-class Settings(Protocol):
-    """What all ranks have to make a step with."""
 
-    def checksum(self) -> int:
-        """Return a number from 1 to 2**20 - 1 that is the same where the settings are."""
+class Listener(Protocol):
+    """Who hears of reductions, and has news that travels with every agreement on gradients."""
 
-    def refuse_different(self) -> None:
-        """Raise ``RuntimeError`` on all ranks and name the first setting that differs; a collective."""
+    def reduced(self, gradients: UnitGradients) -> None:
+        """A reduction is finished; of one that is late, so are some others."""
+
+    def has_bad_news(self) -> bool:
+        """Return whether this rank knows that an earlier step was not made."""
+
+    def hear(self, bad: bool) -> None:
+        """Take whether any rank has ``bad`` news, as all of them hear at this point."""
+
+
+class Edits(NamedTuple):
+    """How shards of gradients were changed in place since the gradients were cleared."""
+
+    checksum: int = 0  # from 0 to 2**20 - 2, the same on ranks that made the same changes
+    last: str = ""
 
 
 class GradientReducer:
@@ -37,8 +49,7 @@ class GradientReducer:
     (``starts``); after the first step, rank 0's order of arrival. Gradients that come after their unit's
     reduction stay local until the next backward pass or :meth:`settle`. A unit that backward has passed is
     not waited for: the other ranks may have its gradients, wait for this one's part, and come to none of the
-    gathers that it needs to go on. ``on_reduced`` hears of every
-    reduction that is finished, of one that is late once some others are.
+    gathers that it needs to go on.
     """
 
     def __init__(
@@ -47,9 +58,10 @@ class GradientReducer:
         starts: Sequence[int],
         collectives: Collectives,
         bus: Bus,
-        on_reduced: Callable[[UnitGradients], None],
+        listener: Listener,
     ) -> None:
-        self._on_reduced = on_reduced
+        self._listener = listener
+        self._agreements = 0
         self.gradients = tuple(gradients)
         self._collectives = collectives
         self._bus = bus
@@ -62,8 +74,7 @@ class GradientReducer:
         self._passed: set[int] = set()  # units that bring no more gradients in this backward pass
         self._flying: deque[UnitGradients] = deque()
         self._moving: deque[UnitGradients] = deque()
-        self._edits = 0  # a checksum of how shards were changed
-        self._edited = ""  # the last one
+        self.edits = Edits()
         self.settled = False  # since the last gradient: every rank holds all and knows whose there are
 
     def _make_schedule(self) -> ReductionSchedule | None:
@@ -120,17 +131,15 @@ class GradientReducer:
         self._next = 0
         self._passed.clear()
 
-    def settle(self, reduce: bool = True, settings: Settings | None = None) -> bool:
+    def settle(self, reduce: bool = True) -> bool:
         """Before gradients are read, on all ranks: reduces whatever any rank still holds locally, unless
-        ``reduce`` is False, and compares the ``settings`` of a step.
+        ``reduce`` is False. The one agreement of a step that the host waits for.
 
         Afterwards ``contributed`` names the parameters that got a gradient on any rank. Returns whether these
         were the same on every rank before. Raises :class:`FailedTogether` on all ranks where gradients on
-        NVMe are lost on one, and ``RuntimeError`` on all where :meth:`note_edit` or the settings differed
-        between them.
+        NVMe are lost on one.
         """
-        self.settled = True
-        alike = self._settle(reduce, settings)
+        alike = self._settle(reduce)
         if any(gradients.home.tier == "nvme" for gradients in self.gradients):
             together(
                 self._collectives,
@@ -139,6 +148,7 @@ class GradientReducer:
                 "The gradients of this step are lost, nothing was updated: call optimizer.zero_grad() and "
                 "repeat it.",
             )
+        self.settled = True
         return alike
 
     def _raise_failure(self) -> None:
@@ -146,28 +156,25 @@ class GradientReducer:
             if gradients.home.failure is not None:
                 raise gradients.home.failure
 
-    def _settle(self, reduce: bool, settings: Settings | None) -> bool:
+    def _settle(self, reduce: bool) -> bool:
+        bad = self._listener.has_bad_news()
         if self._collectives.world_size == 1:
+            self._listener.hear(bad)
             for gradients in self.gradients:
                 if gradients.has_local:
                     self._start(gradients)
             self._drain()
             return True
-        edits = self._edits % (1 << 20)
-        steps_by = 0 if settings is None else settings.checksum()
-        flags = [edits, edits**2, steps_by, steps_by**2]
-        flags += [int(gradients.has_local) for gradients in self.gradients]
+        flags = [int(bad), *(int(gradients.has_local) for gradients in self.gradients)]
         for gradients in self.gradients:
             flags += [int(i in gradients.contributed) for i in range(len(gradients.unit.parameters))]
+        # A rank that makes one more agreement than the others must not take part in their next one.
+        self._agreements += 1
         agreed = self._collectives.sum_(
-            torch.tensor(flags, dtype=torch.int64, device="cpu"), "agreement on gradients"
+            torch.tensor(flags, dtype=torch.int64, device="cpu"),
+            f"agreement on gradients number {self._agreements}",
         ).tolist()
-        self._refuse_different_edits(*agreed[:2])
-        total, squares = agreed[2:4]
-        # Alike, or the other ranks are simulated and answer nothing.
-        if settings is not None and total**2 not in (self._collectives.world_size * squares, squares):
-            settings.refuse_different()
-        del agreed[:4]
+        self._listener.hear(bool(agreed.pop(0)))
         position = len(self.gradients)
         alike = all(ranks in (0, self._collectives.world_size) for ranks in agreed[position:])
         for leftover, gradients in zip(agreed, self.gradients, strict=False):
@@ -185,25 +192,14 @@ class GradientReducer:
         return alike
 
     def note_edit(self, name: str, what: str) -> None:
-        """A shard of the gradient of parameter ``name`` is changed as ``what`` says; see :meth:`settle`."""
-        self._edits = zlib.crc32(f"{name} {what}".encode(), self._edits)
-        self._edited = f"'{name}'.grad by {what}"
+        """A shard of the gradient of parameter ``name`` is changed as ``what`` says; compared between the
+        ranks by the step."""
+        checksum = zlib.crc32(f"{name} {what}".encode(), self.edits.checksum) % _CHECKSUMS
+        self.edits = Edits(checksum, f"'{name}'.grad by {what}")
 
     def forget_edits(self) -> None:
         """The gradients that were changed are gone."""
-        self._edits, self._edited = 0, ""
-
-    def _refuse_different_edits(self, total: int, squares: int) -> None:
-        edited = self._edited or "nothing"
-        self.forget_edits()
-        # Alike if and only if the mean of the squares is the square of the mean.
-        if total**2 != self._collectives.world_size * squares:
-            raise RuntimeError(
-                "param.grad was changed in place: expected the same calls with the same numbers on all "
-                f"ranks, as each changes its own part, got others on some (last on this one: {edited}). The "
-                "gradients are lost: call optimizer.zero_grad() and repeat the step with numbers that the "
-                "ranks agree on."
-            )
+        self.edits = Edits()
 
     def _adopt_order(self, arrivals: list[int]) -> None:
         rest = [index for index in self._order if index not in arrivals]
@@ -238,14 +234,14 @@ class GradientReducer:
             unit = gradients.unit
             self._bus.publish(ReduceEvent(unit.name, unit.layout.numel, time.perf_counter() - began))
         if not gradients.home.is_late:
-            self._on_reduced(gradients)
+            self._listener.reduced(gradients)
 
     def _settle_oldest(self) -> None:
         gradients = self._moving.popleft()
         gradients.home.settle()
         if gradients.home.is_late:
             # What uses it on the host would stand still with the device until it is there.
-            self._on_reduced(gradients)
+            self._listener.reduced(gradients)
 
     def _drain(self) -> None:
         while self._flying:

@@ -10,8 +10,9 @@ from zero_ext import ops
 class Squares:
     """A sum of squares, exact and the same in any order; each device adds up what it holds."""
 
-    def __init__(self) -> None:
-        self._sums: dict[torch.device, torch.Tensor] = {}
+    def __init__(self, *sums: torch.Tensor) -> None:
+        """Add to ``sums``, int64 [:data:`zero_ext.ops.ACCUMULATOR_ENTRIES`], one per device at most."""
+        self._sums = {each.device: each for each in sums}
 
     def add(self, values: torch.Tensor) -> None:
         """Adds the squares of ``values`` [n]; nobody waits for the device that holds them."""

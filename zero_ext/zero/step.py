@@ -11,32 +11,41 @@ from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.config.events import StepEnd
 from zero_ext.offload import Tiers
-from zero_ext.optim import OwnedRange, Segment, Stepper, Total
+from zero_ext.optim import OwnedRange, Stepper, Total
 from zero_ext.optim.non_finite import NonFiniteFlag
 from zero_ext.optim.one_bit.stepper import OneBitStepper
 from zero_ext.zero.compressed import CompressedUpdates
 from zero_ext.zero.delayed import Delayed
-from zero_ext.zero.finite_checks import FiniteChecks, NonFiniteState, advice_on
+from zero_ext.zero.finite_checks import FiniteChecks
 from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.in_backward import InBackward
-from zero_ext.zero.layout import Overlap
+from zero_ext.zero.launched_steps import DecidedStep, LaunchedSteps
 from zero_ext.zero.loss_scaler import LossScaler
 from zero_ext.zero.master import MasterShard
+from zero_ext.zero.model_ranks import sum_over_model
 from zero_ext.zero.norms import GradientNorms
-from zero_ext.zero.rank_agreement import Hyperparameters, refuse_different_facts
+from zero_ext.zero.rank_agreement import Hyperparameters
+from zero_ext.zero.reducer import Edits
+from zero_ext.zero.step_errors import StepErrors
+from zero_ext.zero.step_verdict import WEIGHTS, OwnFacts, Verdict, gradient_scale
 from zero_ext.zero.together import FailedTogether, together
 from zero_ext.zero.unit import Unit
 from zero_ext.zero.update import MIXTURE, AfterBackward, any_stored, settings_of
 
 Groups = list[dict[str, Any]]
+_CPU = torch.device("cpu")
 
 
 class OptimizerStep:
     """Steps the master shards by their reduced gradients and keeps count.
 
     ``updates`` decides when the updates run; None without an optimizer. ``steps`` counts all steps, those
-    skipped for overflow too; ``grad_norm`` is the last step's, None when nothing asked for it; ``damage``
-    says why the state is a mixture, until a checkpoint is loaded.
+    skipped for overflow too; ``damage`` says why the state is a mixture, until a checkpoint is loaded.
+
+    Where state, gradients and parameters are in an accelerator's memory, kernels obey a step's verdict
+    before the host knows it. If it is bad, that step and all that were launched since change nothing. The
+    host looks at verdicts that have arrived when the ranks agree on a step's gradients, and waits for them
+    where state is read or written. Then it takes its counts back and raises on all ranks.
     """
 
     def __init__(
@@ -58,7 +67,8 @@ class OptimizerStep:
         self._when = config.offload.step
         self._delays_after = config.offload.delay_after_steps
         self._checks = FiniteChecks(masters, gradients, collectives)
-        self._flag = NonFiniteFlag(tiers.device.device) if config.check_finite else None
+        self._flag = NonFiniteFlag() if config.check_finite else None
+        self._errors = StepErrors(collectives, self._checks)
         self._last_pass = False
         self.scaler = LossScaler(config.loss_scale)
         self.scales_loss = scales_loss
@@ -68,8 +78,11 @@ class OptimizerStep:
         self._hyperparameters = Hyperparameters((), ())
         self.steps = 0
         self.skipped_steps = 0
-        self.grad_norm: float | None = None
         self.damage: str | None = None
+        self._verdict: Verdict | None = None  # of the last step
+        self._launched = LaunchedSteps()
+        self._known_to_all = False  # that some rank has seen a bad verdict
+        self._unjudged = False  # whether a step may still prove not to have been made
 
     def attach(
         self,
@@ -81,19 +94,7 @@ class OptimizerStep:
         settings ``names``, and ``make`` is given those that the stepper is to read, and how it learns what
         all ranks have."""
         group_of = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
-        ranges = []
-        for master in self._masters:
-            found = {overlap.index: overlap for overlap in master.overlaps}
-            segments = []
-            for number, parameter in enumerate(master.unit.parameters):
-                if parameter not in group_of:
-                    continue
-                part = found.get(number, Overlap(number, 0, 0, 0))
-                name = master.unit.layout.specs[number].name
-                segments.append(
-                    Segment(name, group_of[parameter], part.parameter_start, part.range_start, part.numel)
-                )
-            ranges.append(OwnedRange(master.state, master.step_output, tuple(segments)))
+        ranges = [master.owned_range(group_of) for master in self._masters]
         self.groups = groups
         self._hyperparameters = Hyperparameters(groups, names)
         settings = settings_of(groups) if self._when == "delayed" else groups
@@ -137,22 +138,6 @@ class OptimizerStep:
         """Whether the next step wants gradients unreduced."""
         return self.updates is not None and self.updates.keeps_local
 
-    def checksum(self) -> int:
-        """Return what is the same on ranks whose param groups have the same settings."""
-        return self._hyperparameters.checksum()
-
-    def refuse_different(self) -> None:
-        """Raise ``RuntimeError`` on all ranks if their param groups have other settings; a collective."""
-        updated = self.updates is not None and self.updates.updated
-        outcome = MIXTURE if updated else "Nothing was updated."
-        advice = f"{outcome} Give all ranks the same value. A scheduler needs a metric that they agree on."
-        try:
-            refuse_different_facts(self._collectives, list(self._hyperparameters.facts()), advice)
-        except RuntimeError as error:
-            if updated:
-                self.damage = str(error)
-            raise
-
     def refuse_local(self, what: str) -> None:
         """Raises ``RuntimeError`` where the next step exchanges signs: averaged gradients do not exist."""
         if self.keeps_local:
@@ -171,15 +156,119 @@ class OptimizerStep:
             )
 
     def wait(self) -> None:
-        """Returns when no update runs any more. Raises what made it fail on this rank."""
+        """Return when no update runs and counts are those of the steps made; raises what failed here."""
         if self.updates is not None:
             self.updates.wait()
+        self._look(wait=True)
 
     def finish(self) -> None:
         """Makes the parameters follow the updates of the last step; a collective."""
         if self.updates is not None and self.updates.under_way:
             self._guarded(lambda updates: updates.finish())
             self._guarded(lambda updates: self._refuse_state(self.steps))
+
+    # -- verdicts -----------------------------------------------------------------------------------------
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Norm of the last step's gradients before clipping, None if nothing asked for it; waits for it."""
+        return None if self._verdict is None else self._verdict.read().norm
+
+    @property
+    def grad_norm_tensor(self) -> torch.Tensor | None:
+        """:attr:`grad_norm` as a 0-d float64 tensor where it was computed; nobody waits for it."""
+        return None if self._verdict is None else self._verdict.norm
+
+    @property
+    def late_norm(self) -> torch.Tensor | None:
+        """:attr:`grad_norm_tensor`, None if the host knows it."""
+        return self.grad_norm_tensor if self._launched else None
+
+    def has_bad_news(self) -> bool:
+        """Return whether this rank knows, without waiting, that an earlier step was not made."""
+        self._look(wait=False)
+        return self._launched.seen_bad
+
+    def hear(self, bad: bool) -> None:
+        """Some rank has ``bad`` news, as all ranks hear in one agreement; the next step raises them."""
+        self._known_to_all = bad
+
+    def judge(self) -> None:
+        """Wait for the verdicts on all steps so far.
+
+        A collective. Raises on all ranks why a step was not made, if one was not: ``FloatingPointError`` for
+        gradients, weights or moments that are not finite, ``RuntimeError`` for ranks that differ.
+        """
+        if not self._unjudged:
+            return
+        self._unjudged = False
+        self._known_to_all = False
+        self._look(wait=True)
+        bad = self._launched.take_bad()
+        if bad is not None:
+            self._refuse(bad, late=True)
+        if self._waits_for_flag and self.updates is not None and not self.under_way:
+            self._guarded(lambda updates: self._refuse_state(self.steps))
+
+    def _look(self, wait: bool) -> None:
+        bad = self._launched.look(wait)
+        if bad is not None:
+            self._undo_counts(bad)
+
+    def _undo_counts(self, step: DecidedStep) -> None:
+        if self.stepper is not None:
+            self.stepper.load_scalars(step.scalars)
+        self.steps = step.number - 1
+
+    @property
+    def _waits_for_flag(self) -> bool:
+        """Whether the host reads the flag of an update later than in its step."""
+        return self._flag is not None and self._tiers.device.is_accelerator
+
+    @property
+    def _judges_on_device(self) -> bool:
+        """Whether kernels obey the verdict on a step before the host knows it."""
+        return (
+            self.stepper is not None
+            and self.updates is not None
+            and self.updates.obeys_scale
+            and self.stepper.reads_scale_on_device
+            and self._collectives.model is None
+            and self._norms.on_device
+        )
+
+    def _decide(self, edits: Edits) -> DecidedStep:
+        """Add up over the ranks what decides on the step; a collective."""
+        takes_norm = bool(self._clipping or self.scales_loss) and not self.keeps_local
+        found = self._looks_at_gradients and self._norms.read_together(
+            lambda: not self._checks.gradients_are_finite()
+        )
+        flag = self._flag if self._waits_for_flag and not self.under_way else None
+        raised = flag is not None and flag.is_raised_on(_CPU)
+        updated = self.updates is not None and self.updates.updated
+        checksums = self._hyperparameters.checksum(), 1 + edits.checksum
+        facts = OwnFacts(*checksums, bool(found), raised, updated).values()
+        device = self._tiers.device
+        if device.is_accelerator:
+            (facts,) = device.beside("device", facts)
+            if flag is not None:
+                facts[WEIGHTS : WEIGHTS + 1].add_(flag.on(device.device))
+        squares = self._norms.own() if takes_norm else None
+        sums = facts
+        if squares is not None:
+            replicas = self._collectives.replicas
+            counts = replicas is None or replicas.rank == 0  # or every replica would add the same squares
+            limbs = squares.limbs if counts else torch.zeros_like(squares.limbs)
+            if limbs.device.type == "cpu":
+                (limbs,) = device.beside("device", limbs)
+            sums = torch.cat([facts, limbs])
+        self._collectives.sum_(sums, "agreement on the step")
+        if self._collectives.model is not None:
+            sums = sums.cpu()
+            sum_over_model(self._collectives.model, sums[4:], "agreement on the step over the model")
+        verdict = Verdict(sums, self._collectives.world_size, self._unscale())
+        scalars = self.stepper.scalars() if self.stepper is not None else {}
+        return DecidedStep(self.steps + 1, verdict, squares, edits.last, scalars)
 
     @property
     def clears_gradients(self) -> bool:
@@ -235,6 +324,9 @@ class OptimizerStep:
     def forget_damage(self) -> None:
         """State and parameters were replaced."""
         self.damage = None
+        self._launched.clear()
+        self._verdict = None
+        self._known_to_all = False
         if self._flag is not None:
             self._flag.lower()
         if self.updates is not None:
@@ -254,42 +346,76 @@ class OptimizerStep:
         if self.damage is not None:
             raise RuntimeError(f"this model is not usable since an earlier step failed: {self.damage}")
 
-    def run(self) -> bool:
-        """The step on settled gradients; False if fp16 gradients overflowed and it was skipped. A collective.
+    def run(self, edits: Edits) -> bool:
+        """The step on settled gradients, which ``edits`` changed in place; False if fp16 gradients overflowed
+        and it was skipped. A collective.
 
         Raises ``RuntimeError`` if no gradient arrived on any rank since the last step.
         """
+        used = self._used()
+        if self._known_to_all:
+            self.judge()
+        step = self._decide(edits)
+        self._verdict = None if self.keeps_local else step.verdict
+        overflow = (self._launch if self._judges_on_device else self._run_judged)(step, used)
+        self.skipped_steps += overflow
+        self.steps += 1
+        self._unjudged = self._tiers.device.is_accelerator
+        self._collectives.wire.begin_step()
+        self._tiers.transfers.begin_step()
+        return not overflow
+
+    def _used(self) -> frozenset[str]:
         if self.updates is None:
             raise RuntimeError("this model was prepared without an optimizer; pass one to zero_ext.prepare")
-        used = frozenset(
-            gradients.unit.layout.specs[number].name
-            for gradients in self._gradients.values()
-            for number in gradients.contributed
-        )
+        owned = [(each.unit.layout.specs, each.contributed) for each in self._gradients.values()]
+        used = frozenset(specs[number].name for specs, numbers in owned for number in numbers)
         if not used:
             raise RuntimeError(
                 "optimizer.step() without gradients: no parameter of this model got one since the last "
                 "zero_grad(). Call loss.backward() on a loss that depends on the model."
             )
-        if self._flag is not None and self._flag.waits:
-            # The last step did not wait for the kernels of its updates, which have ended by now.
-            self._guarded(lambda updates: self._refuse_state(self.steps))
-        scale, overflow = self._gradient_scale()
+        return used
+
+    def _launch(self, step: DecidedStep, used: frozenset[str]) -> bool:
+        """Give the device a step that it makes if the verdict is good; then wait whether fp16 overflowed."""
+        scale = step.verdict.scale(self._clipping)
+        if self.scales_loss:
+            self._guarded(lambda updates: updates.run(scale, used))
+            findings = step.verdict.read()
+            if findings.refused or findings.overflow:
+                self._undo_counts(step)
+            if findings.refused:
+                self._refuse(step)
+            self.scaler.update(findings.overflow, self._name_overflow)
+            return findings.overflow
+        scale = self._launched.add(step, scale)
+        self._guarded(lambda updates: updates.run(scale, used))
+        return False
+
+    def _run_judged(self, step: DecidedStep, used: frozenset[str]) -> bool:
+        """Make a step whose verdict the host reads first. Return whether fp16 gradients overflowed."""
+        findings = step.verdict.read()
+        if findings.refused or (findings.overflow and not self.scales_loss):
+            self._refuse(step)
+        overflow = findings.overflow or (self.keeps_local and self._refuse_local_overflow())
+        if findings.overflow:
+            self._guarded(lambda updates: updates.take_back())
+        norm = (
+            None if findings.norm is None else torch.tensor(findings.norm, dtype=torch.float64, device="cpu")
+        )
+        scale = gradient_scale(self._unscale(), norm, self._clipping)
         self.finish()
         if self.scales_loss:
             self.scaler.update(overflow, self._name_overflow)
         if overflow:
-            self.skipped_steps += 1
-        else:
-            self._guarded(lambda updates: updates.run(scale, used))
-            if self.steps < self._delays_after:
-                self.finish()
-            if self._flag is not None and not (self._flag.waits or self.under_way):
-                self._guarded(lambda updates: self._refuse_state(self.steps + 1))
-        self.steps += 1
-        self._collectives.wire.begin_step()
-        self._tiers.transfers.begin_step()
-        return not overflow
+            return True
+        self._guarded(lambda updates: updates.run(scale, used))
+        if self.steps < self._delays_after:
+            self.finish()
+        if not (self._waits_for_flag or self.under_way):
+            self._guarded(lambda updates: self._refuse_state(self.steps + 1))
+        return False
 
     def begin_delayed(self) -> None:
         """The step is counted and told: updates that run beside the next one may start."""
@@ -311,25 +437,30 @@ class OptimizerStep:
             scale /= self.scaler.scale
         return scale
 
-    def _gradient_scale(self) -> tuple[torch.Tensor, bool]:
-        scale = self._unscale()
-        self.grad_norm = None
-        if self.keeps_local:
-            return scale, self._refuse_local_overflow()
-        if not (self._clipping or self.scales_loss):
-            if self._looks_at_gradients:
-                self._refuse_gradients()
-            return scale, False
-        norm = self._norms.total() * scale.double()
-        self.grad_norm = float(norm)
-        if not torch.isfinite(norm):
+    def _refuse(self, step: DecidedStep, late: bool = False) -> None:
+        """Raise why ``step`` was not made; a collective. ``late`` says that others were launched since."""
+        findings = step.verdict.read()
+        if findings.edits_differ:
+            raise self._errors.edits(step.edited, late)
+        if findings.settings_differ:
+            self.damage = MIXTURE if findings.updated else self.damage
+            self._errors.raise_settings(step.number, self._hyperparameters, mixed=findings.updated, late=late)
+        if findings.weights:
+            self._guarded(lambda updates: self._raise_state(step.number - 1))
+        if not findings.updated:
             self._guarded(lambda updates: updates.take_back())
-            if self.scales_loss:
-                return scale, True
-            raise self._bad_gradients(f" (their norm is {self.grad_norm})")
-        if self._clipping:
-            scale *= torch.clamp(self._clipping / (norm + 1e-6), max=1.0).float()
-        return scale, False
+        error = self._errors.gradients(
+            step.number,
+            "" if findings.norm is None else f" (their norm is {findings.norm})",
+            local=self.keeps_local,
+            mixed=findings.updated,
+            known=step.non_finite() if late else None,
+            late=late,
+        )
+        if findings.updated:
+            self.damage = str(error)
+            self._guarded(lambda updates: updates.drop())
+        raise error
 
     def _refuse_local_overflow(self) -> bool:
         """Whether unreduced gradients overflowed on any rank. Raises ``FloatingPointError`` unless they are
@@ -338,69 +469,29 @@ class OptimizerStep:
             return False
         ranks = self.updates.not_finite() if self.updates is not None else []
         if ranks and not self.scales_loss:
-            raise self._bad_gradients(f" on ranks {ranks}")
+            raise self._errors.gradients(self.steps + 1, f" on ranks {ranks}", local=True)
         return bool(ranks)
 
-    def _refuse_gradients(self) -> None:
-        """Raise ``FloatingPointError`` on all ranks if a reduced gradient is not finite on any; a
-        collective."""
-
-        def look() -> bool:
-            return not self._checks.gradients_are_finite()
-
-        found = self._norms.read_together(look)
-        updated = self.updates is not None and self.updates.updated
-        bad, mixed = self._checks.agree((found, updated), "finite gradients")
-        if not bad:
-            return
-        error = self._bad_gradients("", mixed)
-        if mixed:
-            self.damage = str(error)
-            self._guarded(lambda updates: updates.drop())
-        else:
-            self._guarded(lambda updates: updates.take_back())
-        raise error
-
-    def _bad_gradients(self, more: str, mixed: bool = False) -> FloatingPointError:
-        """Return the error of gradients that are not finite; a collective."""
-        names = self._checks.names(local=self.keeps_local)
-        outcome = (
-            "Units whose gradients came earlier were updated during backward (offload.step is "
-            f"'in_backward'). {MIXTURE} With gradient_clipping such updates are taken back."
-            if mixed
-            else "No parameter or optimizer state was changed."
-        )
-        return FloatingPointError(
-            f"rank {self._collectives.rank}: gradients of step {self.steps + 1}: expected finite values, got "
-            f"NaN or infinity in {names.describe(names.gradients)}{more}. {outcome} {advice_on(names)}"
-        )
-
     def _name_overflow(self) -> str:
-        """Return which gradients overflowed, and what to do; a collective."""
-        names = self._checks.names(local=self.keeps_local)
-        found = f"NaN or infinity in {names.describe(names.gradients)}."
-        return f"{found} {advice_on(names)}" if names.weights else found
+        return self._errors.overflow(self.keeps_local)
 
     def _refuse_state(self, step: int) -> None:
         """Raise :class:`NonFiniteState` on all ranks if the update of ``step`` left NaN or infinity on any; a
         collective."""
-        if self._flag is None or not self._checks.agree([self._flag.lower()], "finite weights")[0]:
-            return
-        names = self._checks.names(self.stepper)
-        what, found = ("weights", names.weights) if names.weights else ("moments", names.moments)
-        raise NonFiniteState(
-            f"rank {self._collectives.rank}: {what} after step {step}: expected finite values, got NaN or "
-            f"infinity in {names.describe(found)}. The step was made, and its gradients were finite: the "
-            "update overflowed or divided by zero, or the weights were not finite before it. Load the last "
-            "checkpoint, and lower the learning rate or raise eps."
-        )
+        if self._flag is not None and self._checks.agree([self._flag.is_raised()], "finite weights")[0]:
+            self._raise_state(step)
+
+    def _raise_state(self, step: int) -> None:
+        if self._flag is not None:
+            self._flag.lower()
+        raise self._errors.state(step, self.stepper)
 
     def end(self, skipped: bool, loss: float | None, seconds: float) -> StepEnd:
-        """What is told of the step that ended."""
+        """What is told of the step that ended; its norm only if the host knows it."""
         return StepEnd(
             step=self.steps,
             loss=loss,
-            grad_norm=self.grad_norm,
+            grad_norm=None if self._launched else self.grad_norm,
             lr=tuple(float(group["lr"]) for group in self.groups),
             skipped=skipped,
             loss_scale=self.scaler.scale if self.scales_loss else 1.0,

@@ -10,6 +10,7 @@ import torch
 
 from zero_ext.config.events import Bus, DeviceStepEnd, Phase, PhaseEnd
 from zero_ext.offload import Device
+from zero_ext.zero.step_verdict import Readback
 
 _STEPS_AHEAD = 16  # that the host may be before a device, before somebody waits
 
@@ -22,11 +23,13 @@ class Beginning(NamedTuple):
 
 
 class _Spans(NamedTuple):
-    """A step that is over on the host: its phases on the device, where its loss comes, when it has come."""
+    """A step that is over on the host: its phases on the device, where its loss and norm come, when they have
+    come."""
 
     step: int
     phases: list[tuple[Phase, torch.Event, torch.Event]]
     slot: int | None
+    norm: Readback | None
     end: torch.Event
 
 
@@ -66,9 +69,9 @@ class StepClock:
             value = loss.detach().reshape(1).float()
             self._loss = value if self._loss is None else self._loss + value
 
-    def end_step(self, step: int) -> float | None:
+    def end_step(self, step: int, norm: torch.Tensor | None = None) -> float | None:
         """Tells what came from the device of the steps before; returns the loss of ``step``, if there is one
-        and the host has it."""
+        and the host has it. ``norm`` (0-d float64) is the step's if the device has it alone."""
         loss, self._loss = self._loss, None
         phases, self._phases = self._phases, []
         if not self._bus:
@@ -82,9 +85,10 @@ class StepClock:
             if self._rooms is None:
                 self._rooms = self._device.allocate("host", _STEPS_AHEAD, torch.float32)
             self._rooms[slot : slot + 1].copy_(loss, non_blocking=True)
+        coming = None if norm is None else Readback(norm.view(1))
         end = self._mark()
-        if end is not None and (phases or slot is not None):
-            self._coming.append(_Spans(step, phases, slot, end))
+        if end is not None and (phases or slot is not None or coming is not None):
+            self._coming.append(_Spans(step, phases, slot, coming, end))
         return float(loss) if loss is not None and here else None
 
     def _mark(self) -> torch.Event | None:
@@ -100,4 +104,6 @@ class StepClock:
         for phase, began, ended in spans.phases:
             seconds[phase] = seconds.get(phase, 0.0) + began.elapsed_time(ended) * 1e-3
         room = None if spans.slot is None or self._rooms is None else self._rooms[spans.slot]
-        self._bus.publish(DeviceStepEnd(spans.step, None if room is None else float(room), seconds))
+        loss = None if room is None else float(room)
+        norm = None if spans.norm is None else spans.norm.read()[0]
+        self._bus.publish(DeviceStepEnd(spans.step, loss, norm, seconds))

@@ -29,6 +29,8 @@ class AfterBackward:
     something. ``pending`` says that updates may have been made which ``optimizer.step()`` has not finished,
     ``clears`` that a step forgets its gradients, ``taken_back`` that the last step took updates back,
     ``under_way`` that parameters are still to follow updates of a step that has ended.
+    ``obeys_scale`` says that :meth:`run` changes nothing where the factor is not finite, whose value the host
+    never needs, if the stepper does not either.
     ``flag`` is what the stepper raises where its results are not finite, None where nobody looks. Updates
     that are taken back lower it. ``kept_steps`` and ``taken_back_steps`` count the steps whose updates on
     trial were right and wrong.
@@ -38,6 +40,7 @@ class AfterBackward:
     clears = False
     taken_back = False
     under_way = False
+    obeys_scale = True
     flag: NonFiniteFlag | None = None
     kept_steps = 0
     taken_back_steps = 0

@@ -184,7 +184,8 @@ class ZeroTrainerMixin(_Base):
         self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any
     ) -> None:
         if grad_norm is None:
-            grad_norm = self._engine.grad_norm
+            # The host waits for it only where it is logged.
+            grad_norm = self._engine.optimizer_step.grad_norm_tensor
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     # -- evaluation ---------------------------------------------------------------------------------------

@@ -46,6 +46,8 @@ class OneBitStepper(AdamStepper):
     0/1 Adam's local steps.
     """
 
+    reads_scale_on_device = False
+
     def __init__(
         self,
         optimizer: OneBitOptimizer,

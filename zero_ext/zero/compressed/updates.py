@@ -43,6 +43,8 @@ class CompressedUpdates(AfterBackward):
     What exchanges leave behind is reset where another kind of exchange begins.
     """
 
+    obeys_scale = False
+
     def __init__(
         self,
         stepper: OneBitStepper,

@@ -1,0 +1,274 @@
+"""The host gives a device its steps and does not wait: what it waits for, agrees on, and learns later."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import zero_ext
+from tests.accelerator.host_waits import HostWaits
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.zero.models import TinyModel, language_batch, language_loss
+from tests.zero.training import adamw
+from zero_ext.comm import Collectives
+from zero_ext.config.events import DeviceStepEnd, Event, StepEnd
+from zero_ext.zero import engine_of
+
+DEVICE = "stand_in:0"
+NAME = "blocks.1.up.weight"
+STAGES = (0, 1, 2, 3)
+
+
+def prepared(
+    world: World, stage: int, dtype: str, clip: float, device: str = DEVICE, **more: Any
+) -> tuple[Any, Any]:
+    torch.manual_seed(world.seed)
+    model = TinyModel().to(device)
+    make: Callable[[Any], torch.optim.Optimizer] = more.pop("make", adamw)
+    config = {
+        "stage": stage,
+        "gradient_clipping": clip,
+        "timeout_seconds": 120.0,
+        "units": {"bucket_elements": 700},
+        "precision": {"dtype": dtype},
+        **more,
+    }
+    return zero_ext.prepare(model, make(model.parameters()), config, process_group=world.group)
+
+
+def batch(world: World, step: int, model: Any) -> torch.Tensor:
+    return language_batch(world.seed, step, 0, world.rank).to(engine_of(model).device)
+
+
+def step_of(model: Any, optimizer: Any, tokens: torch.Tensor, torch_clip: float | None = None) -> None:
+    model.backward(language_loss(model, tokens))
+    if torch_clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), torch_clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@contextlib.contextmanager
+def bad_gradient(world: World, model: Any, value: float = math.nan) -> Iterator[None]:
+    """One element of one parameter's gradient on the last rank."""
+
+    def poison(gradient: torch.Tensor) -> torch.Tensor:
+        if world.rank < world.size - 1:
+            return gradient
+        poisoned = gradient.clone()
+        poisoned.view(-1)[world.seed % poisoned.numel()] = value
+        return poisoned
+
+    handle = dict(model.module.named_parameters())[NAME].register_hook(poison)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def state_of(model: Any, optimizer: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """The whole parameters of a model on the host, and its optimizer's counts."""
+    found = {name: value.cpu() for name, value in zero_ext.full_state_dict(model, rank0_only=False).items()}
+    return found, optimizer.state_dict()["scalars"]
+
+
+def assert_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
+    assert one[1] == other[1]
+    assert one[0].keys() == other[0].keys() and len(one[0]) > 5
+    for name, value in one[0].items():
+        assert torch.equal(value, other[0][name]), name
+
+
+def lion(parameters: Any) -> torch.optim.Optimizer:
+    return zero_ext.Lion(parameters, lr=1e-3)
+
+
+def lean(parameters: Any) -> torch.optim.Optimizer:
+    return zero_ext.Adam8bit(parameters, lr=1e-3)
+
+
+# By name: dtype, configured clipping, norm for torch's clipping, more configuration, most waits a step.
+CASES: dict[str, tuple[str, float, float | None, dict[str, Any], int]] = {
+    "bf16, clipped": ("bf16", 0.1, None, {}, 0),
+    "bf16": ("bf16", 0.0, None, {}, 0),
+    "fp32, clipped": ("fp32", 0.1, None, {}, 0),
+    "bf16, clipped, 8-bit moments": (
+        "bf16",
+        0.1,
+        None,
+        {"precision": {"dtype": "bf16", "moments_dtype": "8bit"}},
+        0,
+    ),
+    "bf16, clipped, Lion": ("bf16", 0.1, None, {"make": lion}, 0),
+    "fp16, clipped": ("fp16", 0.1, None, {}, 1),
+    "bf16, clipped, optimizer in host memory": ("bf16", 0.1, None, {"offload": {"optimizer": "host"}}, 99),
+}
+
+
+# Every stage, and the other cases in one of them.
+PAIRS = [("bf16, clipped", stage) for stage in STAGES] + [("fp16, clipped", stage) for stage in (0, 3)]
+PAIRS += [(name, 2) for name in CASES if not any(name == each for each, _ in PAIRS)]
+
+
+@pytest.mark.parametrize(("name", "stage"), PAIRS)
+@on_ranks(1, 2, stand_in=True)
+def test_what_a_step_waits_for_and_agrees_on(world: World, name: str, stage: int) -> None:
+    dtype, clip, torch_clip, more, most = CASES[name]
+    model, optimizer = prepared(world, stage, dtype, clip, **more)
+    agreements: list[str] = []
+    sums = Collectives.sum_
+
+    def sum_(own: Collectives, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        if tensor.device.type == "cpu" and own.world_size > 1:
+            agreements.append(label)
+        return sums(own, tensor, label)
+
+    for step in range(3):
+        tokens = batch(world, step, model)
+        agreements.clear()
+        pageable = torch.stand_in.pageable_copies()  # type: ignore[attr-defined]
+        with mock.patch.object(Collectives, "sum_", sum_), HostWaits() as waits:
+            step_of(model, optimizer, tokens, torch_clip)
+        if step < 2:
+            continue  # the order of reductions is agreed on in the first
+        assert len(waits.found) <= most, (step, waits.log)
+        if most == 0:
+            assert torch.stand_in.pageable_copies() == pageable  # type: ignore[attr-defined]
+        if dtype == "fp16":
+            assert "update" in waits.log[: waits.log.index(waits.found[0])], waits.log
+        assert len(agreements) <= 1, (step, agreements)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@on_ranks(1, 2, stand_in=True)
+def test_clipped_steps_are_the_cpus_bit_for_bit(world: World, dtype: str) -> None:
+    """fp16's first steps overflow, which is learned after their launch."""
+    for stage in (1, 3):
+        found = []
+        for device in (DEVICE, "cpu"):
+            more = {"loss_scale": {"initial_power": 17}} if dtype == "fp16" else {}
+            model, optimizer = prepared(world, stage, dtype, 0.1, device, **more)
+            norms = []
+            for step in range(5):
+                step_of(model, optimizer, batch(world, step, model))
+                norms.append(engine_of(model).grad_norm)
+            engine = engine_of(model)
+            counts = (engine.steps, engine.skipped_steps, engine.optimizer_step.scaler.state_dict())
+            found.append((norms, counts, state_of(model, optimizer)))
+        (device_norms, device_counts, device_state), (norms, counts, state) = found
+        assert all(map(_same_number, device_norms, norms)) and device_counts == counts
+        assert_same(device_state, state)
+
+
+def _same_number(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(1, 2, stand_in=True)
+def test_a_norm_that_is_not_finite_stops_the_device_and_is_named_when_the_host_looks(
+    world: World, stage: int
+) -> None:
+    for look in ("step", "state", "lazily"):
+        model, optimizer = prepared(world, stage, "bf16", 0.1)
+        other, other_optimizer = prepared(world, stage, "bf16", 0.1)
+        for each, own in ((model, optimizer), (other, other_optimizer)):
+            step_of(each, own, batch(world, 0, each))
+        with bad_gradient(world, model):
+            step_of(model, optimizer, batch(world, 1, model))
+        with pytest.raises(FloatingPointError, match=f"gradients of step 2: .* in '{NAME}'") as told:
+            if look == "step":
+                torch.accelerator.synchronize()
+                step_of(model, optimizer, batch(world, 2, model))
+            elif look == "lazily":
+                # Whether a verdict has arrived is another matter on each rank.
+                for step in range(2, 40):
+                    step_of(model, optimizer, batch(world, step, model))
+                    if step % 2 == world.rank:
+                        torch.accelerator.synchronize()
+            else:
+                assert math.isnan(engine_of(model).grad_norm)
+                zero_ext.full_state_dict(model)
+        assert "No parameter or optimizer state was changed" in str(told.value)
+        assert engine_of(model).steps == 1
+        optimizer.zero_grad()
+        assert_same(state_of(model, optimizer), state_of(other, other_optimizer))
+        for each, own in ((model, optimizer), (other, other_optimizer)):
+            step_of(each, own, batch(world, 3, each))
+        assert_same(state_of(model, optimizer), state_of(other, other_optimizer))
+
+
+@on_ranks(1, 2, stand_in=True)
+def test_counts_of_this_ranks_state_are_those_of_steps_that_were_made(world: World) -> None:
+    model, optimizer = prepared(world, 2, "bf16", 0.1)
+    step_of(model, optimizer, batch(world, 0, model))
+    before = optimizer.state_dict()["scalars"]
+    with bad_gradient(world, model):
+        step_of(model, optimizer, batch(world, 1, model))
+    if world.rank == 0:
+        assert optimizer.state_dict()["scalars"] == before and engine_of(model).steps == 1
+    with pytest.raises(FloatingPointError, match=NAME):
+        step_of(model, optimizer, batch(world, 2, model))
+
+
+@on_ranks(1, 2, stand_in=True)
+def test_weights_that_are_not_finite_are_found_by_the_next_steps_verdict(world: World) -> None:
+    for stage in (0, 3):
+        model, optimizer = prepared(world, stage, "fp32", 0.0)
+        parameter = dict(model.module.named_parameters())["embedding.weight"]
+        step_of(model, optimizer, batch(world, 0, model))
+        with zero_ext.gathered([parameter], modifier_rank=0):
+            if world.rank == 0:
+                parameter.data[22, 0] = math.inf
+        step_of(model, optimizer, torch.zeros_like(batch(world, 1, model)))
+        with pytest.raises(FloatingPointError, match=r"weights after step 2: .* in 'embedding\.weight'"):
+            for _ in range(2):
+                step_of(model, optimizer, torch.zeros_like(batch(world, 1, model)))
+                torch.accelerator.synchronize()
+        with pytest.raises(RuntimeError, match="not usable since an earlier step failed"):
+            model(batch(world, 2, model))
+
+
+@pytest.mark.parametrize("what", ["lr", "edit"])
+@on_ranks(2, stand_in=True)
+def test_a_step_that_the_ranks_would_make_differently_changes_nothing(world: World, what: str) -> None:
+    model, optimizer = prepared(world, 3, "bf16", 0.0)
+    other, other_optimizer = prepared(world, 3, "bf16", 0.0)
+    for each, own in ((model, optimizer), (other, other_optimizer)):
+        step_of(each, own, batch(world, 0, each))
+    model.backward(language_loss(model, batch(world, 1, model)))
+    group = optimizer.param_groups[0]
+    before = group["lr"]
+    if what == "lr":
+        group["lr"] = before * (1 + world.rank)
+    else:
+        dict(model.module.named_parameters())[NAME].grad.mul_(1.0 + world.rank)
+    wanted = r"'lr': expected" if what == "lr" else f"'{NAME}'.grad by mul_|last on this one"
+    with pytest.raises(RuntimeError, match=wanted):
+        optimizer.step()
+        zero_ext.full_state_dict(model)
+    group["lr"] = before
+    optimizer.zero_grad()
+    assert_same(state_of(model, optimizer), state_of(other, other_optimizer))
+
+
+@on_ranks(1, stand_in=True)
+def test_the_norm_of_a_step_is_told_when_the_device_has_it(world: World) -> None:
+    model, optimizer = prepared(world, 2, "bf16", 0.1)
+    heard: list[Event] = []
+    engine = engine_of(model)
+    engine.subscribe(heard.append)
+    norms = []
+    for step in range(4):
+        step_of(model, optimizer, batch(world, step, model))
+        norms.append(engine.grad_norm)
+    assert [each.grad_norm for each in heard if isinstance(each, StepEnd)] == [None] * 4
+    told = {each.step: each.grad_norm for each in heard if isinstance(each, DeviceStepEnd)}
+    assert len(told) >= 3 and all(norms[step - 1] == norm for step, norm in told.items())

@@ -1,0 +1,137 @@
+"""One sum over the ranks that decides a step, and its verdict, which comes from a device when that has it."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from zero_ext import ops
+
+FACTS = 7  # int64 values of a step's sum before the limbs of its norm
+WEIGHTS = 5  # the place among them of the flag of weights that are not finite
+
+
+class OwnFacts(NamedTuple):
+    """One rank's part of a step's sum.
+
+    ``settings`` and ``edits`` are checksums from 1 to 2**20 - 1 that have to be the same on all ranks.
+    """
+
+    settings: int
+    edits: int
+    gradients: bool  # a reduced gradient in host memory or on NVMe is not finite
+    weights: bool  # an earlier update left NaN or infinity, as far as the host knows
+    updated: bool  # updates were made in backward that cannot be taken back
+
+    def values(self) -> torch.Tensor:
+        """Return them as int64 [``FACTS``] in host memory, checksums with their squares."""
+        checksums = (self.settings, self.settings**2, self.edits, self.edits**2)
+        return torch.tensor([*checksums, *map(int, self[2:])], dtype=torch.int64, device="cpu")
+
+
+class Findings(NamedTuple):
+    """What a verdict says, alike on all ranks."""
+
+    settings_differ: bool
+    edits_differ: bool
+    gradients: bool
+    weights: bool
+    updated: bool
+    norm: float | None  # of all gradients, unscaled; None where nothing asked for it
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the norm is not finite."""
+        return self.norm is not None and not math.isfinite(self.norm)
+
+    @property
+    def refused(self) -> bool:
+        """Whether the step is not to be made, for another reason than its norm."""
+        return self.settings_differ or self.edits_differ or self.gradients or self.weights
+
+    def norm_tensor(self) -> torch.Tensor | None:
+        """Return the norm, 0-d float64 in host memory."""
+        return None if self.norm is None else torch.tensor(self.norm, dtype=torch.float64, device="cpu")
+
+
+class Readback:
+    """A small tensor [n] on its way to the host; one in host memory is there."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+        self._event: torch.Event | None = None
+        if values.device.type != "cpu":
+            self._values = torch.empty_like(values, device="cpu", pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.accelerator.current_stream(values.device).record_event()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether :meth:`read` returns immediately."""
+        if self._event is not None and self._event.query():
+            self._event = None
+        return self._event is None
+
+    def read(self) -> list[float]:
+        """Return the values. The host waits for a device that has not computed them yet."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        found: list[float] = self._values.tolist()
+        return found
+
+
+class Verdict:
+    """Whether a step is to be made, from ``sums``: the facts of all ``ranks`` and the limbs of their norm, if
+    anything asks for it, int64 [``FACTS``] or [``FACTS + ops.ACCUMULATOR_ENTRIES``].
+
+    On a device it is computed there. :meth:`scale` lets kernels obey it before the host knows it.
+    ``unscale`` (0-d float32 in host memory) is one over the loss scale.
+    """
+
+    def __init__(self, sums: torch.Tensor, ranks: int, unscale: torch.Tensor) -> None:
+        facts, limbs = sums[:FACTS], sums[FACTS:]
+        self._unscale = float(unscale)
+        self.norm: torch.Tensor | None = None  # 0-d float64, before clipping
+        if limbs.numel():
+            self.norm = ops.squared_norm_value(limbs).sqrt() * self._unscale
+        totals, squares = facts[:4].view(2, 2).unbind(1)
+        square = totals * totals
+        # Alike, or the other ranks are simulated and answer nothing.
+        differ = (square != ranks * squares) & (square != squares)
+        found = torch.cat([differ, facts[4:] != 0])
+        self._good = ~found[:4].any()
+        norm = []
+        if self.norm is not None:
+            self._good &= torch.isfinite(self.norm)
+            norm = [self.norm.view(1)]
+        self._report = Readback(torch.cat([found.double(), *norm]))
+
+    @property
+    def arrived(self) -> bool:
+        """Whether :meth:`read` returns immediately."""
+        return self._report.arrived
+
+    def read(self) -> Findings:
+        """Return what it says; the host waits for it."""
+        values = self._report.read()
+        norm = values[5] if self.norm is not None else None
+        settings, edits, gradients, weights, updated = map(bool, values[:5])
+        return Findings(settings, edits, gradients, weights, updated, norm)
+
+    def scale(self, clipping: float) -> torch.Tensor:
+        """Return what gradients are multiplied with, 0-d float32, their norm clipped to ``clipping`` unless
+        that is 0; NaN, with which kernels change nothing, where the step is not to be made."""
+        unscale = torch.full((), self._unscale, dtype=torch.float32, device=self._good.device)
+        return torch.where(self._good, gradient_scale(unscale, self.norm, clipping), torch.nan)
+
+
+def gradient_scale(unscale: torch.Tensor, norm: torch.Tensor | None, clipping: float) -> torch.Tensor:
+    """Return what gradients are multiplied with, 0-d float32: ``unscale`` (0-d float32), and less where their
+    ``norm`` (0-d float64, on the same device) is above ``clipping``, unless that is 0."""
+    scale = unscale.clone()
+    if norm is not None and clipping:
+        scale *= torch.clamp(clipping / (norm + 1e-6), max=1.0).float()
+    return scale
