@@ -142,13 +142,15 @@ struct Unions {
   std::vector<std::int32_t> entries;
   cuda::BlockLists lists;
 
-  Unions(const cuda::CheckLists& layout, int shift, int rows, std::mt19937_64& generator) {
+  Unions(const cuda::CheckLists& layout, int shift, int rows, std::mt19937_64& generator,
+         int warps = cuda::MergeLists::kWarps) {
     cuda::MergeLists merge = cuda::MergeLists::of(layout, shift, rows);
     extents.assign(static_cast<std::size_t>(2 * merge.layout.heads * merge.unions()), -1);
     entries.assign(static_cast<std::size_t>(layout.total), -1);
     merge.extents = extents.data();
     merge.entries = entries.data();
-    emulate_grid(merge, merge.blocks(), cuda::MergeLists::kWarps, 0, generator);
+    const std::int64_t blocks = (merge.layout.heads * merge.unions() + warps - 1) / warps;
+    emulate_grid(merge, blocks, warps, 0, generator);
     lists = merge.result(shift, rows);
   }
 };

@@ -74,9 +74,10 @@ struct CheckLists {
       const std::int64_t at = list / count * (count + 1) + list % count;
       const std::int64_t begin = pointers[at];
       const std::int64_t end = pointers[at + 1];
-      if (begin < 0 || begin > total) {
+      // Lists of heads that overlap would have unions that do.
+      if (begin < 0 || begin > total || (at > 0 && begin < pointers[at - 1])) {
         fail(op, pointers_name, at, "entry", static_cast<double>(begin),
-             "an offset into the blocks");
+             "an offset into the blocks, not below the one before");
       }
       if (end < begin || end > total) {
         fail(op, pointers_name, at + 1, "entry", static_cast<double>(end),
@@ -122,7 +123,7 @@ struct MergeLists {
 
   template <class Machine>
   ZERO_EXT_DEVICE void operator()(const Machine& machine) const {
-    const std::int64_t number = machine.block() * kWarps + machine.warp();
+    const std::int64_t number = machine.block() * (machine.threads() / kWarpLanes) + machine.warp();
     if (number >= layout.heads * unions()) return;
     const std::int64_t first = number % unions() * lists;
     const std::int32_t* own = layout.pointers + number / unions() * (layout.count + 1) + first;
