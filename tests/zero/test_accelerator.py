@@ -8,6 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +18,19 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import WIDTH, TinyModel, language_batch, language_loss
-from tests.zero.training import Plan, Run, adamw, check_equal, configuration, sgd, train_prepared
+from tests.zero.training import (
+    Plan,
+    Run,
+    adamw,
+    check_equal,
+    configuration,
+    sgd,
+    train_prepared,
+    units_gathered_once,
+)
+from zero_ext import ops
 from zero_ext.plan import model_staging
+from zero_ext.zero import engine_of
 from zero_ext.zero.construction import device_of
 from zero_ext.zero.ledger import ledger_by_tier
 from zero_ext.zero.partition import owned_parameters
@@ -190,7 +202,8 @@ def test_bytes_between_tiers(world: World) -> None:
             shard = 2 * unit.layout.shard_numel
             stored = round_up(shard, 4096)
             state = round_up(12 * unit.layout.shard_numel, 4096)
-            wanted[tier["params"], "device"] += 2 * shard  # forward and backward
+            passes = 1 if unit in units_gathered_once(run.engine) else 2
+            wanted[tier["params"], "device"] += passes * shard
             wanted["device", tier["grads"]] += stored if tier["grads"] == "nvme" else shard
             wanted[tier["grads"], near] += stored if tier["grads"] == "nvme" else shard
             # Of a unit that is stepped away from its state only the parameters themselves return.
@@ -273,3 +286,28 @@ def test_refused_pinned_memory_is_named(world: World) -> None:
             zero_ext.prepare(model, adamw(model.parameters()), config, process_group=world.group)
     finally:
         accelerator.refuse_pinned(-1)
+
+
+@on_ranks(1, 2, stand_in=True)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_unit_is_packed_at_once(world: World, stage: int) -> None:
+    """One kernel for the gradients of a unit and pass, whatever their number."""
+    packed: Counter[int] = Counter()
+    original = ops.pack_
+
+    def pack(flat: torch.Tensor, tensors: list[torch.Tensor], offsets: list[int]) -> None:
+        if len(tensors) > 1 or flat.numel() in single:
+            packed[flat.numel()] += 1
+        original(flat, tensors, offsets)
+
+    torch.manual_seed(world.seed)
+    model = tiny_model("stand_in")
+    model, optimizer = zero_ext.prepare(
+        model, sgd(model.parameters()), configuration(stage), process_group=world.group
+    )
+    units = engine_of(model).units
+    single = {unit.layout.numel for unit in units if len(unit.parameters) == 1}
+    with mock.patch.object(ops, "pack_", pack):
+        language_loss(model, language_batch(world.seed, 0, 0, world.rank).to("stand_in")).backward()
+    assert packed == Counter(unit.layout.numel for unit in units)
+    optimizer.step()

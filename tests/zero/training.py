@@ -13,6 +13,7 @@ from torch import nn
 import zero_ext
 from tests.multi.rank import World
 from zero_ext.zero import Engine, engine_of
+from zero_ext.zero.unit import Unit
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 Batch = Callable[[int, int, int, int], Any]  # seed, step, micro-batch, rank
@@ -69,13 +70,18 @@ def configuration(stage: int, plan: Plan = DEFAULT, **more: Any) -> dict[str, An
 
 
 def gathered_once(engine: Engine) -> int:
-    """Elements that the last step gathered for forward and not again for backward: of what forward ended
-    with, and of what backward never needed."""
+    """Elements of :func:`units_gathered_once`."""
+    return sum(unit.layout.numel for unit in units_gathered_once(engine))
+
+
+def units_gathered_once(engine: Engine) -> set[Unit]:
+    """What the last step gathered for forward and not again for backward: what forward ended with, and what
+    backward never needed."""
     forward, backward = (
         order._recorded for order in (engine.residency.forward_order, engine.residency.backward_order)
     )
     stayed = backward[:1] if engine.config.units.prefetch_elements else []
-    return sum(unit.layout.numel for unit in set(forward) if unit in stayed or unit not in backward)
+    return {unit for unit in forward if unit in stayed or unit not in backward}
 
 
 def train_prepared(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -12,12 +12,12 @@ from zero_ext.comm import Collectives, Pending
 from zero_ext.config import Tier, ZeroConfig
 from zero_ext.offload import ShardHome, Tiers
 from zero_ext.zero.gradient_exchange import GradientExchange, gradient_exchange
-from zero_ext.zero.gradient_home import BorrowedGradients, GradientHome, MemoryGradients, SliceGradients
+from zero_ext.zero.gradient_home import BorrowedGradients, GradientHome, SliceGradients
 from zero_ext.zero.partition import DTYPES
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.pool_plan import Purpose
+from zero_ext.zero.sharded_home import sharded_home
 from zero_ext.zero.squares import Squares
-from zero_ext.zero.stored_gradients import StoredGradients
 from zero_ext.zero.unit import Unit
 
 
@@ -50,12 +50,12 @@ class UnitGradients:
         self._exchange = exchange
         self._buffer: torch.Tensor | None = None
         self._scratch: list[torch.Tensor] = []  # lent by the pool until the reduction ends
+        self._waiting: list[tuple[int, torch.Tensor]] = []  # what came and is not in ``local`` yet
         self._filled: set[int] = set()  # parameters with a value in ``local`` that was not reduced yet
         self._arrived: set[int] = set()  # parameters that brought a gradient in this backward pass
         self._sums = False  # whether passes add up before the next reduction, alike on all ranks
         self._gathering: Pending | None = None
         self._pending: Pending | None = None
-        self._late: list[tuple[int, torch.Tensor]] = []  # gradients that wait for that gather
         self.contributed: set[int] = set()  # parameters with a gradient since the gradients were cleared
         # Counts writes to the reduced gradient from outside. Those of a ShardedGradient move no version
         # counter, because torch does not count writes that happen below its dispatcher.
@@ -65,8 +65,7 @@ class UnitGradients:
         self._slice: SliceGradients | None = None
         self.home: GradientHome
         if unit.placement.grads:
-            make = _borrowed_home if used_up else _sharded_home
-            self.home = make(unit, dtype, accumulation_dtype, pool, landings, tiers)
+            self.home = sharded_home(unit, dtype, accumulation_dtype, pool, landings, tiers, used_up)
         else:
             self.local = tiers.device.allocate("device", unit.layout.numel, dtype)
             begin, end = unit.layout.shard_range(unit.collectives.rank)
@@ -82,19 +81,28 @@ class UnitGradients:
     # -- collecting ---------------------------------------------------------------------------------------
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Adds the gradient of parameter ``index``."""
-        layout = self.unit.layout
-        spec = layout.specs[index]
+        """Adds the gradient of parameter ``index``, which nobody else changes any more. An accelerator adds
+        all of a unit at once, in :meth:`pack`, as each kernel has its price there."""
+        spec = self.unit.layout.specs[index]
         if gradient.layout is not torch.strided:
             raise RuntimeError(
                 f"parameter '{spec.name}' got a {gradient.layout} gradient; sharded gradients are dense. "
                 "Build its module with sparse=False."
             )
+        self._waiting.append((index, gradient.detach()))
+        self._arrived.add(index)
+        self.contributed.add(index)
+        if not self._tiers.device.is_accelerator:
+            self.pack()
+
+    def pack(self) -> None:
+        """Adds to ``local`` what came: at the latest before it is reduced, and at the end of backward."""
+        if not self._waiting:
+            return
         # After a gradient that was thought the last: ``local`` is still being read or gathered.
         if self.reducing and not self.unit.placement.optimizer and self.unit.collectives.in_one_order:
-            # The gather that follows begins in its turn, which is the same on all ranks.
-            self._late.append((index, gradient))
-            return
+            return  # until that gather has ended, which begins in its turn, the same on all ranks
+        waiting, self._waiting = self._waiting, []
         self.finish_reduction()
         self.finish_gather()
         if self.local is None:
@@ -103,16 +111,29 @@ class UnitGradients:
             self._part()
         elif self._sums and self.local.dtype != self._accumulation_dtype and self._filled:
             self._widen_local()
-        if gradient.stride() != spec.stride and spec.numel:
-            place = self.local.as_strided(spec.shape, spec.stride, layout.offsets[index])
-            (place.add_ if index in self._filled else place.copy_)(gradient.detach())
-        else:
-            flattened = gradient.detach().as_strided((spec.numel,), (1,), gradient.storage_offset())
-            write = ops.accumulate_ if index in self._filled else ops.pack_
-            write(self.local, [flattened], [layout.offsets[index]])
-        self._filled.add(index)
-        self._arrived.add(index)
-        self.contributed.add(index)
+        while waiting:
+            first = dict(reversed(waiting))  # of each parameter; checkpoints bring one gradient for each use
+            self._write({index: each for index, each in first.items() if index in self._filled}, True)
+            self._write({index: each for index, each in first.items() if index not in self._filled}, False)
+            self._filled.update(first)
+            waiting = [(index, each) for index, each in waiting if first[index] is not each]
+
+    def _write(self, gradients: Mapping[int, torch.Tensor], adds: bool) -> None:
+        """Puts gradients of parameters to their places in ``local``, or ``adds`` them there."""
+        layout, local = self.unit.layout, self.local
+        if local is None:
+            raise AssertionError("no memory for local gradients")
+        dense, offsets = [], []
+        for index, gradient in gradients.items():
+            spec, offset = layout.specs[index], layout.offsets[index]
+            if gradient.stride() != spec.stride and spec.numel:
+                place = local.as_strided(spec.shape, spec.stride, offset)
+                (place.add_ if adds else place.copy_)(gradient)
+            else:
+                dense.append(gradient.as_strided((spec.numel,), (1,), gradient.storage_offset()))
+                offsets.append(offset)
+        if dense:
+            (ops.accumulate_ if adds else ops.pack_)(local, dense, offsets)
 
     def begin_pass(self, keep_local: bool) -> None:
         """A backward pass begins: no gradient of it has arrived. ``keep_local`` says that they will stay
@@ -131,7 +152,8 @@ class UnitGradients:
     @property
     def frozen(self) -> bool:
         """Whether nothing can come: no parameter is trainable now, and none brought a gradient before."""
-        return not self._filled and not any(parameter.requires_grad for parameter in self.unit.parameters)
+        came = self._filled or self._waiting
+        return not came and not any(parameter.requires_grad for parameter in self.unit.parameters)
 
     @property
     def reducing(self) -> bool:
@@ -141,13 +163,15 @@ class UnitGradients:
     @property
     def has_local(self) -> bool:
         """Whether there are gradients that were not reduced yet."""
-        return bool(self._filled) and not (self._aliased and self.unit.collectives.world_size == 1)
+        kept = self._aliased and self.unit.collectives.world_size == 1
+        return bool(self._filled or self._waiting) and not kept
 
     # -- reducing -----------------------------------------------------------------------------------------
 
     def start_reduction(self) -> None:
         """Begins averaging ``local`` over the ranks; parameters without a gradient count as zero."""
         unit, layout = self.unit, self.unit.layout
+        self.pack()
         if self.local is None:
             self.local = self._take_local()
         elif self._must_part():
@@ -170,6 +194,7 @@ class UnitGradients:
 
     def local_sum(self) -> torch.Tensor:
         """``local``, zero where nothing arrived that is not reduced yet, and in the padding."""
+        self.pack()
         layout, local = self.unit.layout, self.local
         if local is None:
             raise AssertionError("no memory for local gradients")
@@ -222,9 +247,7 @@ class UnitGradients:
             self._gathering = None
             if self.local is not None and self._slice is not None and not self._aliased:
                 self._slice.to_slice_of(self.local)
-        late, self._late = self._late, []
-        for index, gradient in late:
-            self.add(index, gradient)
+            self.pack()
 
     def finish(self) -> None:
         """After a reduction: waits for all that its result goes through. Raises ``RuntimeError`` if it could
@@ -253,6 +276,7 @@ class UnitGradients:
 
     def clear(self) -> None:
         """Forgets all gradients; memory of sharded ones stays for the next step."""
+        self._waiting.clear()
         self._filled.clear()
         self._sums = False
         self.contributed.clear()
@@ -266,6 +290,7 @@ class UnitGradients:
 
     def zero_parameter(self, index: int) -> None:
         """Sets the gradient of one parameter to zero, where it is held here."""
+        self.pack()
         layout = self.unit.layout
         self.change_parameter(index, lambda part: part.zero_())
         if self.local is not None and index in self._filled:
@@ -274,6 +299,7 @@ class UnitGradients:
     def assign(self, index: int, flat: torch.Tensor) -> None:
         """Makes ``flat``, whole and in memory order, the reduced gradient of one parameter, where it is held
         here; the parameter need not have had one."""
+        self.pack()
         if self._filled:
             self.start_reduction()  # a single rank's local sum is the average
         elif not self.home.valid:
@@ -438,36 +464,6 @@ class _Taken:
     def __call__(self, piece: torch.Tensor) -> None:
         piece.copy_(self._values[: piece.numel()])
         self._values = self._values[piece.numel() :]
-
-
-def _borrowed_home(
-    unit: Unit,
-    dtype: torch.dtype,
-    accumulation_dtype: torch.dtype,
-    pool: BufferPool,
-    landings: BufferPool,
-    tiers: Tiers,
-) -> GradientHome:
-    """Where the shard of ``unit``'s gradient lives from its reduction to its update, if that follows."""
-    if unit.placement.grads_tier != "device":
-        return _sharded_home(unit, dtype, accumulation_dtype, pool, landings, tiers)
-    return BorrowedGradients(unit.layout.shard_numel, dtype, accumulation_dtype, pool, tiers.transfers)
-
-
-def _sharded_home(
-    unit: Unit,
-    dtype: torch.dtype,
-    accumulation_dtype: torch.dtype,
-    pool: BufferPool,
-    landings: BufferPool,
-    tiers: Tiers,
-) -> GradientHome:
-    """Where the shard of ``unit``'s gradient will live."""
-    tier, numel = unit.placement.grads_tier, unit.layout.shard_numel
-    if tier == "nvme":
-        return StoredGradients(numel, dtype, accumulation_dtype, pool, tiers)
-    memory = tiers.device.allocate(tier, numel, dtype)
-    return MemoryGradients(tier, memory, accumulation_dtype, pool, tiers.transfers, landings)
 
 
 def make_gradients(

@@ -127,6 +127,8 @@ class GradientReducer:
             self._start_next()
         if reduce and schedule is not None and self._arrivals is None:
             schedule.learn()
+        for gradients in self.gradients:
+            gradients.pack()
         self._drain()
         self._next = 0
         self._passed.clear()
