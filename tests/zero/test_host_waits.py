@@ -107,6 +107,7 @@ CASES: dict[str, tuple[str, float, float | None, dict[str, Any], int]] = {
         0,
     ),
     "bf16, clipped, Lion": ("bf16", 0.1, None, {"make": lion}, 0),
+    "bf16, torch's clipping": ("bf16", 0.0, 0.1, {}, 1),
     "fp16, clipped": ("fp16", 0.1, None, {}, 1),
     "bf16, clipped, optimizer in host memory": ("bf16", 0.1, None, {"offload": {"optimizer": "host"}}, 99),
 }
@@ -114,6 +115,7 @@ CASES: dict[str, tuple[str, float, float | None, dict[str, Any], int]] = {
 
 # Every stage, and the other cases in one of them.
 PAIRS = [("bf16, clipped", stage) for stage in STAGES] + [("fp16, clipped", stage) for stage in (0, 3)]
+PAIRS += [("bf16, torch's clipping", stage) for stage in (1, 3)]
 PAIRS += [(name, 2) for name in CASES if not any(name == each for each, _ in PAIRS)]
 
 
@@ -144,6 +146,26 @@ def test_what_a_step_waits_for_and_agrees_on(world: World, name: str, stage: int
         if dtype == "fp16":
             assert "update" in waits.log[: waits.log.index(waits.found[0])], waits.log
         assert len(agreements) <= 1, (step, agreements)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@on_ranks(1, 2, stand_in=True)
+def test_torchs_functions_of_gradients_wait_once_a_call(world: World, norm_type: float) -> None:
+    for stage in (1, 3):
+        model, optimizer = prepared(world, stage, "bf16", 0.0)
+        step_of(model, optimizer, batch(world, 0, model))
+        model.backward(language_loss(model, batch(world, 1, model)))
+        gradients = [each.grad for each in model.parameters()]
+        with HostWaits() as waits:
+            norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+        assert waits.found == []
+        with HostWaits() as waits:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5 * norm.item(), norm)
+        assert len(waits.found) <= 2, waits.log  # one of them is the test's
+        for foreach in (None, False):
+            with HostWaits() as waits:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type, foreach=foreach)
+            assert len(waits.found) <= 1, waits.log
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])

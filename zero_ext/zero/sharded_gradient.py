@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_ext.zero.extent import Extent, found_in, replaced
 from zero_ext.zero.released import MEMORY, function_name
@@ -170,7 +171,7 @@ def _change(
     func: Any, gradient: ShardedGradient, rest: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> ShardedGradient:
     # A number may be on another device than what it changes.
-    rest, kwargs = replaced((rest, kwargs), lambda value: value.item() if _is_tensor(value) else value)
+    rest, kwargs = replaced((rest, kwargs), lambda value: _number(value) if _is_tensor(value) else value)
     change = func.overloadpacket
     described = f"{change.__name__}{rest}{kwargs or ''}"
     source = gradient._source
@@ -180,6 +181,19 @@ def _change(
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
+
+
+# Numbers that were read, and the version of the tensor then: clipping multiplies all gradients with one, and
+# the host waits for the device whenever it reads a number there.
+_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _number(value: torch.Tensor) -> float:
+    version, number = _read.get(value, (None, 0.0))
+    if version != value._version:
+        number = value.item()
+        _read[value] = value._version, number
+    return number
 
 
 def _vector_norm(
