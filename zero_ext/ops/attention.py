@@ -27,7 +27,8 @@ class LayoutTensors(NamedTuple):
     ``column_pointers`` [layout heads, column blocks + 1] and ``rows`` [blocks] are the same blocks by column;
     the backward on CUDA devices needs them, the CPU does not read them. Lists are checked for indices out of
     bounds or order, on CUDA devices also for heads whose lists overlap, but those by column are trusted to be
-    the same blocks: others give wrong gradients of keys and values. Layout heads is 1 (all alike) or the number of query heads.
+    the same blocks: others give wrong gradients of keys and values. Layout heads is 1 (all alike) or the
+    number of query heads.
     """
 
     row_pointers: Tensor
