@@ -167,3 +167,10 @@ def test_values_of_the_host_are_refused_but_for_scalars_and_indices(world: World
     assert (there * torch.tensor(2.0)).sum().item() == 24
     assert there[torch.tensor([0, 2])].shape == (2, 4)
     assert torch.equal(there.cpu(), here)
+
+
+@on_ranks(1, stand_in=True)
+def test_a_tensor_that_grows_keeps_its_values(world: World) -> None:
+    tensor = torch.arange(4.0, device=DEVICE)[1:]
+    tensor.resize_(2000)
+    assert tensor[:3].tolist() == [1.0, 2.0, 3.0] and tensor[3:].isnan().all()

@@ -40,6 +40,12 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, OptionalD
 
 const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef size,
                          std::optional<at::MemoryFormat> memory_format) {
+  const auto elements =
+      static_cast<std::size_t>(c10::multiply_integers(size) + self.storage_offset());
+  const std::size_t wanted = elements * self.element_size();
+  if (self.storage().nbytes() < wanted) {  // torch would copy what is there by the host
+    at::native::resize_bytes_nocuda(self.storage(), wanted);
+  }
   return at::native::resize_(self, size, memory_format);
 }
 

@@ -1,0 +1,125 @@
+"""What a rank trains in each test of pipelines, split tensors, sequences and experts, on any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import zero_ext
+from tests.features.sharding import Found, on_host
+from tests.multi.rank import World
+from tests.parallel.experts import mixtures
+from tests.parallel.pipeline import stages
+from tests.parallel.test_sequence import LENGTH, WIDTH, Attending
+from tests.parallel.test_tensor import Words, loss_of, split
+from tests.parallel.test_tensor import batches as tensor_batches
+from tests.zero.test_accelerator import Scale
+from zero_ext.parallel import make_mesh, sequence_attention
+from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule
+from zero_ext.zero import engine_of
+
+SAMPLES = 8
+
+
+def pipeline(
+    world: World, device: str, lengths: dict[str, int], config: dict[str, Any], **settings: Any
+) -> Found:
+    """A pipeline with a tied embedding, its blocks split where the mesh has "tp"."""
+    torch.manual_seed(world.seed)
+    mesh = make_mesh(lengths, device_type=device)
+    specifications = stages.specifications()
+    specifications[stages.BLOCKS + 1] = LayerSpec(Scale, stages.WIDTH)
+    module = PipelineModule(specifications, mesh, loss=stages.mean_loss, **settings)
+    if mesh["tp"].size() > 1:
+        stages.split_blocks(module, mesh, stages.Block)
+    optimizer = stages.adamw(module.parameters())
+    model, optimizer = zero_ext.prepare(module, optimizer, config, process_group=mesh, device=device)
+    engine = Pipeline(model, optimizer, micro_batches=4)
+    own = mesh["dp"].get_local_rank()
+    losses, norms = [], []
+    for words, wanted in stages.batches(world.seed, 3, SAMPLES * mesh["dp"].size()):
+        part = slice(SAMPLES * own, SAMPLES * (own + 1))
+        losses.append(float(engine.train_batch(words[part].to(device), targets=wanted[part].to(device))))
+        norms.append(engine_of(model).grad_norm)
+    evaluated = float(engine.eval_batch(words[part].to(device), targets=wanted[part].to(device)))
+    return {
+        "losses": losses,
+        "norms": norms,
+        "evaluated": evaluated,
+        **on_host(zero_ext.full_state_dict(model)),
+    }
+
+
+def tensors(world: World, device: str, config: dict[str, Any], sequence: bool) -> Found:
+    """Embedding, blocks and scores split over two ranks, beside ZeRO."""
+    torch.manual_seed(world.seed)
+    mesh = make_mesh(tp=2, device_type=device)
+    words = Words().to(device)
+    for block in words.blocks:
+        block.norm = block.norm if sequence else Scale(block.norm.weight.numel()).to(device)
+    model = split(words, mesh, sequence)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    prepared, optimizer = zero_ext.prepare(model, optimizer, config, process_group=mesh)
+    losses, norms = [], []
+    share, own = SAMPLES // mesh["dp"].size(), mesh["dp"].get_local_rank()
+    for given, wanted in tensor_batches(world.seed, 3):
+        part = slice(share * own, share * (own + 1))
+        loss = loss_of(prepared, given[part].to(device), wanted[part].to(device))
+        prepared.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        norms.append(engine_of(prepared).grad_norm)
+    return {"losses": losses, "norms": norms, **on_host(zero_ext.full_state_dict(prepared))}
+
+
+def experts(world: World, device: str, config: dict[str, Any]) -> Found:
+    """Mixtures whose experts are spread over two ranks."""
+    torch.manual_seed(world.seed)
+    mesh = make_mesh(ep=2, device_type=device)
+    model = mixtures.Words(mesh)
+    for block in model.blocks:
+        block.norm = Scale(mixtures.WIDTH)
+    model.to(device)
+    prepared, optimizer = zero_ext.prepare(model, mixtures.adamw(model), config, process_group=mesh)
+    engine = engine_of(prepared)
+    share = mixtures.SAMPLES // engine.world_size
+    own = slice(share * engine.rank, share * (engine.rank + 1))
+    losses, norms = [], []
+    for words, wanted in mixtures.batches(world.seed, 3):
+        loss, _ = mixtures.loss_of(prepared, words[own].to(device), wanted[own].to(device), False)
+        prepared.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        norms.append(engine.grad_norm)
+    return {"losses": losses, "norms": norms, **on_host(zero_ext.full_state_dict(prepared))}
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    """Causal attention by operators that every device computes in the same order."""
+    assert is_causal
+    scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(later, float("-inf")).softmax(-1) @ value
+
+
+def sequences(world: World, device: str, config: dict[str, Any], lengths: dict[str, int]) -> Found:
+    """Attention of sequences that lie on two ranks, in a pipeline of one stage or two."""
+    torch.manual_seed(world.seed)
+    mesh = make_mesh(lengths, device_type=device)
+    attention = sequence_attention(attend, mesh, timeout_seconds=120.0)
+    layers = [LayerSpec(Attending, attention) for _ in range(4)]
+    module = PipelineModule(layers, mesh, loss=nn.functional.mse_loss)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer = zero_ext.prepare(module, optimizer, config, process_group=mesh, device=device)
+    engine = Pipeline(model, optimizer, micro_batches=2)
+    losses = []
+    for _ in range(3):
+        hidden, wanted = torch.randn(2, 4, LENGTH, WIDTH).chunk(2)
+        part = mesh["cp"].get_local_rank()
+        given, targets = (each[0].chunk(2, 1)[part].contiguous().to(device) for each in (hidden, wanted))
+        losses.append(float(engine.train_batch(given, targets=targets)))
+    return {"losses": losses, **on_host(zero_ext.full_state_dict(model))}
