@@ -39,7 +39,7 @@ struct SquaredNorm {
                                           bool& finite) {
     auto highest = V::template set_bits<T>(0);
     auto lowest = V::template set_bits<T>(~std::uint32_t{0});
-    ZERO_EXT_UNROLL_BY(4)
+    ZERO_EXT_UNROLL_LOADS_BY(4)
     for (std::int64_t i = 0; i < count; i += V::template lanes<T>) {
       const auto bits = V::template magnitudes<T>(values + i);
       highest = V::template max<T>(highest, bits);

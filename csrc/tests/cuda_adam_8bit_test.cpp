@@ -99,8 +99,8 @@ TEST(CudaAdam8Bit, EveryTypeGridAndAlignmentGivesTheBitsOfTheCpu) {
                                   ? std::nullopt
                                   : std::optional(static_cast<NumericType>(param));
       for (const std::int64_t shift : {0, 3}) {
-        const auto count = static_cast<std::int64_t>(1 + generator() % 5000);
-        const auto plan = testing::random_plan<core::AdamHyper>(count, kRows, generator, 900);
+        const auto count = static_cast<std::int64_t>(1 + generator() % 9000);
+        const auto plan = testing::random_plan<core::AdamHyper>(count, kRows, generator, 4000);
         const auto segments = plan.prepared(count, generator);
         const Problem start(count, shift, grad, param_type, generator);
         Problem wanted = start;

@@ -59,7 +59,7 @@ const std::vector<double> kDecoupled{1e-2, 0.9, 0.999, 1e-8, 0.1, 3, 1, 0};
 const std::vector<double> kCoupled{2e-2, 0.4, 0.99, 1e-6, 0.2, 7, 0, 1};
 
 AdamPlan random_plan(std::int64_t numel, std::mt19937_64& generator) {
-  return testing::random_plan<core::AdamHyper>(numel, {kDecoupled, kCoupled}, generator);
+  return testing::random_plan<core::AdamHyper>(numel, {kDecoupled, kCoupled}, generator, 900);
 }
 
 void emulate_step(Problem& problem, std::int64_t numel, const std::vector<AdamSegment>& segments,
@@ -92,7 +92,7 @@ TEST(CudaAdam, EveryTypeGridAndAlignmentGivesTheBitsOfTheCpu) {
                               ? std::nullopt
                               : std::optional(static_cast<NumericType>(param))};
         for (const std::int64_t shift : {0, 3}) {
-          const auto numel = static_cast<std::int64_t>(1 + generator() % 1200);
+          const auto numel = static_cast<std::int64_t>(1 + generator() % 3000);
           const AdamPlan plan = random_plan(numel, generator);
           const std::vector<AdamSegment> segments = plan.prepared(numel, generator);
           const Problem start(numel, types, shift, generator);

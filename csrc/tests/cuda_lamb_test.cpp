@@ -134,8 +134,8 @@ TEST(CudaLamb, EveryTypeGridAndAlignmentGivesTheBitsOfTheCpu) {
                               ? std::nullopt
                               : std::optional(static_cast<NumericType>(param))};
         for (const std::int64_t shift : {0, 3}) {
-          const auto numel = static_cast<std::int64_t>(1 + generator() % 1200);
-          const auto plan = testing::random_plan<core::LambHyper>(numel, kRows, generator);
+          const auto numel = static_cast<std::int64_t>(1 + generator() % 3000);
+          const auto plan = testing::random_plan<core::LambHyper>(numel, kRows, generator, 900);
           const auto segments = plan.prepared(numel, generator);
           const Problem start(numel, types, shift, generator);
           Problem wanted = start;

@@ -15,6 +15,7 @@ INSTRUCTION = re.compile(
 PREDICATE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+@")
 TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
 WIDTH = re.compile(r"\.(U8|S8|U16|S16|64|128)\b")
+ENDS = {"BPT", "EXIT", "RET"}  # BPT.TRAP ends the kernel
 WIDTH_BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 
 
@@ -37,8 +38,11 @@ class Instruction:
 
     @property
     def is_global(self) -> bool:
-        """Whether this loads from or stores to global memory. Atomic operations do not count."""
-        return self.opcode in {"LDG", "STG"}
+        """Whether this loads from or stores to global memory. Atomic operations do not count.
+
+        Loads of the program's own constants do not either: they are of a few bytes, which stay in the cache.
+        """
+        return self.opcode in {"LDG", "STG"} and not self.name.endswith(".CONSTANT")
 
     @property
     def width(self) -> int:
@@ -137,6 +141,8 @@ def functions(text: str) -> Iterator[Function]:
 def _loops(instructions: tuple[Instruction, ...]) -> list[Loop]:
     blocks = _blocks(instructions)
     following = _edges(blocks)
+    reached = _reached(following)
+    following = [targets if block in reached else [] for block, targets in enumerate(following)]
     before: list[list[int]] = [[] for _ in blocks]
     for block, targets in enumerate(following):
         for target in targets:
@@ -163,7 +169,7 @@ def _blocks(instructions: tuple[Instruction, ...]) -> list[list[Instruction]]:
         if ended or each.address in starts:
             blocks.append([])
         blocks[-1].append(each)
-        ended = _branches(each) or each.opcode in {"EXIT", "RET"}
+        ended = _branches(each) or each.opcode in ENDS
     return blocks
 
 
@@ -177,29 +183,37 @@ def _edges(blocks: list[list[Instruction]]) -> list[list[int]]:
         falls = last.is_predicated or "," in last.operands
         if _branches(last) and last.target in by_address:
             targets.append(by_address[last.target])
-        ends = _branches(last) or last.opcode in {"EXIT", "RET"}
+        ends = _branches(last) or last.opcode in ENDS
         if (not ends or falls) and number + 1 < len(blocks):
             targets.append(number + 1)
         following.append(targets)
     return following
 
 
+def _reached(following: list[list[int]]) -> set[int]:
+    reached = {0}
+    waiting = [0]
+    while waiting:
+        for each in following[waiting.pop()]:
+            if each not in reached:
+                reached.add(each)
+                waiting.append(each)
+    return reached
+
+
 def _dominators(following: list[list[int]], before: list[list[int]]) -> list[int]:
     """Of each block the blocks that every path to it passes, as bits; none of those that nothing reaches."""
-    reached = [0]
-    for block in reached:
-        reached += [each for each in dict.fromkeys(following[block]) if each not in set(reached)]
+    reached = _reached(following)
     everything = (1 << len(following)) - 1
-    found = [everything if block in set(reached) else 0 for block in range(len(following))]
+    found = [everything if block in reached else 0 for block in range(len(following))]
     found[0] = 1
     changed = True
     while changed:
         changed = False
-        for block in reached[1:]:
+        for block in sorted(reached - {0}):
             common = everything
             for each in before[block]:
-                if found[each]:
-                    common &= found[each]
+                common &= found[each]
             common |= 1 << block
             changed = changed or common != found[block]
             found[block] = common

@@ -20,12 +20,30 @@ def test_the_main_loop_is_the_innermost_one_with_wide_accesses(dump: str) -> Non
 
 
 def test_a_narrow_access_has_its_width(dump: str) -> None:
-    widths = {"": 4, ".64": 8, ".U16": 2, ".S8": 1, ".U16.CONSTANT": 2}
+    widths = {"": 4, ".64": 8, ".U16": 2, ".S8": 1}
     for name, wanted in widths.items():
         (found,) = sass.functions(dump.format(architecture="sm_90", called="0xe0", width=name))
         assert found.main_loop is not None
         assert sorted(each.width for each in found.main_loop.accesses) == sorted([wanted, 16, 16])
         assert found.main_loop.bytes("LDG", least=16) == 16
+
+
+def test_a_load_of_the_programs_constants_is_no_access(dump: str) -> None:
+    (found,) = sass.functions(dump.format(architecture="sm_90", called="0xe0", width=".CONSTANT"))
+    assert found.main_loop is not None
+    assert [each.width for each in found.main_loop.accesses] == [16, 16]
+
+
+def test_nothing_follows_a_trap(dump: str) -> None:
+    """Behind it lies what only diverged lanes run, which jumps back into the loop."""
+    text = dump.format(architecture="sm_90", called="0x100", width=".128")
+    text = text.replace("@!P1 BRA 0x70 ", "@!P1 BRA 0xe0 ").replace("RET.REL.NODEC R8 0x0", "BRA 0x70", 1)
+    lengths = []
+    for opcode in ("BPT.TRAP 0x1", "NOP"):
+        (found,) = sass.functions(text.replace("I2F.U64.RP R8, R4", opcode))
+        assert found.main_loop is not None
+        lengths.append(len(found.main_loop.instructions))
+    assert lengths == [6, 8]
 
 
 def test_a_call_of_the_64_bit_division_counts_only_in_a_loop(dump: str) -> None:

@@ -28,8 +28,9 @@ std::tuple<Tensor, Tensor> quantize_blockwise(const Tensor& values, bool is_sign
   with_code(is_signed, [&]<class Code>(Code) {
     launch_warps(
         op,
-        QuantizeBlocks<Code>{source, numel, codes, scales, is_aligned(source) && is_aligned(codes)},
-        core::block_count(numel));
+        QuantizeBlocks<Code>{source, numel, codes, scales,
+                             is_aligned(source) && is_aligned(codes) && is_aligned(scales)},
+        run_count(numel));
   });
   return {result.codes, result.scales};
 }
@@ -40,12 +41,13 @@ Tensor dequantize_blockwise(const Tensor& codes, const Tensor& scales, bool is_s
   const std::int64_t numel = ops::check_quantized(op, {codes, scales});
   const Tensor values = ops::empty_values(codes);
   const auto* source = codes.const_data_ptr<std::uint8_t>();
+  const auto* by = scales.const_data_ptr<float>();
   auto* target = values.mutable_data_ptr<float>();
   with_code(is_signed, [&]<class Code>(Code) {
     launch_warps(op,
-                 DequantizeBlocks<Code>{source, scales.const_data_ptr<float>(), numel, target,
-                                        is_aligned(source) && is_aligned(target)},
-                 core::block_count(numel));
+                 DequantizeBlocks<Code>{source, by, numel, target,
+                                        is_aligned(source) && is_aligned(by) && is_aligned(target)},
+                 run_count(numel));
   });
   return values;
 }

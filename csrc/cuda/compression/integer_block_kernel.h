@@ -13,6 +13,7 @@
 
 #include "../../core/compression/integer_block_formula.h"
 #include "../../core/vector_scalar.h"
+#include "../machine/grid_place.h"
 #include "../machine/registers.h"
 #include "../machine/vector_access.h"
 #include "../machine/warp.h"
@@ -340,22 +341,24 @@ struct WriteIntegers {
   bool accumulate;
   T* out;
 
-  ZERO_EXT_HOST_DEVICE std::int64_t quads_of_part() const {
-    return core::ceil_div(sum.messages.format.words(sum.messages.share), kQuad);
+  ZERO_EXT_HOST_DEVICE std::int64_t quads_of_block() const {
+    return core::ceil_div(sum.messages.format.words(sum.messages.format.block), kQuad);
   }
-  std::int64_t quads() const { return parts * quads_of_part(); }
+  std::int64_t quads() const {
+    return parts * sum.messages.format.blocks(sum.messages.share) * quads_of_block();
+  }
 
   ZERO_EXT_HOST_DEVICE void operator()(std::int64_t thread, std::int64_t threads) const {
     const core::BlockFormat& format = sum.messages.format;
     const std::int64_t share = sum.messages.share;
-    const std::int64_t block_words = format.words(format.block);
-    const std::int64_t each = quads_of_part();
-    for (std::int64_t i = thread; i < parts * each; i += threads) {
-      const std::int64_t part = i / each;
-      const std::int64_t word = (i - part * each) * kQuad;
-      const std::int64_t block = word / block_words;
-      const IntegerPlace at = IntegerPlace::at(part, block, share, format.block);
-      write(at, static_cast<int>(word - block * block_words), out + part * share + at.begin);
+    if (share == 0) return;
+    const std::int64_t blocks = format.blocks(share);
+    const std::int64_t quads = quads_of_block();
+    const GridPlace step = GridPlace::of(threads, blocks, quads);
+    for (GridPlace i = GridPlace::of(thread, blocks, quads); i.part < parts;
+         i.advance(step, blocks, quads)) {
+      const IntegerPlace at = IntegerPlace::at(i.part, i.block, share, format.block);
+      write(at, static_cast<int>(i.place * kQuad), out + i.part * share + at.begin);
     }
   }
 

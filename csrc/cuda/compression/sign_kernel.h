@@ -10,6 +10,7 @@
 
 #include "../../core/compression/sign_formula.h"
 #include "../../core/vector_scalar.h"
+#include "../machine/grid_place.h"
 #include "../machine/registers.h"
 #include "../machine/vector_access.h"
 #include "../machine/warp.h"
@@ -227,10 +228,12 @@ struct WriteSigns {
 
   ZERO_EXT_HOST_DEVICE void operator()(std::int64_t thread, std::int64_t threads) const {
     const std::int64_t share = messages.share;
+    if (share == 0) return;
     const std::int64_t each = core::ceil_div(share, kPackElements);
-    for (std::int64_t i = thread; i < parts * each; i += threads) {
-      const std::int64_t part = i / each;
-      const std::int64_t first = (i - part * each) * kPackElements;
+    const GridPlace step = GridPlace::of(threads, 1, each);
+    for (GridPlace i = GridPlace::of(thread, 1, each); i.part < parts; i.advance(step, 1, each)) {
+      const std::int64_t part = i.part;
+      const std::int64_t first = i.place * kPackElements;
       SignMessages own = messages;
       own.bytes += part * messages.count * core::sign_message_bytes(share);
       float terms[kPackElements];

@@ -19,7 +19,7 @@ void move_pieces(const char* op, const Tensor& flat, const std::vector<Tensor>& 
          {core::NumericType::float32, core::NumericType::bfloat16, core::NumericType::float16}) {
       with_type(type, [&]<class Element>(std::type_identity<Element>) {
         for_each_batch<Flat, Element, Move>(
-            pieces, type, [op](const auto& batch) { launch(op, batch, batch.packs); });
+            pieces, type, [op](const auto& batch) { launch_warps(op, batch, batch.tiles); });
       });
     }
   });
@@ -49,7 +49,7 @@ void sum_shards(const Tensor& out, std::vector<Tensor> shards, double scale, boo
     with_type(sum.source_type, [&]<class Source>(std::type_identity<Source>) {
       const auto kernel =
           SumShards<Target, Source>::of(sum.target, sum.sources, sum.numel, sum.scale, accumulate);
-      launch(op, kernel, kernel.packs());
+      launch_warps(op, kernel, kernel.tiles());
     });
   });
 }

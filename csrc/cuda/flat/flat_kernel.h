@@ -1,4 +1,4 @@
-// Copies, additions and sums of flat buffers as a thread of a grid runs them. See step_kernel.h on
+// Copies, additions and sums of flat buffers as a warp of a grid runs them. See step_kernel.h on
 // kernels as objects.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 #include "../../core/flat_pieces.h"
 #include "../../core/numeric_types.h"
-#include "../machine/vector_access.h"
+#include "../machine/warp_tile.h"
 
 namespace zero_ext::cuda {
 
@@ -18,18 +18,24 @@ using core::to_float;
 
 // What happens between an element of the flat buffer and one of a tensor.
 struct PackElement {
+  static constexpr bool reads_flat = false;
+  static constexpr bool reads_element = true;
   template <class Flat, class Element>
   static ZERO_EXT_HOST_DEVICE void move(Flat& flat, Element& element) {
     flat = from_float<Flat>(to_float(element));
   }
 };
 struct AccumulateElement {
+  static constexpr bool reads_flat = true;
+  static constexpr bool reads_element = true;
   template <class Flat, class Element>
   static ZERO_EXT_HOST_DEVICE void move(Flat& flat, Element& element) {
     flat = from_float<Flat>(to_float(flat) + to_float(element));
   }
 };
 struct UnpackElement {
+  static constexpr bool reads_flat = true;
+  static constexpr bool reads_element = false;
   template <class Flat, class Element>
   static ZERO_EXT_HOST_DEVICE void move(Flat& flat, Element& element) {
     element = from_float<Element>(to_float(flat));
@@ -40,37 +46,52 @@ struct UnpackElement {
 // the device before it and a captured graph holds them.
 template <class Flat, class Element, class Move>
 struct MovePieces {
+  using Tile = WarpTileOf<2, Flat, Element>;
   static constexpr int kMost = 96;  // within the 4 KiB that arguments of a launch may take
 
   Flat* places[kMost];
   Element* tensors[kMost];
   std::int64_t numels[kMost];
-  std::int64_t first_packs[kMost];  // packs of all earlier tensors
+  std::int64_t first_tiles[kMost];  // tiles of all earlier tensors
   int count = 0;
-  std::int64_t packs = 0;
+  std::int64_t tiles = 0;
 
   void add(Flat* place, Element* tensor, std::int64_t numel) {
     places[count] = place;
     tensors[count] = tensor;
     numels[count] = numel;
-    first_packs[count] = packs;
-    packs += (numel + kPackElements - 1) / kPackElements;
+    first_tiles[count] = tiles;
+    tiles += (numel + Tile::kElements - 1) / Tile::kElements;
     ++count;
   }
 
-  ZERO_EXT_HOST_DEVICE void operator()(std::int64_t thread, std::int64_t threads) const {
-    for (std::int64_t i = thread; i < packs; i += threads) {
+  ZERO_EXT_HOST_DEVICE void operator()(std::int64_t warp, std::int64_t warps) const {
+    for (std::int64_t i = warp; i < tiles;) {
       const int piece = piece_of(i);
-      run(places[piece], tensors[piece], numels[piece], (i - first_packs[piece]) * kPackElements);
+      Flat* const place = places[piece];
+      Element* const tensor = tensors[piece];
+      const std::int64_t numel = numels[piece];
+      std::int64_t begin = (i - first_tiles[piece]) * Tile::kElements;
+      if (is_aligned(place) && is_aligned(tensor)) {
+        for (; begin + Tile::kElements <= numel; begin += warps * Tile::kElements, i += warps) {
+          whole(place + begin, tensor + begin);
+        }
+      }
+      // Of the same tensor; behind its end there is nothing, and the tile is another's.
+      if (begin < numel) {
+        const std::int64_t end = begin + Tile::kElements < numel ? begin + Tile::kElements : numel;
+        each_by_lanes(begin, end, [&](int, std::int64_t at) { Move::move(place[at], tensor[at]); });
+        i += warps;
+      }
     }
   }
 
-  ZERO_EXT_HOST_DEVICE int piece_of(std::int64_t pack) const {
+  ZERO_EXT_HOST_DEVICE int piece_of(std::int64_t tile) const {
     int low = 0;
     int high = count;
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      if (first_packs[middle] <= pack) {
+      if (first_tiles[middle] <= tile) {
         low = middle;
       } else {
         high = middle;
@@ -79,27 +100,20 @@ struct MovePieces {
     return low;
   }
 
-  ZERO_EXT_HOST_DEVICE static void run(Flat* place, Element* tensor, std::int64_t numel,
-                                       std::int64_t begin) {
-    if (begin + kPackElements <= numel && is_aligned(place) && is_aligned(tensor)) {
-      Pack<Flat> flat = load_pack(place + begin);
-      Pack<Element> element = load_pack(tensor + begin);
+  // Stores only what changed; the compiler then drops loads of what is not read.
+  ZERO_EXT_HOST_DEVICE static void whole(Flat* place, Element* tensor) {
+    typename Tile::template Held<Flat> flat;
+    typename Tile::template Held<Element> elements;
+    if constexpr (Move::reads_flat) Tile::load(place, flat);
+    if constexpr (Move::reads_element) Tile::load(tensor, elements);
+    each_lane([&](int here, int) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k < kPackElements; ++k) Move::move(flat.values[k], element.values[k]);
-      store(place + begin, tensor + begin, flat, element);
-      return;
-    }
-    const std::int64_t end = begin + kPackElements < numel ? begin + kPackElements : numel;
-    for (std::int64_t i = begin; i < end; ++i) Move::move(place[i], tensor[i]);
-  }
-
-  // Only what changed; the compiler then drops loads of what is not read.
-  ZERO_EXT_HOST_DEVICE static void store(Flat* place, Element* tensor, const Pack<Flat>& flat,
-                                         const Pack<Element>& element) {
-    if constexpr (std::is_same_v<Move, UnpackElement>) {
-      store_pack(tensor, element);
+      for (int k = 0; k < Tile::kHeld; ++k) Move::move(flat.at[here][k], elements.at[here][k]);
+    });
+    if constexpr (Move::reads_element) {
+      Tile::store(place, flat);
     } else {
-      store_pack(place, flat);
+      Tile::store(tensor, elements);
     }
   }
 };
@@ -116,7 +130,7 @@ void for_each_batch(const core::Pieces& pieces, core::NumericType element_type,
     if (batch.count == batch.kMost) {
       visit(batch);
       batch.count = 0;
-      batch.packs = 0;
+      batch.tiles = 0;
     }
   }
   if (batch.count > 0) visit(batch);
@@ -126,6 +140,7 @@ void for_each_batch(const core::Pieces& pieces, core::NumericType element_type,
 // the target may be one of the sources.
 template <class Target, class Source>
 struct SumShards {
+  using Tile = WarpTileOf<2, Target, Source>;
   static constexpr int kMost = 256;  // addresses that travel with the launch
 
   const Source* sources[kMost];
@@ -152,37 +167,46 @@ struct SumShards {
     return sum;
   }
 
-  std::int64_t packs() const { return (numel + kPackElements - 1) / kPackElements; }
+  std::int64_t tiles() const { return (numel + Tile::kElements - 1) / Tile::kElements; }
 
-  ZERO_EXT_HOST_DEVICE void operator()(std::int64_t thread, std::int64_t threads) const {
-    for (std::int64_t begin = thread * kPackElements; begin < numel;
-         begin += threads * kPackElements) {
-      if (aligned && begin + kPackElements <= numel) {
+  ZERO_EXT_HOST_DEVICE void operator()(std::int64_t warp, std::int64_t warps) const {
+    for (std::int64_t begin = warp * Tile::kElements; begin < numel;
+         begin += warps * Tile::kElements) {
+      if (aligned && begin + Tile::kElements <= numel) {
         whole(begin);
       } else {
-        for (std::int64_t i = begin; i < numel && i < begin + kPackElements; ++i) element(i);
+        const std::int64_t end = begin + Tile::kElements < numel ? begin + Tile::kElements : numel;
+        each_by_lanes(begin, end, [&](int, std::int64_t i) { element(i); });
       }
     }
   }
 
   ZERO_EXT_HOST_DEVICE void whole(std::int64_t begin) const {
-    float sums[kPackElements];
-    add<true>(load_pack(sources[0] + begin), sums);
-    for (int k = 1; k < count; ++k) add<false>(load_pack(sources[k] + begin), sums);
-    Pack<Target> result;
-    if (accumulate) result = load_pack(target + begin);
-    ZERO_EXT_UNROLL
-    for (int i = 0; i < kPackElements; ++i) finish(sums[i], result.values[i]);
-    store_pack(target + begin, result);
+    typename Tile::template Held<float> sums;
+    add<true>(sources[0] + begin, sums);
+    for (int k = 1; k < count; ++k) add<false>(sources[k] + begin, sums);
+    typename Tile::template Held<Target> result;
+    if (accumulate) Tile::load(target + begin, result);
+    each_lane([&](int here, int) {
+      ZERO_EXT_UNROLL
+      for (int k = 0; k < Tile::kHeld; ++k) finish(sums.at[here][k], result.at[here][k]);
+    });
+    Tile::store(target + begin, result);
   }
 
   template <bool First>
-  static ZERO_EXT_HOST_DEVICE void add(const Pack<Source>& pack, float (&sums)[kPackElements]) {
-    ZERO_EXT_UNROLL
-    for (int i = 0; i < kPackElements; ++i) {
-      const float value = to_float(pack.values[i]);
-      sums[i] = First ? value : sums[i] + value;
-    }
+  static ZERO_EXT_HOST_DEVICE void add(const Source* source,
+                                       typename Tile::template Held<float>& sums) {
+    typename Tile::template Held<Source> own;
+    Tile::load(source, own);
+    each_lane([&](int here, int) {
+      ZERO_EXT_UNROLL
+      for (int k = 0; k < Tile::kHeld; ++k) {
+        const float value = to_float(own.at[here][k]);
+        float& sum = sums.at[here][k];
+        sum = First ? value : sum + value;
+      }
+    });
   }
 
   ZERO_EXT_HOST_DEVICE void element(std::int64_t i) const {

@@ -17,7 +17,7 @@ void flag_non_finite(const Tensor& values, const Tensor& non_finite) {
   if (arguments.count == 0) return;
   with_type(arguments.type, [&]<class T>(std::type_identity<T>) {
     const auto kernel = FlagNonFinite<T>::of(arguments.values, arguments.count, arguments.flag);
-    launch("flag_non_finite_", kernel, std::max(kernel.packs(), std::int64_t{1}));
+    launch_warps("flag_non_finite_", kernel, std::max(kernel.tiles(), std::int64_t{1}));
   });
 }
 

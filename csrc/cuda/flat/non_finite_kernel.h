@@ -1,16 +1,18 @@
-// Whether a flat tensor holds a number that is not finite, as a thread of a grid looks.
+// Whether a flat tensor holds a number that is not finite, as a warp of a grid looks.
 #pragma once
 
 #include <bit>
 #include <cstdint>
 
 #include "../../core/numeric_types.h"
-#include "../machine/vector_access.h"
+#include "../machine/warp_tile.h"
 
 namespace zero_ext::cuda {
 
 template <class T>
 struct FlagNonFinite {
+  using Tile = WarpTileOf<4, T>;
+
   const T* values;
   std::int64_t count;
   std::int64_t head;  // elements before the first aligned one
@@ -22,22 +24,31 @@ struct FlagNonFinite {
     return {static_cast<const T*>(values), count, head < count ? head : count, flag};
   }
 
-  ZERO_EXT_HOST_DEVICE std::int64_t packs() const { return (count - head) / kPackElements; }
+  ZERO_EXT_HOST_DEVICE std::int64_t tiles() const { return (count - head) / Tile::kElements; }
 
   // Threads that raise the flag write the same value.
-  ZERO_EXT_HOST_DEVICE void operator()(std::int64_t thread, std::int64_t threads) const {
-    bool finite = true;
-    for (std::int64_t i = thread; i < packs(); i += threads) {
-      const Pack<T> pack = load_pack(values + head + i * kPackElements);
-      ZERO_EXT_UNROLL
-      for (int k = 0; k < kPackElements; ++k) finite = finite && is_finite(pack.values[k]);
+  ZERO_EXT_HOST_DEVICE void operator()(std::int64_t warp, std::int64_t warps) const {
+    bool finite[kLanesHere];
+    each_lane([&](int here, int) { finite[here] = true; });
+    const std::int64_t whole = tiles();
+    for (std::int64_t i = warp; i < whole; i += warps) {
+      typename Tile::template Held<T> own;
+      Tile::load(values + head + i * Tile::kElements, own);
+      each_lane([&](int here, int) {
+        ZERO_EXT_UNROLL
+        for (const T& value : own.at[here]) finite[here] = finite[here] && is_finite(value);
+      });
     }
-    if (thread == 0) {
-      for (std::int64_t i = 0; i < head; ++i) finite = finite && is_finite(values[i]);
-      const std::int64_t done = head + packs() * kPackElements;
-      for (std::int64_t i = done; i < count; ++i) finite = finite && is_finite(values[i]);
+    if (warp == 0) {
+      const auto look = [&](int here, std::int64_t i) {
+        finite[here] = finite[here] && is_finite(values[i]);
+      };
+      each_by_lanes(0, head, look);
+      each_by_lanes(head + whole * Tile::kElements, count, look);
     }
-    if (!finite) *flag = 1;
+    each_lane([&](int here, int) {
+      if (!finite[here]) *flag = 1;
+    });
   }
 
  private:

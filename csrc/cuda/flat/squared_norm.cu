@@ -11,10 +11,10 @@ namespace {
 
 using ops::Tensor;
 
-template <class T>
+template <class Add>
 __global__ void __launch_bounds__(kThreads, kLeastBlocksOfProcessor)
-    run_squares(const __grid_constant__ AddSquares<T> add) {
-  __shared__ std::int64_t own[kWarpsOfBlock][AddSquares<T>::kEntries];
+    run_squares(const __grid_constant__ Add add) {
+  __shared__ std::int64_t own[kWarpsOfBlock][Add::kEntries];
   static_assert(sizeof(own) <= kSharedBytes);
   const auto warp = threadIdx.x / kWarpLanes;
   add(std::int64_t{blockIdx.x} * kWarpsOfBlock + warp, std::int64_t{gridDim.x} * kWarpsOfBlock,
@@ -30,8 +30,9 @@ void squared_norm(const Tensor& grad, const Tensor& accumulator) {
   with_type(arguments.type, [&]<class T>(std::type_identity<T>) {
     const auto add = AddSquares<T>::of(arguments.values, arguments.count, arguments.accumulator);
     const std::int64_t blocks = (add.blocks() + kWarpsOfBlock - 1) / kWarpsOfBlock;
-    run_squares<<<launcher.blocks(std::max(blocks, std::int64_t{1})), kThreads, 0,
-                  launcher.stream>>>(add);
+    const unsigned grid =
+        launcher.blocks<run_squares<AddSquares<T>>>(std::max(blocks, std::int64_t{1}));
+    run_squares<<<grid, kThreads, 0, launcher.stream>>>(add);
     check(op, cudaGetLastError());
   });
   launch(op, CarryAccumulator{arguments.accumulator}, 1);

@@ -6,6 +6,8 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -17,12 +19,10 @@
 namespace zero_ext::cuda {
 
 inline constexpr int kThreads = 256;
+inline constexpr int kMostDevices = 64;  // whose occupancies are kept
 inline constexpr int kWarpsOfBlock = kThreads / kWarpLanes;
 // Shared memory that every GPU gives a block without being asked.
 inline constexpr std::size_t kSharedBytes = 48 << 10;
-// A few times what a processor holds at once, so that blocks that end early are replaced.
-inline constexpr std::int64_t kBlocksPerProcessor = 8;
-
 // With a least number of blocks given, the compiler does not spill registers to fit in more.
 inline constexpr int kLeastBlocksOfProcessor = 2;
 
@@ -71,8 +71,9 @@ struct Launcher {
   std::int64_t processors;
   cudaStream_t stream;
 
+  int device = 0;
+
   explicit Launcher(const char* name) : op(name) {
-    int device = 0;
     int count = 0;
     check(op, cudaGetDevice(&device));
     check(op, cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
@@ -83,8 +84,24 @@ struct Launcher {
     stream = static_cast<cudaStream_t>(current);
   }
 
+  // As many blocks of kThreads as run at once, or fewer if fewer are wanted: grids stride.
+  template <auto kFunction>
   unsigned blocks(std::int64_t wanted) const {
-    return static_cast<unsigned>(std::min(wanted, processors * kBlocksPerProcessor));
+    return static_cast<unsigned>(std::min(wanted, processors * resident_blocks<kFunction>()));
+  }
+
+ private:
+  // Of a processor. All devices of a process that the module has code for are asked once each.
+  template <auto kFunction>
+  std::int64_t resident_blocks() const {
+    static std::array<std::atomic<int>, kMostDevices> known{};
+    const bool is_kept = device < kMostDevices;
+    int count = is_kept ? known[device].load(std::memory_order_relaxed) : 0;
+    if (count == 0) {
+      check(op, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kFunction, kThreads, 0));
+      if (is_kept) known[device].store(count, std::memory_order_relaxed);
+    }
+    return count;
   }
 };
 
@@ -93,7 +110,7 @@ template <class Kernel>
 void launch(const char* op, const Kernel& kernel, std::int64_t work) {
   if (work == 0) return;
   const Launcher launcher(op);
-  const unsigned blocks = launcher.blocks((work + kThreads - 1) / kThreads);
+  const unsigned blocks = launcher.blocks<run_kernel<Kernel>>((work + kThreads - 1) / kThreads);
   run_kernel<<<blocks, kThreads, 0, launcher.stream>>>(kernel);
   check(op, cudaGetLastError());
 }
@@ -110,7 +127,8 @@ template <class Kernel>
 void launch_warps(const char* op, const Kernel& kernel, std::int64_t work) {
   if (work == 0) return;
   const Launcher launcher(op);
-  const unsigned blocks = launcher.blocks((work + kWarpsOfBlock - 1) / kWarpsOfBlock);
+  const unsigned blocks =
+      launcher.blocks<run_warps<Kernel>>((work + kWarpsOfBlock - 1) / kWarpsOfBlock);
   run_warps<<<blocks, kThreads, 0, launcher.stream>>>(kernel);
   check(op, cudaGetLastError());
 }

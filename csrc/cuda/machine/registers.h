@@ -10,7 +10,7 @@ template <class T, int kCount, int kLanes>
 struct Registers {
   T at[kLanes][kCount];
 
-  ZERO_EXT_DEVICE void fill(T value) {
+  ZERO_EXT_HOST_DEVICE void fill(T value) {
     ZERO_EXT_UNROLL
     for (auto& lane : at) {
       ZERO_EXT_UNROLL

@@ -51,6 +51,36 @@ ZERO_EXT_HOST_DEVICE double sum_of_warp(double value) {
   return value;
 }
 
+// One of two words, as one instruction: the compiler would else choose between what it loads them
+// from, and load them one by one.
+ZERO_EXT_HOST_DEVICE std::uint32_t choose(bool first, std::uint32_t one, std::uint32_t two) {
+#if defined(__CUDA_ARCH__)
+  std::uint32_t chosen;
+  asm("{ .reg .pred p; setp.ne.u32 p, %3, 0; selp.b32 %0, %1, %2, p; }"
+      : "=r"(chosen)
+      : "r"(one), "r"(two), "r"(static_cast<std::uint32_t>(first)));
+  return chosen;
+#else
+  return first ? one : two;
+#endif
+}
+
+// One word of each lane.
+struct LaneWords {
+  std::uint32_t at[kLanesHere];
+};
+
+// What each lane gets of the one whose number differs in the bit `distance`.
+ZERO_EXT_HOST_DEVICE LaneWords words_across(const LaneWords& words, int distance) {
+#if defined(__CUDA_ARCH__)
+  return {{__shfl_xor_sync(0xFFFFFFFFU, words.at[0], distance)}};
+#else
+  LaneWords result;
+  for (int lane = 0; lane < kWarpLanes; ++lane) result.at[lane] = words.at[lane ^ distance];
+  return result;
+#endif
+}
+
 // Lanes see what the others wrote before.
 ZERO_EXT_HOST_DEVICE void meet_in_warp() {
 #if defined(__CUDA_ARCH__)

@@ -7,8 +7,7 @@
 #include <cstdint>
 
 #include "../../core/numeric_types.h"
-#include "vector_access.h"
-#include "warp.h"
+#include "warp_tile.h"
 
 namespace zero_ext::cuda {
 
@@ -29,18 +28,21 @@ struct WarpVector {
     std::uint32_t at[kHere];
   };
 
-  // The running thread's elements of `width` aligned ones.
+  // The running thread's elements of `width` aligned ones: sums and extremes have no order.
   template <class Result, class T, class Convert>
   static ZERO_EXT_HOST_DEVICE Result each_loaded(const T* source, const Convert& convert) {
+    using Tile = WarpTile<static_cast<int>(kAccessBytes / sizeof(T)),
+                          width / (kWarpLanes * static_cast<int>(kAccessBytes / sizeof(T)))>;
+    static_assert(Tile::kHeld == kPackElements);
+    typename Tile::template Held<T> own;
+    Tile::load(source, own);
     Result result;
-    ZERO_EXT_UNROLL
-    for (int here = 0; here < kLanesHere; ++here) {
-      const Pack<T> pack = load_pack(source + lane_number(here) * kPackElements);
+    each_lane([&](int here, int) {
       ZERO_EXT_UNROLL
       for (int k = 0; k < kPackElements; ++k) {
-        result.at[here * kPackElements + k] = convert(pack.values[k]);
+        result.at[here * kPackElements + k] = convert(own.at[here][k]);
       }
-    }
+    });
     return result;
   }
 

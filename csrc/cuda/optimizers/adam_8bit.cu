@@ -27,7 +27,7 @@ void adam_step_8bit(const Tensor& master, const Tensor& exp_avg_codes,
       buffers.grad_type, buffers.param_type,
       [&]<class Grad, class Param>(std::type_identity<Grad>, std::type_identity<Param>) {
         launch_warps(kOp, AdamBlocks<Grad, Param>::of(buffers, prepared.data(), prepared.count),
-                     core::block_count(buffers.count));
+                     run_count(buffers.count));
       });
 }
 

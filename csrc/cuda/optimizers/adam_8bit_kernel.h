@@ -1,6 +1,5 @@
-// One-pass Adam / AdamW with moments quantized block-wise, as a warp of a grid runs it: one block
-// at a time, whose moments are float32 in the lanes' registers between reading and writing its
-// codes.
+// One-pass Adam / AdamW with moments quantized block-wise, as a warp of a grid runs it: a
+// block's moments are float32 in the lanes' registers between reading and writing its codes.
 #pragma once
 
 #include <cstdint>
@@ -29,13 +28,14 @@ struct AdamBlocks {
   std::int32_t* non_finite;  // as of StepPointers
   const core::AdamSegment* segments;
   std::int64_t segment_count;
-  bool aligned;  // master, codes, grad and param start at multiples of kAccessBytes
+  bool aligned;  // all start at multiples of kAccessBytes
 
   static AdamBlocks of(const core::Adam8BitBuffers& buffers, const core::AdamSegment* segments,
                        std::int64_t segment_count) {
     const bool aligned = is_aligned(buffers.master) && is_aligned(buffers.exp_avg_codes) &&
                          is_aligned(buffers.exp_avg_sq_codes) && is_aligned(buffers.grad) &&
-                         is_aligned(buffers.param);
+                         is_aligned(buffers.param) && is_aligned(buffers.exp_avg_scales) &&
+                         is_aligned(buffers.exp_avg_sq_scales);
     return {buffers.count,
             buffers.master,
             buffers.exp_avg_codes,
@@ -50,11 +50,101 @@ struct AdamBlocks {
             aligned};
   }
 
+  // First the runs of blocks that are one segment's, then all other blocks.
   ZERO_EXT_FUNCTION void operator()(std::int64_t warp, std::int64_t warps) const {
-    for (std::int64_t i = warp; i < core::block_count(numel); i += warps) block(i);
+    float faults[kLanesHere];
+    each_lane([&](int here, int) { faults[here] = 0.0F; });
+    for (std::int64_t i = warp; i < whole_runs();) {
+      const std::int64_t s = segment_of(i);
+      if (s == segment_count) {
+        i += warps;
+        continue;
+      }
+      const core::AdamSegment current = segments[s];
+      do {
+        run(i, current.factors, faults);
+        i += warps;
+      } while ((i + 1) * kRunElements <= current.end);
+    }
+    for (std::int64_t i = warp; i < run_count(numel); i += warps) {
+      if (i < whole_runs() && segment_of(i) < segment_count) continue;
+      const std::int64_t last = core::block_count(numel) - i * kRunBlocks;
+      for (int k = 0; k < kRunBlocks && k < last; ++k) block(i * kRunBlocks + k, faults);
+    }
+    each_lane([&](int here, int) { report(faults[here], non_finite); });
   }
 
-  ZERO_EXT_HOST_DEVICE void block(std::int64_t number) const {
+  ZERO_EXT_HOST_DEVICE std::int64_t whole_runs() const {
+    return aligned ? numel / kRunElements : 0;
+  }
+
+  // The segment that has all of a run; `segment_count` if none has.
+  ZERO_EXT_HOST_DEVICE std::int64_t segment_of(std::int64_t run) const {
+    const std::int64_t begin = run * kRunElements;
+    const std::int64_t i = first_ending_after(segments, segment_count, begin);
+    const bool has_all =
+        i < segment_count && segments[i].begin <= begin && begin + kRunElements <= segments[i].end;
+    return has_all ? i : segment_count;
+  }
+
+  // A run of blocks that are one segment's.
+  ZERO_EXT_HOST_DEVICE void run(std::int64_t number, const core::AdamFactors& factors,
+                                float (&faults)[kLanesHere]) const {
+    RunScales by = reinterpret_cast<const RunScales*>(exp_avg_scales)[number];
+    RunScales by_sq = reinterpret_cast<const RunScales*>(exp_avg_sq_scales)[number];
+    ZERO_EXT_UNROLL_BY(1)
+    for (int pair = 0; pair < kRunBlocks; pair += 2) {
+      const std::int64_t begin = number * kRunElements + pair * core::kQuantizationBlock;
+      CodeLanes codes;
+      CodeLanes codes_sq;
+      load_codes(exp_avg_codes + begin, codes);
+      load_codes(exp_avg_sq_codes + begin, codes_sq);
+      ZERO_EXT_UNROLL
+      for (int which = 0; which < 2; ++which) {
+        float& scale = by.at[0];
+        float& scale_sq = by_sq.at[0];
+        BlockLanes exp_avg;
+        BlockLanes exp_avg_sq;
+        ExpAvg::decode(codes, which, scale, exp_avg);
+        ExpAvgSq::decode(codes_sq, which, scale_sq, exp_avg_sq);
+        update_block(begin + which * core::kQuantizationBlock, factors, exp_avg, exp_avg_sq,
+                     faults);
+        scale = ExpAvg::encode(exp_avg, which, codes);
+        scale_sq = ExpAvgSq::encode(exp_avg_sq, which, codes_sq);
+        turn(by);
+        turn(by_sq);
+      }
+      store_codes(exp_avg_codes + begin, codes);
+      store_codes(exp_avg_sq_codes + begin, codes_sq);
+    }
+    if (lane_number(0) != 0) return;
+    reinterpret_cast<RunScales*>(exp_avg_scales)[number] = by;
+    reinterpret_cast<RunScales*>(exp_avg_sq_scales)[number] = by_sq;
+  }
+
+  // A block of one segment's.
+  ZERO_EXT_HOST_DEVICE void update_block(std::int64_t begin, const core::AdamFactors& factors,
+                                         BlockLanes& exp_avg, BlockLanes& exp_avg_sq,
+                                         float (&faults)[kLanesHere]) const {
+    BlockLanes masters;
+    BlockTile::Held<Grad> gradients;
+    BlockTile::Held<Param> params;
+    BlockTile::load(master + begin, masters);
+    BlockTile::load(grad + begin, gradients);
+    each_lane([&](int here, int) {
+      ZERO_EXT_UNROLL
+      for (int k = 0; k < BlockTile::kHeld; ++k) {
+        float* const moments[] = {&exp_avg.at[here][k], &exp_avg_sq.at[here][k]};
+        update_element<core::AdamRule>(masters.at[here][k], moments, gradients.at[here][k],
+                                       params.at[here][k], factors, faults[here]);
+      }
+    });
+    BlockTile::store(master + begin, masters);
+    if constexpr (has_param) BlockTile::store(param + begin, params);
+  }
+
+  // A block of which segments hold some elements.
+  ZERO_EXT_HOST_DEVICE void block(std::int64_t number, float (&faults)[kLanesHere]) const {
     const std::int64_t begin = number * core::kQuantizationBlock;
     const std::int64_t end = begin + core::kQuantizationBlock;
     std::int64_t i = first_ending_after(segments, segment_count, begin);
@@ -63,11 +153,11 @@ struct AdamBlocks {
     const std::int64_t count = numel - begin;
     BlockLanes exp_avg;
     BlockLanes exp_avg_sq;
-    ExpAvg::load(exp_avg_codes + begin, exp_avg_scales[number], count, aligned, exp_avg);
-    ExpAvgSq::load(exp_avg_sq_codes + begin, exp_avg_sq_scales[number], count, aligned, exp_avg_sq);
-    for (; reaches(i, end); ++i) update(segments[i], begin, exp_avg, exp_avg_sq);
-    const float scale = ExpAvg::store(exp_avg, count, aligned, exp_avg_codes + begin);
-    const float scale_sq = ExpAvgSq::store(exp_avg_sq, count, aligned, exp_avg_sq_codes + begin);
+    ExpAvg::load_block(exp_avg_codes + begin, count, exp_avg_scales[number], exp_avg);
+    ExpAvgSq::load_block(exp_avg_sq_codes + begin, count, exp_avg_sq_scales[number], exp_avg_sq);
+    for (; reaches(i, end); ++i) update_some(segments[i], begin, exp_avg, exp_avg_sq, faults);
+    const float scale = ExpAvg::store_block(exp_avg, count, exp_avg_codes + begin);
+    const float scale_sq = ExpAvgSq::store_block(exp_avg_sq, count, exp_avg_sq_codes + begin);
     if (lane_number(0) != 0) return;
     exp_avg_scales[number] = scale;
     exp_avg_sq_scales[number] = scale_sq;
@@ -78,25 +168,21 @@ struct AdamBlocks {
   }
 
   // The elements that a segment has in a block.
-  ZERO_EXT_HOST_DEVICE void update(const core::AdamSegment& segment, std::int64_t begin,
-                                   BlockLanes& exp_avg, BlockLanes& exp_avg_sq) const {
-    each_lane([&](int own, int first) {
-      const std::int64_t at = begin + first;
-      const PackRange range = PackRange::of(at, segment.begin, segment.end, aligned);
-      Pack<float> masters = load_pack(master + at, range, 0.0F);
-      const Pack<Grad> gradients = load_pack(grad + at, range, Grad{});
-      Pack<Param> params;
-      float fault = 0.0F;
+  ZERO_EXT_HOST_DEVICE void update_some(const core::AdamSegment& segment, std::int64_t begin,
+                                        BlockLanes& exp_avg, BlockLanes& exp_avg_sq,
+                                        float (&faults)[kLanesHere]) const {
+    each_lane([&](int here, int lane) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k < kPackElements; ++k) {
-        if (!range.holds(k)) continue;
-        float* const moments[] = {&exp_avg.at[own + k], &exp_avg_sq.at[own + k]};
-        update_element<core::AdamRule>(masters.values[k], moments, gradients.values[k],
-                                       params.values[k], segment.factors, fault);
+      for (int k = 0; k < BlockTile::kHeld; ++k) {
+        const std::int64_t at = begin + BlockTile::place(lane, k);
+        if (at < segment.begin || segment.end <= at) continue;
+        float* const moments[] = {&exp_avg.at[here][k], &exp_avg_sq.at[here][k]};
+        Param unused;
+        Param* target = &unused;
+        if constexpr (has_param) target = param + at;
+        update_element<core::AdamRule>(master[at], moments, grad[at], *target, segment.factors,
+                                       faults[here]);
       }
-      report(fault, non_finite);
-      store_pack(master + at, masters, range);
-      if constexpr (has_param) store_pack(param + at, params, range);
     });
   }
 };

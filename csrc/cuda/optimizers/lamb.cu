@@ -36,7 +36,8 @@ void lamb_norms(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_a
     const auto add = AddLambSquares<Moment, Grad>::of(buffers, master.numel(), prepared.data(),
                                                       prepared.count, sums);
     const std::int64_t blocks = (add.chunks() + kWarpsOfBlock - 1) / kWarpsOfBlock;
-    run_lamb_norms<<<launcher.blocks(blocks), kThreads, 0, launcher.stream>>>(add);
+    run_lamb_norms<<<launcher.blocks<run_lamb_norms<std::remove_const_t<decltype(add)>>>(blocks),
+                     kThreads, 0, launcher.stream>>>(add);
     check(op, cudaGetLastError());
   };
   with_type(buffers.grad_type, [&](auto type) {

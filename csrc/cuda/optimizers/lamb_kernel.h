@@ -32,6 +32,7 @@ FlatStep<core::LambRule, Moment, Grad, Param> lamb_step_of(const core::LambBuffe
 template <class Moment, class Grad>
 struct AddLambSquares {
   using Norm = core::SquaredNorm<WarpVector, float, WarpTotal, 3>;
+  using Tile = WarpTileOf<2, float, Moment, Grad>;
   static constexpr int kChunk = static_cast<int>(Norm::kGroup);
   static constexpr int kEntries = core::Superaccumulator::kEntries;
 
@@ -50,6 +51,7 @@ struct AddLambSquares {
   const core::LambSegment* segments;
   std::int64_t segment_count;
   std::int64_t* norms;  // [segment_count, 2, kEntries]
+  bool aligned;         // buffers start at multiples of kAccessBytes
 
   static AddLambSquares of(const core::LambBuffers& buffers, std::int64_t numel,
                            const core::LambSegment* segments, std::int64_t segment_count,
@@ -61,7 +63,9 @@ struct AddLambSquares {
             numel,
             segments,
             segment_count,
-            norms};
+            norms,
+            is_aligned(buffers.master) && is_aligned(buffers.exp_avg) &&
+                is_aligned(buffers.exp_avg_sq) && is_aligned(buffers.grad)};
   }
 
   ZERO_EXT_HOST_DEVICE std::int64_t chunks() const { return (numel + kChunk - 1) / kChunk; }
@@ -71,18 +75,28 @@ struct AddLambSquares {
     const std::int64_t stop = (warp + 1) * each < chunks() ? (warp + 1) * each : chunks();
     clear(own);
     std::int64_t current = 0;
-    for (std::int64_t chunk = warp * each; chunk < stop; ++chunk) {
+    for (std::int64_t chunk = warp * each; chunk < stop;) {
+      std::int64_t i = first_ending_after(segments, segment_count, chunk * kChunk);
+      if (i == segment_count) break;
+      if (aligned && segments[i].begin <= chunk * kChunk) {
+        const core::LambSegment segment = segments[i];
+        const std::int64_t whole = segment.end / kChunk < stop ? segment.end / kChunk : stop;
+        if (chunk < whole && i != current) flush(own, current);
+        if (chunk < whole) current = i;
+        for (; chunk < whole; ++chunk) add_whole(chunk * kChunk, segment.factors, own);
+        if (chunk == stop) break;
+      }
       const std::int64_t begin = chunk * kChunk;
       const std::int64_t end = begin + kChunk;
-      for (std::int64_t i = first_ending_after(segments, segment_count, begin);
-           i < segment_count && segments[i].begin < end; ++i) {
+      for (; i < segment_count && segments[i].begin < end; ++i) {
         const std::int64_t first = segments[i].begin > begin ? segments[i].begin : begin;
         const std::int64_t last = segments[i].end < end ? segments[i].end : end;
         if (first >= last) continue;
         if (i != current) flush(own, current);
         current = i;
-        add(first, static_cast<int>(last - first), segments[i].factors, own);
+        add_some(first, static_cast<int>(last - first), segments[i].factors, own);
       }
+      ++chunk;
     }
     flush(own, current);
   }
@@ -100,12 +114,45 @@ struct AddLambSquares {
     meet_in_warp();
   }
 
-  ZERO_EXT_FUNCTION void add(std::int64_t first, int count, const core::LambFactors& factors,
-                             Memory& own) const {
-    each_of_warp(kChunk, [&](int i) {
-      own.weights[i] = i < count ? master[first + i] : 0.0F;
-      own.updates[i] = i < count ? direction(first + i, factors) : 0.0F;
+  // A chunk that is one segment's.
+  ZERO_EXT_FUNCTION void add_whole(std::int64_t begin, const core::LambFactors& factors,
+                                   Memory& own) const {
+    ZERO_EXT_UNROLL
+    for (int first = 0; first < kChunk; first += Tile::kElements) {
+      typename Tile::template Held<float> weights;
+      typename Tile::template Held<float> updates;
+      typename Tile::template Held<Moment> averages;
+      typename Tile::template Held<Moment> squares;
+      typename Tile::template Held<Grad> gradients;
+      Tile::load(master + begin + first, weights);
+      Tile::load(exp_avg + begin + first, averages);
+      Tile::load(exp_avg_sq + begin + first, squares);
+      Tile::load(grad + begin + first, gradients);
+      each_lane([&](int here, int) {
+        ZERO_EXT_UNROLL
+        for (int k = 0; k < Tile::kHeld; ++k) {
+          updates.at[here][k] = direction(weights.at[here][k], averages.at[here][k],
+                                          squares.at[here][k], gradients.at[here][k], factors);
+        }
+      });
+      Tile::store_shared(own.weights + first, weights);
+      Tile::store_shared(own.updates + first, updates);
+    }
+    sum(own);
+  }
+
+  ZERO_EXT_FUNCTION void add_some(std::int64_t first, int count, const core::LambFactors& factors,
+                                  Memory& own) const {
+    each_of_warp(kChunk, [&](int k) {
+      const std::int64_t i = first + k;
+      own.weights[k] = k < count ? master[i] : 0.0F;
+      own.updates[k] =
+          k < count ? direction(master[i], exp_avg[i], exp_avg_sq[i], grad[i], factors) : 0.0F;
     });
+    sum(own);
+  }
+
+  ZERO_EXT_FUNCTION static void sum(Memory& own) {
     meet_in_warp();
     WarpTotal weights{own.totals};
     WarpTotal updates{own.totals + kEntries};
@@ -114,11 +161,12 @@ struct AddLambSquares {
     meet_in_warp();
   }
 
-  ZERO_EXT_HOST_DEVICE float direction(std::int64_t i, const core::LambFactors& factors) const {
+  static ZERO_EXT_HOST_DEVICE float direction(float weight, Moment exp_avg, Moment exp_avg_sq,
+                                              Grad grad, const core::LambFactors& factors) {
     using Scalar = core::ScalarVector;
-    float values[1 + core::LambRule::kMoments] = {master[i], Scalar::load(exp_avg + i),
-                                                  Scalar::load(exp_avg_sq + i)};
-    return core::LambRule::direction<Scalar>(values, Scalar::load(grad + i), factors);
+    float values[1 + core::LambRule::kMoments] = {weight, Scalar::load(&exp_avg),
+                                                  Scalar::load(&exp_avg_sq)};
+    return core::LambRule::direction<Scalar>(values, Scalar::load(&grad), factors);
   }
 
   // Adds the sums to those of a segment, and begins new ones.

@@ -66,7 +66,7 @@ void launch_step(const char* op, const ops::Tensor& master, const Buffers& buffe
         [&]<class Grad, class Param>(std::type_identity<Grad>, std::type_identity<Param>) {
           const auto step =
               make.template operator()<Moment, Grad, Param>(prepared.data(), prepared.count);
-          launch(op, step, step.packs());
+          launch_warps(op, step, step.tiles());
         });
   };
   if (buffers.moments == core::NumericType::float32) {

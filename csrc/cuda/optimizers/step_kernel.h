@@ -1,6 +1,6 @@
-// An optimizer's step over flat buffers, as a thread of a grid runs it.
+// An optimizer's step over flat buffers, as a warp of a grid runs it.
 //
-// Kernels are function objects called with a thread's number and the number of threads, so that
+// Kernels are function objects called with a warp's number (or a thread's) and their count, so that
 // the host can run them too. They give the same result for every size of the grid.
 #pragma once
 
@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "../../core/vector_scalar.h"
-#include "../machine/vector_access.h"
+#include "../machine/warp_tile.h"
 #include "segment_search.h"
 
 namespace zero_ext::cuda {
@@ -63,6 +63,7 @@ struct FlatStep {
   static constexpr int kMoments = Rule::kMoments;
   using Factors = typename Rule::Factors;
   using Segment = core::StepSegment<Factors>;
+  using Tile = WarpTileOf<2, float, Moment, Grad>;
 
   StepPointers<Rule, Moment, Grad, Param> at;
   std::int64_t numel;
@@ -78,74 +79,75 @@ struct FlatStep {
         segment_count(count),
         aligned(pointers.aligned()) {}
 
-  std::int64_t packs() const { return (numel + kPackElements - 1) / kPackElements; }
+  std::int64_t tiles() const { return (numel + Tile::kElements - 1) / Tile::kElements; }
 
-  ZERO_EXT_HOST_DEVICE void operator()(std::int64_t thread, std::int64_t threads) const {
-    Segment current{};  // in registers: most threads never leave one segment
-    float fault = 0.0F;
-    for (std::int64_t begin = thread * kPackElements; begin < numel;
-         begin += threads * kPackElements) {
-      const std::int64_t end = begin + kPackElements;
-      if (current.begin <= begin && end <= current.end) {
-        whole(begin, current.factors, fault);
+  ZERO_EXT_HOST_DEVICE void operator()(std::int64_t warp, std::int64_t warps) const {
+    float faults[kLanesHere];
+    each_lane([&](int here, int) { faults[here] = 0.0F; });
+    const std::int64_t stride = warps * Tile::kElements;
+    for (std::int64_t begin = warp * Tile::kElements; begin < numel;) {
+      const std::int64_t i = first_ending_after(segments, segment_count, begin);
+      if (i == segment_count) break;
+      const Segment current = segments[i];
+      if (aligned && current.begin <= begin && begin + Tile::kElements <= current.end) {
+        do {
+          whole(begin, current.factors, faults);
+          begin += stride;
+        } while (begin + Tile::kElements <= current.end);
       } else {
-        search(begin, end, current, fault);
+        parts(begin, i, faults);
+        begin += stride;
       }
     }
-    report(fault, at.non_finite);
+    each_lane([&](int here, int) { report(faults[here], at.non_finite); });
   }
 
-  // Updates what the segments hold of [begin, end); leaves the last of them in `current`.
-  ZERO_EXT_HOST_DEVICE void search(std::int64_t begin, std::int64_t end, Segment& current,
-                                   float& fault) const {
-    for (std::int64_t i = first_ending_after(segments, segment_count, begin); i < segment_count;
-         ++i) {
-      if (segments[i].begin >= end) return;
-      current = segments[i];
-      const std::int64_t first = current.begin > begin ? current.begin : begin;
-      const std::int64_t last = current.end < end ? current.end : end;
-      if (last - first == kPackElements) {
-        whole(first, current.factors, fault);
-      } else {
-        elements(first, last, current.factors, fault);
+  // What the segments from `i` on hold of the tile at `begin`.
+  ZERO_EXT_HOST_DEVICE void parts(std::int64_t begin, std::int64_t i,
+                                  float (&faults)[kLanesHere]) const {
+    const std::int64_t end = begin + Tile::kElements;
+    for (; i < segment_count && segments[i].begin < end; ++i) {
+      const Segment current = segments[i];
+      each_by_lanes(current.begin > begin ? current.begin : begin,
+                    current.end < end ? current.end : end,
+                    [&](int here, std::int64_t k) { element(k, current.factors, faults[here]); });
+    }
+  }
+
+  ZERO_EXT_HOST_DEVICE void whole(std::int64_t begin, const Factors& factors,
+                                  float (&faults)[kLanesHere]) const {
+    typename Tile::template Held<float> masters;
+    typename Tile::template Held<Moment> moments[kMoments];
+    typename Tile::template Held<Grad> gradients;
+    typename Tile::template Held<Param> params;
+    Tile::load(at.master + begin, masters);
+    ZERO_EXT_UNROLL
+    for (int m = 0; m < kMoments; ++m) Tile::load(at.moments[m] + begin, moments[m]);
+    Tile::load(at.grad + begin, gradients);
+    each_lane([&](int here, int) {
+      ZERO_EXT_UNROLL
+      for (int k = 0; k < Tile::kHeld; ++k) {
+        Moment* own[kMoments];
+        ZERO_EXT_UNROLL
+        for (int m = 0; m < kMoments; ++m) own[m] = &moments[m].at[here][k];
+        update_element<Rule>(masters.at[here][k], own, gradients.at[here][k], params.at[here][k],
+                             factors, faults[here]);
       }
-    }
+    });
+    Tile::store(at.master + begin, masters);
+    ZERO_EXT_UNROLL
+    for (int m = 0; m < kMoments; ++m) Tile::store(at.moments[m] + begin, moments[m]);
+    if constexpr (has_param) Tile::store(at.param + begin, params);
   }
 
-  // A whole pack of one segment.
-  ZERO_EXT_HOST_DEVICE void whole(std::int64_t begin, const Factors& factors, float& fault) const {
-    if (!aligned) return elements(begin, begin + kPackElements, factors, fault);
-    Pack<float> masters = load_pack(at.master + begin);
-    Pack<Moment> moments[kMoments];
+  ZERO_EXT_HOST_DEVICE void element(std::int64_t i, const Factors& factors, float& fault) const {
+    Param unused;
+    Param* target = &unused;
+    if constexpr (has_param) target = at.param + i;
+    Moment* own[kMoments];
     ZERO_EXT_UNROLL
-    for (int m = 0; m < kMoments; ++m) moments[m] = load_pack(at.moments[m] + begin);
-    const Pack<Grad> gradients = load_pack(at.grad + begin);
-    Pack<Param> params;
-    ZERO_EXT_UNROLL
-    for (int k = 0; k < kPackElements; ++k) {
-      Moment* own[kMoments];
-      ZERO_EXT_UNROLL
-      for (int m = 0; m < kMoments; ++m) own[m] = &moments[m].values[k];
-      update_element<Rule>(masters.values[k], own, gradients.values[k], params.values[k], factors,
-                           fault);
-    }
-    store_pack(at.master + begin, masters);
-    ZERO_EXT_UNROLL
-    for (int m = 0; m < kMoments; ++m) store_pack(at.moments[m] + begin, moments[m]);
-    if constexpr (has_param) store_pack(at.param + begin, params);
-  }
-
-  ZERO_EXT_HOST_DEVICE void elements(std::int64_t begin, std::int64_t end, const Factors& factors,
-                                     float& fault) const {
-    for (std::int64_t i = begin; i < end; ++i) {
-      Param unused;
-      Param* target = &unused;
-      if constexpr (has_param) target = at.param + i;
-      Moment* own[kMoments];
-      ZERO_EXT_UNROLL
-      for (int m = 0; m < kMoments; ++m) own[m] = at.moments[m] + i;
-      update_element<Rule>(at.master[i], own, at.grad[i], *target, factors, fault);
-    }
+    for (int m = 0; m < kMoments; ++m) own[m] = at.moments[m] + i;
+    update_element<Rule>(at.master[i], own, at.grad[i], *target, factors, fault);
   }
 };
 
