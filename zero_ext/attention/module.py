@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
+from zero_ext.attention import flex_attention
 from zero_ext.attention.block_layout import BlockLayout
 from zero_ext.attention.layout import LayoutCache
 from zero_ext.attention.masks import MoreMasks, as_scores, both, check_key_padding, split_mask
@@ -18,6 +19,7 @@ from zero_ext.config.attention import SparseAttentionPolicy
 from zero_ext.ops import block_sparse_attention
 
 Given = SparseAttentionPolicy | Mapping[str, Any] | BlockLayout
+Backend = Literal["kernel", "flex"]
 _SEEDS = 1 << 62
 _LEAST_DIM, _MOST_DIM = 16, 256  # of a head, in the kernels, in steps of 8
 
@@ -31,21 +33,28 @@ class SparseSelfAttention(torch.nn.Module):
     Args:
         config: a policy, a mapping of its keys (DeepSpeed's `sparse_attention` section), or a layout of your
             own, which then serves its length alone.
+        backend: "kernel" runs this package's kernels; "flex" torch's FlexAttention on devices, in tiles of
+            128 tokens, without dropout and without the gradient of a bias. On the CPU torch computes all
+            scores and has no backward. A model that is compiled whole breaks its graph at "flex".
 
     Raises:
         TypeError: `config` is none of these.
         ConfigError: a key or value of the mapping is wrong.
+        ValueError: `backend` is neither.
 
     Source: Child et al., "Generating long sequences with sparse transformers" (arXiv 1904.10509).
     """
 
-    def __init__(self, config: Given) -> None:
+    def __init__(self, config: Given, backend: Backend = "kernel") -> None:
         super().__init__()
         if not isinstance(config, SparseAttentionPolicy | Mapping | BlockLayout):
             raise TypeError(
                 f"SparseSelfAttention got {config!r}, wanted a SparseAttentionPolicy, a mapping of its keys "
                 'such as {"mode": "fixed", "block": 64}, or a BlockLayout'
             )
+        if backend not in get_args(Backend):
+            raise ValueError(f'backend: expected "kernel" or "flex", got {backend!r}. Choose one of them.')
+        self.backend = backend
         self.layout = config if isinstance(config, BlockLayout) else None
         policy = SparseAttentionPolicy.from_mapping(config) if isinstance(config, Mapping) else config
         self._cache = LayoutCache(policy) if isinstance(policy, SparseAttentionPolicy) else None
@@ -98,13 +107,18 @@ class SparseSelfAttention(torch.nn.Module):
             dtype, which query, key and value are cast to first, as for torch's function.
 
         Raises:
-            ValueError: shapes do not fit together, or the layout is one for other lengths or heads.
+            ValueError: shapes do not fit together, the layout is one for other lengths or heads, or the
+                backend is "flex" and there is dropout or a bias that wants a gradient.
             TypeError: an unknown keyword, or a mask that is neither boolean nor floating.
             RuntimeError: what the kernel does not take: dtype, head dim, device.
         """
         query, key, value = _autocast(query, key, value)
         scores_shape = _scores_shape(query, key, value, enable_gqa)
         key_padding, bias = _masks(attn_mask, more, scores_shape)
+        if self.backend == "flex" and dropout_p > 0:
+            raise ValueError(
+                f'dropout_p: expected 0 for backend "flex", got {dropout_p}. Use backend "kernel".'
+            )
         causal = is_causal or (self.policy is not None and self.policy.unidirectional)
         abstract = query.is_meta or isinstance(query, FakeTensor)
         layout = self._layout_for(scores_shape, causal, None if abstract else query.device)
@@ -118,6 +132,11 @@ class SparseSelfAttention(torch.nn.Module):
         if dim < wide <= _MOST_DIM:
             scale = 1 / math.sqrt(dim) if scale is None else scale
             query, key, value = (F.pad(each, (0, wide - dim)) for each in (query, key, value))
+        if self.backend == "flex" and not abstract:
+            found = flex_attention.attend(
+                query, key, value, layout, causal=causal, scale=scale, key_padding=key_padding, bias=bias
+            )
+            return found[:, :, extra:, :dim]
         found = block_sparse_attention(
             query,
             key,
