@@ -10,9 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zero_ext
 from tests.accelerator.host_waits import HostWaits
+from tests.accelerator.stand_in import BACKEND
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
@@ -40,7 +42,10 @@ def prepared(
         "precision": {"dtype": dtype},
         **more,
     }
-    return zero_ext.prepare(model, make(model.parameters()), config, process_group=world.group)
+    # The strict backend of the device, as a group has it that was made with it alone.
+    offered = mock.patch.object(dist, "get_backend_config", lambda group: f"stand_in:{BACKEND}")
+    with offered if device == DEVICE else contextlib.nullcontext():
+        return zero_ext.prepare(model, make(model.parameters()), config, process_group=world.group)
 
 
 def batch(world: World, step: int, model: Any) -> torch.Tensor:

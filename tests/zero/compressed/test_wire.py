@@ -63,7 +63,7 @@ def test_0_1_adam_sends_a_fifteenth_over_a_whole_run(world: World) -> None:
     policy = {"var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 2}
     found = sent_by_phase(world, 0, lambda params: zero_ext.ZeroOneAdam(params, eps=1.0, **policy), 8)
     assert found.keys() == {Phase.FULL, Phase.GRADIENT, Phase.LOCAL, Phase.DRIFT}
-    assert found[Phase.LOCAL] < 100
+    assert found[Phase.LOCAL] < 150  # agreements alone
     # DeepSpeed's policy for BERT over its 118,000 steps, and the default one, up to the freeze alone.
     for freeze, steps in ((23000, 118000), (100000, 100000)):
         published = zero_ext.ZeroOneAdam([torch.zeros(1)], var_freeze_step=freeze)
