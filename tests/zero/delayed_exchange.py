@@ -110,5 +110,5 @@ def delays(seed: int) -> Iterator[None]:
     def delayed(group: Any, timeout_seconds: float) -> DelayedExchange:
         return DelayedExchange(fastest_exchange(group, timeout_seconds), seed)
 
-    with mock.patch("zero_ext.comm.process_group.fastest_exchange", delayed):
+    with mock.patch("zero_ext.comm.connections.fastest_exchange", delayed):
         yield

@@ -20,7 +20,7 @@ def test_over_the_process_group_alone(world: World) -> None:
             config = configuration(stage, plan)
             fast = train_prepared(world, copy.deepcopy(model), language_loss, language_batch, config, plan)
             with mock.patch(
-                "zero_ext.comm.process_group.fastest_exchange", lambda group, _: GroupExchange(group)
+                "zero_ext.comm.connections.fastest_exchange", lambda group, _: GroupExchange(group)
             ):
                 slow = train_prepared(
                     world, copy.deepcopy(model), language_loss, language_batch, config, plan

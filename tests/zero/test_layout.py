@@ -53,7 +53,7 @@ def test_every_element_has_exactly_one_place(
         for place in range(offset, offset + spec.numel):
             assert owner[place] == -1
             owner[place] = index
-    gaps = {place for begin, end in layout.gaps() for place in range(begin, end)}
+    gaps = {place for begin, end in layout.gaps for place in range(begin, end)}
     assert gaps == {place for place, index in enumerate(owner) if index == -1}
 
 

@@ -127,7 +127,7 @@ def over_transport(transport: str) -> contextlib.AbstractContextManager[object]:
     """Choose how ranks exchange what ``zero_ext.prepare`` sets up: as on one host, or as between hosts."""
     if transport == "shared memory":
         return contextlib.nullcontext()
-    return mock.patch("zero_ext.comm.process_group.fastest_exchange", lambda group, _: GroupExchange(group))
+    return mock.patch("zero_ext.comm.connections.fastest_exchange", lambda group, _: GroupExchange(group))
 
 
 @on_ranks(2)

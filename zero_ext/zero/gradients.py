@@ -201,7 +201,7 @@ class UnitGradients:
         for index, spec in enumerate(layout.specs):
             if index not in self._filled:
                 local[layout.offsets[index] : layout.offsets[index] + spec.numel].zero_()
-        for begin, end in layout.gaps():
+        for begin, end in layout.gaps:
             local[begin:end].zero_()
         return local
 

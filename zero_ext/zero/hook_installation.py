@@ -18,20 +18,22 @@ from zero_ext.zero.unit import Unit
 
 class GatheringParameters(dict[str, "nn.Parameter | None"]):
     """A module's ``_parameters``: reading one by name makes its unit present for the running call, or does
-    whatever else ``touch`` does. The next read is not ``counted`` if it is one that a hook has foreseen."""
+    whatever else ``touch`` does. The next read of each of the ``foreseen`` does not: a hook did it before the
+    call that is going to read them."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter | None], touch: Callable[[nn.Parameter], None]
     ) -> None:
         super().__init__(parameters)
         self.touch = touch
-        self.counted = True
+        self.foreseen: set[str] = set()
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
-        if parameter is not None and self.counted:
+        if name in self.foreseen:
+            self.foreseen.discard(name)
+        elif parameter is not None:
             self.touch(parameter)
-        self.counted = True
         return parameter
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
@@ -131,14 +133,16 @@ def _install_owner_hooks(
                     owner.register_forward_hook(after, with_kwargs=True, always_call=True)
                 alive.enter(owner, name, (args, kwargs), alone=True)
             own = owner._parameters
+            foreseen: set[str] = set()
             for parameters, unit, home in uses:
                 # torch.func.functional_call puts other tensors in the place of parameters.
-                if any(dict.get(own, key) is parameter for key, parameter in parameters):
-                    needed = unit()
-                    if needed is not None:
-                        alive.touch(needed, home(), again)
+                present = [key for key, parameter in parameters if dict.get(own, key) is parameter]
+                needed = unit()
+                if present and needed is not None:
+                    alive.touch(needed, home(), again)
+                    foreseen.update(present)
             if isinstance(own, GatheringParameters):
-                own.counted = again  # a look-up reads its weight once, by itself
+                own.foreseen = foreseen
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 

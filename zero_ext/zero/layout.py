@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,6 +98,7 @@ class FlatLayout:
                 found.append(Overlap(index, first - offset, first - begin, last - first))
         return found
 
+    @functools.cached_property
     def gaps(self) -> list[tuple[int, int]]:
         """The padding: ranges of the flat buffer that belong to no parameter."""
         ends = [offset + spec.numel for spec, offset in zip(self.specs, self.offsets, strict=True)]

@@ -254,7 +254,7 @@ class Unit(Ending):
     def publish(self) -> None:
         """Makes what was put into the gathered flat buffer the parameters and the shard."""
         self._require(UnitState.GATHERED)
-        for begin, end in self.layout.gaps():
+        for begin, end in self.layout.gaps:
             self.flat[begin:end].zero_()
         self.store_shard()
         self.publish_views()

@@ -54,7 +54,7 @@ def test_a_rank_keeps_a_fourth_of_everything(world: World, ep: int) -> None:
     units = engine_of(course.model).units
     kept = sum(unit.layout.shard_numel for unit in units)
     whole = sum(parameter.numel() for parameter in Words().parameters())
-    gaps = sum(end - begin for unit in units for begin, end in unit.layout.gaps())
+    gaps = sum(end - begin for unit in units for begin, end in unit.layout.gaps)
     assert whole / 4 <= kept <= whole / 4 + gaps
     experts = [unit for unit in units if ".experts." in unit.layout.specs[0].name]
     assert {unit.collectives.world_size for unit in experts} == {4 // ep}

@@ -107,7 +107,7 @@ class Way(ABC):
             for spec, offset in zip(layout.specs, layout.offsets, strict=True)
             if spec.name not in used
         ]
-        return [*layout.gaps(), *unused]
+        return [*layout.gaps, *unused]
 
 
 @contextlib.contextmanager
