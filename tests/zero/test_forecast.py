@@ -58,6 +58,18 @@ def compare(world: World, device: str, config: dict[str, Any], optimizer: str) -
     told = ledger_by_tier(engine_of(model))
     planned = {tier: {kind: held[tier][kind] for kind in told[tier]} for tier in told}
     assert planned == told, (config, planned, told)
+    trained = [unit for unit in engine_of(model).units if any(each.requires_grad for each in unit.parameters)]
+    largest = max(
+        sum(spec.numel for spec in unit.layout.specs) * unit.layout.dtype.itemsize for unit in trained
+    )
+    assert held["device"]["autograd's gradients (at most)"] == largest
+    assert held["device"]["NCCL's buffers (estimate)"] == 0  # no NCCL here
+    if engine_of(model).world_size > 1:
+        with (
+            mock.patch.object(forecast, "device", torch.device("cuda")),
+            mock.patch.object(forecast.collectives, "in_one_order", True),
+        ):
+            assert forecast.held()["device"]["NCCL's buffers (estimate)"] >= 32 * (4 << 20)
 
 
 def configs() -> list[dict[str, Any]]:

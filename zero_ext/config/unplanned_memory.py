@@ -1,0 +1,36 @@
+"""Estimates of the device memory that libraries take alongside the engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+NCCL_BUFFER_BYTES = 4 << 20
+NCCL_CHANNELS = 32
+
+
+def communicator_bytes(
+    world_size: int, ranks_per_node: int, environment: Mapping[str, str] = os.environ, *, opened: bool = False
+) -> int:
+    """Estimate the buffers of one NCCL communicator of `world_size` ranks, `ranks_per_node` on a node.
+
+    A buffer of `NCCL_BUFFSIZE` (4 MiB) belongs to each channel of a connection, of which there are at most
+    `NCCL_MAX_NCHANNELS` (32 here, what NCCL uses at most with NVLink). Counted are one connection of a ring,
+    one for the messages to the ranks of a node, whose channels these share, and one for those to other nodes,
+    which share a pool (`NCCL_NET_SHARED_BUFFERS`). NCCL's own tables and code come on top. No GPU has been
+    measured. Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html.
+
+    Args:
+        opened: Leave out the ring, which a communicator that has been used has already.
+    """
+    if world_size == 1:
+        return 0
+    buffer = _number(environment, "NCCL_BUFFSIZE", NCCL_BUFFER_BYTES)
+    channels = _number(environment, "NCCL_MAX_NCHANNELS", NCCL_CHANNELS)
+    nodes = world_size // ranks_per_node
+    return buffer * channels * (int(not opened) + int(ranks_per_node > 1) + int(nodes > 1))
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, "")
+    return int(text) if text.isdigit() and int(text) else default
