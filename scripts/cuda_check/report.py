@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from scripts.cuda_check import streams
@@ -26,7 +26,7 @@ Stack is bytes per thread, shared memory bytes per block, without what attention
 - *occupancy*: the share of a processor's warps that run at once, from registers, static shared memory and the
   block's threads. Attention's shared memory lowers its occupancy further.
 - *bytes* and *instructions*: per element in the main loop of a streaming kernel, which is the innermost loop
-  that moves most bytes in accesses of 16 bytes.
+  that moves most bytes in accesses of 16 bytes. All its branches are counted, also those that exclude another.
 - *widths*: bytes per thread of each access of global memory there.
 - *copy rate*: an **estimate** of the share of the copy rate of an H100, min(1, issue, latency).
   *issue* is (rate of instructions / instructions per element) / (copy rate / bytes per element).
@@ -123,6 +123,11 @@ def table(checked: Sequence[Checked], compiler: str) -> str:
             if of_file == file:
                 rows.append(f"| `{name}` | {' | '.join(_cells(found, architectures))} |")
     return "\n".join(rows).replace("\n\n\n", "\n\n") + "\n"
+
+
+def _count(checked: Iterable[Checked]) -> int:
+    """How many kernels these are, each on one or several architectures."""
+    return len({(each.kernel.file, each.kernel.name) for each in checked})
 
 
 def _cells(found: dict[str, Checked], architectures: Sequence[str]) -> list[str]:
