@@ -26,7 +26,7 @@ Stack is bytes per thread, shared memory bytes per block, without what attention
 - *occupancy*: the share of a processor's warps that run at once, from registers, static shared memory and the
   block's threads. Attention's shared memory lowers its occupancy further.
 - *bytes* and *instructions*: per element in the main loop of a streaming kernel, which is the innermost loop
-  that moves most bytes in accesses of 16 bytes. All its branches are counted, also those that exclude another.
+  that moves most bytes in accesses of 16 bytes. All its branches count, also those that exclude each other.
 - *widths*: bytes per thread of each access of global memory there.
 - *copy rate*: an **estimate** of the share of the copy rate of an H100, min(1, issue, latency).
   *issue* is (rate of instructions / instructions per element) / (copy rate / bytes per element).
