@@ -115,7 +115,7 @@ TEST_OBJECTS := $(patsubst csrc/%.cpp,%.o,$(CORE_SOURCES) $(TEST_SOURCES))
 define cpp_variant
 build/cpp/$(1)/%.o: csrc/%.cpp $(SYSTEM)
 	@mkdir -p $$(@D)
-	$(CXX) $(CPP_FLAGS) $(FLAGS_$(1)) -MMD -c $$< -o $$@
+	$(CXX) $(CPP_FLAGS) $(FLAGS_$(1)) -MMD -MP -c $$< -o $$@
 
 build/cpp/$(1)/run-tests: $(addprefix build/cpp/$(1)/,$(TEST_OBJECTS))
 	$(CXX) $(FLAGS_$(1)) $$^ -lgtest -lgtest_main -lpthread -o $$@

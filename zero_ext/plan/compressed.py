@@ -43,14 +43,16 @@ def step_bytes(
     bytes_per_element: int = 2,
     gradient_bytes: int | None = None,
     accumulation_steps: int = 1,
+    gathered_once: Mapping[int, int] | None = None,
 ) -> dict[str, Sent]:
     """What one of `world_size` ranks sends in a step, by kind of collective, as
     `zero_ext.comm.WireLog` counts it; norms and flags (`scalars`) left out.
 
     `units` are those that train, by the elements of their flat buffer, padding included: how many are that
-    long. Every micro-batch is reduced on its own where gradients are sharded. In stages 0 and 1 they add up
-    first, an element of the sum in `gradient_bytes`; None: 4 if there are several. All ranks are one node
-    where `communication.ranks_per_node` is None.
+    long, and `gathered_once` those of them that stage 3 gathers for forward alone. Every micro-batch is
+    reduced on its own where gradients are sharded. In stages 0 and 1 they add up first, an element of the sum
+    in `gradient_bytes`; None: 4 if there are several. All ranks are one node where
+    `communication.ranks_per_node` is None.
 
     Raises ValueError for a stage, world size or count that does not exist, ranks that do not fill their
     nodes, and sharding groups that the engine refuses.
@@ -69,8 +71,10 @@ def step_bytes(
     replicas = _over_replicas(world_size, group, per_node)
     total: Counter[str] = Counter()
     crossing: Counter[str] = Counter()
-    for numel, count in units.items():
-        sent = _of_unit(stage, group, numel, communication, widths, accumulation_steps)
+    once = gathered_once or {}
+    both = {(numel, 2): count - once.get(numel, 0) for numel, count in units.items()}
+    for (numel, passes), count in (both | {(numel, 1): count for numel, count in once.items()}).items():
+        sent = _of_unit(stage, group, numel, communication, widths, accumulation_steps, passes)
         if replicas.all:
             part = numel // group * bytes_per_element * accumulation_steps
             sent["reduce_scatter"] += Sent(part * replicas.all, part * replicas.crossing)
@@ -93,10 +97,14 @@ def _of_unit(
     communication: CommunicationPolicy,
     widths: Mapping[str, int],
     micro_batches: int,
+    passes: int,
 ) -> dict[str, Sent]:
+    """``passes``: those of a micro-batch, of 2, that gather the unit where it is sharded."""
     per_node = min(communication.ranks_per_node or ranks, ranks)
     found = {}
-    for kind, elements in wire_elements(stage, ranks, numel, accumulation_steps=micro_batches).items():
+    once = numel * (2 - passes)
+    elements_of = wire_elements(stage, ranks, numel, gathered_once=once, accumulation_steps=micro_batches)
+    for kind, elements in elements_of.items():
         sent = bytes_sent({kind: elements}, ranks, widths[kind])[kind]
         found[kind] = Sent(sent, sent * (ranks - per_node) // (ranks - 1))
     nodes, shard, placement = ranks // per_node, numel // ranks, Placement.of_stage(stage)
@@ -105,7 +113,7 @@ def _of_unit(
     if "gather" in found and (weights is not None or secondary):
         message = shard * widths["gather"] if weights is None else message_bytes(shard, CODE_BITS[weights])
         inside = message * nodes * (per_node - 1)
-        gathers = 2 * micro_batches
+        gathers = passes * micro_batches
         crossing = message * (nodes - 1) * (1 if secondary else gathers)
         found["gather"] = Sent(inside * gathers + crossing, crossing)
     if "reduce_scatter" in found and placement.grads and gradients is not None:

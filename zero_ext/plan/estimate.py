@@ -13,6 +13,7 @@ from zero_ext.plan.simulation.hardware import Hardware
 from zero_ext.plan.simulation.resources import READ, TO_DEVICE, TO_HOST, WRITE
 from zero_ext.plan.simulation.schedule import StepSchedule
 from zero_ext.plan.simulation.shapes import ModelCost, UnitCost
+from zero_ext.plan.simulation.staging import lengths_gathered_once
 from zero_ext.plan.simulation.timeline import Timeline
 from zero_ext.plan.simulation.training import PARAMETER_BYTES, Training
 from zero_ext.plan.simulation.units import unit_elements
@@ -96,5 +97,6 @@ def _bytes_sent(model: PlannedModel, training: Training) -> int:
         bytes_per_element=PARAMETER_BYTES,
         gradient_bytes=training.gradient_bytes,
         accumulation_steps=training.accumulation_steps,
+        gathered_once=lengths_gathered_once(model.whole, training),
     )
     return sum(each.all for each in sent.values())

@@ -12,6 +12,7 @@ from zero_ext.plan.models import PlannedModel
 from zero_ext.plan.row import Batch, PlanRow, plan_row
 from zero_ext.plan.signs import sign_bytes, sign_state_bytes
 from zero_ext.plan.simulation.hardware import Hardware
+from zero_ext.plan.simulation.staging import lengths_gathered_once
 from zero_ext.plan.simulation.training import Training
 from zero_ext.plan.simulation.units import unit_elements
 
@@ -68,6 +69,7 @@ class Plan:
                 policy,
                 gradient_bytes=training.gradient_bytes,
                 accumulation_steps=training.accumulation_steps,
+                gathered_once=lengths_gathered_once(self.model.whole, training),
             )
         return sum(each.crossing for each in sent.values())
 

@@ -86,6 +86,13 @@ def demands_of_a_step(units: Sequence[StagedUnit], config: ZeroConfig, used_up: 
     return replay.demands()
 
 
+def gathered_once(units: Sequence[StagedUnit], config: ZeroConfig) -> list[StagedUnit]:
+    """The sharded ones that a step gathers for forward alone: backward finds them there, or needs none."""
+    replay = _Replay(units, config, used_up=False)
+    replay.forward(repeats=False)
+    return [unit for unit in units if unit.placement.params and not (unit.rereads and replay.needs(unit))]
+
+
 class _Replay:
     def __init__(self, units: Sequence[StagedUnit], config: ZeroConfig, used_up: bool) -> None:
         self._units = units
@@ -114,6 +121,10 @@ class _Replay:
             Demand(key, self._nbytes[key], tuple(when), _PIECES if key == _ANY_PIECES else 1)
             for key, when in self._when.items()
         ]
+
+    def needs(self, unit: StagedUnit) -> bool:
+        """Whether ``unit`` is neither there nor on its way."""
+        return unit not in self._gathered
 
     def forward(self, repeats: bool) -> None:
         """Every unit in the order of need, the next ones ahead of it; around the end if the pass repeats,

@@ -95,5 +95,6 @@ def _of_all_ranks(model: Collectives, own: Sequence[_Tied]) -> set[_Tied]:
     table = torch.zeros(ranks, max(sizes), dtype=torch.uint8, device="cpu")
     table[model.rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     model.gather(table.view(-1), table[model.rank], "scalars", label).wait()
-    rows = (bytes(row[:size].tolist()) for row, size in zip(table, sizes, strict=True))
+    # Of simulated ranks nothing comes.
+    rows = (bytes(row[:size].tolist()) for row, size in zip(table, sizes, strict=True) if size)
     return {_Tied(name, tuple(tied), far) for row in rows for name, tied, far in json.loads(row)}

@@ -42,6 +42,7 @@ class TensorGroup:
         block: it is an entry of a stack, gathered as one in stage 3.
         tiles: units of their own that each matrix is cut into in stage 3; 1 for none.
         tied: modules at both ends of the model use it.
+        looked_up: rows of it are taken and nothing else, so that backward does not read it.
     """
 
     matrices: tuple[int, ...]
@@ -49,6 +50,7 @@ class TensorGroup:
     block: bool = False
     tiles: int = 1
     tied: bool = False
+    looked_up: bool = False
 
     @property
     def elements(self) -> int:
@@ -229,8 +231,8 @@ class Transformer:
         ends = [TensorGroup((), (1 if self.gated else 2) * hidden)]
         if not self.tied:
             ends.append(TensorGroup((table,), tiles=layer.tiles))
-        first = [TensorGroup((table,), tied=self.tied)]
-        first += [TensorGroup((self.before,))] if self.before else []
+        first = [TensorGroup((table,), tied=self.tied, looked_up=not self.tied)]
+        first += [TensorGroup((self.before,), looked_up=True)] if self.before else []
         ends += [TensorGroup((self.after,))] if self.after else []
         return (*first, *[layer] * self.layers, *ends)
 

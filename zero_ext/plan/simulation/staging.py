@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -11,6 +12,7 @@ from zero_ext.config import ZeroConfig
 from zero_ext.plan.simulation.shapes import ModelCost, TensorGroup
 from zero_ext.plan.simulation.training import Training
 from zero_ext.plan.simulation.units import planned_units
+from zero_ext.zero.pool_replay import gathered_once
 from zero_ext.zero.staging import StateStep, staging_of
 
 # The busiest moment of a stack of like blocks touches a few of them: deeper ones need no more.
@@ -49,6 +51,15 @@ def staging_bytes(model: ModelCost, training: Training, accelerated: bool) -> St
         )
         model.derived[key] = StagingBytes(found.pool.nbytes, sum(found.rooms["device"]), found.host)
     return model.derived[key]
+
+
+def lengths_gathered_once(model: ModelCost, training: Training) -> Counter[int]:
+    """Elements of a unit's flat buffer: how many units that long a step gathers for forward alone."""
+    if not training.placement.params:
+        return Counter()
+    groups = tuple(_shallow(model.tensor_groups, training))
+    units = tuple(planned_units(groups, training.placement, training))
+    return Counter(unit.numel for unit in gathered_once(units, _config(training)))
 
 
 def _what_counts(training: Training) -> tuple[Any, ...]:

@@ -19,13 +19,14 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Parameter:
-    """``elements`` in the unit ``unit``, which is gathered for the parameters ``home``; ``block`` are those
-    of its block, None outside blocks."""
+    """``elements`` in the unit ``unit``, which is gathered for the parameters ``home``, in backward if that
+    ``rereads`` it; ``block`` are those of its block, None outside blocks."""
 
     elements: int
     unit: int
     home: Span
     block: Span | None
+    rereads: bool
 
 
 def unit_elements(model: ModelCost, training: Training) -> Mapping[int, int]:
@@ -70,9 +71,17 @@ def planned_units(
         numel = _padded([sizes[number] for number in unit], placement, training.world_size)
         own = [together[number] for number in unit]
         comes = max(last for _, last in own)
-        gathered = parameters[unit[0]].home if placement.params else (min(own)[0], comes)
+        first = parameters[unit[0]]
         yield StagedUnit(
-            str(name), numel, PARAMETER_BYTES, training.world_size, placement, gathered, comes, min(own)
+            str(name),
+            numel,
+            PARAMETER_BYTES,
+            training.world_size,
+            placement,
+            first.home if placement.params else (min(own)[0], comes),
+            comes,
+            min(own),
+            rereads=first.rereads,
         )
 
 
@@ -118,10 +127,10 @@ def _parameters(groups: Sequence[TensorGroup], tiled: bool) -> list[_Parameter]:
         for elements, tile in part:
             if tile:
                 here = len(found), len(found)
-                found.append(_Parameter(elements, units, here, here))
+                found.append(_Parameter(elements, units, here, here, not group.looked_up))
                 units += 1
             else:
-                found.append(_Parameter(elements, own, home, block))
+                found.append(_Parameter(elements, own, home, block, not group.looked_up))
     return found
 
 
