@@ -55,7 +55,7 @@ def interrupt(world: World, directory: str, where: str) -> list[Any]:
             def struck(*arguments: Any) -> Any:
                 if where == "exchange":
                     # Before and after: the signal comes while the ranks exchange.
-                    os.kill(os.getpid(), signal.SIGINT)
+                    signal.raise_signal(signal.SIGINT)  # to this thread, at once
                     return whole(*arguments)
                 raise KeyboardInterrupt
 
@@ -93,7 +93,7 @@ def test_an_interrupt_in_the_last_exchange_is_raised(tmp_path: Path, monkeypatch
         nonlocal calls
         calls += 1
         if calls == last:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # to this thread, at once
         return whole(self, data)
 
     monkeypatch.setattr(Agreement, "_all_gather", struck)

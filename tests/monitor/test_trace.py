@@ -13,6 +13,7 @@ import pytest
 from tests.monitor.watched import prepared, train
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
+from tests.zero.training import units_gathered_once
 from zero_ext.config import TracePolicy
 from zero_ext.config.events import Event, StepEnd
 from zero_ext.monitor import Trace
@@ -66,7 +67,8 @@ def test_spans_units_and_counters(world: World) -> None:
         units = {unit.name: unit.layout.nbytes for unit in engine_of(model).units}
         begun = [event for event in events if event["ph"] == "b"]
         ended = [event for event in events if event["ph"] == "e"]
-        assert len(begun) == len(ended) == 2 * 2 * len(units)  # forward and backward of two steps
+        once = len(units_gathered_once(engine_of(model)))
+        assert len(begun) == len(ended) == 2 * (2 * len(units) - once)  # forward and backward of two steps
         assert all(event["args"]["bytes"] == units[event["id"]] for event in begun + ended)
         live = [event["args"]["bytes"] for event in events if event["name"] == "gathered"]
         assert live[-1] == 0 and max(live) >= max(units.values()) and len(live) == len(begun + ended)

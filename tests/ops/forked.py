@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,12 @@ class Builder:
                 traceback.print_exc()
                 sys.stderr.flush()
                 os._exit(1)
+
+    def wait_for(self, note: Path) -> None:
+        """Returns once there is something in the file `note`; fails where the process has ended before."""
+        while not note.read_text():
+            assert self._process.is_alive(), self._said.read_text()
+            time.sleep(0.01)
 
     def kill(self) -> None:
         os.kill(self._process.pid or 0, signal.SIGKILL)

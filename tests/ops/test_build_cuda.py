@@ -14,6 +14,7 @@ from zero_ext.ops import build, library, nvcc, toolchain
 from zero_ext.ops.build_cache import cached_modules
 
 HOPPER = {(9, 0)}
+SOURCES = ["csrc/cuda/flat/flat.cu", "csrc/cuda/module.cpp"]
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The fake toolkit's note of compilations; two sources, so that a build takes half a second."""
-    monkeypatch.setattr(toolchain, "cuda_sources", lambda root: ["csrc/cuda/flat.cu", "csrc/cuda/module.cpp"])
+    monkeypatch.setattr(
+        toolchain, "cuda_sources", lambda root: ["csrc/cuda/flat/flat.cu", "csrc/cuda/module.cpp"]
+    )
     return fake_toolkit.install(tmp_path / "toolkit", monkeypatch)
 
 
@@ -64,8 +67,7 @@ def test_a_killed_builder_blocks_nobody(
 ) -> None:
     monkeypatch.setenv("FAKE_NVCC_WAITS", "5")
     builder = start_build(tmp_path)
-    while not calls.read_text():
-        time.sleep(0.01)
+    builder.wait_for(calls)
     (leftover,) = cache.glob("*/*/building-*")
     builder.kill()
     monkeypatch.delenv("FAKE_NVCC_WAITS")
@@ -79,8 +81,7 @@ def test_who_waits_for_a_build_that_fails_fails_with_it(
     monkeypatch.setenv("FAKE_NVCC_WAITS", "1")
     monkeypatch.setenv("FAKE_NVCC_FAILS", "flat.cu(7): error: no such kernel")
     first = start_build(tmp_path)
-    while not calls.read_text():
-        time.sleep(0.01)
+    first.wait_for(calls)
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=r"flat\.cu failed with status 2; the last of 101 lines") as caught:
         obtain()
@@ -125,7 +126,7 @@ def _copy(path: Path) -> Path:
 def test_a_new_module_that_does_not_load_either_is_an_error(
     calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(toolchain, "cuda_sources", lambda root: ["csrc/cuda/flat.cu"])
+    monkeypatch.setattr(toolchain, "cuda_sources", lambda root: ["csrc/cuda/flat/flat.cu"])
     with pytest.raises(RuntimeError, match=r"_C_cuda\.abi3\.so, just built, does not load: .*PyInit__C_cuda"):
         build.build_kernels(HOPPER)
     assert len(calls.read_text().splitlines()) == 4

@@ -83,8 +83,10 @@ def test_units_come_and_go(world: World) -> None:
                 if isinstance(event, GatherEvent | ReleaseEvent | ReduceEvent)
             )
             if stage == 3 and world.size > 1:
-                assert gathers == releases and set(gathers) == set(units)
-                assert set(gathers.values()) == {2}  # once in forward, once in backward
+                assert gathers == releases
+                # In forward and in backward, but for the look-up, and the head once the order is known.
+                once = {"embedding", "head"} if number else {"embedding"}
+                assert gathers == {name: 1 if name in once else 2 for name in units}
                 ahead = [event.prefetched for event in step if isinstance(event, GatherEvent)]
                 assert any(ahead) == (number > 0) and not ahead[0]
             else:

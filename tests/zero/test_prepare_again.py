@@ -257,8 +257,9 @@ def test_thirty_engines_leave_what_one_does(world: World) -> None:
                     optimizer.zero_grad()
                     found[number] = held(model, folder)
                     old += [engine, optimizer, loss]  # users keep such things
-            # The first one may have loaded what stays for good.
-            assert found[10] == found[20] == found[30], (stage, tier, found)
+            # The first one may have loaded what stays for good; what earlier tests left may still go.
+            for earlier, later in ((10, 20), (20, 30)):
+                assert all(later_of <= found[earlier][name] for name, later_of in found[later].items()), found
             closed = old[0]
             uses: list[Callable[[], Any]] = [
                 partial(closed, language_batch(0, 0, 0, 0)),
