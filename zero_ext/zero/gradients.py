@@ -112,11 +112,18 @@ class UnitGradients:
         elif self._sums and self.local.dtype != self._accumulation_dtype and self._filled:
             self._widen_local()
         while waiting:
-            first = dict(reversed(waiting))  # of each parameter; checkpoints bring one gradient for each use
-            self._write({index: each for index, each in first.items() if index in self._filled}, True)
-            self._write({index: each for index, each in first.items() if index not in self._filled}, False)
-            self._filled.update(first)
-            waiting = [(index, each) for index, each in waiting if first[index] is not each]
+            new: dict[int, torch.Tensor] = {}
+            more: dict[int, torch.Tensor] = {}
+            later = []  # checkpoints bring a gradient for each use of a parameter
+            for index, gradient in waiting:
+                if index in new or index in more:
+                    later.append((index, gradient))
+                else:
+                    (more if index in self._filled else new)[index] = gradient
+            self._write(new, adds=False)
+            self._write(more, adds=True)
+            self._filled.update(new)
+            waiting = later
 
     def _write(self, gradients: Mapping[int, torch.Tensor], adds: bool) -> None:
         """Puts gradients of parameters to their places in ``local``, or ``adds`` them there."""

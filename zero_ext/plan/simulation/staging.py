@@ -57,9 +57,12 @@ def lengths_gathered_once(model: ModelCost, training: Training) -> Counter[int]:
     """Elements of a unit's flat buffer: how many units that long a step gathers for forward alone."""
     if not training.placement.params:
         return Counter()
-    groups = tuple(_shallow(model.tensor_groups, training))
-    units = tuple(planned_units(groups, training.placement, training))
-    return Counter(unit.numel for unit in gathered_once(units, _config(training)))
+    key = "gathered once", _what_counts(training)
+    if key not in model.derived:
+        groups = tuple(_shallow(model.tensor_groups, training))
+        units = tuple(planned_units(groups, training.placement, training))
+        model.derived[key] = Counter(unit.numel for unit in gathered_once(units, _config(training)))
+    return model.derived[key]
 
 
 def _what_counts(training: Training) -> tuple[Any, ...]:
