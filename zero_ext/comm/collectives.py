@@ -182,10 +182,8 @@ class Collectives:
         ``shard`` may be this rank's own slice of ``flat`` (in-place gather). Same dtype on both. Gradients
         ``may_be_nan``: they go where gradients are reduced, which nobody checks, in the order of reductions.
         """
-        slices = flat.chunk(self.world_size)
-        own = slices[self.rank]
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
+        if flat.data_ptr() + self.rank * shard.nbytes != shard.data_ptr():
+            flat.narrow(0, self.rank * shard.numel(), shard.numel()).copy_(shard)
         way = self._reductions if may_be_nan else self._gathers
         if not may_be_nan:
             self.before_gather()

@@ -43,7 +43,8 @@ class BackendExchange:
 
     def gather(self, flat: torch.Tensor, tag: int = 0) -> Sequence[Waitable]:
         """See :class:`Exchange`."""
-        return [self._backend._allgather_base(flat, flat.chunk(self.world_size)[self.rank])]
+        part = flat.numel() // self.world_size
+        return [self._backend._allgather_base(flat, flat.narrow(0, self.rank * part, part))]
 
     def all_to_all(
         self, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], tag: int = 0

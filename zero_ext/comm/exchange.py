@@ -7,8 +7,8 @@ import contextlib
 import datetime
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -187,8 +187,10 @@ class Pending:
         self._waited = waited
         self._done = False
         self._error: RuntimeError | None = None
-        with self._named_errors():
+        try:
             self._works = start()
+        except Exception as error:
+            self._raise_named(error)
 
     def wait(self) -> None:
         """Blocks until the result is in place; later calls return, or raise again, at once."""
@@ -197,9 +199,10 @@ class Pending:
         if self._done:
             return
         began = time.perf_counter() if self._waited is not None else 0.0
-        with self._named_errors(), self._as_waiting():
-            for work in self._works:
-                work.wait()
+        try:
+            self._await_works()
+        except Exception as error:
+            self._raise_named(error)
         if self._waited is not None:
             self._waited(began, time.perf_counter() - began)
         self._done = True
@@ -208,37 +211,32 @@ class Pending:
             self._finish()
             self._finish = None
 
-    @contextlib.contextmanager
-    def _as_waiting(self) -> Iterator[None]:
+    def _await_works(self) -> None:
         if self._recorded is None:
-            yield
+            for work in self._works:
+                work.wait()
             return
         recorder, call = self._recorded
         before, recorder.waiting = recorder.waiting, call
         try:
-            yield
+            for work in self._works:
+                work.wait()
         finally:
             recorder.waiting = before
 
-    @contextlib.contextmanager
-    def _named_errors(self) -> Iterator[None]:
+    def _raise_named(self, error: Exception) -> NoReturn:
         try:
-            try:
-                yield
-            except MismatchedCollectives:
-                raise
-            except Exception as error:
-                if self._recorded is not None:
-                    recorder, call = self._recorded
-                    recorder.explain(call, error)
-                raise
-        except MismatchedCollectives as error:
-            self._error = error
+            if isinstance(error, MismatchedCollectives):
+                raise error
+            if self._recorded is not None:
+                recorder, call = self._recorded
+                recorder.explain(call, error)
+        except MismatchedCollectives as mismatch:
+            self._error = mismatch
             raise
-        except Exception as error:
-            self._error = RuntimeError(
-                f"rank {self._rank}: {self._label} failed: {error}. A peer rank has died, or it runs other "
-                "collectives than this one; look at the first error on the other ranks. The limit is "
-                "'timeout_seconds' in the configuration."
-            )
-            raise self._error from error
+        self._error = RuntimeError(
+            f"rank {self._rank}: {self._label} failed: {error}. A peer rank has died, or it runs other "
+            "collectives than this one; look at the first error on the other ranks. The limit is "
+            "'timeout_seconds' in the configuration."
+        )
+        raise self._error from error

@@ -15,8 +15,6 @@ from zero_ext.comm import (
     BackendExchange,
     Collectives,
     Exchange,
-    ExchangeByDevice,
-    GroupExchange,
     PointToPoint,
     WireLog,
 )
@@ -114,11 +112,9 @@ def _simulated(
     reduction: ResolvedReduction,
     nodes: NodeMap,
 ) -> Collectives:
-    """The collectives of one rank among simulated ones, which answer nothing."""
-    exchange: Exchange = GroupExchange(parent)
-    on_device = path.device.type != "cpu"
-    if on_device:
-        exchange = ExchangeByDevice(exchange, BackendExchange(parent._get_backend(CPU), owns=False))
+    """The collectives of one rank among simulated ones, which answer nothing: one call of the group's backend
+    each, as of any backend that has collectives of its own."""
+    exchange = BackendExchange(parent._get_backend(CPU), owns=False)
     return Collectives(
         exchange,
         exchange,
@@ -126,7 +122,7 @@ def _simulated(
         nodes,
         ranks=ranks,
         reduction=reduction,
-        in_one_order=on_device,
+        in_one_order=path.device.type != "cpu",
     )
 
 

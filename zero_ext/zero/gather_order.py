@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from zero_ext.zero.unit import Unit
 
@@ -49,11 +49,10 @@ class GatherOrder:
             self._trace = []
             self._cursor = len(self._recorded)
 
-    def upcoming(self, beyond: bool = False) -> Iterator[Unit]:
+    def upcoming(self, beyond: bool = False) -> Sequence[Unit]:
         """The units expected next, nearest first; each place of the order once. ``beyond``: also of the pass
         that follows."""
-        yield from self._recorded[self._cursor :]
+        left = self._recorded[self._cursor :]
         if self.repeats:
-            yield from self._recorded[: self._cursor]
-        elif beyond and self._then is not None:
-            yield from self._then._recorded
+            return left + self._recorded[: self._cursor]
+        return left + self._then._recorded if beyond and self._then is not None else left

@@ -36,6 +36,7 @@ class Residency:
         self.backward_order = GatherOrder()
         self.forward_order = GatherOrder(then=self.backward_order)
         self._live_limit = live_limit
+        self._fits = sum(unit.layout.numel for unit in self.units) <= live_limit  # all of them at once
         self._prefetch_limit = prefetch_limit
         self._bus = bus
         self._commit = commit
@@ -77,9 +78,8 @@ class Residency:
         unit.holders.discard(holder)
         if unit.state is not UnitState.GATHERED or unit.holders or not unit.placement.params:
             return
-        expected = order.upcoming(beyond=True) if order is not None else ()
-        again = next(self._window(expected, gone=unit), None) is unit
-        if again and self.live_elements <= self._live_limit and not unit.written():
+        again = order is not None and self._is_first(unit, order)
+        if again and self._has_room(0) and not unit.written():
             unit.set_aside()
         else:
             self._release(unit)
@@ -184,13 +184,17 @@ class Residency:
         if self._bus:
             self._bus.publish(ReleaseEvent(unit.name, unit.layout.numel))
 
+    def _has_room(self, numel: int) -> bool:
+        """Whether ``numel`` more elements may be live."""
+        return self._fits or self.live_elements + numel <= self._live_limit
+
     def _make_room(self, unit: Unit) -> None:
         for other in self.units:
-            if self.live_elements + unit.layout.numel <= self._live_limit:
+            if self._has_room(unit.layout.numel):
                 return
             if other is not unit and not other.holders:
                 self._evict(other)
-        if self.live_elements + unit.layout.numel > self._live_limit and unit.name not in self._warned:
+        if not self._has_room(unit.layout.numel) and unit.name not in self._warned:
             self._warned.add(unit.name)
             warnings.warn(
                 f"{unit.describe()} has {unit.layout.numel} elements and {self.live_elements} others are in "
@@ -203,7 +207,7 @@ class Residency:
     def _prefetch(self, order: GatherOrder) -> None:
         for place, unit in enumerate(self._window(order.upcoming())):
             if unit.state is UnitState.RELEASED:
-                if self.live_elements + unit.layout.numel > self._live_limit:
+                if not self._has_room(unit.layout.numel):
                     return
                 unit.to_fetching()
                 if unit.home.tier != "nvme":
@@ -212,19 +216,26 @@ class Residency:
                 # Decided by place alone: exchanges must start in one order on all ranks.
                 unit.to_gathering()
 
-    def _window(self, expected: Iterable[Unit], gone: Unit | None = None) -> Iterator[Unit]:
-        """The units that should be under way: those ``expected`` next and not there, or if ``gone`` were not,
-        as far as one looks ahead."""
-        ahead, seen = 0, set[Unit]()
-        if not self._prefetch_limit:
+    def _is_first(self, unit: Unit, order: GatherOrder) -> bool:
+        """Whether ``unit``, if it were released, would be the first that should be under way."""
+        for expected in order.upcoming(beyond=True) if self._prefetch_limit else ():
+            if expected is unit or expected.state is not UnitState.GATHERED:
+                return expected is unit
+        return False
+
+    def _window(self, expected: Sequence[Unit]) -> Iterator[Unit]:
+        """The units that should be under way: those ``expected`` next and not there, as far as one looks
+        ahead."""
+        ahead, seen, limit = 0, set[Unit](), self._prefetch_limit
+        if not limit:
             return
+        gathered = UnitState.GATHERED
         for unit in expected:
-            if (unit.state is UnitState.GATHERED and unit is not gone) or unit in seen:
+            if unit.state is gathered or unit in seen:
                 continue
             ahead += unit.layout.numel
             # A shard in storage takes two stages, read and exchange, so two units are always under way.
-            least = 2 if unit.home.tier == "nvme" else 1
-            if len(seen) >= least and ahead > self._prefetch_limit:
+            if ahead > limit and len(seen) >= (2 if unit.home.tier == "nvme" else 1):
                 return
             seen.add(unit)
             yield unit
