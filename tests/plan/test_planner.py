@@ -157,7 +157,8 @@ def test_where_nothing_fits_what_is_missing_is_said_and_what_would_fit() -> None
     assert gpus > 16
     assert fitting(planned("175b", gpus, nvme=0))
     size = text.split("about ")[1].split(" ")[0]
-    assert fitting(planned(size, 16, nvme=0)), size
+    model = model_named(size).with_sequence(plan.model.shape.sequence)
+    assert fitting(make_plan(model, plan.hardware, 16, plan.batch)), size
     assert "not fit 65536" in why_nothing_fits(planned("100t", 16, nvme=0, host_memory=0))
 
 

@@ -59,10 +59,8 @@ def compare(world: World, device: str, config: dict[str, Any], optimizer: str) -
     planned = {tier: {kind: held[tier][kind] for kind in told[tier]} for tier in told}
     assert planned == told, (config, planned, told)
     trained = [unit for unit in engine_of(model).units if any(each.requires_grad for each in unit.parameters)]
-    largest = max(
-        sum(spec.numel for spec in unit.layout.specs) * unit.layout.dtype.itemsize for unit in trained
-    )
-    assert held["device"]["autograd's gradients (at most)"] == largest
+    largest = max(unit.layout.numel * unit.layout.dtype.itemsize for unit in trained)
+    assert held["device"]["autograd's gradients"] == largest
     assert held["device"]["NCCL's buffers (estimate)"] == 0  # no NCCL here
     if engine_of(model).world_size > 1:
         with (

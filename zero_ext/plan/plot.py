@@ -15,6 +15,8 @@ COLOURS = {
     "optimizer": "#55a868",
     "activations": "#8172b3",
     "buffers": "#b0b0b0",
+    "autograd": "#da8bc3",
+    "NCCL": "#937860",
 }
 _TITLES = {"device": "memory of a GPU", "host": "memory of a host", "nvme": "NVMe of a host"}
 _MOST_SHOWN = 1.6  # times the capacity; longer bars are cut, with their figure beside them

@@ -14,7 +14,7 @@ from zero_ext.plan.simulation.memory import MemoryNeeds, Shortfall, fits, memory
 from zero_ext.plan.simulation.training import ACTIVATIONS, Activations, Training
 
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
-KINDS = ("params", "grads", "optimizer", "activations", "buffers")
+KINDS = ("params", "grads", "optimizer", "activations", "buffers", "autograd", "NCCL")
 _ACTIVATION_PARTS = ("activations", "outputs of blocks")
 
 

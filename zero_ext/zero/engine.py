@@ -269,8 +269,11 @@ class Engine(Ending):
         self.reducer.settled = False
         self.norms.forget()
         gradients.add(number, mean_over_senders(parameter, local_gradient(parameter, gradient)))
-        if self._reduces_now() and gradients.complete:
-            self.reducer.arrived(gradients)
+        if gradients.complete:
+            if self._reduces_now():
+                self.reducer.arrived(gradients)
+            else:
+                gradients.pack()  # else all units' gradients would be in autograd's memory too until the end
 
     def parameter_read(self, parameter: nn.Parameter) -> None:
         """Code of the model reads a parameter of its own, in forward or as backward runs it again."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier, ZeroConfig
-from zero_ext.config.unplanned_memory import communicator_bytes
+from zero_ext.config.library_memory import communicator_bytes
 from zero_ext.offload import MemoryHome, StateField
 from zero_ext.optim import moments_dtype_named, state_kinds
 from zero_ext.optim.compatibility import exchanges_signs, fusible
@@ -81,15 +81,9 @@ class Forecast:
             self._add(held, plan, used_up)
         held["device"]["staging"] += self.staging.device
         held["host"]["staging"] += self.staging.host + self.collectives.staging_bytes
-        held["device"]["autograd's gradients (at most)"] += self._autograd_bytes()
+        held["device"]["autograd's gradients"] += self.staging.autograd
         held["device"]["NCCL's buffers (estimate)"] += self._communicator_bytes()
         return held
-
-    def _autograd_bytes(self) -> int:
-        """Gradients that autograd has made of one unit, before they are in its flat buffer."""
-        trained = [plan for plan in self.plans if self.trains(plan)] if self.kinds is not None else []
-        sizes = (sum(item.spec.numel * item.spec.dtype.itemsize for item in plan.members) for plan in trained)
-        return max(sizes, default=0)
 
     def _communicator_bytes(self) -> int:
         """What the communicators have not allocated yet, which are open."""

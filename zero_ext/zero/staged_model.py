@@ -89,6 +89,7 @@ def _staged_units(
                 replicas,
                 layout.dtype.is_floating_point,
                 not all(looks_up(owner) for item in plan.members for owner in item.owners),
+                sum(item.spec.numel for item in plan.members if len(item.owners) > 1) * layout.dtype.itemsize,
             )
         )
     return found

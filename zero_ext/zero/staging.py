@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zero_ext.config import Tier, ZeroConfig
+from zero_ext.config.library_memory import autograd_gradient_bytes
 from zero_ext.config.pace import HOMES_UNDER_WAY
 from zero_ext.config.placement import Placement
 from zero_ext.config.rooms import (
@@ -41,6 +42,8 @@ class Staging:
         ring: host memory through which optimizer state on NVMe streams.
         landings: host memory in which gradients from an accelerator wait to be added to others.
         transit: host memory through which parameters and gradients pass between NVMe and an accelerator.
+        autograd: device memory for gradients that are not in their unit's buffer yet. Autograd allocates it,
+            so it is no part of ``device``.
     """
 
     pool: PoolPlan
@@ -49,6 +52,7 @@ class Staging:
     ring: int
     landings: int = 0
     transit: int = 0
+    autograd: int = 0
 
     @property
     def device(self) -> int:
@@ -132,7 +136,9 @@ def staging_of(
             max((_elementwise_room(unit, chunk, state, config) for unit in own_code), default=0),
         )
     ring = config.offload.ring_bytes if config.offload.optimizer == "nvme" else 0
-    return Staging(pool, demands, rooms, ring, _landing_bytes(trained, config) if accelerated else 0, transit)
+    landings = _landing_bytes(trained, config) if accelerated else 0
+    autograd = autograd_gradient_bytes((unit.nbytes, unit.shared_bytes) for unit in trained)
+    return Staging(pool, demands, rooms, ring, landings, transit, autograd)
 
 
 def arrive_together(blocks: Sequence[tuple[int, int] | None]) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from zero_ext.config.library_memory import communicator_bytes
 from zero_ext.plan.candidates import CANDIDATES
 from zero_ext.plan.layout import Layout, Wanted, best_layouts, fullest_rank, layouts, step_time
 from zero_ext.plan.layout.search import fewest_gpus
@@ -17,6 +18,7 @@ from zero_ext.plan.simulation import Hardware, Training, Transformer, machine_na
 from zero_ext.plan.simulation.training import ACTIVATIONS
 
 A100 = machine_named("dgx-a100")
+COMMUNICATOR = communicator_bytes(4, 4, {})  # ranks in two axes have two
 SMALL = PlannedModel.of_shape(
     Transformer("small", 512, 3, 4, 2000, 128, gated=True, tied=False, fused_attention=True), ""
 )
@@ -46,8 +48,16 @@ def tried(wanted: Wanted) -> dict[tuple[int, int, int], float]:
 @pytest.mark.parametrize(
     ("gpus", "samples", "changes"),
     [
-        (4, 4, {"device_bytes": 120 * 10**6}),
-        (4, 8, {"device_bytes": 150 * 10**6, "inter_bandwidth": 1e9, "ranks_per_node": 2}),
+        (4, 4, {"device_bytes": 2 * COMMUNICATOR + 120 * 10**6}),
+        (
+            4,
+            8,
+            {
+                "device_bytes": 2 * COMMUNICATOR + 150 * 10**6,
+                "inter_bandwidth": 1e9,
+                "ranks_per_node": 2,
+            },
+        ),
         (6, 6, {"intra_bandwidth": 1e9, "inter_bandwidth": 1e8}),
     ],
 )

@@ -166,6 +166,8 @@ def test_memory_is_that_of_the_formula_and_of_what_passes_through() -> None:
         "passing through": 6 * 4096,
         "activations": 14,
         "outputs of blocks": 30,
+        "autograd": 2 * 32 * 2,
+        "NCCL": 2 * 32 * (4 << 20),
     }
     state = 3 * 32 * 12
     assert needs.host == {"optimizer": state, "staging": 2 * 4096}  # a page for gradients, one for parameters

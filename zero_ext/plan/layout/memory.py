@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from zero_ext.config.library_memory import communicator_bytes
 from zero_ext.plan.layout.layout import Layout
 from zero_ext.plan.layout.stages import Stage, stages_of
 from zero_ext.plan.models import PlannedModel
@@ -32,8 +33,8 @@ class RankNeeds:
 
 def rank_needs(model: PlannedModel, layout: Layout, hardware: Hardware, stage: int) -> RankNeeds:
     """What a rank of pipeline stage ``stage`` keeps: parameters, gradients and optimizer state of its part of
-    the tensors of its layers, sharded over the replicas as ZeRO's stage says, what passes through, and the
-    activations of the micro-batches under way.
+    the tensors of its layers, sharded over the replicas as ZeRO's stage says, what passes through, the
+    activations of the micro-batches under way, and what autograd and NCCL hold.
 
     Raises ``ValueError`` for a stage that there is not.
     """
@@ -62,4 +63,15 @@ def fullest_rank(model: PlannedModel, layout: Layout, hardware: Hardware) -> Ran
 def _needs_of(kind: Stage, stage: int, layout: Layout, hardware: Hardware, needs: Needs) -> RankNeeds:
     ranks = min(layout.gpus, hardware.ranks_per_node)
     found = replace(needs(kind.cost, layout.training_of(stage), hardware), ranks=ranks)
+    if not hardware.device_is_host:
+        found.device["NCCL"] = _communicators_bytes(layout, hardware)
     return RankNeeds(stage, found, found.shortfalls(hardware))
+
+
+def _communicators_bytes(layout: Layout, hardware: Hardware) -> int:
+    """Of one communicator for each axis; ranks of an axis are as far apart as the faster ones are long."""
+    total, apart = 0, 1
+    for length in (layout.tp, layout.dp, layout.pp):
+        total += communicator_bytes(length, max(1, hardware.ranks_per_node // apart), {})
+        apart *= length
+    return total

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from zero_ext.config import Tier
+from zero_ext.config.library_memory import communicator_bytes
 from zero_ext.config.rooms import STORAGE_ALIGNMENT, extent_bytes
 from zero_ext.plan.memory import TrainingState, model_state_bytes
 from zero_ext.plan.simulation.hardware import Hardware
@@ -67,13 +68,15 @@ class MemoryNeeds:
 
 
 def memory_needs(model: ModelCost, training: Training, hardware: Hardware) -> MemoryNeeds:
-    """Model state by :func:`model_state_bytes`, what passes through by :func:`staging_bytes`, activations.
+    """Model state by :func:`model_state_bytes`, what passes through by :func:`staging_bytes`, activations,
+    and what autograd and NCCL hold on the device.
 
-    The allocator's own losses and the libraries are not counted.
+    The allocator's own losses and CUDA's context are not counted.
     """
     found = kept_needs(model, training, hardware)
     staging = staging_bytes(model, training, not hardware.device_is_host)
     found.device["passing through"] = staging.pool
+    found.device["autograd"] = staging.autograd
     if staging.rooms:
         found.device["staging"] = staging.rooms
     if staging.host:
@@ -119,6 +122,9 @@ def kept_needs(model: ModelCost, training: Training, hardware: Hardware) -> Memo
     if training.step == "delayed":
         _add_delayed(found, model, training)
     _add_activations(found, model, training)
+    if not hardware.device_is_host:
+        # The machine that plans is another one: its environment says nothing about NCCL there.
+        found.device["NCCL"] = communicator_bytes(training.world_size, hardware.ranks_per_node, {})
     return found
 
 

@@ -23,11 +23,13 @@ _MOST_TILES = 5  # of each matrix
 
 @dataclass(frozen=True)
 class StagingBytes:
-    """Bytes of a rank: the ``pool`` and ``rooms`` of steps on the device, and what is in ``host`` memory."""
+    """Bytes of a rank: the ``pool`` and ``rooms`` of steps on the device, what is in ``host`` memory, and the
+    gradients that ``autograd`` holds on the device."""
 
     pool: int
     rooms: int
     host: int
+    autograd: int
 
 
 def staging_bytes(model: ModelCost, training: Training, accelerated: bool) -> StagingBytes:
@@ -49,7 +51,9 @@ def staging_bytes(model: ModelCost, training: Training, accelerated: bool) -> St
             used_up=training.uses_up_gradients,
             accelerated=accelerated,
         )
-        model.derived[key] = StagingBytes(found.pool.nbytes, sum(found.rooms["device"]), found.host)
+        model.derived[key] = StagingBytes(
+            found.pool.nbytes, sum(found.rooms["device"]), found.host, found.autograd
+        )
     return model.derived[key]
 
 

@@ -20,13 +20,15 @@ Span = tuple[int, int]
 @dataclass(frozen=True)
 class _Parameter:
     """``elements`` in the unit ``unit``, which is gathered for the parameters ``home``, in backward if that
-    ``rereads`` it; ``block`` are those of its block, None outside blocks."""
+    ``rereads`` it; ``block`` are those of its block, None outside blocks. Modules at both ends share what is
+    ``tied``."""
 
     elements: int
     unit: int
     home: Span
     block: Span | None
     rereads: bool
+    tied: bool
 
 
 def unit_elements(model: ModelCost, training: Training) -> Mapping[int, int]:
@@ -82,6 +84,7 @@ def planned_units(
             comes,
             min(own),
             rereads=first.rereads,
+            shared_bytes=PARAMETER_BYTES * sum(sizes[number] for number in unit if parameters[number].tied),
         )
 
 
@@ -127,10 +130,10 @@ def _parameters(groups: Sequence[TensorGroup], tiled: bool) -> list[_Parameter]:
         for elements, tile in part:
             if tile:
                 here = len(found), len(found)
-                found.append(_Parameter(elements, units, here, here, not group.looked_up))
+                found.append(_Parameter(elements, units, here, here, not group.looked_up, False))
                 units += 1
             else:
-                found.append(_Parameter(elements, own, home, block, not group.looked_up))
+                found.append(_Parameter(elements, own, home, block, not group.looked_up, group.tied))
     return found
 
 

@@ -1,9 +1,9 @@
-"""Estimates of the device memory that libraries take alongside the engine."""
+"""The device memory that NCCL and autograd take alongside the engine, for plans and for reports."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 NCCL_BUFFER_BYTES = 4 << 20
 NCCL_CHANNELS = 32
@@ -27,8 +27,23 @@ def communicator_bytes(
         return 0
     buffer = _number(environment, "NCCL_BUFFSIZE", NCCL_BUFFER_BYTES)
     channels = _number(environment, "NCCL_MAX_NCHANNELS", NCCL_CHANNELS)
-    nodes = world_size // ranks_per_node
+    ranks_per_node = min(world_size, ranks_per_node)
+    nodes = -(-world_size // ranks_per_node)
     return buffer * channels * (int(not opened) + int(ranks_per_node > 1) + int(nodes > 1))
+
+
+def autograd_gradient_bytes(units: Iterable[tuple[int, int]]) -> int:
+    """Return the most bytes of gradients that autograd holds before the engine has packed them.
+
+    An accelerator packs the gradients of a unit with one kernel when the last of them is there, so those of
+    one unit live together. Autograd keeps the gradient of a parameter that several modules share from its
+    last use in forward to its first, and makes a third of the two there.
+
+    Args:
+        units: For each trained unit the bytes of its gradients, and those of its shared parameters.
+    """
+    sizes = list(units)
+    return max((nbytes + shared for nbytes, shared in sizes), default=0) + sum(shared for _, shared in sizes)
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:

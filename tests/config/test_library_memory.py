@@ -1,10 +1,10 @@
-"""Estimates of what NCCL's communicators take."""
+"""What NCCL's communicators and autograd's gradients take."""
 
 from __future__ import annotations
 
 import pytest
 
-from zero_ext.config.unplanned_memory import communicator_bytes
+from zero_ext.config.library_memory import autograd_gradient_bytes, communicator_bytes
 
 MIB = 1 << 20
 
@@ -17,6 +17,8 @@ MIB = 1 << 20
         (8, 8, {}, True, 32 * 4 * MIB),
         (16, 8, {}, False, 3 * 32 * 4 * MIB),
         (16, 1, {}, False, 2 * 32 * 4 * MIB),
+        (4, 8, {}, False, 2 * 32 * 4 * MIB),  # part of a node
+        (12, 8, {}, False, 3 * 32 * 4 * MIB),  # and of a second one
         (1024, 8, {}, False, 3 * 32 * 4 * MIB),  # ranks of other nodes share a pool
         (8, 8, {"NCCL_BUFFSIZE": str(8 * MIB), "NCCL_MAX_NCHANNELS": "16"}, False, 2 * 16 * 8 * MIB),
         (8, 8, {"NCCL_BUFFSIZE": "?"}, False, 2 * 32 * 4 * MIB),
@@ -26,3 +28,16 @@ def test_buffers_of_a_communicator(
     ranks: int, of_a_node: int, environment: dict[str, str], opened: bool, buffers: int
 ) -> None:
     assert communicator_bytes(ranks, of_a_node, environment, opened=opened) == buffers
+
+
+@pytest.mark.parametrize(
+    ("units", "nbytes"),
+    [
+        ([], 0),
+        ([(30, 0), (70, 0), (20, 0)], 70),
+        ([(30, 0), (70, 0), (20, 20)], 90),  # the tied table waits while the largest unit is collected
+        ([(30, 0), (70, 50)], 170),  # and for its second gradient, and their sum
+    ],
+)
+def test_gradients_that_autograd_holds(units: list[tuple[int, int]], nbytes: int) -> None:
+    assert autograd_gradient_bytes(units) == nbytes
