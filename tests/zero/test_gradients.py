@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -279,3 +280,32 @@ def test_gradients_accumulate_over_steps_without_zero_grad(world: World) -> None
         plain.step()
         for name, value in zero_ext.full_state_dict(model).items():
             torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-5, atol=1e-5)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_small_gradients_of_a_unit_are_packed_by_one_call_and_large_ones_as_they_come(
+    world: World, stage: int
+) -> None:
+    from zero_ext.zero import gradients
+
+    packed: list[int] = []
+    original = gradients.ops.pack_
+
+    def pack(flat: torch.Tensor, tensors: list[torch.Tensor], offsets: list[int]) -> None:
+        packed.append(len(tensors))
+        original(flat, tensors, offsets)
+
+    def calls_with(large: int) -> list[int]:
+        packed.clear()
+        with mock.patch.object(gradients, "_LARGE_BYTES", large):
+            model, optimizer, twin = after_backward(world, stage)
+        check_step(model, optimizer, twin)
+        return [count for count in packed if count]
+
+    with mock.patch.object(gradients.ops, "pack_", pack):
+        at_once = calls_with(1 << 20)
+        as_they_come = calls_with(0)
+    # Those of a unit of several parameters, by one call; without waiting, each by its own.
+    assert max(at_once) > 1
+    assert set(as_they_come) == {1}

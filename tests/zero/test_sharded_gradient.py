@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -305,6 +306,22 @@ def test_a_gradient_that_someone_keeps_is_not_the_next_one(world: World, how: st
         model.head.weight.grad = kept
         with pytest.raises(RuntimeError, match=r"'head\.weight'\.grad was cleared"):
             optimizer.step()
+
+
+@on_ranks(2)
+def test_the_next_gradient_is_the_same_object_unless_this_one_is_known(world: World) -> None:
+    for stage in (1, 2, 3):
+        model, optimizer, _ = after_backward(world, stage)
+        view = model.head.weight.grad.view(-1)
+        model.norm.weight.grad.mark = True
+        unknown = weakref.ref(model.norm.bias.grad)
+        optimizer.zero_grad()
+        language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
+        with pytest.raises(RuntimeError, match=r"'head\.weight'\.grad was cleared"):
+            view.sum()
+        assert not hasattr(model.norm.weight.grad, "mark")
+        assert unknown() is model.norm.bias.grad
+        close(unknown().sum(), zero_ext.full_gradient(model.norm.bias).sum())
 
 
 EDITS: dict[str, Callable[[torch.Tensor, int], Any]] = {

@@ -393,10 +393,11 @@ class Engine(Ending):
             self.residency.release_retained()
         self.views.forget()
         self.reducer.forget_edits()
-        for gradients in self._gradients.values():
-            gradients.clear()
-            for parameter in gradients.unit.parameters:
-                parameter.grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for gradients in self._gradients.values():
+                gradients.clear()
+                for parameter in gradients.unit.parameters:
+                    parameter.grad = None
         self.passes = 0
         self.reducer.settled = False
         self.norms.forget()

@@ -324,3 +324,14 @@ class BorrowedGradients:
         if self._buffer is None:
             raise AssertionError("no gradient is kept")
         return self._buffer.view(self.dtype)
+
+
+class Taken:
+    """Gives pieces of a range, which come from its beginning to its end, the values that belong there."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def __call__(self, piece: torch.Tensor) -> None:
+        piece.copy_(self._values[: piece.numel()])
+        self._values = self._values[piece.numel() :]

@@ -45,7 +45,8 @@ class GradientViews:
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.proxy(engine)
         self._shown: dict[nn.Parameter, _Shown] = {}
-        self._placeholders: dict[nn.Parameter, ShardedGradient] = {}
+        # Of each parameter the last one: the next gradient is shown by it too, unless somebody has kept it.
+        self._placeholders: dict[nn.Parameter, _Shown] = {}
         self._lives = itertools.count()
         self._following = False
 
@@ -57,14 +58,15 @@ class GradientViews:
             self._publish(readable)
 
     def _publish(self, readable: bool) -> None:
-        for gradients in self._engine.reducer.gradients:
+        for place, gradients in enumerate(self._engine.reducer.gradients):
+            parameters = gradients.unit.parameters
+            whole = readable and gradients.reduced_valid and gradients.whole() is not None
             for number in gradients.contributed:
-                parameter = gradients.unit.parameters[number]
+                parameter = parameters[number]
                 # Whoever takes norms of experts here, as torch's clipping, would take another on every rank.
-                whole = gradients.reduced_valid and readable and not expert_ranks(parameter)
-                view = gradients.full_view(number) if whole else None
+                view = gradients.full_view(number) if whole and not expert_ranks(parameter) else None
                 if view is None:
-                    shown = _Shown(self._placeholder(parameter, gradients, number), 0)
+                    shown = self._placeholders.get(parameter) or self._make(parameter, place, number)
                 else:
                     shown = _Shown(like_parameter(parameter, view), view.data_ptr())
                 self._shown[parameter] = shown
@@ -72,8 +74,9 @@ class GradientViews:
 
     def forget(self) -> None:
         """The gradients end. Who has kept one has its value, or is told that it is gone."""
-        for parameter in list(self._shown):
-            self._end(parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in list(self._shown):
+                self._end(parameter)
 
     def follow(self) -> None:
         """Follows what the user did to ``param.grad`` since :meth:`publish`: cleared or replaced it; a
@@ -122,8 +125,9 @@ class GradientViews:
 
     def _clear(self, gradients: UnitGradients, numbers: list[int]) -> None:
         self._engine.optimizer_step.refuse_pending("clearing param.grad")
-        for number in numbers:
-            self._end(gradients.unit.parameters[number])
+        with torch._C.DisableTorchFunctionSubclass():
+            for number in numbers:
+                self._end(gradients.unit.parameters[number])
         if len(numbers) == len(gradients.contributed):
             gradients.clear()
         else:
@@ -131,12 +135,13 @@ class GradientViews:
                 gradients.clear_parameter(number)
 
     def _end(self, parameter: nn.Parameter) -> None:
-        shown = self._shown.pop(parameter).tensor
-        with torch._C.DisableTorchFunctionSubclass():
-            unkept = _references(parameter.grad is shown)
-        if self._placeholders.get(parameter) is shown:
-            del self._placeholders[parameter]
-        elif sys.getrefcount(shown) > unkept and not is_distributed(shown):
+        entry = self._shown.pop(parameter)
+        shown, is_placeholder = entry.tensor, self._placeholders.get(parameter) is entry
+        kept = sys.getrefcount(shown) - 1 > _references(parameter.grad is shown)
+        if is_placeholder:
+            if kept or _is_known(shown):
+                del self._placeholders[parameter]
+        elif kept and not is_distributed(shown):
             with torch.no_grad():
                 set_data(shown, shown.clone())
 
@@ -247,23 +252,22 @@ class GradientViews:
         unit, number, _ = key
         gradients = self._engine.reducer.gradients[unit]
         alive = self._placeholders.get(gradients.unit.parameters[number])
-        if alive is None or alive.key != key:
+        if alive is None or alive.tensor.key != key:  # type: ignore[attr-defined]
             raise RuntimeError(
                 f"'{gradients.unit.layout.specs[number].name}'.grad was cleared: expected a use before "
                 "optimizer.zero_grad(). Keep param.grad.clone() to use it later."
             )
         return gradients, number
 
-    def _placeholder(self, parameter: nn.Parameter, gradients: UnitGradients, number: int) -> ShardedGradient:
-        if parameter not in self._placeholders:
-            spec = gradients.unit.layout.specs[number]
-            # Neither key nor access refers to the parameter, which would keep itself alive by its gradient.
-            key = (self._engine.reducer.gradients.index(gradients), number, next(self._lives))
-            stride = parameter.stride() if is_distributed(parameter) else spec.stride
-            extent = Extent(parameter.dtype, tuple(parameter.shape), stride, 0)
-            source = Source(weakref.proxy(self), key, spec.name, extent)
-            self._placeholders[parameter] = ShardedGradient(source, parameter.device)
-        return self._placeholders[parameter]
+    def _make(self, parameter: nn.Parameter, place: int, number: int) -> _Shown:
+        spec = self._engine.reducer.gradients[place].unit.layout.specs[number]
+        # Neither key nor access refers to the parameter, which would keep itself alive by its gradient.
+        key = (place, number, next(self._lives))
+        stride = parameter.stride() if is_distributed(parameter) else spec.stride
+        extent = Extent(parameter.dtype, tuple(parameter.shape), stride, 0)
+        source = Source(weakref.proxy(self), key, spec.name, extent)
+        made = self._placeholders[parameter] = _Shown(ShardedGradient(source, parameter.device), 0)
+        return made
 
 
 _Replaced = tuple[UnitGradients, int, torch.Tensor]
@@ -277,6 +281,11 @@ def _references(is_gradient: bool) -> int:
     gradient = torch.zeros(1, device="cpu")
     parameter.grad = gradient if is_gradient else None
     return sys.getrefcount(gradient)
+
+
+def _is_known(placeholder: Any) -> bool:
+    """Whether somebody has a view of it, or has given it attributes."""
+    return sys.getrefcount(placeholder._source) > 2 or len(vars(placeholder)) > 2
 
 
 class _Shown(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping
 
 import torch
@@ -12,13 +13,15 @@ from zero_ext.comm import Collectives, Pending
 from zero_ext.config import Tier, ZeroConfig
 from zero_ext.offload import ShardHome, Tiers
 from zero_ext.zero.gradient_exchange import GradientExchange, gradient_exchange
-from zero_ext.zero.gradient_home import BorrowedGradients, GradientHome, SliceGradients
+from zero_ext.zero.gradient_home import BorrowedGradients, GradientHome, SliceGradients, Taken
 from zero_ext.zero.partition import DTYPES
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.pool_plan import Purpose
 from zero_ext.zero.sharded_home import sharded_home
 from zero_ext.zero.squares import Squares
 from zero_ext.zero.unit import Unit
+
+_LARGE_BYTES = 64 << 10  # of a gradient: as long to copy on a CPU as a call takes
 
 
 class UnitGradients:
@@ -53,6 +56,8 @@ class UnitGradients:
         self._waiting: list[tuple[int, torch.Tensor]] = []  # what came and is not in ``local`` yet
         self._filled: set[int] = set()  # parameters with a value in ``local`` that was not reduced yet
         self._arrived: set[int] = set()  # parameters that brought a gradient in this backward pass
+        self._missing = 0  # a parameter that had not when somebody last asked
+        self._packs_from = sys.maxsize if tiers.device.is_accelerator else _LARGE_BYTES
         self._sums = False  # whether passes add up before the next reduction, alike on all ranks
         self._gathering: Pending | None = None
         self._pending: Pending | None = None
@@ -81,18 +86,19 @@ class UnitGradients:
     # -- collecting ---------------------------------------------------------------------------------------
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Adds the gradient of parameter ``index``, which nobody else changes any more. An accelerator adds
-        all of a unit at once, in :meth:`pack`, as each kernel has its price there."""
+        """Adds the gradient of parameter ``index``, which nobody else changes any more. Those of a unit wait
+        to be added all at once, in :meth:`pack`, as each call has its price. On a CPU it is small, and large
+        ones do not wait, in memory of their own."""
         spec = self.unit.layout.specs[index]
         if gradient.layout is not torch.strided:
             raise RuntimeError(
                 f"parameter '{spec.name}' got a {gradient.layout} gradient; sharded gradients are dense. "
                 "Build its module with sparse=False."
             )
-        self._waiting.append((index, gradient.detach()))
+        self._waiting.append((index, gradient.detach() if gradient.requires_grad else gradient))
         self._arrived.add(index)
         self.contributed.add(index)
-        if not self._tiers.device.is_accelerator:
+        if gradient.nbytes >= self._packs_from:
             self.pack()
 
     def pack(self) -> None:
@@ -137,7 +143,8 @@ class UnitGradients:
                 place = local.as_strided(spec.shape, spec.stride, offset)
                 (place.add_ if adds else place.copy_)(gradient)
             else:
-                dense.append(gradient.as_strided((spec.numel,), (1,), gradient.storage_offset()))
+                in_order = gradient.is_contiguous()
+                dense.append(gradient if in_order else gradient.as_strided((spec.numel,), (1,)))
                 offsets.append(offset)
         if dense:
             (ops.accumulate_ if adds else ops.pack_)(local, dense, offsets)
@@ -151,10 +158,16 @@ class UnitGradients:
     @property
     def complete(self) -> bool:
         """Whether every trainable parameter has brought its gradient in this backward pass."""
-        return all(
-            index in self._arrived or not parameter.requires_grad
-            for index, parameter in enumerate(self.unit.parameters)
-        )
+        arrived, parameters = self._arrived, self.unit.parameters
+        if len(arrived) == len(parameters):
+            return True
+        with torch._C.DisableTorchFunctionSubclass():
+            # What was missing when somebody last asked mostly is.
+            for index in (self._missing, *range(len(parameters))):
+                if index not in arrived and parameters[index].requires_grad:
+                    self._missing = index
+                    return False
+        return True
 
     @property
     def frozen(self) -> bool:
@@ -276,7 +289,7 @@ class UnitGradients:
     def full_view(self, index: int) -> torch.Tensor | None:
         """The reduced gradient of parameter ``index`` in its shape if this rank holds all of it."""
         layout, spec = self.unit.layout, self.unit.layout.specs[index]
-        whole = self._whole()
+        whole = self.whole()
         if whole is None or whole.dtype != layout.dtype:
             return None
         return whole.as_strided(spec.shape, spec.stride, layout.offsets[index])
@@ -313,13 +326,13 @@ class UnitGradients:
             self._begin_with_zeros()
         layout = self.unit.layout
         before = layout.shard_range(self.unit.collectives.rank)[0] - layout.offsets[index]
-        start = max(before, 0) if self._whole() is None else 0
-        self.change_parameter(index, _Taken(flat[start:]))
+        start = max(before, 0) if self.whole() is None else 0
+        self.change_parameter(index, Taken(flat[start:]))
         self.contributed.add(index)
 
     def _begin_with_zeros(self) -> None:
         """Makes the reduced gradient valid, as a later pass adds to all of it."""
-        whole = self._whole()
+        whole = self.whole()
         target = self.home.begin() if whole is None else whole
         if target is not None:
             target.zero_()
@@ -333,7 +346,7 @@ class UnitGradients:
     def change_parameter(self, index: int, change: Callable[[torch.Tensor], object]) -> None:
         """Applies ``change`` to what this rank holds of one parameter's reduced gradient: all of it if
         replicated."""
-        layout, whole = self.unit.layout, self._whole()
+        layout, whole = self.unit.layout, self.whole()
         self.changes += 1
         if whole is not None:
             change(whole[layout.offsets[index] : layout.offsets[index] + layout.specs[index].numel])
@@ -382,7 +395,8 @@ class UnitGradients:
         kept = 0 if self._aliased else self.home.held_bytes()
         return {**held, self.home.tier: held.get(self.home.tier, 0) + kept}
 
-    def _whole(self) -> torch.Tensor | None:
+    def whole(self) -> torch.Tensor | None:
+        """All of the reduced gradient [layout.numel], where this rank holds it in the device's memory."""
         if self.unit.collectives.world_size == 1:
             lent = isinstance(self.home, BorrowedGradients) and not self.home.valid
             far = self._tiers.device.of(self.home.tier) != self.unit.flat.device
@@ -460,17 +474,6 @@ class UnitGradients:
             self.unit.wire_kind("gather_gradients"),
             f"gather of the gradients of {self.unit.describe()}",
         )
-
-
-class _Taken:
-    """Gives pieces of a range, which come from its beginning to its end, the values that belong there."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values = values
-
-    def __call__(self, piece: torch.Tensor) -> None:
-        piece.copy_(self._values[: piece.numel()])
-        self._values = self._values[piece.numel() :]
 
 
 def make_gradients(
