@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.comm import Collectives
+from zero_ext.comm.ordered import Order
 from zero_ext.comm.process_group import make_collectives
 
 
@@ -114,3 +119,39 @@ def test_messages_of_a_device_go_through_host_memory(world: World) -> None:
         for in_node in (False, True):
             collectives.gather_messages(slots, "gather", 5, "test", in_node=in_node).wait()
             assert torch.equal(torch.stack([slot.cpu() for slot in slots]), wanted)
+
+
+def test_a_chain_goes_on_beside_what_follows_it() -> None:
+    """Not in the stream of that, which needs none of its results."""
+    stream = ["the caller's"]
+    done: list[tuple[str, str]] = []
+
+    @contextlib.contextmanager
+    def beside() -> Iterator[None]:
+        stream.append("another")
+        yield
+        stream.pop()
+
+    class Work:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait(self) -> None:
+            done.append((f"wait for {self.name}", stream[-1]))
+
+    def hop(name: str) -> list[Work]:
+        done.append((f"begin {name}", stream[-1]))
+        return [Work(name)]
+
+    order = Order()
+    order.beside = beside
+    (chain,) = order.chain([functools.partial(hop, "first"), functools.partial(hop, "second")])
+    order.follow()
+    order.follow()
+    chain.wait()
+    assert done == [
+        ("begin first", "the caller's"),
+        ("wait for first", "another"),
+        ("begin second", "another"),
+        ("wait for second", "the caller's"),
+    ]

@@ -11,6 +11,7 @@ import functools
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -109,6 +110,10 @@ class Collectives:
     @before_gather.setter
     def before_gather(self, action: Callable[[], None]) -> None:
         self._gathers.order.before_gather = action
+
+    def go_on_in(self, beside: Callable[[], AbstractContextManager[object]]) -> None:
+        """Collectives of several hops go on in the stream ``beside`` when others begin."""
+        self._gathers.order.beside = self._reductions.order.beside = beside
 
     @property
     def shards(self) -> Collectives:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -34,10 +35,15 @@ class Chain:
 
 
 class Order:
-    """What several exchanges over the same connections know of each other: the chain that has hops left."""
+    """What several exchanges over the same connections know of each other: the chain that has hops left.
+
+    ``beside`` gives the stream in which a chain goes on when something else is to begin, so that the stream
+    of that need not wait for the chain's hops.
+    """
 
     def __init__(self) -> None:
         self._unfinished: Chain | None = None
+        self.beside: Callable[[], AbstractContextManager[object]] = nullcontext
         self.before_gather: Callable[[], None] = lambda: None
 
     def follow(self) -> None:
@@ -45,7 +51,8 @@ class Order:
         one order, whenever each of them waits."""
         if self._unfinished is not None:
             unfinished, self._unfinished = self._unfinished, None
-            unfinished.begin_last()
+            with self.beside():
+                unfinished.begin_last()
 
     def chain(self, hops: Iterable[Hop]) -> Sequence[Waitable]:
         """Begins the first of ``hops``; the others follow when it is waited for, or something else begins."""

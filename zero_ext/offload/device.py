@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 
@@ -12,57 +11,25 @@ from zero_ext import ops
 from zero_ext.config import Tier
 from zero_ext.offload.numa import near
 from zero_ext.offload.pinned import pinned
+from zero_ext.offload.streams import HERE, Arrival, SideStream, current
 
 _WORD = 8  # bytes: of the widest elements that go beside state
-
-
-class Arrival(Protocol):
-    """Elements on their way from a source to a destination.
-
-    Whoever owns memory waits for it: the host where it is host memory, the current stream, and the host not,
-    where it is an accelerator's.
-    """
-
-    def wait(self) -> None:
-        """The destination may be used from here on; raises ``RuntimeError`` if they cannot get there."""
-
-    def let_go(self) -> None:
-        """The source may be changed from here on; errors are told by :meth:`wait` alone."""
-
-    def followed(self) -> contextlib.AbstractContextManager[object]:
-        """Inside, what is started in the current stream comes after the arrival, while the streams of
-        outside go on. Raises as :meth:`wait` does."""
-
-
-class Here:
-    """An :class:`Arrival` that has happened."""
-
-    def wait(self) -> None:
-        """See :class:`Arrival`."""
-
-    def let_go(self) -> None:
-        """See :class:`Arrival`."""
-
-    def followed(self) -> contextlib.AbstractContextManager[object]:
-        """See :class:`Arrival`."""
-        return contextlib.nullcontext()
-
-
-HERE = Here()
 
 
 class Device:
     """Memory of the tiers "device" and "host", and copies between them.
 
     On a CPU both are host memory and a copy is a plain one. On an accelerator host memory is pinned, and a
-    copy runs in a stream of its direction, after what the current stream was given before it. Raises
-    ``RuntimeError`` where the device's kernels cannot be had.
+    copy runs in a stream of its direction, after what the current stream was given before it. Gradients are
+    packed and added up in ``reduction_stream``. Raises ``RuntimeError`` where the device's kernels cannot be
+    had.
     """
 
     def __init__(self, device: torch.device) -> None:
         if device.type == str(device) != "cpu":  # without an index
             device = torch.device(device.type, torch.accelerator.current_device_index())
         self.device = device
+        self.reduction_stream = SideStream(self.device)
         self._to_device = self._to_host = None
         if self.is_accelerator:
             ops.load_kernels(device)
@@ -123,7 +90,7 @@ class Device:
         if stream is None or into.dtype != source.dtype:
             raise AssertionError(f"no copy from {source.dtype} on {source.device} to {into.dtype}")
         stream.wait_event(after or torch.accelerator.current_stream(self.device).record_event())
-        with _current(stream):
+        with current(stream):
             into.copy_(source, non_blocking=True)
         return _Copy(stream, into, source)
 
@@ -143,7 +110,7 @@ class Device:
         """Inside, another thread gives its work to what is this thread's current stream now."""
         if not self.is_accelerator:
             return contextlib.nullcontext()
-        return _current(torch.accelerator.current_stream(self.device))
+        return current(torch.accelerator.current_stream(self.device))
 
     def synchronize(self) -> None:
         """Returns when the device has done all it was given."""
@@ -177,7 +144,7 @@ class _Copy:
             torch.accelerator.current_stream(side.device).wait_event(self._event)
 
     def followed(self) -> contextlib.AbstractContextManager[object]:
-        return _current(self._stream)
+        return current(self._stream)
 
 
 def _cut(block: torch.Tensor, like: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -186,23 +153,6 @@ def _cut(block: torch.Tensor, like: Sequence[torch.Tensor], sizes: Sequence[int]
         part[: each.nbytes].view(each.dtype).view(each.shape)
         for part, each in zip(block.split(list(sizes)), like, strict=True)
     ]
-
-
-@contextlib.contextmanager
-def _current(stream: torch.Stream) -> Iterator[None]:
-    """``stream`` is the thread's current one inside.
-
-    A ``torch.Stream`` as a context manager keeps in itself what was current before: of two threads that enter
-    the same one, each may go back to the other's.
-    """
-    index = torch.accelerator.current_device_index()
-    before = torch.accelerator.current_stream(stream.device)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
-        torch.accelerator.set_device_index(index)
 
 
 CPU = Device(torch.device("cpu"))

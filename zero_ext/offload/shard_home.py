@@ -7,8 +7,9 @@ from typing import Protocol
 import torch
 
 from zero_ext.config import Tier
-from zero_ext.offload.device import CPU, HERE, Arrival, Device
+from zero_ext.offload.device import CPU, Device
 from zero_ext.offload.stored_run import Values
+from zero_ext.offload.streams import HERE, Arrival
 from zero_ext.offload.transfers import TransferLog
 
 

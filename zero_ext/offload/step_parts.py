@@ -10,8 +10,9 @@ import torch
 from zero_ext import ops
 from zero_ext.config import Tier
 from zero_ext.config.rooms import CHUNK_BUFFERS, STORAGE_ALIGNMENT, StepRooms
-from zero_ext.offload.device import CPU, HERE, Arrival, Device
+from zero_ext.offload.device import CPU, Device
 from zero_ext.offload.shard_home import ShardHome
+from zero_ext.offload.streams import HERE, Arrival
 
 
 class StepPart(NamedTuple):

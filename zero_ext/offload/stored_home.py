@@ -7,9 +7,9 @@ import torch
 from zero_ext import ops
 from zero_ext.config import Tier
 from zero_ext.config.rooms import STORAGE_ALIGNMENT
-from zero_ext.offload.device import HERE, Arrival
 from zero_ext.offload.nvme_store import NvmeStore
 from zero_ext.offload.stored_run import StoredRun, Values
+from zero_ext.offload.streams import HERE, Arrival
 from zero_ext.offload.transfers import TransferLog
 from zero_ext.offload.transit import DeviceWay
 

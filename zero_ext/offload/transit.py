@@ -10,7 +10,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from zero_ext.config.rooms import SLOTS
-from zero_ext.offload.device import HERE, Arrival, Device
+from zero_ext.offload.device import Device
+from zero_ext.offload.streams import HERE, Arrival
 
 _FIRST = 4  # of ``SLOTS`` chunks are in their first stage, the others in their second
 

@@ -96,7 +96,9 @@ class Engine(Ending):
         self.optimizer_step = OptimizerStep(
             self.masters, self._gradients, self.norms, collectives, tiers, config, scales_loss
         )
-        self.reducer = GradientReducer(trained, starts, collectives, self._bus, self.optimizer_step)
+        self.reducer = GradientReducer(
+            trained, starts, collectives, tiers.device.reduction_stream, self._bus, self.optimizer_step
+        )
         limits = (config.units.live_elements, config.units.prefetch_elements)
         self.access = OnDemandAccess(self)
         self.residency = Residency(self.units, *limits, self._bus, weakly(self.access.commit))
@@ -270,10 +272,7 @@ class Engine(Ending):
         self.norms.forget()
         gradients.add(number, mean_over_senders(parameter, local_gradient(parameter, gradient)))
         if gradients.complete:
-            if self._reduces_now():
-                self.reducer.arrived(gradients)
-            else:
-                gradients.pack()  # else all units' gradients would be in autograd's memory too until the end
+            self.reducer.arrived(gradients, self._reduces_now())
 
     def parameter_read(self, parameter: nn.Parameter) -> None:
         """Code of the model reads a parameter of its own, in forward or as backward runs it again."""

@@ -185,6 +185,8 @@ class MemoryGradients:
         return arrival
 
     def _allocate(self, dtype: torch.dtype) -> torch.Tensor:
+        if self.tier == "device":
+            self._pool.device.reduction_stream.drop(self._memory)
         return self._pool.device.allocate(self.tier, self._memory.numel(), dtype)
 
     def _copied(self) -> torch.Tensor:

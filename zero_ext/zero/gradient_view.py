@@ -60,7 +60,7 @@ class GradientViews:
     def _publish(self, readable: bool) -> None:
         for place, gradients in enumerate(self._engine.reducer.gradients):
             parameters = gradients.unit.parameters
-            whole = readable and gradients.reduced_valid and gradients.whole() is not None
+            whole = readable and gradients.home.valid and gradients.whole() is not None
             for number in gradients.contributed:
                 parameter = parameters[number]
                 # Whoever takes norms of experts here, as torch's clipping, would take another on every rank.

@@ -78,11 +78,6 @@ class UnitGradients:
                 self.local, begin, end, accumulation_dtype, pool, tiers.transfers
             )
 
-    @property
-    def reduced_valid(self) -> bool:
-        """Whether there is a reduced gradient."""
-        return self.home.valid
-
     # -- collecting ---------------------------------------------------------------------------------------
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
@@ -95,6 +90,7 @@ class UnitGradients:
                 f"parameter '{spec.name}' got a {gradient.layout} gradient; sharded gradients are dense. "
                 "Build its module with sparse=False."
             )
+        self._tiers.device.reduction_stream.release()
         self._waiting.append((index, gradient.detach() if gradient.requires_grad else gradient))
         self._arrived.add(index)
         self.contributed.add(index)
@@ -117,6 +113,7 @@ class UnitGradients:
             self._part()
         elif self._sums and self.local.dtype != self._accumulation_dtype and self._filled:
             self._widen_local()
+        self._tiers.device.reduction_stream.hold([gradient for _, gradient in waiting])
         while waiting:
             new: dict[int, torch.Tensor] = {}
             more: dict[int, torch.Tensor] = {}
@@ -445,8 +442,10 @@ class UnitGradients:
             self._pool.give(self._buffer)
             self._buffer = None
 
-    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._tiers.device.allocate("device", numel, dtype)
+    def _instead_of(self, old: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of its own for ``local``, for good."""
+        self._tiers.device.reduction_stream.drop(old)
+        return self._tiers.device.allocate("device", old.numel(), dtype)
 
     def _widen_local(self) -> None:
         narrow, buffer = self.local, self._buffer
@@ -454,7 +453,7 @@ class UnitGradients:
             raise AssertionError("no local gradients to widen")
         if buffer is None:
             aliased = self._aliased
-            self.local = self._allocate(narrow.numel(), self._accumulation_dtype).copy_(narrow)
+            self.local = self._instead_of(narrow, self._accumulation_dtype).copy_(narrow)
             if aliased and self._slice is not None:
                 self._slice.to_slice_of(self.local)
             return
@@ -466,7 +465,7 @@ class UnitGradients:
             raise AssertionError("replicated gradients without a buffer")
         if not self._aliased:
             if self.local.dtype != self.home.dtype:
-                self.local = self._allocate(self.local.numel(), self.home.dtype)
+                self.local = self._instead_of(self.local, self.home.dtype)
             self._own_slice(self.local).copy_(self.home.shard().read(0, self.unit.layout.shard_numel))
         self._gathering = self.unit.collectives.gather(
             self.local,

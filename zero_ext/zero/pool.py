@@ -30,6 +30,7 @@ class BufferPool:
         self.live_bytes = 0
         self.device = device
         self.overflow = OverflowBuffers(device, tier)
+        self._tier = tier
         self._plan = plan
         self._arena = ExtentArena(plan.nbytes)
         self._region = device.allocate(tier, plan.nbytes, torch.uint8)
@@ -69,8 +70,11 @@ class BufferPool:
 
     def give(self, buffer: torch.Tensor, leaving: Arrival = HERE) -> None:
         """Takes back a buffer handed out by :meth:`take`; nobody may use it any more, but for the copy
-        ``leaving``, which the next one to use the memory comes after."""
+        ``leaving``, which the next one to use the memory comes after, and what the reduction stream was given
+        so far, if it is the current one."""
         self.live_bytes -= extent_bytes(buffer.nbytes)
+        if leaving is HERE and self._tier == "device":
+            leaving = self.device.reduction_stream.position()
         offset = buffer.data_ptr() - self._region.data_ptr()
         if 0 <= offset < self._region.nbytes:
             self._arena.give(offset)
@@ -152,7 +156,9 @@ class OverflowBuffers:
     def _shrink(self, limit: int) -> None:
         for nbytes, buffers in self._idle.items():
             while buffers and self._idle_bytes > limit:
-                buffers.pop()[1].let_go()
+                buffer, leaving = buffers.pop()
+                leaving.let_go()
+                self._device.reduction_stream.drop(buffer)
                 self._idle_bytes -= nbytes
 
 

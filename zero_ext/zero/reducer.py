@@ -13,6 +13,7 @@ import torch
 from zero_ext.comm import Collectives
 from zero_ext.config.events import Bus, ReduceEvent
 from zero_ext.config.pace import HOMES_UNDER_WAY, REDUCTIONS_IN_FLIGHT
+from zero_ext.offload import SideStream
 from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.lifetime import weakly
 from zero_ext.zero.reduction_schedule import ReductionSchedule
@@ -57,13 +58,16 @@ class GradientReducer:
         gradients: Sequence[UnitGradients],
         starts: Sequence[int],
         collectives: Collectives,
+        stream: SideStream,
         bus: Bus,
         listener: Listener,
     ) -> None:
+        self._stream = stream
         self._listener = listener
         self._agreements = 0
         self.gradients = tuple(gradients)
         self._collectives = collectives
+        collectives.go_on_in(stream.entered)
         self._bus = bus
         self._order = sorted(range(len(self.gradients)), key=starts.__getitem__, reverse=True)
         self._position = {id(unit): index for index, unit in enumerate(self.gradients)}
@@ -100,12 +104,17 @@ class GradientReducer:
                 self._start_next()
         self._schedule = schedule
 
-    def arrived(self, gradients: UnitGradients) -> None:
-        """Tells that ``gradients`` is complete; starts every reduction whose turn has come."""
-        index = self._position[id(gradients)]
-        if self._arrivals is not None and index not in self._arrivals:
-            self._arrivals.append(index)
-        self._start_ready()
+    def arrived(self, gradients: UnitGradients, reduces: bool) -> None:
+        """Tells that ``gradients`` is complete: autograd's are put together; and starts every reduction whose
+        turn has come, in a pass that ``reduces``."""
+        with self._stream.entered():
+            gradients.pack()
+            if not reduces:
+                return
+            index = self._position[id(gradients)]
+            if self._arrivals is not None and index not in self._arrivals:
+                self._arrivals.append(index)
+            self._start_ready()
 
     def passed(self, gradients: UnitGradients) -> None:
         """Tells that ``gradients`` brings no more in this backward pass; what is missing counts as zero."""
@@ -127,8 +136,9 @@ class GradientReducer:
             self._start_next()
         if reduce and schedule is not None and self._arrivals is None:
             schedule.learn()
-        for gradients in self.gradients:
-            gradients.pack()
+        with self._stream.entered():
+            for gradients in self.gradients:
+                gradients.pack()
         self._drain()
         self._next = 0
         self._passed.clear()
@@ -218,12 +228,13 @@ class GradientReducer:
         self._schedule = schedule
 
     def _start(self, gradients: UnitGradients) -> None:
-        while len(self._flying) >= REDUCTIONS_IN_FLIGHT:
-            self._finish_oldest()
-        gradients.start_reduction()
-        self._flying.append(gradients)
-        if not gradients.reducing:
-            self._finish_oldest()  # a single rank's
+        with self._stream.entered():
+            while len(self._flying) >= REDUCTIONS_IN_FLIGHT:
+                self._finish_oldest()
+            gradients.start_reduction()
+            self._flying.append(gradients)
+            if not gradients.reducing:
+                self._finish_oldest()  # a single rank's
 
     def _finish_oldest(self) -> None:
         began = time.perf_counter()
@@ -246,9 +257,11 @@ class GradientReducer:
             self._listener.reduced(gradients)
 
     def _drain(self) -> None:
-        while self._flying:
-            self._finish_oldest()
-        while self._moving:
-            self._settle_oldest()
-        for gradients in self.gradients:
-            gradients.finish_gather()
+        with self._stream.entered():
+            while self._flying:
+                self._finish_oldest()
+            while self._moving:
+                self._settle_oldest()
+            for gradients in self.gradients:
+                gradients.finish_gather()
+        self._stream.join()

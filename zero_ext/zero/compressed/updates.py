@@ -77,7 +77,7 @@ class CompressedUpdates(AfterBackward):
 
     def begin_backward(self, last: bool, scale: torch.Tensor) -> None:
         """See :class:`AfterBackward`."""
-        if self.keeps_local and any(gradients.reduced_valid for gradients in self._gradients):
+        if self.keeps_local and any(gradients.home.valid for gradients in self._gradients):
             raise RuntimeError(
                 "backward adds to gradients of the last step in full precision, which are averaged over the "
                 "ranks already, but from this step on gradients stay on their rank and signs are exchanged; "
