@@ -59,12 +59,34 @@ def test_stage_3_gathers_the_next_unit_beside_computing_and_reduces_beside_backw
     found = spans(two_ranks(stage=3))
     assert found["forward 0"] == (10, 40)
     assert found["forward 1"] == (40, 70)
-    assert found["backward 1"] == (80, 140)  # its unit was let go of after forward and is gathered again
-    assert found["backward 0"] == (140, 200)
-    assert found["gather 0"] == (80, 90)  # as soon as the one before it is there
-    assert found["reduce 1"] == (140, 150)
-    assert found["reduce 0"] == (200, 210)
-    assert simulate(UNITS, two_ranks(stage=3), PLAIN).seconds == pytest.approx(210)
+    assert found["backward 1"] == (70, 130)  # what forward ended with is still there
+    assert found["backward 0"] == (130, 190)
+    assert found["gather 0"] == (70, 80)  # beside the backward before it
+    assert found["reduce 1"] == (130, 140)
+    assert found["reduce 0"] == (190, 200)
+    assert simulate(UNITS, two_ranks(stage=3), PLAIN).seconds == pytest.approx(200)
+
+
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        ({}, [0, 1]),
+        ({"looked_up": True}, [1]),  # backward of an embedding does not read it
+        ({"tied": True}, [1]),  # the head uses it until the end, and backward first
+    ],
+)
+def test_what_backward_finds_or_does_not_read_is_gathered_once(
+    first: dict[str, bool], again: list[int]
+) -> None:
+    units = tuple(UnitCost(str(number), 10, 30.0, **(first if not number else {})) for number in range(3))
+    model = ModelCost("three", units, sequence=1)
+    for steps in (1, 2):
+        names = [
+            span.name
+            for span in simulate(model, two_ranks(stage=3, accumulation_steps=steps), PLAIN).timeline.spans
+        ]
+        for number in range(3):
+            assert names.count(f"gather {number}") == steps * (1 + (number in again)), (number, steps)
 
 
 def test_without_look_ahead_every_gather_is_waited_for() -> None:

@@ -74,7 +74,8 @@ def _part(cost: ModelCost, model: PlannedModel, first: bool, layers: int, last: 
     before, after = groups[: blocks[0]], groups[blocks[-1] + 1 :]
     if model.shape.tied and not (first and last):
         table = before[0]
-        before = (replace(table, tied=False), *before[1:])
+        before = (replace(table, tied=False, looked_up=True), *before[1:])
+        begin = replace(begin, tied=False, looked_up=True)
         after = (*after, TensorGroup(table.matrices))
         end = replace(end, parameters=end.parameters + table.elements)
     tiles = len(units) // model.shape.layers

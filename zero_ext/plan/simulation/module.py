@@ -10,6 +10,7 @@ from torch import nn
 from zero_ext.config import ZeroConfig
 from zero_ext.plan.memory import check_count
 from zero_ext.plan.simulation.shapes import ModelCost, UnitCost
+from zero_ext.zero.hook_installation import looks_up
 from zero_ext.zero.partition import owned_parameters, plan_units
 
 
@@ -29,5 +30,7 @@ def model_cost(model: nn.Module, config: ZeroConfig, world_size: int, sequence: 
     for plan in plan_units(model, owned, settings, world_size):
         parameters: Sequence[torch.Tensor] = [item.parameter for item in plan.members]
         computed = sum(p.numel() for p in parameters if p.dim() >= 2 and p not in looked_up)
-        units.append(UnitCost(plan.name, sum(p.numel() for p in parameters), 2.0 * computed))
+        numel = sum(parameter.numel() for parameter in parameters)
+        rows_only = all(looks_up(owner) for item in plan.members for owner in item.owners)
+        units.append(UnitCost(plan.name, numel, 2.0 * computed, looked_up=rows_only))
     return ModelCost(type(model).__name__, tuple(units), sequence)

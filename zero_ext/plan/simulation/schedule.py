@@ -9,6 +9,7 @@ from zero_ext.config.pace import REDUCTIONS_IN_FLIGHT
 from zero_ext.plan.simulation.costs import Costs
 from zero_ext.plan.simulation.resources import COMPUTE, HOST, LINK, READ, TO_DEVICE, TO_HOST, WRITE, Resources
 from zero_ext.plan.simulation.shapes import UnitCost
+from zero_ext.plan.simulation.staging import numbers_gathered_once
 from zero_ext.plan.simulation.timeline import Timeline
 from zero_ext.plan.simulation.training import PARAMETER_BYTES
 from zero_ext.plan.simulation.updates import Updates
@@ -29,6 +30,7 @@ class StepSchedule:
         self.line = Timeline()
         self._add = Resources(self.line, costs.hardware, self.training).add
         self._updates = Updates(self.units, costs, self._add)
+        self._once = numbers_gathered_once(self.units, self.training)
         self._gathered: dict[int, int] = {}
         self._fetched: dict[int, int] = {}
         self._outputs: dict[int, int] = {}
@@ -62,7 +64,7 @@ class StepSchedule:
                 away, _ = self.costs.output(unit)
                 self._outputs[number] = self._add(f"keep {number}", TO_HOST, away, self._now)
             self._look_ahead(order, place, before)
-        self._release()
+        self._release(kept=self._once)
 
     def _backward(self, first: bool, last: bool) -> None:
         order = range(len(self.units))[::-1]
@@ -137,8 +139,9 @@ class StepSchedule:
             ready = [self._add(f"gather {number}", LINK, seconds, ready)]
         self._gathered[number] = ready[-1]  # the exchange, else what brings the shard
 
-    def _release(self) -> None:
-        self._gathered.clear()
+    def _release(self, kept: frozenset[int] = frozenset()) -> None:
+        """All units but those ``kept`` go: backward finds them there, or does not read them."""
+        self._gathered = {number: task for number, task in self._gathered.items() if number in kept}
         self._fetched.clear()
 
     def _add_up(self, number: int) -> None:

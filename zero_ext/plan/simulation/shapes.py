@@ -22,6 +22,7 @@ class UnitCost:
         output: what it hands on; all that is kept where activations are recomputed.
         share: of its block: one over the number of tiles.
         recomputes: its forward runs again in backward where activations are recomputed.
+        tied, looked_up: as in :class:`TensorGroup`.
     """
 
     name: str
@@ -31,6 +32,8 @@ class UnitCost:
     output: float = 0.0
     share: float = 1.0
     recomputes: bool = True
+    tied: bool = False
+    looked_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,15 @@ class Transformer:
             )
             for tile in range(self.tiles)
         ]
-        first = UnitCost("embedding", self._own_table + self.before, 0.0, output=2 * hidden, recomputes=False)
+        first = UnitCost(
+            "embedding",
+            self._own_table + self.before,
+            0.0,
+            output=2 * hidden,
+            recomputes=False,
+            tied=self.tied,
+            looked_up=not self.tied,
+        )
         units = [first, *layer * self.layers]
         # Logits in 16 bits, their softmax in 32.
         head = (0 if self.tied else self._own_table) + (1 if self.gated else 2) * hidden + self.after

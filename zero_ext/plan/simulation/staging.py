@@ -9,10 +9,10 @@ from itertools import groupby
 from typing import Any
 
 from zero_ext.config import ZeroConfig
-from zero_ext.plan.simulation.shapes import ModelCost, TensorGroup
-from zero_ext.plan.simulation.training import Training
+from zero_ext.plan.simulation.shapes import ModelCost, TensorGroup, UnitCost
+from zero_ext.plan.simulation.training import PARAMETER_BYTES, Training
 from zero_ext.plan.simulation.units import planned_units
-from zero_ext.zero.pool_replay import gathered_once
+from zero_ext.zero.pool_replay import StagedUnit, gathered_once
 from zero_ext.zero.staging import StateStep, staging_of
 
 # The busiest moment of a stack of like blocks touches a few of them: deeper ones need no more.
@@ -67,6 +67,28 @@ def lengths_gathered_once(model: ModelCost, training: Training) -> Counter[int]:
         units = tuple(planned_units(groups, training.placement, training))
         model.derived[key] = Counter(unit.numel for unit in gathered_once(units, _config(training)))
     return model.derived[key]
+
+
+def numbers_gathered_once(units: Sequence[UnitCost], training: Training) -> frozenset[int]:
+    """The numbers of those of ``units`` that a step gathers for forward alone, each a unit of the engine."""
+    if not training.placement.params:
+        return frozenset()
+    last = len(units) - 1
+    staged = [
+        StagedUnit(
+            str(number),
+            unit.parameters,
+            PARAMETER_BYTES,
+            training.world_size,
+            training.placement,
+            gathered=(0, last) if unit.tied else (number, number),
+            comes=number,
+            completes=(number, number),
+            rereads=not unit.looked_up,
+        )
+        for number, unit in enumerate(units)
+    ]
+    return frozenset(int(unit.name) for unit in gathered_once(staged, _config(training)))
 
 
 def _what_counts(training: Training) -> tuple[Any, ...]:
