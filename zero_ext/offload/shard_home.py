@@ -74,7 +74,9 @@ class MemoryHome:
 
     def fetch(self, into: torch.Tensor, begin: int = 0, target: Tier = "device") -> Arrival:
         """See :class:`ShardHome`."""
-        source = self._readable()[begin : begin + into.numel()]
+        source = self._readable()
+        if begin or into.numel() != self.numel:
+            source = source[begin : begin + into.numel()]
         if into.data_ptr() == source.data_ptr():
             return HERE
         self._transfers.record(self.tier, target, into.nbytes)

@@ -64,8 +64,7 @@ def install(
             return
         unit = entry[0]()
         if unit is not None:
-            with without_modes():
-                alive.touch(unit, entry[1]())
+            alive.touch(unit, entry[1]())
 
     for name, module in model.named_modules():
         if module in inside_compiled:
@@ -126,23 +125,23 @@ def _install_owner_hooks(
         alive = weak()
         if alive is None or weak_owner() is not owner:
             return
-        with without_modes():
-            if not alive.calls:
-                if not ends_alone:
-                    ends_alone = True
-                    owner.register_forward_hook(after, with_kwargs=True, always_call=True)
+        if not alive.calls:
+            if not ends_alone:
+                ends_alone = True
+                owner.register_forward_hook(after, with_kwargs=True, always_call=True)
+            with without_modes():
                 alive.enter(owner, name, (args, kwargs), alone=True)
-            own = owner._parameters
-            foreseen: set[str] = set()
-            for parameters, unit, home in uses:
-                # torch.func.functional_call puts other tensors in the place of parameters.
-                present = [key for key, parameter in parameters if dict.get(own, key) is parameter]
-                needed = unit()
-                if present and needed is not None:
-                    alive.touch(needed, home(), again)
-                    foreseen.update(present)
-            if isinstance(own, GatheringParameters):
-                own.foreseen = foreseen
+        own = owner._parameters
+        foreseen: set[str] = set()
+        for parameters, unit, home in uses:
+            # torch.func.functional_call puts other tensors in the place of parameters.
+            present = [key for key, parameter in parameters if dict.get(own, key) is parameter]
+            needed = unit()
+            if present and needed is not None:
+                alive.touch(needed, home(), again)
+                foreseen.update(present)
+        if isinstance(own, GatheringParameters):
+            own.foreseen = foreseen
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 

@@ -16,7 +16,7 @@ from zero_ext.zero.block_outputs import opaque_in, shares_memory, tensors_in, wi
 from zero_ext.zero.frames import Call, CallStack
 from zero_ext.zero.lifetime import Ending
 from zero_ext.zero.on_demand import transform_refusal
-from zero_ext.zero.plain_torch import in_transform
+from zero_ext.zero.plain_torch import in_transform, without_modes
 from zero_ext.zero.residency import Residency
 from zero_ext.zero.step_clock import Beginning, StepClock
 from zero_ext.zero.tiling import Tile
@@ -60,7 +60,8 @@ class ForwardHooks(Ending):
             self._residency.retain_present(unit)  # no hook will gather it for backward
             return
         call.touch(unit, again)
-        self._residency.need(unit, call, self._order())
+        with without_modes():
+            self._residency.need(unit, call, self._order())
 
     def enter(self, home: nn.Module, name: str, inputs: object, alone: bool = False) -> None:
         """Begin a call of ``home``: of a block, or, ``alone``, of a module that no block runs around."""

@@ -77,7 +77,7 @@ def check_unchanged(
                 f"parameter '{name}' was replaced or removed after zero_ext.prepare. Change the model "
                 "before prepare, or values in place inside 'with zero_ext.gathered(params):'."
             )
-    if sum(1 for _ in model.parameters()) == len(known):
+    if _count_parameters(model) == len(known):
         return
     new = [
         name
@@ -88,3 +88,16 @@ def check_unchanged(
         raise RuntimeError(
             f"parameters {new} were added after zero_ext.prepare; build the whole model before prepare"
         )
+
+
+def _count_parameters(model: nn.Module) -> int:
+    """How many parameters there are in all modules, each of them once."""
+    modules, found, left = {id(model)}, set[int](), [model]
+    while left:
+        module = left.pop()
+        found.update([id(each) for each in module._parameters.values() if each is not None])
+        for child in module._modules.values():
+            if child is not None and id(child) not in modules:
+                modules.add(id(child))
+                left.append(child)
+    return len(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -56,6 +56,9 @@ class Unit(Ending):
         self.persistent = persistent
         self.parameters = tuple(parameters)
         self.layout = layout
+        names = [spec.name for spec in layout.specs]
+        listed = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+        self._described = f"unit '{name}' ({len(names)} parameters: {listed})"
         self.placement = placement
         self.collectives = collectives
         self.holders: set[object] = set()
@@ -76,6 +79,13 @@ class Unit(Ending):
             self._placeholders = [
                 elements[index].expand(spec.shape) for index, spec in enumerate(layout.specs)
             ]
+        # Where parameters lie while released, and while gathered, from the beginning of ``flat`` on; those
+        # without elements lie nowhere.
+        self._blank_addresses = [each.data_ptr() for each in self._placeholders]
+        self._starts = [
+            offset * layout.dtype.itemsize if spec.numel else None
+            for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+        ]
         self._classes: tuple[tuple[type, type], ...] = ()  # gathered and released class of each parameter
         self._distributed = any(map(is_distributed, self.parameters))
         with torch._C.DisableTorchFunctionSubclass():
@@ -95,11 +105,10 @@ class Unit(Ending):
             self.home = tiers.shard_home(self.placement.params_tier, layout.shard_numel, layout.dtype)
         else:
             self.flat = tiers.device.allocate("device", layout.numel, layout.dtype)
-            self.home = tiers.in_memory(self._own_slice())
-
-    def _own_slice(self) -> torch.Tensor:
-        begin, end = self.layout.shard_range(self.collectives.rank)
-        return self.flat[begin:end]
+        begin, end = layout.shard_range(self.collectives.rank)
+        self._own = self.flat[begin:end]
+        if not self.placement.params:
+            self.home = tiers.in_memory(self._own)
 
     @property
     def arrives_in_steps(self) -> bool:
@@ -121,25 +130,27 @@ class Unit(Ending):
         self.state = UnitState.FETCHING
         self.exact = exact or not self.exchange.rounds
         if self.exchange.needs_shard or exact:
-            with self._giving_up():
-                self._arrival = self.home.fetch(self._own_slice())
+            try:
+                self._arrival = self.home.fetch(self._own)
+            except RuntimeError as error:
+                self._drop_buffer()
+                raise self._give_up(error) from error
 
     def to_gathering(self) -> None:
         """Starts to exchange the shard as soon as it is there. From FETCHING only; back to RELEASED, to be
         tried again, if the shard could not be read."""
         self._require(UnitState.FETCHING)
         with contextlib.ExitStack() as following:
-            with self._giving_up():
+            try:
                 if self.exact:
                     following.enter_context(self._arrival.followed())
                 else:
                     self._arrival.wait()  # messages are made in the current stream, as their memory is given
+            except RuntimeError as error:
+                self._drop_buffer()
+                raise self._give_up(error) from error
             self._pending = self.exchange.start(
-                self.flat,
-                self._own_slice(),
-                self.wire_kind("gather"),
-                f"gather of {self.describe()}",
-                self.exact,
+                self.flat, self._own, self.wire_kind("gather"), f"gather of {self._described}", self.exact
             )
         self.state = UnitState.GATHERING
 
@@ -203,17 +214,9 @@ class Unit(Ending):
         self._buffer, self._arrival = None, HERE
         self.state = UnitState.RELEASED
 
-    @contextlib.contextmanager
-    def _giving_up(self) -> Iterator[None]:
-        """Around what may fail on this rank alone while the others wait for its part of the gather."""
-        try:
-            yield
-        except RuntimeError as error:
-            self._drop_buffer()
-            raise self._give_up(error) from error
-
     def _give_up(self, error: RuntimeError) -> RuntimeError:
-        """Tells the other ranks why this one goes no further; returns what to raise here."""
+        """After what fails on this rank alone, while the others wait for its part of the gather: tells them
+        why this one goes no further; returns what to raise here."""
         reason = f"rank {self.collectives.rank}: the shard of {self.describe()} could not be read: {error}"
         self.collectives.give_up(reason)
         alone = self.collectives.world_size == 1
@@ -237,7 +240,7 @@ class Unit(Ending):
             return None
         return self.collectives.gather(
             self.flat,
-            self._own_slice(),
+            self._own,
             self.wire_kind("gather_updated"),
             f"gather of the updated {self.describe()}",
         )
@@ -278,7 +281,7 @@ class Unit(Ending):
                 "with the exact values of its shards; write to it outside forward and backward"
             )
         self.exchange.forget()
-        put(self.home, 0, self._own_slice(), "device")
+        put(self.home, 0, self._own, "device")
 
     def view_of(self, index: int) -> torch.Tensor:
         """The gathered full value of parameter ``index``; valid until the unit is released."""
@@ -315,28 +318,27 @@ class Unit(Ending):
     def written(self) -> list[int]:
         """Indices of parameters that were written in place since the engine last looked."""
         with torch._C.DisableTorchFunctionSubclass():
-            return [
-                index
-                for index, (parameter, version) in enumerate(
-                    zip(self.parameters, self._expected, strict=True)
-                )
-                if parameter._version != version
-            ]
+            versions = [parameter._version for parameter in self.parameters]
+        if versions == self._expected:
+            return []
+        return [
+            index
+            for index, (version, wanted) in enumerate(zip(versions, self._expected, strict=True))
+            if version != wanted
+        ]
 
     def _set_generations(self, generations: Iterable[int]) -> None:
-        self._generations = tuple(generations)
-        self._released_generations = tuple(version + 1 for version in self._generations)
+        self._generations = list(generations)
+        self._released_generations = [version + 1 for version in self._generations]
 
     def _mark(self, released: bool) -> None:
         """Sets the version counters to what they are in this state."""
         self._expected = self._released_generations if released else self._generations
-        torch._C._autograd._unsafe_set_version_counter(self.parameters, self._expected)
+        torch._C._autograd._unsafe_set_version_counter(self.parameters, tuple(self._expected))
 
     def describe(self) -> str:
         """Name and parameters, for messages."""
-        names = [spec.name for spec in self.layout.specs]
-        listed = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
-        return f"unit '{self.name}' ({len(names)} parameters: {listed})"
+        return self._described
 
     def wire_kind(self, kind: str) -> str:
         """The wire log's name for a collective of this unit."""
@@ -364,15 +366,19 @@ class Unit(Ending):
             raise moved
 
     def _moved(self) -> RuntimeError | None:
-        wanted = self._placeholders if self.state is not UnitState.GATHERED else self._views
+        dtype, addresses = self.layout.dtype, self._blank_addresses
+        if self.state is UnitState.GATHERED:
+            begin = self.flat.data_ptr()
+            addresses = [0 if start is None else begin + start for start in self._starts]
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, tensor, spec in zip(self.parameters, wanted, self.layout.specs, strict=True):
-                local = local_part(parameter) if self._distributed else parameter
-                if local.dtype != tensor.dtype or local.data_ptr() != tensor.data_ptr():
+            here = [local_part(each) for each in self.parameters] if self._distributed else self.parameters
+            for number, (local, address) in enumerate(zip(here, addresses, strict=True)):
+                if local.data_ptr() != address or local.dtype is not dtype:
                     return RuntimeError(
-                        f"rank {self.collectives.rank}: the data of parameter '{spec.name}' was replaced "
-                        "after zero_ext.prepare (by .half() or .to()). Convert the model before prepare; "
-                        "edit values in place inside 'with zero_ext.gathered(params):'."
+                        f"rank {self.collectives.rank}: the data of parameter "
+                        f"'{self.layout.specs[number].name}' was replaced after zero_ext.prepare (by .half() "
+                        "or .to()). Convert the model before prepare; edit values in place inside 'with "
+                        "zero_ext.gathered(params):'."
                     )
         return None
 
