@@ -6,9 +6,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -17,31 +15,11 @@ from benchmarks import host_time
 LAYERS = 6
 
 
-def calls_of(run: Callable[[], None]) -> Counter[str]:
-    """How often ``run`` calls what, in Python and in C."""
-    found: Counter[str] = Counter()
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        if event in ("call", "c_call"):
-            found[frame.f_code.co_name if event == "call" else argument.__name__] += 1
-
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return found
-
-
 def count() -> dict[str, Counter[str]]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=host_time.RANKS)
-    runs = host_time.contenders(LAYERS)
-    for run in runs.values():
-        for _ in range(5):
-            run()
-    found = {name: calls_of(run) for name, run in runs.items()}
+    found = {name: host_time.calls_of(run) for name, run in host_time.warmed_up(LAYERS).items()}
     dist.destroy_process_group()
     return found
 
