@@ -10,6 +10,7 @@ import copy
 import gc
 import pickle
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from tests.attention.strategies import policies
 from tests.attention.test_module import HEADS, reference, same, tensors
+from zero_ext import ConfigError, ZeroConfig
 from zero_ext.attention import BlockLayout, SparseSelfAttention, build_layout
 from zero_ext.attention.flex_attention import TILE, block_mask
 from zero_ext.config.attention import SparseAttentionPolicy
@@ -132,8 +134,30 @@ def test_what_flex_attention_cannot_do_is_named() -> None:
         SparseSelfAttention({"mode": "dense"}, backend="flash")  # type: ignore[arg-type]
 
 
+def test_a_policy_names_its_backend_and_an_argument_goes_before_it() -> None:
+    inputs = tensors(40)
+    for config, argument, wanted in (
+        ({"mode": "dense"}, None, "kernel"),
+        ({"mode": "dense", "backend": "flex"}, None, "flex"),
+        ({"mode": "dense", "backend": "flex"}, "kernel", "kernel"),
+        (SparseAttentionPolicy(mode="dense"), "flex", "flex"),
+    ):
+        attention = SparseSelfAttention(config, argument)  # type: ignore[arg-type]
+        assert attention.policy is not None
+        assert attention.backend == attention.policy.backend == wanted
+        refused = pytest.raises(ValueError, match="dropout_p") if wanted == "flex" else nullcontext()
+        with refused:
+            attention(*inputs, dropout_p=0.5)
+    with pytest.raises(ConfigError, match=r"sparse_attention\.backend"):
+        ZeroConfig.from_mapping({"sparse_attention": {"backend": "flash"}})
+
+
 def test_more_tiles_than_the_tables_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zero_ext.attention.flex_attention.MOST_TILES", 3)
+    layout = build_layout(SparseAttentionPolicy(mode="dense"), 1, 129)
+    with pytest.raises(ValueError, match=r"expected at most 3 tiles .* got 4"):
+        SparseSelfAttention(layout, backend="flex")
+    SparseSelfAttention(layout)
     with pytest.raises(ValueError, match=r"expected at most 3 tiles of 128 by 128 tokens .* got 4"):
         SparseSelfAttention({"mode": "dense"}, backend="flex")(*tensors(129))
 

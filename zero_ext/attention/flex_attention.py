@@ -158,12 +158,7 @@ def tile_bits(layout: BlockLayout) -> torch.Tensor:
         ValueError: there are more than `MOST_TILES` tiles.
     """
     each = TILE // layout.block
-    rows, columns = -(-layout.row_blocks // each), -(-layout.column_blocks // each)
-    if layout.heads * rows * columns > MOST_TILES:
-        raise ValueError(
-            f"layout: expected at most {MOST_TILES:,} tiles of {TILE} by {TILE} tokens over all heads for "
-            f'backend "flex", got {layout.heads * rows * columns:,}. Use backend "kernel".'
-        )
+    rows, columns = check_tiles(layout)
     counts = layout.row_pointers.diff(dim=1).flatten()
     number = torch.arange(counts.numel(), device=layout.device).repeat_interleave(counts)
     head, row = number // layout.row_blocks, number % layout.row_blocks
@@ -172,6 +167,22 @@ def tile_bits(layout: BlockLayout) -> torch.Tensor:
     bit = torch.ones_like(column) << (row % each * each + column % each)
     bits = torch.zeros(layout.heads * rows * columns, dtype=torch.int64, device=layout.device)
     return bits.index_add_(0, tile, bit).view(layout.heads, rows, columns)
+
+
+def check_tiles(layout: BlockLayout) -> tuple[int, int]:
+    """Return how many rows and columns of tiles a layout has.
+
+    Raises:
+        ValueError: there are more than `MOST_TILES` tiles.
+    """
+    each = TILE // layout.block
+    rows, columns = -(-layout.row_blocks // each), -(-layout.column_blocks // each)
+    if layout.heads * rows * columns > MOST_TILES:
+        raise ValueError(
+            f"layout: expected at most {MOST_TILES:,} tiles of {TILE} by {TILE} tokens over all heads for "
+            f'backend "flex", got {layout.heads * rows * columns:,}. Use backend "kernel".'
+        )
+    return rows, columns
 
 
 def _ordered(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

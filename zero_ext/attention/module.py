@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch._subclasses import FakeTensor
@@ -15,11 +15,10 @@ from zero_ext.attention import flex_attention
 from zero_ext.attention.block_layout import BlockLayout
 from zero_ext.attention.layout import LayoutCache
 from zero_ext.attention.masks import MoreMasks, as_scores, both, check_key_padding, split_mask
-from zero_ext.config.attention import SparseAttentionPolicy
+from zero_ext.config.attention import AttentionBackend, SparseAttentionPolicy
 from zero_ext.ops import block_sparse_attention
 
 Given = SparseAttentionPolicy | Mapping[str, Any] | BlockLayout
-Backend = Literal["kernel", "flex"]
 _SEEDS = 1 << 62
 _LEAST_DIM, _MOST_DIM = 16, 256  # of a head, in the kernels, in steps of 8
 
@@ -35,29 +34,37 @@ class SparseSelfAttention(torch.nn.Module):
             own, which then serves its length alone.
         backend: "kernel" runs this package's kernels; "flex" torch's FlexAttention on devices, in tiles of
             128 tokens, without dropout and without the gradient of a bias. On the CPU torch computes all
-            scores and has no backward. A model that is compiled whole breaks its graph at "flex".
+            scores and has no backward. A model that is compiled whole breaks its graph at "flex". None is
+            what the policy says, and "kernel" for a layout.
 
     Raises:
         TypeError: `config` is none of these.
         ConfigError: a key or value of the mapping is wrong.
-        ValueError: `backend` is neither.
+        ValueError: `backend` is neither, or it is "flex" and the layout has too many tiles for it.
 
     Source: Child et al., "Generating long sequences with sparse transformers" (arXiv 1904.10509).
     """
 
-    def __init__(self, config: Given, backend: Backend = "kernel") -> None:
+    def __init__(self, config: Given, backend: AttentionBackend | None = None) -> None:
         super().__init__()
         if not isinstance(config, SparseAttentionPolicy | Mapping | BlockLayout):
             raise TypeError(
                 f"SparseSelfAttention got {config!r}, wanted a SparseAttentionPolicy, a mapping of its keys "
                 'such as {"mode": "fixed", "block": 64}, or a BlockLayout'
             )
-        if backend not in get_args(Backend):
+        if backend not in (None, *get_args(AttentionBackend)):
             raise ValueError(f'backend: expected "kernel" or "flex", got {backend!r}. Choose one of them.')
-        self.backend = backend
-        self.layout = config if isinstance(config, BlockLayout) else None
         policy = SparseAttentionPolicy.from_mapping(config) if isinstance(config, Mapping) else config
-        self._cache = LayoutCache(policy) if isinstance(policy, SparseAttentionPolicy) else None
+        self.layout: BlockLayout | None = None
+        self._cache: LayoutCache | None = None
+        if isinstance(policy, BlockLayout):
+            self.layout, self.backend = policy, backend or "kernel"
+            if self.backend == "flex":
+                flex_attention.check_tiles(policy)
+            return
+        if backend is not None:
+            policy = policy.replace(backend=backend)
+        self._cache, self.backend = LayoutCache(policy), policy.backend
 
     @property
     def policy(self) -> SparseAttentionPolicy | None:

@@ -10,6 +10,7 @@ from .policy import Count, KeyProblem, Policy, Positive, as_tuple, whole
 
 BlockSize = Literal[16, 32, 64, 128]
 BLOCK_SIZES: tuple[BlockSize, ...] = (16, 32, 64, 128)
+AttentionBackend = Literal["kernel", "flex"]
 LayoutMode = Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local_sliding_window"]
 MOST_HEADS = 1 << 16
 
@@ -41,7 +42,7 @@ MODE_KEYS: dict[LayoutMode, tuple[str, ...]] = {
     "bslongformer": ("different_layout_per_head", "num_sliding_window_blocks", *_GLOBAL_INDICES),
     "local_sliding_window": ("num_sliding_window_blocks",),
 }
-_EVERY_MODE = frozenset({"mode", "block", "attention"})
+_EVERY_MODE = frozenset({"mode", "block", "attention", "backend"})
 
 Counts = Annotated[tuple[Count, ...], BeforeValidator(as_tuple), Field(max_length=1 << 20)]
 Windows = Annotated[tuple[Positive, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=1 << 20)]
@@ -81,6 +82,9 @@ class SparseAttentionPolicy(Policy):
             block, of which half, rounded down, lies on either side.
         seed: variable, bigbird: of the random blocks, which are the same on every rank and for every length
             of a unidirectional layout.
+        backend: "kernel" computes attention with this package's kernels; "flex" with torch's FlexAttention,
+            in tiles of 128 tokens, without dropout, without the gradient of a bias, and without backward on
+            the CPU.
     """
 
     mode: LayoutMode = "fixed"
@@ -97,6 +101,7 @@ class SparseAttentionPolicy(Policy):
     global_block_end_indices: Counts | None = None
     num_sliding_window_blocks: Positive = 3
     seed: Count = 0
+    backend: AttentionBackend = "kernel"
 
     @property
     def unidirectional(self) -> bool:

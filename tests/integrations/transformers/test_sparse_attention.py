@@ -8,9 +8,11 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention as torch_flex
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -31,7 +33,8 @@ from transformers import (
 from transformers.models.bloom.modeling_bloom import BloomBlock
 
 from tests.integrations.transformers.models import VOCABULARY, gpt2, llama
-from zero_ext.attention import SparseSelfAttention
+from zero_ext.attention import SparseSelfAttention, build_layout
+from zero_ext.config import SparseAttentionPolicy
 from zero_ext.integrations.transformers import extend_position_embedding, sparsify_attention
 
 LENGTH = 45
@@ -199,6 +202,51 @@ def test_masks_of_length_squared_are_not_made_but_taken() -> None:
         swapped(input_ids=ids, attention_mask=allowed)[0],
         original(input_ids=ids, attention_mask=allowed)[0],
     )
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "t5"])
+def test_flex_attention_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch refuses its backward on the CPU, but its formulas serve every device."""
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    kernel = made(name)
+    flex = copy.deepcopy(kernel)
+    layout = {"mode": "bigbird", "block": 16}
+    sparsify_attention(kernel, layout)
+    assert sparsify_attention(flex, layout, backend="flex").backend == "flex"
+    inputs = batch()
+    here = inputs["attention_mask"].bool()
+    weight = torch.randn(2, LENGTH, 64) * here[..., None]
+    outs = [model(**inputs)[0] for model in (kernel, flex)]
+    for out in outs:
+        (out * weight[..., : out.shape[2]]).sum().backward()
+    equal(outs[1][here], outs[0][here])
+    for (key, wanted), found in zip(kernel.named_parameters(), flex.parameters(), strict=True):
+        assert (wanted.grad is None) == (found.grad is None), key
+        if wanted.grad is not None and found.grad is not None:
+            scale = float(wanted.grad.abs().max().clamp(min=1.0))
+            equal(found.grad / scale, wanted.grad / scale)
+
+
+def test_what_flex_attention_cannot_do_is_refused() -> None:
+    masked = made("bert")
+    sparsify_attention(masked, {"mode": "dense", "backend": "flex"})
+    dropped = [module for module in masked.modules() if isinstance(module, torch.nn.Dropout)]
+    for module in dropped:
+        module.p = 0.25
+    with pytest.raises(ValueError, match=r'dropout_p: expected 0 for backend "flex", got 0.25'):
+        masked.train()(**batch())
+    relative = made("t5")
+    sparsify_attention(relative, {"mode": "dense"}, backend="flex")
+    with pytest.raises(ValueError, match="bias: expected one without a gradient"):
+        relative(**batch())
+    model, layout = made("llama"), build_layout(SparseAttentionPolicy(mode="dense"), 1, LENGTH)
+    with (
+        mock.patch("zero_ext.attention.flex_attention.MOST_TILES", 0),
+        pytest.raises(ValueError, match="expected at most 0 tiles"),
+    ):
+        sparsify_attention(model, layout, backend="flex")
+    assert model.config._attn_implementation != "zero_ext_sparse"
 
 
 def test_layers_share_one_attention_and_copies_have_their_own() -> None:

@@ -61,6 +61,28 @@ def test_what_cannot_take_it_is_refused(world: World) -> None:
         prepare(own, None, config, process_group=world.group)
     own[1] = SparseSelfAttention(policy)
     prepare(own, None, config, process_group=world.group)
+    with pytest.raises(ConfigError, match="make them agree"):
+        prepare(own, None, {"sparse_attention": LAYOUT | {"backend": "flex"}}, process_group=world.group)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@on_ranks(2)
+def test_the_section_chooses_flex_attention(world: World) -> None:
+    ids = torch.randint(3, VOCABULARY, (2, 50), generator=torch.Generator().manual_seed(3))
+    found = {}
+    for backend in ("kernel", "flex"):
+        section = LAYOUT | {"backend": backend}
+        model, _ = prepare(
+            llama(0, hidden_size=64),
+            None,
+            {"stage": 3, "sparse_attention": section},
+            process_group=world.group,
+        )
+        made = {module.backend for module in model.modules() if isinstance(module, SparseSelfAttention)}
+        assert made == {backend}
+        with torch.no_grad():
+            found[backend] = model(input_ids=ids).logits
+    torch.testing.assert_close(found["flex"], found["kernel"], rtol=1e-4, atol=1e-5)
 
 
 def attention_names(model: torch.nn.Module) -> list[str]:

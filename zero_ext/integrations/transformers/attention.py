@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_ext.attention import BlockLayout, SparseSelfAttention, extend_positions
 from zero_ext.config import SparseAttentionPolicy
+from zero_ext.config.attention import AttentionBackend
 from zero_ext.integrations.transformers.bloom_attention import ALIBI_NAME, exchange_bloom, exchangeable_bloom
 from zero_ext.integrations.transformers.own_configuration import own_configurations
 
@@ -26,7 +27,9 @@ _LEARNT_POSITIONS = ("position_embeddings", "wpe")
 
 
 def sparsify_attention(
-    model: PreTrainedModel, config: SparseAttentionPolicy | Mapping[str, Any] | BlockLayout
+    model: PreTrainedModel,
+    config: SparseAttentionPolicy | Mapping[str, Any] | BlockLayout,
+    backend: AttentionBackend | None = None,
 ) -> SparseSelfAttention:
     """Makes all self-attention of a model sparse, in place; parameters and state_dict keys stay.
 
@@ -47,15 +50,18 @@ def sparsify_attention(
         model: any PreTrainedModel, before `prepare` or after.
         config: a policy, a mapping of its keys, or a layout for one length; of as many heads as the model's,
             where heads differ.
+        backend: as of `SparseSelfAttention`. With "flex", attention that drops weights in training, or that
+            learns a bias of its scores (T5), is refused at its first forward.
 
     Returns:
         The attention that all layers share.
 
     Raises:
         TypeError: `config` is none of these.
-        ValueError: the model has cross-attention, no attention that may be exchanged, or fewer than all.
+        ValueError: the model has cross-attention, no attention that may be exchanged, or fewer than all; or
+            `backend` does not take the layout.
     """
-    sparse = SparseSelfAttention(config)  # which refuses what is wrong before anything has changed
+    sparse = SparseSelfAttention(config, backend)  # which refuses what is wrong before anything has changed
     if sparse.policy is not None:
         sparse = SparseSelfAttention(sparse.policy.in_a_model())
     exchangeable_attention(model)
