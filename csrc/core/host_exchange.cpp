@@ -54,6 +54,7 @@ HostExchange::HostExchange(const std::string& name, int rank, int world_size, bo
 HostExchange::~HostExchange() {
   if (thread_.joinable()) {
     // A peer may still be reading what was sent: its memory goes away with this object's owners.
+    // What it reads later it rejects.
     const auto limit = std::chrono::steady_clock::now() + kLingerLimit;
     std::unique_lock lock(mutex_);
     const auto all_read = [this] {
@@ -63,6 +64,7 @@ HostExchange::~HostExchange() {
       return true;
     };
     changed_.wait_until(lock, limit, all_read);
+    for (int rank = 0; rank < segment_.world_size(); ++rank) withdraw(rank);
     lock.unlock();
     stopping_ = true;
     segment_.ring(rank_);
@@ -96,7 +98,9 @@ bool HostExchange::connect() {
 void HostExchange::send(int peer, std::span<const std::byte> bytes, std::int64_t tag,
                         std::shared_ptr<void> owner) {
   check_peer(peer);
+  Owners released;  // until the lock is
   const std::lock_guard lock(mutex_);
+  released.swap(released_);
   check_takes_part();
   const MessageDescriptor descriptor{reinterpret_cast<std::uint64_t>(bytes.data()), bytes.size(),
                                      tag};
@@ -107,7 +111,9 @@ void HostExchange::send(int peer, std::span<const std::byte> bytes, std::int64_t
 void HostExchange::receive(int peer, std::span<std::byte> bytes, std::int64_t tag,
                            std::shared_ptr<void> owner) {
   check_peer(peer);
+  Owners released;
   const std::lock_guard lock(mutex_);
+  released.swap(released_);
   check_takes_part();
   peers_[static_cast<std::size_t>(peer)].expected.push_back({bytes, tag, std::move(owner)});
   const Channel& channel = segment_.channel(peer, rank_);
@@ -120,9 +126,20 @@ void HostExchange::receive(int peer, std::span<std::byte> bytes, std::int64_t ta
 void HostExchange::wait(int rank, Direction direction, std::uint64_t count,
                         std::chrono::duration<double> timeout) {
   check_peer(rank);
+  Owners released;
+  std::unique_lock lock(mutex_);
+  const std::string failure = await(rank, direction, count, timeout, lock);
+  released.swap(released_);
+  lock.unlock();
+  if (!failure.empty()) throw std::runtime_error(failure);
+}
+
+// Why it was in vain, or nothing.
+std::string HostExchange::await(int rank, Direction direction, std::uint64_t count,
+                                std::chrono::duration<double> timeout,
+                                std::unique_lock<std::mutex>& lock) {
   const auto limit = std::chrono::steady_clock::now() +
                      std::chrono::duration_cast<std::chrono::steady_clock::duration>(timeout);
-  std::unique_lock lock(mutex_);
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
   const auto complete = [&] {
     return (direction == Direction::kSend ? peer.sent : peer.received) >= count;
@@ -131,10 +148,15 @@ void HostExchange::wait(int rank, Direction direction, std::uint64_t count,
   while (!complete() && peer.failure.empty() && progress(lock)) {
   }
   if (!changed_.wait_until(lock, limit, [&] { return complete() || !peer.failure.empty(); })) {
-    throw std::runtime_error("no answer from rank " + std::to_string(rank) + " within " +
-                             std::to_string(timeout.count()) + " seconds");
+    fail(rank, "no answer from rank " + std::to_string(rank) + " within " +
+                   std::to_string(timeout.count()) + " seconds");
+    withdraw(rank);
   }
-  if (!complete()) throw std::runtime_error(peer.failure);
+  // Once this throws the caller may use the memory for something else.
+  if (!complete()) changed_.wait(lock, [&] { return !peer.copying; });
+  if (complete()) return {};
+  if (direction == Direction::kSend) withdraw(rank);
+  return peer.failure;
 }
 
 void HostExchange::give_up(const std::string& reason) {
@@ -148,7 +170,7 @@ void HostExchange::give_up(const std::string& reason) {
   self.given_up.store(1, std::memory_order_release);
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
     segment_.ring(rank);
-    if (peers_[static_cast<std::size_t>(rank)].failure.empty()) fail(rank, reason);
+    fail(rank, reason);
   }
 }
 
@@ -204,22 +226,27 @@ bool HostExchange::collect(int rank) {
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
   const std::uint64_t read = segment_.channel(rank_, rank).read.load(std::memory_order_acquire);
   const bool moved = peer.sent < read;
-  for (; peer.sent < read; ++peer.sent) peer.unread.pop_front();
+  for (; peer.sent < read; ++peer.sent) {
+    released_.push_back(std::move(peer.unread.front()));
+    peer.unread.pop_front();
+  }
   return moved;
 }
 
-// Whether this rank waits in vain for one that has given up.
+// Whether this rank waits in vain for one that has given up, or closed its exchange.
 bool HostExchange::hear(int rank) {
   const Peer& peer = peers_[static_cast<std::size_t>(rank)];
-  const Member& member = segment_.member(rank);
-  if (!peer.failure.empty() || member.given_up.load(std::memory_order_acquire) == 0) return false;
-  const bool waiting = !peer.expected.empty() || !peer.unread.empty() || !peer.unposted.empty();
-  // Read after `given_up`: what was posted before that is seen.
+  const bool withdrawn = withdrew(rank);
+  const bool given_up = segment_.member(rank).given_up.load(std::memory_order_acquire) != 0;
+  if (!peer.failure.empty() || peer.copying || !(withdrawn || given_up)) return false;
+  // Looked at only now: what was read or posted before that is seen.
+  const bool moved = collect(rank);
   const Channel& channel = segment_.channel(rank, rank_);
   const bool more = channel.posted.load(std::memory_order_acquire) !=
                     channel.read.load(std::memory_order_relaxed);
-  if (!waiting || peer.copying || (more && !peer.expected.empty())) return false;
-  fail(rank, member.reason.data());
+  const bool waiting = !peer.expected.empty() || !peer.unread.empty() || !peer.unposted.empty();
+  if (!waiting || (more && !withdrawn && !peer.expected.empty())) return moved;
+  fail(rank, reason_of(rank));
   return true;
 }
 
@@ -228,15 +255,16 @@ bool HostExchange::copy_next(int rank, std::unique_lock<std::mutex>& lock) {
   Channel& channel = segment_.channel(rank, rank_);
   const std::uint64_t read = channel.read.load(std::memory_order_relaxed);
   if (peer.copying || peer.expected.empty() || !peer.failure.empty() ||
-      channel.posted.load(std::memory_order_acquire) == read) {
+      channel.posted.load(std::memory_order_acquire) == read || withdrew(rank)) {
     return false;
   }
   const MessageDescriptor message = channel.ring[read % kDescriptorsInFlight];
-  const Incoming target = std::move(peer.expected.front());
+  Incoming target = std::move(peer.expected.front());
   peer.expected.pop_front();
   const bool other_size = message.nbytes != target.bytes.size();
   if (other_size || message.tag != target.tag) {
     // Refused, but read: the sender need not wait for what will never be taken.
+    released_.push_back(std::move(target.owner));
     channel.read.store(read + 1, std::memory_order_release);
     segment_.ring(rank);
     const std::string sender = "rank " + std::to_string(rank) + " sent ";
@@ -249,16 +277,22 @@ bool HostExchange::copy_next(int rank, std::unique_lock<std::mutex>& lock) {
   lock.unlock();
   const int error = read_process(static_cast<pid_t>(segment_.member(rank).process), message.address,
                                  target.bytes);
+  // Asked after the message was read, which no read of it moves down behind.
+  const bool withdrawn = channel.withdrawn.fetch_or(0, std::memory_order_acq_rel) != 0;
   lock.lock();
   peer.copying = false;
-  if (error != 0) {
+  released_.push_back(std::move(target.owner));
+  changed_.notify_all();
+  if (withdrawn) {
+    fail(rank, reason_of(rank));
+  } else if (error != 0) {
     fail(rank, "reading a message of rank " + std::to_string(rank) +
                    " failed: " + std::generic_category().message(error));
-    return true;
+  } else {
+    ++peer.received;
+    channel.read.store(read + 1, std::memory_order_release);
+    segment_.ring(rank);
   }
-  ++peer.received;
-  channel.read.store(read + 1, std::memory_order_release);
-  segment_.ring(rank);
   return true;
 }
 
@@ -287,9 +321,31 @@ void HostExchange::check_takes_part() const {
   }
 }
 
+// The first failure of a peer is the last: what was expected of it is not written to any more.
 void HostExchange::fail(int rank, const std::string& reason) {
-  peers_[static_cast<std::size_t>(rank)].failure = reason;
+  Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  if (!peer.failure.empty()) return;
+  peer.failure = reason;
+  for (Incoming& incoming : peer.expected) released_.push_back(std::move(incoming.owner));
+  peer.expected.clear();
   changed_.notify_all();
+}
+
+// Before memory changes that `rank` may still read: no write to it moves up before this.
+void HostExchange::withdraw(int rank) {
+  segment_.channel(rank_, rank).withdrawn.exchange(1, std::memory_order_acq_rel);
+  segment_.ring(rank);
+}
+
+bool HostExchange::withdrew(int rank) const {
+  return segment_.channel(rank, rank_).withdrawn.load(std::memory_order_acquire) != 0;
+}
+
+std::string HostExchange::reason_of(int rank) const {
+  const Member& member = segment_.member(rank);
+  if (member.given_up.load(std::memory_order_acquire) != 0) return member.reason.data();
+  return "rank " + std::to_string(rank) +
+         " has closed its connections, or waited longer than its time limit";
 }
 
 }  // namespace zero_ext::core

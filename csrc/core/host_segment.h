@@ -24,9 +24,11 @@ struct MessageDescriptor {
   std::int64_t tag = 0;
 };
 
-// One direction between two ranks: a ring that its sender fills and its receiver empties.
+// One direction between two ranks: a ring that its sender fills and its receiver empties. Once it
+// is `withdrawn` the memory of messages that were not read may hold anything.
 struct Channel {
   alignas(kCacheLine) std::atomic<std::uint64_t> posted;
+  std::atomic<std::uint32_t> withdrawn;
   alignas(kCacheLine) std::atomic<std::uint64_t> read;
   std::array<MessageDescriptor, kDescriptorsInFlight> ring;
 };

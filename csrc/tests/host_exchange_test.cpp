@@ -1,6 +1,4 @@
 // Exchanges between two ranks, both in this process, or one in a child that dies.
-#include "../core/host_exchange.h"
-
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -13,41 +11,12 @@
 #include <string>
 #include <vector>
 
+#include "host_exchange_support.h"
+
 namespace zero_ext::core {
 namespace {
 
 using namespace std::chrono_literals;
-using Bytes = std::vector<std::byte>;
-constexpr std::int64_t kTag = 7;
-
-std::string unique_name() {
-  std::random_device random;
-  return "/zero_ext-test-" + std::to_string(::getpid()) + "-" + std::to_string(random());
-}
-
-Bytes random_bytes(std::size_t count, std::mt19937& random) {
-  Bytes made(count);
-  for (auto& value : made) value = static_cast<std::byte>(random());
-  return made;
-}
-
-class Pair {
- public:
-  Pair() {
-    const std::string name = unique_name();
-    ranks_[0] = std::make_unique<HostExchange>(name, 0, 2, true);
-    ranks_[1] = std::make_unique<HostExchange>(name, 1, 2, false);
-    HostSegment::unlink(name);
-    connected_ = ranks_[0]->connect() && ranks_[1]->connect();
-  }
-  HostExchange& operator[](int rank) { return *ranks_[rank]; }
-  void close(int rank) { ranks_[rank].reset(); }
-  bool connected() const { return connected_; }
-
- private:
-  std::unique_ptr<HostExchange> ranks_[2];
-  bool connected_ = false;
-};
 
 TEST(HostExchange, DeliversInOrderBothWays) {
   Pair pair;

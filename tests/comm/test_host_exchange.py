@@ -20,6 +20,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext import ops
 from zero_ext.comm import GroupExchange, HostExchange, fastest_exchange
+from zero_ext.comm.exchange import PointToPoint
 from zero_ext.comm.host_exchange import remove_abandoned_memory
 
 MEMORY = Path("/dev/shm")
@@ -115,6 +116,42 @@ def test_who_waits_for_a_rank_that_gave_up_raises_its_reason(world: World) -> No
             work.wait()
     assert time.monotonic() - began < 10 and second.tolist() == [1.0] * 5
     world.barrier()
+
+
+@on_ranks(2)
+def test_a_message_is_not_read_from_memory_that_its_sender_has_freed(world: World) -> None:
+    exchange: PointToPoint | None = fastest_exchange(world.group, 20.0)
+    assert isinstance(exchange, HostExchange)
+    target = torch.full((5,), 3.0)
+    if world.rank == 0:
+        exchange.start([(1, torch.ones(5))], [])
+        exchange.give_up("rank 0: the disk is gone")
+        exchange = None
+        world.barrier()
+        return
+    world.barrier()
+    (work,) = exchange.start([], [(0, target)])
+    with pytest.raises(RuntimeError, match="rank 0: the disk is gone"):
+        work.wait()
+    assert target.tolist() == [3.0] * 5
+
+
+@on_ranks(2)
+def test_nothing_arrives_after_a_wait_has_timed_out(world: World) -> None:
+    exchange = fastest_exchange(world.group, 0.2 if world.rank == 1 else 20.0)
+    target = torch.full((5,), 3.0)
+    if world.rank == 1:
+        (work,) = exchange.start([], [(0, target)])
+        with pytest.raises(RuntimeError, match=r"no answer from rank 0 within 0\.2"):
+            work.wait()
+        world.barrier()
+    else:
+        world.barrier()
+        (work,) = exchange.start([(1, torch.ones(5))], [])
+        with pytest.raises(RuntimeError, match="rank 1 has closed its connections, or waited longer"):
+            work.wait()
+    world.barrier()
+    assert target.tolist() == [3.0] * 5
 
 
 def join_and_die(folder: str, rank: int, point: str, way: str) -> None:
