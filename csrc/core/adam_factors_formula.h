@@ -15,15 +15,17 @@ inline constexpr int kAdamHyperParameters = 8;
 // `row` holds kAdamHyperParameters numbers: lr, beta1, beta2, eps, weight_decay, step, decoupled,
 // maximize.
 ZERO_EXT_HOST_DEVICE HyperFault adam_hyper_fault(const double* row) {
-  if (!is_finite(row[0])) return {"lr", row[0], "finite"};
-  if (!(row[1] >= 0 && row[1] < 1)) return {"beta1", row[1], "in [0, 1)"};
-  if (!(row[2] >= 0 && row[2] < 1)) return {"beta2", row[2], "in [0, 1)"};
-  if (!(is_finite(row[3]) && row[3] >= 0)) return {"eps", row[3], "finite and not negative"};
-  if (!is_finite(row[4])) return {"weight_decay", row[4], "finite"};
-  if (!(is_finite(row[5]) && row[5] >= 1)) return {"step", row[5], "finite and at least 1"};
-  if (row[6] != 0 && row[6] != 1) return {"decoupled", row[6], "0 or 1"};
-  if (row[7] != 0 && row[7] != 1) return {"maximize", row[7], "0 or 1"};
-  return {nullptr, 0, nullptr};
+  if (!is_finite(row[0])) return {DeviceField::lr, row[0], WantedValue::finite};
+  if (!(row[1] >= 0 && row[1] < 1)) return {DeviceField::beta1, row[1], WantedValue::below_one};
+  if (!(row[2] >= 0 && row[2] < 1)) return {DeviceField::beta2, row[2], WantedValue::below_one};
+  if (!(is_finite(row[3]) && row[3] >= 0))
+    return {DeviceField::eps, row[3], WantedValue::finite_not_negative};
+  if (!is_finite(row[4])) return {DeviceField::weight_decay, row[4], WantedValue::finite};
+  if (!(is_finite(row[5]) && row[5] >= 1))
+    return {DeviceField::step, row[5], WantedValue::finite_at_least_one};
+  if (row[6] != 0 && row[6] != 1) return {DeviceField::decoupled, row[6], WantedValue::zero_or_one};
+  if (row[7] != 0 && row[7] != 1) return {DeviceField::maximize, row[7], WantedValue::zero_or_one};
+  return {};
 }
 
 ZERO_EXT_HOST_DEVICE AdamHyperParameters adam_hyper_parameters(const double* row) {
@@ -57,7 +59,6 @@ struct AdamHyper {
   static constexpr const char* kNames =
       "lr, beta1, beta2, eps, weight_decay, step, decoupled, maximize";
 
-  static ZERO_EXT_HOST_DEVICE const char* step() { return "an Adam step"; }
   static ZERO_EXT_HOST_DEVICE HyperFault fault(const double* row) { return adam_hyper_fault(row); }
   static ZERO_EXT_HOST_DEVICE AdamFactors factors(const double* row, float gradient_scale) {
     return adam_factors_formula(adam_hyper_parameters(row), gradient_scale);

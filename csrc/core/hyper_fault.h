@@ -1,15 +1,15 @@
 // What is wrong with a row of hyper-parameters.
 #pragma once
 
+#include "device_error.h"
 #include "portability.h"
 
 namespace zero_ext::core {
 
-// `name` is null when nothing is.
 struct HyperFault {
-  const char* name;
-  double value;
-  const char* wanted;
+  DeviceField field = DeviceField::none;
+  double value = 0;
+  WantedValue wanted = WantedValue::finite;
 };
 
 ZERO_EXT_HOST_DEVICE bool is_finite(double value) { return value - value == 0; }

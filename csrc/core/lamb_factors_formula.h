@@ -36,18 +36,22 @@ struct LambHyper {
       "lr, beta1, beta2, eps, weight_decay, correction1, correction2, eps_inside_sqrt, maximize, "
       "trust_ratio";
 
-  static ZERO_EXT_HOST_DEVICE const char* step() { return "a LAMB step"; }
   static ZERO_EXT_HOST_DEVICE HyperFault fault(const double* row) {
-    if (!is_finite(row[0])) return {"lr", row[0], "finite"};
-    if (!(row[1] >= 0 && row[1] < 1)) return {"beta1", row[1], "in [0, 1)"};
-    if (!(row[2] >= 0 && row[2] < 1)) return {"beta2", row[2], "in [0, 1)"};
-    if (!(is_finite(row[3]) && row[3] >= 0)) return {"eps", row[3], "finite and not negative"};
-    if (!is_finite(row[4])) return {"weight_decay", row[4], "finite"};
-    if (!(row[5] > 0 && row[5] <= 1)) return {"correction1", row[5], "in (0, 1]"};
-    if (!(row[6] > 0 && row[6] <= 1)) return {"correction2", row[6], "in (0, 1]"};
-    if (row[7] != 0 && row[7] != 1) return {"eps_inside_sqrt", row[7], "0 or 1"};
-    if (row[8] != 0 && row[8] != 1) return {"maximize", row[8], "0 or 1"};
-    return {nullptr, 0, nullptr};
+    if (!is_finite(row[0])) return {DeviceField::lr, row[0], WantedValue::finite};
+    if (!(row[1] >= 0 && row[1] < 1)) return {DeviceField::beta1, row[1], WantedValue::below_one};
+    if (!(row[2] >= 0 && row[2] < 1)) return {DeviceField::beta2, row[2], WantedValue::below_one};
+    if (!(is_finite(row[3]) && row[3] >= 0))
+      return {DeviceField::eps, row[3], WantedValue::finite_not_negative};
+    if (!is_finite(row[4])) return {DeviceField::weight_decay, row[4], WantedValue::finite};
+    if (!(row[5] > 0 && row[5] <= 1))
+      return {DeviceField::correction1, row[5], WantedValue::up_to_one};
+    if (!(row[6] > 0 && row[6] <= 1))
+      return {DeviceField::correction2, row[6], WantedValue::up_to_one};
+    if (row[7] != 0 && row[7] != 1)
+      return {DeviceField::eps_inside_sqrt, row[7], WantedValue::zero_or_one};
+    if (row[8] != 0 && row[8] != 1)
+      return {DeviceField::maximize, row[8], WantedValue::zero_or_one};
+    return {};
   }
   static ZERO_EXT_HOST_DEVICE LambFactors factors(const double* row, float gradient_scale) {
     return lamb_factors_formula(

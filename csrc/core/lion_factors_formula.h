@@ -27,14 +27,14 @@ struct LionHyper {
   static constexpr int kCount = 5;
   static constexpr const char* kNames = "lr, beta1, beta2, weight_decay, maximize";
 
-  static ZERO_EXT_HOST_DEVICE const char* step() { return "a Lion step"; }
   static ZERO_EXT_HOST_DEVICE HyperFault fault(const double* row) {
-    if (!is_finite(row[0])) return {"lr", row[0], "finite"};
-    if (!(row[1] >= 0 && row[1] < 1)) return {"beta1", row[1], "in [0, 1)"};
-    if (!(row[2] >= 0 && row[2] < 1)) return {"beta2", row[2], "in [0, 1)"};
-    if (!is_finite(row[3])) return {"weight_decay", row[3], "finite"};
-    if (row[4] != 0 && row[4] != 1) return {"maximize", row[4], "0 or 1"};
-    return {nullptr, 0, nullptr};
+    if (!is_finite(row[0])) return {DeviceField::lr, row[0], WantedValue::finite};
+    if (!(row[1] >= 0 && row[1] < 1)) return {DeviceField::beta1, row[1], WantedValue::below_one};
+    if (!(row[2] >= 0 && row[2] < 1)) return {DeviceField::beta2, row[2], WantedValue::below_one};
+    if (!is_finite(row[3])) return {DeviceField::weight_decay, row[3], WantedValue::finite};
+    if (row[4] != 0 && row[4] != 1)
+      return {DeviceField::maximize, row[4], WantedValue::zero_or_one};
+    return {};
   }
   static ZERO_EXT_HOST_DEVICE LionFactors factors(const double* row, float gradient_scale) {
     return lion_factors_formula({row[0], row[1], row[2], row[3], row[4] == 1}, gradient_scale);

@@ -10,8 +10,9 @@ void check_bounds(const char* op, std::int64_t i, std::int64_t begin, std::int64
 }
 
 void check_fault(const char* op, std::int64_t i, const core::HyperFault& fault) {
-  STD_TORCH_CHECK(fault.name == nullptr, op, ": ", fault.name, " of hyper[", i, "] is ",
-                  fault.value, "; it must be ", fault.wanted);
+  STD_TORCH_CHECK(fault.field == core::DeviceField::none, op, ": ",
+                  core::text_of(fault.field, core::kDeviceFields), " of hyper[", i, "] is ",
+                  fault.value, "; it must be ", core::text_of(fault.wanted, core::kWantedValues));
 }
 
 float read_scale(const char* op, const Tensor& grad_scale) {

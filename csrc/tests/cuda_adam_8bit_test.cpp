@@ -101,7 +101,7 @@ TEST(CudaAdam8Bit, EveryTypeGridAndAlignmentGivesTheBitsOfTheCpu) {
       for (const std::int64_t shift : {0, 3}) {
         const auto count = static_cast<std::int64_t>(1 + generator() % 9000);
         const auto plan = testing::random_plan<core::AdamHyper>(count, kRows, generator, 4000);
-        const auto segments = plan.prepared(count, generator);
+        const auto segments = plan.prepared(count);
         const Problem start(count, shift, grad, param_type, generator);
         Problem wanted = start;
         cpu_step(wanted, segments);
@@ -126,7 +126,7 @@ TEST(CudaAdam8Bit, BlocksThatNoSegmentTouchesStay) {
   plan.add(301, 301, kRows[0]);
   plan.add(1024, 1030, kRows[1]);
   plan.add(1030, 1280, kRows[0]);
-  const auto segments = plan.prepared(1500, generator);
+  const auto segments = plan.prepared(1500);
   const Problem start(1500, 0, NumericType::bfloat16, NumericType::bfloat16, generator);
   Problem wanted = start;
   cpu_step(wanted, segments);
@@ -146,7 +146,7 @@ TEST(CudaAdam8Bit, AScaleThatIsNotFiniteChangesNothing) {
   plan.scale = std::numeric_limits<float>::infinity();
   const Problem start(900, 0, NumericType::float16, NumericType::float16, generator);
   Problem problem = start;
-  emulate_step(problem, plan.prepared(900, generator), 2, generator);
+  emulate_step(problem, plan.prepared(900), 2, generator);
   EXPECT_TRUE(problem == start);
 }
 
@@ -154,7 +154,7 @@ TEST(CudaAdam8Bit, ANaNTakesItsBlockAsOnTheCpu) {
   auto generator = fresh_generator();
   testing::Plan<core::AdamHyper> plan;
   plan.add(0, 600, kRows[0]);
-  const auto segments = plan.prepared(600, generator);
+  const auto segments = plan.prepared(600);
   Problem start(600, 0, NumericType::float32, std::nullopt, generator);
   static_cast<float*>(start.grad.data())[300] = std::numeric_limits<float>::quiet_NaN();
   Problem wanted = start;

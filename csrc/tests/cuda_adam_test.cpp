@@ -94,7 +94,7 @@ TEST(CudaAdam, EveryTypeGridAndAlignmentGivesTheBitsOfTheCpu) {
         for (const std::int64_t shift : {0, 3}) {
           const auto numel = static_cast<std::int64_t>(1 + generator() % 3000);
           const AdamPlan plan = random_plan(numel, generator);
-          const std::vector<AdamSegment> segments = plan.prepared(numel, generator);
+          const std::vector<AdamSegment> segments = plan.prepared(numel);
           const Problem start(numel, types, shift, generator);
           Problem wanted = start;
           core::adam_step(wanted.buffers(), segments, 0, numel);
@@ -114,7 +114,7 @@ TEST(CudaAdam, EveryTypeGridAndAlignmentGivesTheBitsOfTheCpu) {
 TEST(CudaAdam, PreparesTheSegmentsThatTheCpuReads) {
   auto generator = fresh_generator();
   const AdamPlan plan = random_plan(500, generator);
-  const std::vector<AdamSegment> segments = plan.prepared(500, generator);
+  const std::vector<AdamSegment> segments = plan.prepared(500);
   for (std::size_t i = 0; i < segments.size(); ++i) {
     EXPECT_EQ(segments[i].begin, plan.bounds[2 * i]);
     EXPECT_EQ(segments[i].end, plan.bounds[2 * i + 1]);
@@ -134,34 +134,39 @@ TEST(CudaAdam, AScaleThatIsNotFiniteChangesNothing) {
     const Types types{NumericType::float32, NumericType::bfloat16, NumericType::bfloat16};
     const Problem start(300, types, 0, generator);
     Problem problem = start;
-    emulate_step(problem, 300, plan.prepared(300, generator), 40, generator);
+    emulate_step(problem, 300, plan.prepared(300), 40, generator);
     EXPECT_TRUE(problem == start);
   }
 }
 
-TEST(CudaAdam, RefusesSegmentsAndHyperParametersOutsideTheirRange) {
+// The first segment is good: nothing of it is stepped either.
+TEST(CudaAdam, RecordsSegmentsAndHyperParametersOutsideTheirRangeAndChangesNothing) {
   auto generator = fresh_generator();
-  const auto message = [&](const AdamPlan& plan) -> std::string {
-    try {
-      plan.prepared(100, generator);
-    } catch (const std::runtime_error& error) {
-      return error.what();
-    }
-    return "";
-  };
-  const auto with = [](std::int64_t begin, std::int64_t end, double beta1) {
+  const Types types{NumericType::float32, NumericType::bfloat16, NumericType::bfloat16};
+  const auto expect = [&](std::int64_t begin, std::int64_t end, double beta1, const char* wanted) {
     AdamPlan plan;
     plan.add(0, 10, kDecoupled);
     std::vector<double> second = kDecoupled;
     second[1] = beta1;
     plan.add(begin, end, second);
-    return plan;
+    const auto [segments, error] = plan.attempted(100);
+    EXPECT_EQ(error, wanted);
+    const Problem start(100, types, 0, generator);
+    Problem problem = start;
+    emulate_step(problem, 100, segments, 40, generator);
+    EXPECT_EQ(problem == start, error != "");
   };
-  EXPECT_EQ(message(with(10, 100, 0.9)), "");
-  EXPECT_NE(message(with(9, 100, 0.9)).find("begin of segments[1]"), std::string::npos);
-  EXPECT_NE(message(with(10, 101, 0.9)).find("end of segments[1]"), std::string::npos);
-  EXPECT_NE(message(with(20, 19, 0.9)).find("end of segments[1]"), std::string::npos);
-  EXPECT_NE(message(with(10, 100, 1.0)).find("beta1 of hyper[1] is 1.0"), std::string::npos);
+  expect(10, 100, 0.9, "");
+  expect(9, 100, 0.9,
+         "adam_step_: begin of segments[1]: expected at least the end of the segment before, or 0, "
+         "got 9.");
+  expect(10, 101, 0.9,
+         "adam_step_: end of segments[1]: expected from the segment's begin to the number of "
+         "elements, got 101.");
+  expect(20, 19, 0.9,
+         "adam_step_: end of segments[1]: expected from the segment's begin to the number of "
+         "elements, got 19.");
+  expect(10, 100, 1.0, "adam_step_: beta1 of hyper[1]: expected in [0, 1), got 1.");
 }
 
 }  // namespace

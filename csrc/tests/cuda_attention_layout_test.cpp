@@ -104,22 +104,51 @@ TEST(CudaAttentionLayout, UnionsOfListsWithoutMeaningStayWithinBounds) {
   }
 }
 
-TEST(CudaAttentionLayout, ListsAreRefusedByTheDeviceWhereTheyAreWrong) {
+TEST(CudaAttentionLayout, UnionsAreEmptyOnceAnErrorIsRecorded) {
+  auto generator = fresh_generator();
+  for (const int rows : {16, 64}) {
+    Problem problem{{1, 2, 1, 200, 300, 16}, 5};
+    problem.density = 0.7;
+    Data<float> data = make_data<float>(problem, generator);
+    const CheckLists layout = data.layout(data.by_rows);
+    layout(0, 1);
+    const Unions good(layout, 5, rows, generator);
+    EXPECT_NE(std::count(good.extents.begin(), good.extents.end(), 0),
+              static_cast<std::ptrdiff_t>(good.extents.size()));
+    data.by_rows.blocks.back() = 1 << 20;
+    layout(0, 1);
+    EXPECT_TRUE(cuda::has_error(data.errors.get()));
+    const Unions bad(layout, 5, rows, generator);
+    EXPECT_EQ(bad.extents, std::vector<std::int32_t>(bad.extents.size(), 0));
+  }
+}
+
+TEST(CudaAttentionLayout, ListsAreRecordedByTheDeviceWhereTheyAreWrong) {
   std::vector<std::int32_t> pointers = {0, 2, 3, 3, 3, 5};
   std::vector<std::int32_t> blocks = {0, 2, 1, 0, 1};
   const auto check = [&] {
-    CheckLists{"op", "row_pointers", "columns", pointers.data(), blocks.data(), 2, 2, 5, 3}(0, 1);
+    cuda::DeviceErrorRecord record{};
+    CheckLists{cuda::DeviceOp::attention_backward,
+               cuda::DeviceArgument::row_pointers,
+               cuda::DeviceArgument::columns,
+               &record,
+               pointers.data(),
+               blocks.data(),
+               2,
+               2,
+               5,
+               3}(0, 1);
+    return core::device_error_text(record);
   };
-  check();
+  EXPECT_EQ(check(), "");
   const auto refuses = [&](std::vector<std::int32_t>& of, std::size_t at, std::int32_t value,
-                           const char* name) {
+                           const std::string& name) {
     std::swap(of[at], value);
-    try {
-      check();
-      ADD_FAILURE() << name << " " << at;
-    } catch (const std::runtime_error& error) {
-      EXPECT_NE(std::string(error.what()).find(name), std::string::npos) << error.what();
-    }
+    const std::string offset = "an offset into the blocks, not below the one before";
+    const std::string block = "a block of the layout, above the one before in its list";
+    EXPECT_EQ(check(), "block_sparse_attention_backward: entry of " + name + ": expected " +
+                           (&of == &pointers ? offset : block) + ", got " + std::to_string(of[at]) +
+                           ".");
     std::swap(of[at], value);
   };
   refuses(pointers, 0, -1, "row_pointers[0]");

@@ -67,6 +67,7 @@ struct Data {
   std::vector<T> bias;
   std::unique_ptr<bool[]> padding;
   std::uint64_t seed;
+  std::unique_ptr<cuda::DeviceErrorRecord> errors = std::make_unique<cuda::DeviceErrorRecord>();
 
   bool in_layout(std::int64_t head, std::int64_t row, std::int64_t column) const {
     const std::int64_t own = problem.shared_layout ? 0 : head;
@@ -75,9 +76,10 @@ struct Data {
   // As the op hands the device one of the layout's two copies, by rows or by columns.
   cuda::CheckLists layout(const Lists& of) const {
     const bool rows = &of == &by_rows;
-    return {"op",
-            rows ? "row_pointers" : "column_pointers",
-            rows ? "columns" : "rows",
+    return {cuda::DeviceOp::attention_forward,
+            rows ? cuda::DeviceArgument::row_pointers : cuda::DeviceArgument::column_pointers,
+            rows ? cuda::DeviceArgument::columns : cuda::DeviceArgument::rows,
+            errors.get(),
             of.pointers.data(),
             of.blocks.data(),
             problem.shared_layout ? 1 : problem.sizes.query_heads,

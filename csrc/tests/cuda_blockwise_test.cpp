@@ -1,6 +1,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <string>
 
 #include "../cuda/compression/blockwise_kernel.h"
 #include "emulated_launch.h"
@@ -67,9 +68,11 @@ void expect_the_bits_of_the_cpu(std::int64_t count, std::int64_t shift,
   for (const std::int64_t warps : {1, 3, 64}) {
     std::vector<std::uint8_t> own_codes(size, 0xAA);
     std::vector<float> own_scales(blocks, -7);
-    emulate_launch(QuantizeBlocks<Code>{values.data() + shift, count, own_codes.data() + shift,
-                                        own_scales.data(), aligned},
+    DeviceErrorRecord record{};
+    emulate_launch(QuantizeBlocks<Code>{&record, values.data() + shift, count,
+                                        own_codes.data() + shift, own_scales.data(), aligned},
                    warps, generator);
+    EXPECT_FALSE(has_error(&record));
     EXPECT_EQ(own_codes, codes) << count << " elements, shift " << shift << ", " << warps;
     EXPECT_TRUE(same_bits(own_scales, scales)) << count << " elements, shift " << shift;
     std::vector<float> own_read(size, -7);
@@ -117,20 +120,39 @@ TYPED_TEST(CudaBlockwise, EveryCodeAndScaleReadsAsOnTheCpu) {
   }
 }
 
-TEST(CudaBlockwiseUnsigned, RefusesNegativeValues) {
-  std::vector<float> values(300, 1.0F);
-  values[299] = -2;
-  std::vector<std::uint8_t> codes(300);
-  std::vector<float> scales(2);
-  const QuantizeBlocks<UnsignedDynamicCode> kernel{values.data(), 300, codes.data(), scales.data(),
-                                                   true};
-  try {
-    kernel(1, 2);
-    FAIL() << "nothing was thrown";
-  } catch (const std::runtime_error& error) {
-    const std::string text = error.what();
-    EXPECT_NE(text.find("element of values[299] is -2"), std::string::npos) << text;
-    EXPECT_NE(text.find("pass signed=True"), std::string::npos) << text;
+// In a run of four blocks, in blocks alone and in a part of one. The other blocks are the CPU's.
+TEST(CudaBlockwiseUnsigned, ANegativeValueIsRecordedAndItsBlockIsNaN) {
+  auto generator = fresh_generator();
+  constexpr std::int64_t kCount = 4 * 256 + 256 + 40;
+  for (const bool aligned : {true, false}) {
+    for (const std::int64_t bad : {0, 255, 700, 1023, 1024, 1300, 1319}) {
+      const auto block = static_cast<std::size_t>(bad / 256);
+      const std::vector<float> good = values_of<UnsignedDynamicCode>(kCount, generator);
+      std::vector<float> values = good;
+      values[static_cast<std::size_t>(bad)] = -1e-30F;
+      std::vector<std::uint8_t> wanted_codes(kCount);
+      std::vector<float> wanted_scales(6);
+      core::quantize_blockwise(good.data(), kCount, DynamicCode::is_unsigned, wanted_codes.data(),
+                               wanted_scales.data());
+      std::vector<std::uint8_t> codes(kCount, 0xAA);
+      std::vector<float> scales(6, -7);
+      DeviceErrorRecord record{};
+      emulate_launch(QuantizeBlocks<UnsignedDynamicCode>{&record, values.data(), kCount,
+                                                         codes.data(), scales.data(), aligned},
+                     3, generator);
+      EXPECT_EQ(record.state, DeviceErrorRecord::complete);
+      EXPECT_EQ(record.error.index, bad);
+      EXPECT_EQ(core::device_error_text(record),
+                "quantize_blockwise: entry of values[" + std::to_string(bad) +
+                    "]: expected 0 or more for the unsigned code, got " + "-1.00000000317108e-30.");
+      EXPECT_TRUE(std::isnan(scales[block])) << bad;
+      scales[block] = wanted_scales[block];
+      EXPECT_TRUE(same_bits(scales, wanted_scales)) << bad;
+      for (std::size_t i = 0; i < codes.size(); ++i) {
+        if (i / 256 == block) continue;
+        EXPECT_EQ(codes[i], wanted_codes[i]) << bad << " " << i;
+      }
+    }
   }
 }
 

@@ -127,7 +127,7 @@ void expect_the_flag(const std::vector<double>& row, const Step& step) {
   testing::Plan<Hyper> plan;
   plan.add(3, 301, row);
   plan.add(302, kCount, row);
-  const auto segments = plan.prepared(kCount, generator);
+  const auto segments = plan.prepared(kCount);
   for (const std::int64_t shift : {0, 3}) {
     for (const std::int64_t threads : {1, 7, 1000}) {
       Problem fine(shift, generator);

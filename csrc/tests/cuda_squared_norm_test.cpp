@@ -93,17 +93,23 @@ TYPED_TEST(CudaSquaredNorm, MixedMagnitudesAndNonFiniteElementsToo) {
   }
 }
 
-TEST(CudaSquaredNormValue, IsTheCpusAndRefusesANegativeSum) {
+TEST(CudaSquaredNormValue, IsTheCpusAndNaNForANegativeSumWhichIsRecorded) {
   auto generator = fresh_generator();
   const auto values = core::testing::normal_values<float>(generator, 5000);
   Entries entries = of_the_cpu(values, 0);
   double wanted = 0;
   ASSERT_TRUE(Superaccumulator::value(entries, wanted));
   double result = -1;
-  ReadAccumulator{entries.data(), &result}(0, 1);
+  DeviceErrorRecord record{};
+  ReadAccumulator{&record, entries.data(), &result}(0, 1);
   EXPECT_EQ(result, wanted);
+  EXPECT_FALSE(has_error(&record));
   entries[Superaccumulator::kLimbs - 1] = -1;
-  EXPECT_THROW((ReadAccumulator{entries.data(), &result}(0, 1)), std::runtime_error);
+  ReadAccumulator{&record, entries.data(), &result}(0, 1);
+  EXPECT_TRUE(std::isnan(result));
+  EXPECT_EQ(core::device_error_text(record),
+            "squared_norm_value: entry of accumulator[31]: expected 0 or more in a sum of squares, "
+            "got -1.");
 }
 
 }  // namespace

@@ -3,6 +3,8 @@
 
 #include <cstring>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "../cuda/machine/dispatch.h"
@@ -57,12 +59,19 @@ struct Plan {
   }
   std::int64_t count() const { return static_cast<std::int64_t>(bounds.size() / 2); }
 
-  std::vector<Segment> prepared(std::int64_t numel, std::mt19937_64& generator) const {
-    std::vector<Segment> result(bounds.size() / 2);
-    zero_ext::testing::emulate_launch(
-        PrepareSegments<Hyper>{bounds.data(), hyper.data(), &scale, count(), numel, result.data()},
-        5, generator);
-    return result;
+  std::vector<Segment> prepared(std::int64_t numel) const {
+    const auto [segments, error] = attempted(numel);
+    EXPECT_EQ(error, "");
+    return segments;
+  }
+  // With what the kernel records, whose result begins as nonsense.
+  std::pair<std::vector<Segment>, std::string> attempted(std::int64_t numel) const {
+    std::vector<Segment> result(bounds.size() / 2, {-5, 1 << 30, {}});
+    DeviceErrorRecord record{};
+    PrepareSegments<Hyper>{
+        DeviceOp::adam_step, &record, bounds.data(), hyper.data(), &scale, count(), numel,
+        result.data()}(0, 1);
+    return {result, core::device_error_text(record)};
   }
 };
 

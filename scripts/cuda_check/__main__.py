@@ -4,7 +4,7 @@ The headers are those of the oldest torch that is supported, from its wheel, whi
 what it depends on; the sources of the other two modules are held against them as well. `--headers installed`
 takes those of the torch that is installed, for the kernels alone. Warnings of nvcc are errors.
 
-Each kernel's machine code is then read with cuobjdump. A kernel fails that spills registers, takes more
+Each kernel's machine code is then read with cuobjdump. A kernel fails that traps, spills registers, takes more
 shared memory than every GPU gives, or streams through memory in accesses of fewer than 16 bytes. What is
 known of each kernel is kept in build/cuda/kernels.txt, and with `--report docs/cuda_kernels.md` as a table.
 `--only csrc/cuda/flat` checks the files whose paths begin so. Without nvcc nothing is checked, and without
@@ -22,7 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from scripts.cuda_check import compiler, disassembler, streams
-from scripts.cuda_check.compiler import ROOT, toolchain
+from scripts.cuda_check.compiler import ROOT, Kernel, toolchain
+from scripts.cuda_check.disassembler import Code
 from scripts.cuda_check.report import Checked, lines, table
 
 
@@ -30,7 +31,8 @@ def check_file(name: str, nvcc: str, cuobjdump: Path | None, headers: Path) -> l
     """The kernels of one source file.
 
     Raises:
-        RuntimeError: the compiler refused the file or warned, or a streaming kernel has no main loop.
+        RuntimeError: the compiler refused the file or warned, a kernel traps, or a streaming one has no main
+            loop.
     """
     kernels = compiler.compile_file(name, nvcc, headers)
     if cuobjdump is None or not kernels:
@@ -39,8 +41,18 @@ def check_file(name: str, nvcc: str, cuobjdump: Path | None, headers: Path) -> l
     checked = []
     for kernel in kernels:
         code = codes[(kernel.symbol, kernel.architecture)]
+        refuse_trap(kernel, code)
         checked.append(Checked(kernel, code, streams.stream(kernel.name, code)))
     return checked
+
+
+def refuse_trap(kernel: Kernel, code: Code) -> None:
+    """Raise ``RuntimeError`` for a kernel that ends the process's CUDA context when it finds an error."""
+    if code.traps:
+        raise RuntimeError(
+            f"{kernel.file}: {kernel.architecture} {kernel.name}: expected no BPT.TRAP, got one. Record the "
+            "error (csrc/cuda/machine/fault.h) and make what follows harmless."
+        )
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:

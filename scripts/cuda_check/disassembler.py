@@ -23,6 +23,11 @@ class Code:
     function: sass.Function
     threads: int  # most that a block of it has
 
+    @property
+    def traps(self) -> bool:
+        """Whether it can end with an error after which all CUDA calls of the process fail."""
+        return any(each.name.startswith("BPT.TRAP") for each in self.function.instructions)
+
 
 def find() -> Path | None:
     """The program, from PATH or as `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm` puts it."""

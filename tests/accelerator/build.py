@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 SOURCES = Path(__file__).parent / "csrc"
 CACHE = Path(__file__).resolve().parents[2] / "build" / "stand_in"
-FLAGS = ["-O1", "-Wall", "-Wextra", "-Wno-unused-parameter"]
+FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Wno-unused-parameter"]
 
 
 def library() -> Path:
     """Path of the built library; whoever comes first builds it and the others wait."""
     digest = hashlib.sha256(" ".join(FLAGS).encode())
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted(_with_included(SOURCES.iterdir())):
         digest.update(source.name.encode() + source.read_bytes())
     folder = CACHE / f"{torch.__version__}-{digest.hexdigest()[:16]}"
     built = folder / "stand_in.so"
@@ -26,6 +28,19 @@ def library() -> Path:
         if not built.exists():
             _build(folder)
     return built
+
+
+def _with_included(files: Iterable[Path]) -> set[Path]:
+    """These files and all of the repository that they include, directly or not."""
+    found: set[Path] = set()
+    waiting = [path.resolve() for path in files]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            names = re.findall(r'^#include "(.+)"$', path.read_text(), re.MULTILINE)
+            waiting += [(path.parent / name).resolve() for name in names]
+    return found
 
 
 def _build(folder: Path) -> None:

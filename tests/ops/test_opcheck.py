@@ -239,6 +239,7 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "sum_quantised_": lambda: (torch.rand(300), blocks(300, 2), 4, True, 256, 0.5, True),
     "sum_shards_": lambda: (torch.rand(8).half(), [torch.rand(8), torch.rand(8)], 0.5, True),
     "sum_signs_": lambda: (torch.rand(100), signs(100, 2), 0.5, True),
+    "take_device_error_": lambda: (torch.zeros(7, dtype=torch.int64),),
     "unpack_": flat_inputs,
 }
 
@@ -256,6 +257,8 @@ def test_ops_that_return_text() -> None:
     torch.library.opcheck(torch.ops.zero_ext.aio_open.default, options, test_utils=checks)
     torch.library.opcheck(torch.ops.zero_ext.store_devices.default, (store(),), test_utils=checks)
     torch.library.opcheck(torch.ops.zero_ext.why_no_cufile.default, (), test_utils=checks)
+    record = torch.zeros(7, dtype=torch.int64)
+    torch.library.opcheck(torch.ops.zero_ext.device_error_text.default, (record,), test_utils=checks)
 
 
 # Each call changes what the next one may do, so that every part of opcheck gets a store of its own, and none

@@ -30,7 +30,7 @@ class BlockLayout:
 
     Raises:
         ValueError: shapes, dtypes, offsets or columns are not as above. The numbers of tensors on other
-            devices than the CPU are not looked at.
+            devices than the CPU are checked when `column_pointers` or `rows` is made, after a wait for them.
     """
 
     block: int
@@ -101,7 +101,10 @@ class BlockLayout:
     @torch._dynamo.disable
     @torch.inference_mode(False)
     def _transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        pointers, columns = self.row_pointers.cpu().numpy(), self.columns.cpu().numpy()
+        in_host = self.row_pointers.cpu(), self.columns.cpu()
+        if not self.columns.is_cpu:
+            _check_rows(*in_host, self.column_blocks)
+        pointers, columns = (part.numpy() for part in in_host)
         # numpy sorts 16-bit keys by radix, which is several times faster.
         narrow = columns.astype(np.uint16) if self.column_blocks <= 1 << 16 else columns
         column_pointers = np.empty((self.heads, self.column_blocks + 1), dtype=np.int32)

@@ -27,6 +27,12 @@ from zero_ext.ops.blockwise import (
     quantize_blockwise,
 )
 from zero_ext.ops.checksum import crc32c
+from zero_ext.ops.device_errors import (
+    DEVICE_ERROR_WORDS,
+    device_error_text,
+    raise_device_errors,
+    take_device_error_,
+)
 from zero_ext.ops.flat import accumulate_, pack_, sum_shards_, unpack_
 from zero_ext.ops.host import blank_host_memory, host_buffer, host_buffer_bytes
 from zero_ext.ops.host_exchange import (
@@ -90,6 +96,7 @@ __all__ = [
     "ACCUMULATOR_ENTRIES",
     "ADAM_FIELDS",
     "BLOCK_ELEMENTS",
+    "DEVICE_ERROR_WORDS",
     "SIGN_BLOCK",
     "STREAM_COUNTERS",
     "AttentionOptions",
@@ -117,6 +124,7 @@ __all__ = [
     "crc32c",
     "dequantise_",
     "dequantize_blockwise",
+    "device_error_text",
     "expand_signs_",
     "flag_non_finite_",
     "get_isa",
@@ -138,6 +146,7 @@ __all__ = [
     "pack_",
     "quantise_",
     "quantize_blockwise",
+    "raise_device_errors",
     "reduce_signs_",
     "requantise_",
     "set_isa",
@@ -170,6 +179,7 @@ __all__ = [
     "sum_shards_",
     "sum_signs_",
     "swap_storages_",
+    "take_device_error_",
     "torch_swaps_storages",
     "unpack_",
     "why_no_cufile",

@@ -40,9 +40,9 @@ def adam_step_(
     All tensors are contiguous, on one device, the CPU or a CUDA one, and share no memory with one another.
 
     On a CUDA device the host does not wait: `segments`, `hyper` and `grad_scale` are read there, so a
-    captured graph sees their new values. Values of `segments` and `hyper` outside their range end the kernel,
-    after which CUDA calls of the process fail. The moments are the CPU's, bit for bit; the master weights are
-    so but for the last place of the device's `pow` in the bias corrections.
+    captured graph sees their new values. With values of `segments` or `hyper` outside their range the step
+    changes nothing, and :func:`~zero_ext.ops.raise_device_errors` raises them. The moments are the CPU's, bit
+    for bit; the master weights are so but for the last place of the device's `pow` in the bias corrections.
 
     Raises:
         RuntimeError: an argument has the wrong dtype, device, layout or size, buffers overlap, or a

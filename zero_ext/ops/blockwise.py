@@ -36,7 +36,8 @@ def quantize_blockwise(values: Tensor, signed: bool) -> Quantized:
     Args:
         values: float32 [n], contiguous, on the CPU or a CUDA device.
         signed: the signed code; the unsigned one takes no negative values. On a CUDA device the host does not
-            wait to see them: a negative one ends the kernel, after which CUDA calls of the process fail.
+            wait to see them: the block of a negative one reads back as NaN, and
+            :func:`~zero_ext.ops.raise_device_errors` raises it.
 
     Raises:
         RuntimeError: `values` has the wrong dtype, device, layout or size, or is negative somewhere without

@@ -42,7 +42,8 @@ def squared_norm_value(accumulator: Tensor) -> Tensor:
         float64, 0-d; NaN when an element was not finite.
 
     Raises:
-        RuntimeError: the argument has the wrong dtype, device, layout or size, or holds a negative sum.
+        RuntimeError: the argument has the wrong dtype, device, layout or size, or holds a negative sum. On a
+            CUDA device such a sum gives NaN, and :func:`~zero_ext.ops.raise_device_errors` raises it.
     """
     return op("squared_norm_value")(accumulator)
 

@@ -16,18 +16,18 @@ from zero_ext.optim.non_finite import NonFiniteFlag
 from zero_ext.optim.one_bit.stepper import OneBitStepper
 from zero_ext.zero.compressed import CompressedUpdates
 from zero_ext.zero.delayed import Delayed
+from zero_ext.zero.device_errors import DeviceErrors
 from zero_ext.zero.finite_checks import FiniteChecks
 from zero_ext.zero.gradients import UnitGradients
 from zero_ext.zero.in_backward import InBackward
 from zero_ext.zero.launched_steps import DecidedStep, LaunchedSteps
 from zero_ext.zero.loss_scaler import LossScaler
 from zero_ext.zero.master import MasterShard
-from zero_ext.zero.model_ranks import sum_over_model
 from zero_ext.zero.norms import GradientNorms
 from zero_ext.zero.rank_agreement import Hyperparameters
 from zero_ext.zero.reducer import Edits
 from zero_ext.zero.step_errors import StepErrors
-from zero_ext.zero.step_verdict import WEIGHTS, OwnFacts, Verdict, gradient_scale
+from zero_ext.zero.step_verdict import OwnFacts, Verdict, gradient_scale, sum_of_ranks
 from zero_ext.zero.together import FailedTogether, together
 from zero_ext.zero.unit import Unit
 from zero_ext.zero.update import MIXTURE, AfterBackward, any_stored, settings_of
@@ -69,6 +69,7 @@ class OptimizerStep:
         self._checks = FiniteChecks(masters, gradients, collectives)
         self._flag = NonFiniteFlag() if config.check_finite else None
         self._errors = StepErrors(collectives, self._checks)
+        self._device_errors = DeviceErrors(collectives, tiers.device)
         self._last_pass = False
         self.scaler = LossScaler(config.loss_scale)
         self.scales_loss = scales_loss
@@ -197,7 +198,7 @@ class OptimizerStep:
         """Wait for the verdicts on all steps so far.
 
         A collective. Raises on all ranks why a step was not made, if one was not: ``FloatingPointError`` for
-        gradients, weights or moments that are not finite, ``RuntimeError`` for ranks that differ.
+        gradients, weights or moments that are not finite, ``RuntimeError`` for anything else.
         """
         if not self._unjudged:
             return
@@ -207,8 +208,8 @@ class OptimizerStep:
         bad = self._launched.take_bad()
         if bad is not None:
             self._refuse(bad, late=True)
-        if self._waits_for_flag and self.updates is not None and not self.under_way:
-            self._guarded(lambda updates: self._refuse_state(self.steps))
+        if self.updates is not None and not self.under_way:
+            self._refuse_last_update()
 
     def _look(self, wait: bool) -> None:
         bad = self._launched.look(wait)
@@ -247,26 +248,11 @@ class OptimizerStep:
         raised = flag is not None and flag.is_raised_on(_CPU)
         updated = self.updates is not None and self.updates.updated
         checksums = self._hyperparameters.checksum(), 1 + edits.checksum
-        facts = OwnFacts(*checksums, bool(found), raised, updated).values()
-        device = self._tiers.device
-        if device.is_accelerator:
-            (facts,) = device.beside("device", facts)
-            if flag is not None:
-                facts[WEIGHTS : WEIGHTS + 1].add_(flag.on(device.device))
+        facts = OwnFacts(*checksums, bool(found), raised, updated)
+        error = self._device_errors.take()
         squares = self._norms.own() if takes_norm else None
-        sums = facts
-        if squares is not None:
-            replicas = self._collectives.replicas
-            counts = replicas is None or replicas.rank == 0  # or every replica would add the same squares
-            limbs = squares.limbs if counts else torch.zeros_like(squares.limbs)
-            if limbs.device.type == "cpu":
-                (limbs,) = device.beside("device", limbs)
-            sums = torch.cat([facts, limbs])
-        self._collectives.sum_(sums, "agreement on the step")
-        if self._collectives.model is not None:
-            sums = sums.cpu()
-            sum_over_model(self._collectives.model, sums[4:], "agreement on the step over the model")
-        verdict = Verdict(sums, self._collectives.world_size, self._unscale())
+        sums = sum_of_ranks(self._collectives, self._tiers.device, facts, squares, flag, error)
+        verdict = Verdict(sums, self._collectives.world_size, self._unscale(), error)
         scalars = self.stepper.scalars() if self.stepper is not None else {}
         return DecidedStep(self.steps + 1, verdict, squares, edits.last, scalars)
 
@@ -327,6 +313,7 @@ class OptimizerStep:
         self._launched.clear()
         self._verdict = None
         self._known_to_all = False
+        self._device_errors.take()
         if self._flag is not None:
             self._flag.lower()
         if self.updates is not None:
@@ -440,6 +427,9 @@ class OptimizerStep:
     def _refuse(self, step: DecidedStep, late: bool = False) -> None:
         """Raise why ``step`` was not made; a collective. ``late`` says that others were launched since."""
         findings = step.verdict.read()
+        if findings.device_error:
+            own = step.verdict.read_error()
+            self._guarded(lambda updates: self._device_errors.refuse(own, step.number, late))
         if findings.edits_differ:
             raise self._errors.edits(step.edited, late)
         if findings.settings_differ:
@@ -480,6 +470,16 @@ class OptimizerStep:
         collective."""
         if self._flag is not None and self._checks.agree([self._flag.is_raised()], "finite weights")[0]:
             self._raise_state(step)
+
+    def _refuse_last_update(self) -> None:
+        """Raise what the last update left on any rank, an error, NaN or infinity; a collective that waits."""
+        error = self._device_errors.take_and_wait()
+        found = [bool(error[0]), self._flag is not None and self._flag.is_raised()]
+        failed, bad = self._checks.agree(found, "the last update")
+        if failed:
+            self._guarded(lambda updates: self._device_errors.refuse(error, self.steps + 1))
+        if bad:
+            self._guarded(lambda updates: self._raise_state(self.steps))
 
     def _raise_state(self, step: int) -> None:
         if self._flag is not None:

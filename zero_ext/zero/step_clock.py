@@ -105,5 +105,5 @@ class StepClock:
             seconds[phase] = seconds.get(phase, 0.0) + began.elapsed_time(ended) * 1e-3
         room = None if spans.slot is None or self._rooms is None else self._rooms[spans.slot]
         loss = None if room is None else float(room)
-        norm = None if spans.norm is None else spans.norm.read()[0]
+        norm = None if spans.norm is None else float(spans.norm.read())
         self._bus.publish(DeviceStepEnd(spans.step, loss, norm, seconds))

@@ -8,9 +8,15 @@ from typing import NamedTuple
 import torch
 
 from zero_ext import ops
+from zero_ext.comm import Collectives
+from zero_ext.offload import Device
+from zero_ext.optim.non_finite import NonFiniteFlag
+from zero_ext.zero.model_ranks import sum_over_model
+from zero_ext.zero.norms import OwnSquares
 
-FACTS = 7  # int64 values of a step's sum before the limbs of its norm
+FACTS = 8  # int64 values of a step's sum before the limbs of its norm
 WEIGHTS = 5  # the place among them of the flag of weights that are not finite
+DEVICE_ERROR = 7  # of the flag of an error that a kernel recorded
 
 
 class OwnFacts(NamedTuple):
@@ -28,7 +34,47 @@ class OwnFacts(NamedTuple):
     def values(self) -> torch.Tensor:
         """Return them as int64 [``FACTS``] in host memory, checksums with their squares."""
         checksums = (self.settings, self.settings**2, self.edits, self.edits**2)
-        return torch.tensor([*checksums, *map(int, self[2:])], dtype=torch.int64, device="cpu")
+        # Only a device knows whether its kernels recorded an error.
+        return torch.tensor([*checksums, *map(int, self[2:]), 0], dtype=torch.int64, device="cpu")
+
+
+def sum_of_ranks(
+    collectives: Collectives,
+    device: Device,
+    own: OwnFacts,
+    squares: OwnSquares | None,
+    flag: NonFiniteFlag | None,
+    error: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the sum over the ranks that :class:`Verdict` takes; a collective.
+
+    Args:
+        collectives: the ranks.
+        device: of this rank's model.
+        own: its facts, as far as the host knows.
+        squares: its part of the norm, None where nothing asks for it.
+        flag: raised on the device where an earlier update left NaN or infinity; None where nobody looks.
+        error: int64 [n], what kernels of the device recorded, see :func:`zero_ext.ops.take_device_error_`.
+    """
+    sums = own.values()
+    if device.is_accelerator:
+        (sums,) = device.beside("device", sums)
+    if flag is not None:
+        sums[WEIGHTS : WEIGHTS + 1].add_(flag.on(device.device))
+    if error is not None:
+        sums[DEVICE_ERROR : DEVICE_ERROR + 1].add_(error[:1])
+    if squares is not None:
+        replicas = collectives.replicas
+        counts = replicas is None or replicas.rank == 0  # or every replica would add the same squares
+        limbs = squares.limbs if counts else torch.zeros_like(squares.limbs)
+        if limbs.device.type == "cpu":
+            (limbs,) = device.beside("device", limbs)
+        sums = torch.cat([sums, limbs])
+    collectives.sum_(sums, "agreement on the step")
+    if collectives.model is not None:
+        sums = sums.cpu()
+        sum_over_model(collectives.model, sums[4:], "agreement on the step over the model")
+    return sums
 
 
 class Findings(NamedTuple):
@@ -39,6 +85,7 @@ class Findings(NamedTuple):
     gradients: bool
     weights: bool
     updated: bool
+    device_error: bool
     norm: float | None  # of all gradients, unscaled; None where nothing asked for it
 
     @property
@@ -49,7 +96,8 @@ class Findings(NamedTuple):
     @property
     def refused(self) -> bool:
         """Whether the step is not to be made, for another reason than its norm."""
-        return self.settings_differ or self.edits_differ or self.gradients or self.weights
+        bad = self.settings_differ or self.edits_differ or self.gradients or self.weights
+        return bad or self.device_error
 
     def norm_tensor(self) -> torch.Tensor | None:
         """Return the norm, 0-d float64 in host memory."""
@@ -74,13 +122,12 @@ class Readback:
             self._event = None
         return self._event is None
 
-    def read(self) -> list[float]:
-        """Return the values. The host waits for a device that has not computed them yet."""
+    def read(self) -> torch.Tensor:
+        """Return the values in host memory. The host waits for a device that has not computed them yet."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
-        found: list[float] = self._values.tolist()
-        return found
+        return self._values
 
 
 class Verdict:
@@ -88,10 +135,13 @@ class Verdict:
     anything asks for it, int64 [``FACTS``] or [``FACTS + ops.ACCUMULATOR_ENTRIES``].
 
     On a device it is computed there. :meth:`scale` lets kernels obey it before the host knows it.
-    ``unscale`` (0-d float32 in host memory) is one over the loss scale.
+    ``unscale`` (0-d float32 in host memory) is one over the loss scale. ``error`` is what this rank's kernels
+    recorded, see :func:`zero_ext.ops.take_device_error_`; the host reads it with the verdict.
     """
 
-    def __init__(self, sums: torch.Tensor, ranks: int, unscale: torch.Tensor) -> None:
+    def __init__(
+        self, sums: torch.Tensor, ranks: int, unscale: torch.Tensor, error: torch.Tensor | None = None
+    ) -> None:
         facts, limbs = sums[:FACTS], sums[FACTS:]
         self._unscale = float(unscale)
         self.norm: torch.Tensor | None = None  # 0-d float64, before clipping
@@ -102,12 +152,14 @@ class Verdict:
         # Alike, or the other ranks are simulated and answer nothing.
         differ = (square != ranks * squares) & (square != squares)
         found = torch.cat([differ, facts[4:] != 0])
-        self._good = ~found[:4].any()
-        norm = []
+        self._good = ~(found[:4].any() | found[5])
+        report = [found.long()]
         if self.norm is not None:
             self._good &= torch.isfinite(self.norm)
-            norm = [self.norm.view(1)]
-        self._report = Readback(torch.cat([found.double(), *norm]))
+            report.append(self.norm.view(1).view(torch.int64))  # its bits
+        if error is not None:
+            report.append(error.to(found.device))
+        self._report = Readback(torch.cat(report))
 
     @property
     def arrived(self) -> bool:
@@ -117,9 +169,13 @@ class Verdict:
     def read(self) -> Findings:
         """Return what it says; the host waits for it."""
         values = self._report.read()
-        norm = values[5] if self.norm is not None else None
-        settings, edits, gradients, weights, updated = map(bool, values[:5])
-        return Findings(settings, edits, gradients, weights, updated, norm)
+        norm = values[6:7].view(torch.float64).item() if self.norm is not None else None
+        settings, edits, gradients, weights, updated, error = map(bool, values[:6].tolist())
+        return Findings(settings, edits, gradients, weights, updated, error, norm)
+
+    def read_error(self) -> torch.Tensor:
+        """Return what this rank's kernels recorded, int64 in host memory; the host waits for it."""
+        return self._report.read()[-ops.DEVICE_ERROR_WORDS :]
 
     def scale(self, clipping: float) -> torch.Tensor:
         """Return what gradients are multiplied with, 0-d float32, their norm clipped to ``clipping`` unless

@@ -9,6 +9,7 @@
 
 #include "../../ops/attention_arguments.h"
 #include "../machine/block_launch.cuh"
+#include "../machine/device_errors.cuh"
 #include "../machine/dispatch.h"
 #include "../machine/launch.cuh"
 #include "attention_layout.h"
@@ -100,22 +101,26 @@ inline int shift_of(const core::AttentionProblem& problem) {
 // One of the two copies of a layout, which the device checks before it is used.
 class DeviceLayout {
  public:
-  DeviceLayout(const CheckLists& layout, const core::AttentionProblem& problem)
-      : layout_(layout), shift_(shift_of(problem)) {
-    launch(layout.op, layout, layout.heads * layout.count);
+  DeviceLayout(const char* op, const CheckLists& layout, const core::AttentionProblem& problem)
+      : op_(op), layout_(layout), shift_(shift_of(problem)) {
+    launch(op, layout, layout.heads * layout.count);
   }
 
   static DeviceLayout by_rows(const char* op, const core::AttentionProblem& problem,
                               std::int64_t total) {
     const core::BlockRows& layout = problem.layout;
-    return {{op, "row_pointers", "columns", layout.pointers, layout.columns, layout.heads,
-             layout.row_blocks, total, ops::blocks_of(problem.key_length, layout.block)},
+    return {op,
+            {core::device_op(op), DeviceArgument::row_pointers, DeviceArgument::columns,
+             device_errors(op), layout.pointers, layout.columns, layout.heads, layout.row_blocks,
+             total, ops::blocks_of(problem.key_length, layout.block)},
             problem};
   }
   static DeviceLayout by_columns(const char* op, const core::AttentionProblem& problem,
                                  const ops::TransposedBlocks& blocks, std::int64_t total) {
     const core::BlockRows& layout = problem.layout;
-    return {{op, "column_pointers", "rows", blocks.column_pointers, blocks.rows, layout.heads,
+    return {op,
+            {core::device_op(op), DeviceArgument::column_pointers, DeviceArgument::rows,
+             device_errors(op), blocks.column_pointers, blocks.rows, layout.heads,
              ops::blocks_of(problem.key_length, layout.block), total, layout.row_blocks},
             problem};
   }
@@ -132,11 +137,12 @@ class DeviceLayout {
                                                     std::nullopt, like.device());
     merge.extents = memory.mutable_data_ptr<std::int32_t>();
     merge.entries = merge.extents + extents;
-    launch_blocks(layout_.op, merge);
+    launch_blocks(op_, merge);
     return {memory, merge.result(shift_, rows)};
   }
 
  private:
+  const char* op_;
   CheckLists layout_;
   int shift_;
 };

@@ -57,11 +57,12 @@ struct BlockLists {
 };
 
 // What only the device sees of a layout: its lists lie in `blocks`, which ascend in each list and
-// are below `limit`.
+// are below `limit`. Records what is wrong with it.
 struct CheckLists {
-  const char* op;
-  const char* pointers_name;
-  const char* blocks_name;
+  DeviceOp op;
+  DeviceArgument pointers_name;
+  DeviceArgument blocks_name;
+  DeviceErrorRecord* errors;
   const std::int32_t* pointers;  // [heads, count + 1]
   const std::int32_t* blocks;    // [total]
   std::int64_t heads;
@@ -76,25 +77,32 @@ struct CheckLists {
       const std::int64_t end = pointers[at + 1];
       // Lists of heads that overlap would have unions that do.
       if (begin < 0 || begin > total || (at > 0 && begin < pointers[at - 1])) {
-        fail(op, pointers_name, at, "entry", static_cast<double>(begin),
-             "an offset into the blocks, not below the one before");
-      }
-      if (end < begin || end > total) {
-        fail(op, pointers_name, at + 1, "entry", static_cast<double>(end),
-             "an offset into the blocks, not below the one before");
-      }
-      for (std::int64_t i = begin; i < end; ++i) {
-        if (blocks[i] < 0 || blocks[i] >= limit || (i > begin && blocks[i] <= blocks[i - 1])) {
-          fail(op, blocks_name, i, "entry", static_cast<double>(blocks[i]),
-               "a block of the layout, above the one before in its list");
-        }
+        refuse(pointers_name, at, begin, WantedValue::ascending_offset);
+      } else if (end < begin || end > total) {
+        refuse(pointers_name, at + 1, end, WantedValue::ascending_offset);
+      } else {
+        check_blocks(begin, end);
       }
     }
   }
+
+ private:
+  ZERO_EXT_FUNCTION void check_blocks(std::int64_t begin, std::int64_t end) const {
+    for (std::int64_t i = begin; i < end; ++i) {
+      if (blocks[i] < 0 || blocks[i] >= limit || (i > begin && blocks[i] <= blocks[i - 1])) {
+        return refuse(blocks_name, i, blocks[i], WantedValue::ascending_block);
+      }
+    }
+  }
+  ZERO_EXT_FUNCTION void refuse(DeviceArgument argument, std::int64_t i, std::int64_t value,
+                                WantedValue wanted) const {
+    record_error(errors, {op, argument, i, DeviceField::entry, static_cast<double>(value), wanted});
+  }
 };
 
-// Writes the unions of lists, those of MergeLists::lists neighbours each. Lists that CheckLists
-// refuses give unions of no meaning, but within bounds. One warp a union.
+// Writes the unions of lists, those of MergeLists::lists neighbours each. Once CheckLists or
+// another kernel has recorded an error, all are empty. Another stream may take the error in
+// between: lists of no meaning give unions that are within bounds. One warp a union.
 struct MergeLists {
   static constexpr int kThreads = 128;
   static constexpr int kSharedBytes = 0;
@@ -125,12 +133,13 @@ struct MergeLists {
   ZERO_EXT_DEVICE void operator()(const Machine& machine) const {
     const std::int64_t number = machine.block() * (machine.threads() / kWarpLanes) + machine.warp();
     if (number >= layout.heads * unions()) return;
+    const bool refused = has_error(layout.errors);
     const std::int64_t first = number % unions() * lists;
     const std::int32_t* own = layout.pointers + number / unions() * (layout.count + 1) + first;
     Rest rest[kMost];
     ZERO_EXT_UNROLL
     for (int list = 0; list < kMost; ++list) {
-      const bool there = list < lists && first + list < layout.count;
+      const bool there = !refused && list < lists && first + list < layout.count;
       rest[list] = {there ? within(own[list]) : 0, there ? within(own[list + 1]) : 0};
     }
     const std::int32_t begin = rest[0].next;

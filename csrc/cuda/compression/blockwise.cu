@@ -2,6 +2,7 @@
 #include <tuple>
 
 #include "../../ops/blockwise_arguments.h"
+#include "../machine/device_errors.cuh"
 #include "../machine/launch.cuh"
 #include "blockwise_kernel.h"
 
@@ -16,7 +17,7 @@ void with_code(bool is_signed, const Visit& visit) {
   visit(core::UnsignedDynamicCode{});
 }
 
-// The values are not looked at by the host: a negative one in the unsigned code ends the kernel.
+// The values are not looked at by the host: a negative one in the unsigned code is recorded.
 std::tuple<Tensor, Tensor> quantize_blockwise(const Tensor& values, bool is_signed) {
   constexpr const char* op = "quantize_blockwise";
   const torch::stable::accelerator::DeviceGuard guard(values.get_device_index());
@@ -28,7 +29,7 @@ std::tuple<Tensor, Tensor> quantize_blockwise(const Tensor& values, bool is_sign
   with_code(is_signed, [&]<class Code>(Code) {
     launch_warps(
         op,
-        QuantizeBlocks<Code>{source, numel, codes, scales,
+        QuantizeBlocks<Code>{device_errors(op), source, numel, codes, scales,
                              is_aligned(source) && is_aligned(codes) && is_aligned(scales)},
         run_count(numel));
   });

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "../../ops/norm_arguments.h"
+#include "../machine/device_errors.cuh"
 #include "../machine/dispatch.h"
 #include "../machine/launch.cuh"
 #include "squared_norm_kernel.h"
@@ -45,7 +46,7 @@ Tensor squared_norm_value(const Tensor& accumulator) {
   const Tensor result =
       torch::stable::empty({}, ops::ScalarType::Double, std::nullopt, accumulator.device());
   launch(op,
-         ReadAccumulator{accumulator.const_data_ptr<std::int64_t>(),
+         ReadAccumulator{device_errors(op), accumulator.const_data_ptr<std::int64_t>(),
                          result.mutable_data_ptr<double>()},
          1);
   return result;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "../../core/squared_norm_kernel.h"
 #include "../../core/superaccumulator_formula.h"
@@ -102,17 +103,18 @@ struct CarryAccumulator {
   }
 };
 
-// The sum that the accumulator holds, in a double.
+// The sum that the accumulator holds, in a double; NaN for a negative one, which is recorded.
 struct ReadAccumulator {
+  DeviceErrorRecord* errors;
   const std::int64_t* accumulator;
   double* result;
   ZERO_EXT_FUNCTION void operator()(std::int64_t thread, std::int64_t) const {
-    if (thread != 0) return;
-    if (!core::rounded_sum(accumulator, *result)) {
-      fail("squared_norm_value", "accumulator", core::Superaccumulator::kLimbs - 1, "entry",
-           static_cast<double>(accumulator[core::Superaccumulator::kLimbs - 1]),
-           "not negative: what squared_norm_ left in a tensor that started as zeros");
-    }
+    constexpr int kHighest = core::Superaccumulator::kLimbs - 1;
+    if (thread != 0 || core::rounded_sum(accumulator, *result)) return;
+    *result = std::numeric_limits<double>::quiet_NaN();
+    record_error(errors, {DeviceOp::squared_norm_value, DeviceArgument::accumulator, kHighest,
+                          DeviceField::entry, static_cast<double>(accumulator[kHighest]),
+                          WantedValue::not_negative_sum});
   }
 };
 

@@ -1,31 +1,88 @@
-// What a kernel does about arguments that only it can see, because the host does not wait for
-// their values.
+// What a kernel does about values that only it sees, because the host does not wait for them: it
+// records the first that it cannot use and makes what follows harmless. The host raises later.
 #pragma once
 
 #include <cstdint>
 
+#include "../../core/device_error.h"
 #include "../../core/portability.h"
-
-#if defined(__CUDA_ARCH__)
-#include <cstdio>
-#else
-#include <stdexcept>
-#include <string>
-#endif
 
 namespace zero_ext::cuda {
 
-// Ends the kernel; later CUDA calls of the process fail, and the message is on its output.
-ZERO_EXT_HOST_DEVICE void fail(const char* kernel, const char* argument, std::int64_t index,
-                               const char* name, double value, const char* wanted) {
+using core::DeviceArgument;
+using core::DeviceError;
+using core::DeviceErrorRecord;
+using core::DeviceField;
+using core::DeviceOp;
+using core::WantedValue;
+
+// Sets the state of a record if it is `before`, for all threads of the device; returns what it was.
+ZERO_EXT_HOST_DEVICE std::int64_t exchange_state(DeviceErrorRecord* record, std::int64_t before,
+                                                 std::int64_t after) {
 #if defined(__CUDA_ARCH__)
-  ::printf("%s: %s of %s[%lld] is %g; it must be %s\n", kernel, name, argument,
-           static_cast<long long>(index), value, wanted);
-  __trap();
+  return static_cast<std::int64_t>(atomicCAS(reinterpret_cast<unsigned long long*>(&record->state),
+                                             static_cast<unsigned long long>(before),
+                                             static_cast<unsigned long long>(after)));
 #else
-  throw std::runtime_error(std::string(kernel) + ": " + name + " of " + argument + "[" +
-                           std::to_string(index) + "] is " + std::to_string(value) +
-                           "; it must be " + wanted);
+  __atomic_compare_exchange_n(&record->state, &before, after, false, __ATOMIC_ACQ_REL,
+                              __ATOMIC_ACQUIRE);
+  return before;
+#endif
+}
+
+// What was written before is there for whoever sees the state that is set afterwards.
+ZERO_EXT_HOST_DEVICE void publish_error() {
+#if defined(__CUDA_ARCH__)
+  __threadfence();
+#endif
+}
+
+// The first error stays until it is taken.
+ZERO_EXT_HOST_DEVICE void record_error(DeviceErrorRecord* record, const DeviceError& error) {
+  if (exchange_state(record, DeviceErrorRecord::empty, DeviceErrorRecord::busy) !=
+      DeviceErrorRecord::empty) {
+    return;
+  }
+  record->error = error;
+  publish_error();
+  exchange_state(record, DeviceErrorRecord::busy, DeviceErrorRecord::complete);
+}
+
+// Whether a kernel has recorded an error that nobody took.
+ZERO_EXT_HOST_DEVICE bool has_error(const DeviceErrorRecord* record) {
+#if defined(__CUDA_ARCH__)
+  return *static_cast<const volatile std::int64_t*>(&record->state) != DeviceErrorRecord::empty;
+#else
+  return __atomic_load_n(&record->state, __ATOMIC_ACQUIRE) != DeviceErrorRecord::empty;
+#endif
+}
+
+// Moves the record into a tensor's memory, kDeviceErrorWords numbers, and empties it. An error that
+// is being written stays for the next time.
+struct TakeDeviceError {
+  DeviceErrorRecord* record;
+  std::int64_t* target;
+
+  ZERO_EXT_HOST_DEVICE void operator()(std::int64_t thread, std::int64_t) const {
+    if (thread != 0) return;
+    auto* const taken = reinterpret_cast<DeviceErrorRecord*>(target);
+    *taken = {};
+    if (exchange_state(record, DeviceErrorRecord::complete, DeviceErrorRecord::busy) !=
+        DeviceErrorRecord::complete) {
+      return;
+    }
+    *taken = {DeviceErrorRecord::complete, record->error};
+    publish_error();
+    exchange_state(record, DeviceErrorRecord::busy, DeviceErrorRecord::empty);
+  }
+};
+
+// Whether it holds for any thread of the block; on the host one call stands for the whole block.
+ZERO_EXT_HOST_DEVICE bool any_of_block(bool own) {
+#if defined(__CUDA_ARCH__)
+  return __syncthreads_or(static_cast<int>(own)) != 0;
+#else
+  return own;
 #endif
 }
 

@@ -10,11 +10,14 @@
 namespace zero_ext::cuda {
 
 // Reads segments, hyper-parameters and the gradients' scale from device memory, so that a captured
-// graph sees new values. `Hyper` is of the kind of core::AdamHyper.
+// graph sees new values. `Hyper` is of the kind of core::AdamHyper. One block of threads runs it:
+// if any of them finds a fault, all segments are empty, and the step changes nothing.
 template <class Hyper>
 struct PrepareSegments {
   using Segment = core::StepSegment<typename Hyper::Factors>;
 
+  DeviceOp op;
+  DeviceErrorRecord* errors;
   const std::int64_t* bounds;  // [count, 2]
   const double* hyper;         // [count, Hyper::kCount]
   const float* gradient_scale;
@@ -23,26 +26,39 @@ struct PrepareSegments {
   Segment* segments;
 
   ZERO_EXT_HOST_DEVICE void operator()(std::int64_t thread, std::int64_t threads) const {
-    for (std::int64_t i = thread; i < count; i += threads) prepare(i);
+    bool refused = false;
+    for (std::int64_t i = thread; i < count; i += threads) refused = is_refused(i) || refused;
+    refused = any_of_block(refused);
+    for (std::int64_t i = thread; i < count; i += threads) {
+      segments[i] = refused
+                        ? Segment{}
+                        : core::prepared_segment<Hyper>(bounds[2 * i], bounds[2 * i + 1],
+                                                        hyper + Hyper::kCount * i, *gradient_scale);
+    }
   }
 
-  ZERO_EXT_HOST_DEVICE void prepare(std::int64_t i) const {
+  ZERO_EXT_HOST_DEVICE bool is_refused(std::int64_t i) const {
     const std::int64_t begin = bounds[2 * i];
     const std::int64_t end = bounds[2 * i + 1];
     const std::int64_t previous = i == 0 ? 0 : bounds[2 * i - 1];
     if (begin < previous) {
-      fail(Hyper::step(), "segments", i, "begin", static_cast<double>(begin),
-           "at least the end of the segment before, or zero");
+      return refuse(
+          DeviceArgument::segments, i,
+          {DeviceField::begin, static_cast<double>(begin), WantedValue::from_the_end_before});
     }
     if (end < begin || end > numel) {
-      fail(Hyper::step(), "segments", i, "end", static_cast<double>(end),
-           "between the segment's begin and the number of elements");
+      return refuse(DeviceArgument::segments, i,
+                    {DeviceField::end, static_cast<double>(end), WantedValue::from_begin_to_numel});
     }
-    const double* row = hyper + Hyper::kCount * i;
-    const core::HyperFault fault = Hyper::fault(row);
-    if (fault.name != nullptr)
-      fail(Hyper::step(), "hyper", i, fault.name, fault.value, fault.wanted);
-    segments[i] = core::prepared_segment<Hyper>(begin, end, row, *gradient_scale);
+    const core::HyperFault fault = Hyper::fault(hyper + Hyper::kCount * i);
+    return fault.field != DeviceField::none && refuse(DeviceArgument::hyper, i, fault);
+  }
+
+ private:
+  ZERO_EXT_HOST_DEVICE bool refuse(DeviceArgument argument, std::int64_t i,
+                                   const core::HyperFault& fault) const {
+    record_error(errors, {op, argument, i, fault.field, fault.value, fault.wanted});
+    return true;
   }
 };
 

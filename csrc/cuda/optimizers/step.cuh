@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "../../ops/step_tensors.h"
+#include "../machine/device_errors.cuh"
 #include "../machine/dispatch.h"
 #include "../machine/launch.cuh"
 #include "step_kernel.h"
@@ -33,12 +34,13 @@ DeviceSegments<typename Hyper::Factors> prepare_segments(const char* op, const o
   const ops::Tensor memory =
       torch::stable::empty({count * static_cast<std::int64_t>(sizeof(Segment))},
                            ops::ScalarType::Byte, std::nullopt, master.device());
+  // One block, whose threads agree on whether the step is made.
   launch(op,
-         PrepareSegments<Hyper>{segments.const_data_ptr<std::int64_t>(),
-                                hyper.const_data_ptr<double>(), grad_scale.const_data_ptr<float>(),
-                                count, master.numel(),
-                                static_cast<Segment*>(memory.mutable_data_ptr())},
-         count);
+         PrepareSegments<Hyper>{
+             core::device_op(op), device_errors(op), segments.const_data_ptr<std::int64_t>(),
+             hyper.const_data_ptr<double>(), grad_scale.const_data_ptr<float>(), count,
+             master.numel(), static_cast<Segment*>(memory.mutable_data_ptr())},
+         std::min(count, std::int64_t{1}));
   return {memory, count};
 }
 

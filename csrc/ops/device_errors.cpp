@@ -1,0 +1,33 @@
+// zero_ext::take_device_error_ and device_error_text: errors that the host learns of later.
+#include <algorithm>
+#include <cstring>
+
+#include "device_error_arguments.h"
+
+namespace zero_ext::ops {
+namespace {
+
+// The CPU's ops raise their errors themselves.
+void take_device_error(const Tensor& record) {
+  std::fill_n(check_device_error("take_device_error_", record), core::kDeviceErrorWords, 0);
+}
+
+std::string device_error_text(const Tensor& record) {
+  core::DeviceErrorRecord found;
+  std::memcpy(&found, check_device_error("device_error_text", record), sizeof(found));
+  return core::device_error_text(found);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(zero_ext, library) {
+  library.def("take_device_error_(Tensor(a!) record) -> ()");
+  library.def("device_error_text(Tensor record) -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(zero_ext, CPU, library) {
+  library.impl("take_device_error_", TORCH_BOX(&take_device_error));
+  library.impl("device_error_text", TORCH_BOX(&device_error_text));
+}
+
+}  // namespace zero_ext::ops
