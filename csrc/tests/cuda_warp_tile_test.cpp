@@ -53,6 +53,32 @@ TEST(CudaWarpTile, LanesSwapWhatTheyMoveForWhatTheyHold) {
   expect_each_lane_to_hold_its_places<WarpTile<4, 4>, std::uint8_t>(generator);
   expect_each_lane_to_hold_its_places<WarpTile<8, 2>, std::uint8_t>(generator);
   expect_each_lane_to_hold_its_places<WarpTile<1, 4>, std::uint32_t>(generator);
+  expect_each_lane_to_hold_its_places<WarpTile<4, 8, 8>, float>(generator);
+  expect_each_lane_to_hold_its_places<WarpTile<4, 8, 8>, core::BFloat16>(generator);
+  expect_each_lane_to_hold_its_places<WarpTile<4, 4, 16>, std::uint8_t>(generator);
+}
+
+TEST(CudaWarpTile, LanesOfShortRowsHaveAllRowsOfTheirPart) {
+  using Tile = WarpTile<4, 8, 8>;
+  EXPECT_EQ(std::pair(Tile::kElements, Tile::kHeld), std::pair(1024, 32));
+  for (const auto& [lane, held, place] :
+       {std::tuple{0, 0, 0}, {0, 4, 32}, {7, 31, 255}, {8, 0, 256}, {31, 5, 829}}) {
+    EXPECT_EQ(Tile::place(lane, held), place) << lane << ", " << held;
+  }
+}
+
+TEST(CudaWarpTile, RowsMayBeApart) {
+  auto generator = fresh_generator();
+  using Tile = WarpTile<1, 4>;
+  constexpr std::int64_t stride = 36;
+  const auto source = random_bits<std::uint32_t>(3 * stride + Tile::kRow, generator);
+  Tile::Held<std::uint32_t> held;
+  Tile::load(source.data(), held, stride);
+  for (int lane = 0; lane < kWarpLanes; ++lane) {
+    for (int row = 0; row < Tile::kRows; ++row) {
+      EXPECT_EQ(held.at[lane][row], source[static_cast<std::size_t>(row * stride + lane)]);
+    }
+  }
 }
 
 TEST(CudaWarpTile, SomeElementsAreMovedOneByOne) {

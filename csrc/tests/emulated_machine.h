@@ -183,17 +183,6 @@ class EmulatedMachine {
   void sum_of_quad(cuda::Registers<float, kCount, kLanes>& values) const {
     exchange(values, {1, 2}, [](float a, float b) { return a + b; });
   }
-  void sum_of_warp(cuda::Registers<float, 1, kLanes>& values) const {
-    exchange(values, {16, 8, 4, 2, 1}, [](float a, float b) { return a + b; });
-  }
-
-  template <int kGroup, int kCount>
-  void max_of_group(cuda::Registers<std::uint32_t, kCount, kLanes>& values) const {
-    static_assert(kGroup == 8 || kGroup == 16);
-    const auto highest = [](std::uint32_t a, std::uint32_t b) { return std::max(a, b); };
-    exchange(values, {1, 2, 4}, highest);
-    if (kGroup == 16) exchange(values, {8}, highest);
-  }
 
   void or_of_warp(cuda::Registers<std::uint32_t, 1, kLanes>& values) const {
     exchange(values, {16, 8, 4, 2, 1}, [](std::uint32_t a, std::uint32_t b) { return a | b; });

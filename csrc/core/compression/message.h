@@ -51,8 +51,9 @@ struct BlockFormat {
   constexpr int fields() const { return 32 / bits; }
   // Floats a block.
   constexpr int scales() const { return is_symmetric ? 1 : 2; }
+  // Without a division by what only runs tell: it takes a GPU long.
   constexpr std::int64_t words(std::int64_t count) const {
-    return ceil_div(count, kIntegerPadding) * (kIntegerPadding / fields());
+    return ceil_div(count, kIntegerPadding) * (kIntegerPadding * bits / 32);
   }
   constexpr std::int64_t blocks(std::int64_t count) const { return ceil_div(count, block); }
   constexpr std::int64_t message_bytes(std::int64_t count) const {

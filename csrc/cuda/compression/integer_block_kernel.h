@@ -1,10 +1,12 @@
 // Blocks of elements to integers of 4 or 8 bits, and back: see
 // ../core/compression/integer_block_formula.h for the message and the arithmetic.
 //
-// A lane has four neighbouring words of a block, so that it moves them, and the four neighbouring
-// elements of each of their fields, at once. A few lanes have a whole block of kHeldBlock elements
-// in registers: what is quantized is read once. Blocks of other sizes, the short ones at the end of
-// parts, and those that are not aligned go element by element and are read twice.
+// A warp takes runs of kRunBlocks neighbouring blocks of kHeldBlock elements, which it has in
+// registers: what is quantized is read once. Eight lanes have a block, as rows of 32 elements, of
+// which each has four neighbours. A word's fields are of one lane then, whatever their bits, and
+// elements, words and scales move in accesses of 16 bytes, if messages begin at multiples of those;
+// else words and scales move one by one. Blocks of other sizes and the last ones of parts go
+// element by element and are read twice.
 #pragma once
 
 #include <bit>
@@ -14,67 +16,11 @@
 #include "../../core/compression/integer_block_formula.h"
 #include "../../core/vector_scalar.h"
 #include "../machine/grid_place.h"
-#include "../machine/registers.h"
-#include "../machine/vector_access.h"
-#include "../machine/warp.h"
+#include "integer_messages.h"
 
 namespace zero_ext::cuda {
 
-inline constexpr int kHeldBlock = 256;
-inline constexpr int kQuad = 4;
-
-template <class T>
-struct alignas(sizeof(T) * kQuad) Quad {
-  T values[kQuad];
-};
-
-template <class T>
-ZERO_EXT_HOST_DEVICE bool is_quad_aligned(const T* address) {
-  return reinterpret_cast<std::uintptr_t>(address) % sizeof(Quad<T>) == 0;
-}
-
-// A block among those of all parts.
-struct IntegerPlace {
-  std::int64_t part;
-  std::int64_t block;  // of the part
-  std::int64_t begin;  // its first element, in the part
-  int length;          // elements
-
-  // The block of that number when the blocks of all parts, `share` elements each, are counted
-  // through.
-  static ZERO_EXT_HOST_DEVICE IntegerPlace of(std::int64_t number, std::int64_t share,
-                                              std::int64_t size) {
-    const std::int64_t blocks = core::ceil_div(share, size);
-    const std::int64_t part = number / blocks;
-    return at(part, number - part * blocks, share, size);
-  }
-  static ZERO_EXT_HOST_DEVICE IntegerPlace at(std::int64_t part, std::int64_t block,
-                                              std::int64_t share, std::int64_t size) {
-    const std::int64_t begin = block * size;
-    return {part, block, begin, static_cast<int>(share - begin < size ? share - begin : size)};
-  }
-};
-
-// Messages of one format and `share` elements each, one behind the other.
-template <class Byte>
-struct IntegerMessages {
-  Byte* bytes;
-  core::BlockFormat format;
-  std::int64_t share;
-
-  ZERO_EXT_HOST_DEVICE auto* words(std::int64_t message) const {
-    using Word = std::conditional_t<std::is_const_v<Byte>, const std::uint32_t, std::uint32_t>;
-    return reinterpret_cast<Word*>(bytes + message * format.message_bytes(share));
-  }
-  ZERO_EXT_HOST_DEVICE auto* scales(std::int64_t message) const {
-    using Float = std::conditional_t<std::is_const_v<Byte>, const float, float>;
-    return reinterpret_cast<Float*>(words(message) + format.words(share));
-  }
-};
-
-// What is quantized or written. Of a block of kHeldBlock elements, whose words have kFields fields,
-// `load` gives kCount times four neighbouring elements, those of one field after the other, from
-// element `from` on; `element` gives any of any block.
+// What is quantized or written: `load` gives a run of a part, `element` any of any block.
 
 // The values themselves; message p is made of part order[p].
 template <class T>
@@ -86,25 +32,28 @@ struct IntegerValues {
   bool is_ordered;
   std::int16_t order[kMost];
 
-  ZERO_EXT_HOST_DEVICE const T* block(const IntegerPlace& at) const {
-    return values + (is_ordered ? order[at.part] : at.part) * share + at.begin;
+  ZERO_EXT_HOST_DEVICE const T* of(std::int64_t part) const {
+    return values + (is_ordered ? order[part] : part) * share;
   }
-  ZERO_EXT_HOST_DEVICE bool aligned(const IntegerPlace& at) const {
-    return is_quad_aligned(block(at));
-  }
+  ZERO_EXT_HOST_DEVICE bool aligned(std::int64_t part) const { return is_aligned(of(part)); }
   ZERO_EXT_HOST_DEVICE float element(const IntegerPlace& at, int i) const {
-    return core::to_float(block(at)[i]);
+    return core::to_float(of(at.part)[at.begin + i]);
   }
-  template <int kFields, int kCount>
-  ZERO_EXT_HOST_DEVICE void load(const IntegerPlace& at, int from,
-                                 float (&held)[kCount * kQuad]) const {
-    const T* const own = block(at) + from;
-    ZERO_EXT_UNROLL
-    for (int f = 0; f < kCount; ++f) {
-      const auto quad = *reinterpret_cast<const Quad<T>*>(own + f * (kHeldBlock / kFields));
-      ZERO_EXT_UNROLL
-      for (int k = 0; k < kQuad; ++k) held[f * kQuad + k] = core::to_float(quad.values[k]);
+  template <bool kIsWide>
+  ZERO_EXT_HOST_DEVICE void load(std::int64_t part, std::int64_t run, IntegerLanes& held) const {
+    const T* const source = of(part) + run * kHeldRun;
+    IntegerTile::Held<T> own;
+    if (kIsWide || is_aligned(source)) {
+      IntegerTile::load(source, own);
+    } else {
+      IntegerTile::load_some(source, 0, kHeldRun, T{}, own);
     }
+    each_lane([&](int here, int) {
+      ZERO_EXT_UNROLL
+      for (int k = 0; k < IntegerTile::kHeld; ++k) {
+        held.at[here][k] = core::to_float(own.at[here][k]);
+      }
+    });
   }
 };
 
@@ -112,9 +61,10 @@ struct IntegerValues {
 // further on each, `count` of them, in that order. The compiler knows if there is only one.
 template <int Bits, bool kIsOne = false>
 struct IntegerSum {
-  static constexpr int kOwnFields = 32 / Bits;
-  static constexpr int kOwnWords = kHeldBlock / kOwnFields;
+  using Words = IntegerWords<Bits>;
+  using RunWords = typename Words::template Held<std::uint32_t>;
   static constexpr std::uint32_t kMask = (1U << Bits) - 1;
+  static constexpr int kLoads = kWarpLanes / kBlocksOfRun;  // messages whose scales lanes have
 
   IntegerMessages<const std::uint8_t> messages;
   std::int64_t step;
@@ -123,75 +73,123 @@ struct IntegerSum {
   float factor;
 
   ZERO_EXT_HOST_DEVICE std::int64_t terms() const { return kIsOne ? 1 : count; }
-  ZERO_EXT_HOST_DEVICE bool aligned(const IntegerPlace&) const {
-    const std::int64_t bytes = messages.format.message_bytes(messages.share);
-    return is_aligned(messages.bytes) && bytes % static_cast<std::int64_t>(kAccessBytes) == 0;
+  ZERO_EXT_HOST_DEVICE bool aligned(std::int64_t part) const {
+    if constexpr (kIsOne) return messages.aligned(part * step);
+    return is_aligned(messages.bytes) && messages.message_bytes % std::int64_t{kAccessBytes} == 0;
   }
 
   template <bool kIsSymmetric>
-  static ZERO_EXT_HOST_DEVICE float decode(std::uint32_t word, int shift, const float* scales) {
+  static ZERO_EXT_HOST_DEVICE float decode(std::uint32_t word, int shift, float scale,
+                                           float lowest) {
     using Code = core::IntegerCode<Bits, kIsSymmetric>;
     const float number = std::bit_cast<float>((word >> shift & kMask) | 0x4B000000U);
-    return Code::template decode<core::ScalarVector, 0>(number, scales[0],
-                                                        kIsSymmetric ? 0.0F : scales[1]);
-  }
-
-  ZERO_EXT_HOST_DEVICE const float* scales(const IntegerPlace& at, std::int64_t message) const {
-    return messages.scales(message) + at.block * messages.format.scales();
-  }
-  ZERO_EXT_HOST_DEVICE const std::uint32_t* words(const IntegerPlace& at,
-                                                  std::int64_t message) const {
-    return messages.words(message) + messages.format.words(at.begin);
+    return Code::template decode<core::ScalarVector, 0>(number, scale, lowest);
   }
 
   ZERO_EXT_HOST_DEVICE float element(const IntegerPlace& at, int i) const {
     const int own = static_cast<int>(messages.format.words(at.length));
     const int shift = Bits * (i / own);
+    const std::int64_t place = messages.format.words(at.begin) + i % own;
+    const std::int64_t by = at.block * messages.format.scales();
     float sum = 0;
     const std::int64_t last = terms();
-    ZERO_EXT_UNROLL_BY(2)
+    ZERO_EXT_UNROLL_BY(1)
     for (std::int64_t m = 0; m < last; ++m) {
       const std::int64_t message = at.part * step + m * stride;
-      const std::uint32_t word = words(at, message)[i % own];
-      const float* const by = scales(at, message);
-      const float value = messages.format.is_symmetric ? decode<true>(word, shift, by)
-                                                       : decode<false>(word, shift, by);
+      const std::uint32_t word = messages.words(message)[place];
+      const std::uint32_t* const scales = messages.scales(message) + by;
+      const auto scale = std::bit_cast<float>(scales[0]);
+      const float value = messages.format.is_symmetric
+                              ? decode<true>(word, shift, scale, 0.0F)
+                              : decode<false>(word, shift, scale, std::bit_cast<float>(scales[1]));
       sum = m == 0 ? value : sum + value;
     }
     return sum * factor;
   }
 
-  template <int kFields, int kCount>
-  ZERO_EXT_HOST_DEVICE void load(const IntegerPlace& at, int from,
-                                 float (&held)[kCount * kQuad]) const {
-    const std::int64_t last = terms();
-    ZERO_EXT_UNROLL_BY(2)
-    for (std::int64_t m = 0; m < last; ++m) {
-      const std::int64_t message = at.part * step + m * stride;
-      if (messages.format.is_symmetric) {
-        add<kFields, kCount, true>(words(at, message), scales(at, message), from, m == 0, held);
-      } else {
-        add<kFields, kCount, false>(words(at, message), scales(at, message), from, m == 0, held);
-      }
+  template <bool kIsWide>
+  ZERO_EXT_HOST_DEVICE void load(std::int64_t part, std::int64_t run, IntegerLanes& held) const {
+    // Adding to it keeps every bit, also a zero's sign.
+    held.fill(-0.0F);
+    if (messages.format.is_symmetric) {
+      add_all<kIsWide, true>(part, run, held);
+    } else {
+      add_all<kIsWide, false>(part, run, held);
     }
-    ZERO_EXT_UNROLL
-    for (float& value : held) value = value * factor;
+    each_lane([&](int here, int) {
+      ZERO_EXT_UNROLL
+      for (float& value : held.at[here]) value = value * factor;
+    });
   }
 
-  template <int kFields, int kCount, bool kIsSymmetric>
-  static ZERO_EXT_HOST_DEVICE void add(const std::uint32_t* source, const float* scales, int from,
-                                       bool is_first, float (&held)[kCount * kQuad]) {
-    ZERO_EXT_UNROLL
-    for (int f = 0; f < kCount; ++f) {
-      const int i = f * (kHeldBlock / kFields) + from;
-      const auto quad = *reinterpret_cast<const Quad<std::uint32_t>*>(source + i % kOwnWords);
-      ZERO_EXT_UNROLL
-      for (int k = 0; k < kQuad; ++k) {
-        const float value = decode<kIsSymmetric>(quad.values[k], Bits * (i / kOwnWords), scales);
-        float& sum = held[f * kQuad + k];
-        sum = is_first ? value : sum + value;
+  template <bool kIsWide, bool kIsSymmetric>
+  ZERO_EXT_HOST_DEVICE void add_all(std::int64_t part, std::int64_t run, IntegerLanes& held) const {
+    const std::int64_t first = part * step;
+    const std::uint32_t* words = messages.words(first) + run * Words::kElements;
+    const std::uint32_t* scales =
+        messages.scales(first) + run * kBlocksOfRun * (kIsSymmetric ? 1 : 2);
+    if constexpr (kIsOne) {
+      add<kIsSymmetric>(load_run<kIsWide>(words), load_scales<kIsSymmetric>(scales, kIsWide), held);
+    } else {
+      add_each<kIsWide, kIsSymmetric>(words, scales, stride * (messages.message_bytes / 4), held);
+    }
+  }
+
+  // The run of each message, whose words and scales are `apart` words from the last one's.
+  template <bool kIsWide, bool kIsSymmetric>
+  ZERO_EXT_HOST_DEVICE void add_each(const std::uint32_t* words, const std::uint32_t* scales,
+                                     std::int64_t apart, IntegerLanes& held) const {
+    for (std::int64_t begin = 0; begin < count; begin += kLoads, scales += kLoads * apart) {
+      const auto last = static_cast<int>(count - begin < kLoads ? count - begin : kLoads);
+      const LaneScales by = scales_of<kIsSymmetric>(scales, apart, last);
+      ZERO_EXT_UNROLL_BY(1)
+      for (int m = 0; m < last; ++m, words += apart) {
+        const RunWords own = load_run<kIsWide>(words);
+        const auto source = [&](int lane) { return m * kBlocksOfRun + lane / kBlockLanes; };
+        add<kIsSymmetric>(own, {words_from(by.scale, source), words_from(by.lowest, source)}, held);
       }
     }
+  }
+
+  // Of kLoads messages or fewer: lane L has those of message L / kBlocksOfRun and block
+  // L % kBlocksOfRun of the run.
+  template <bool kIsSymmetric>
+  static ZERO_EXT_HOST_DEVICE LaneScales scales_of(const std::uint32_t* scales, std::int64_t apart,
+                                                   int messages) {
+    LaneScales result;
+    each_lane([&](int here, int lane) {
+      const bool there = lane / kBlocksOfRun < messages;
+      const std::uint32_t* const own =
+          scales + lane / kBlocksOfRun * apart + lane % kBlocksOfRun * (kIsSymmetric ? 1 : 2);
+      result.scale.at[here] = there ? own[0] : 0U;
+      result.lowest.at[here] = there && !kIsSymmetric ? own[1] : 0U;
+    });
+    return result;
+  }
+
+  template <bool kIsWide>
+  static ZERO_EXT_HOST_DEVICE RunWords load_run(const std::uint32_t* source) {
+    RunWords words;
+    if constexpr (kIsWide) {
+      Words::load(source, words);
+    } else {
+      Words::load_some(source, 0, Words::kElements, 0U, words);
+    }
+    return words;
+  }
+
+  template <bool kIsSymmetric>
+  static ZERO_EXT_HOST_DEVICE void add(const RunWords& words, const LaneScales& by,
+                                       IntegerLanes& held) {
+    each_lane([&](int here, int) {
+      const auto scale = std::bit_cast<float>(by.scale.at[here]);
+      const auto lowest = std::bit_cast<float>(by.lowest.at[here]);
+      ZERO_EXT_UNROLL
+      for (int k = 0; k < IntegerTile::kHeld; ++k) {
+        const std::uint32_t word = words.at[here][k % Words::kHeld];
+        held.at[here][k] += decode<kIsSymmetric>(word, Bits * (k / Words::kHeld), scale, lowest);
+      }
+    });
   }
 };
 
@@ -228,69 +226,82 @@ struct IntegerExtremes {
   }
 };
 
-// Quantizes the source's elements, block by block: each has kGroup lanes.
+// Calls run.operator()<is_wide>(part, run) for the runs of this warp, wide ones first, and
+// block(place) for the blocks behind those of each part.
+template <class Messages, class IsWide, class Run, class Block>
+ZERO_EXT_HOST_DEVICE void over_integer_runs(std::int64_t warp, std::int64_t warps,
+                                            const Messages& messages, std::int64_t parts,
+                                            const IsWide& is_wide, const Run& run,
+                                            const Block& block) {
+  const std::int64_t runs = messages.runs();
+  over_places(warp, warps, parts, runs, [&](std::int64_t part, std::int64_t number) {
+    if (is_wide(part)) run.template operator()<true>(part, number);
+  });
+  over_places(warp, warps, parts, runs, [&](std::int64_t part, std::int64_t number) {
+    if (!is_wide(part)) run.template operator()<false>(part, number);
+  });
+  over_places(warp, warps, parts, messages.rest(), [&](std::int64_t part, std::int64_t number) {
+    block(messages.place(part, runs * kBlocksOfRun + number));
+  });
+}
+
+// Quantizes the source's elements, block by block.
 template <class Source, class Code>
 struct QuantizeIntegers {
-  static constexpr int kThreads = 256;
-  static constexpr int kSharedBytes = 0;
-  static constexpr int kFields = Code::kFields;
-  static constexpr int kHeldWords = kHeldBlock / kFields;
-  static constexpr int kGroup = kHeldWords / kQuad;
-  static constexpr int kBlocksOfWarp = kWarpLanes / kGroup;
+  static constexpr int kBits = Code::kBits;
+  using Words = IntegerWords<kBits>;
   using Extremes = IntegerExtremes<Code>;
-  using Held = float[kFields * kQuad];
 
   Source source;
   IntegerMessages<std::uint8_t> messages;
   std::int64_t parts;
 
-  ZERO_EXT_HOST_DEVICE std::int64_t count() const {
-    return parts * messages.format.blocks(messages.share);
-  }
-  std::int64_t blocks() const {
-    return core::ceil_div(count(), kThreads / kWarpLanes * kBlocksOfWarp);
+  // Warps that find something.
+  std::int64_t work() const { return parts * (messages.runs() + messages.rest()); }
+
+  ZERO_EXT_FUNCTION void operator()(std::int64_t warp, std::int64_t warps) const {
+    over_integer_runs(
+        warp, warps, messages, parts,
+        [&](std::int64_t part) { return source.aligned(part) && messages.aligned(part); },
+        [&]<bool kIsWide>(std::int64_t part, std::int64_t number) { run<kIsWide>(part, number); },
+        [&](const IntegerPlace& at) { block(at); });
   }
 
-  template <class Machine>
-  ZERO_EXT_DEVICE void operator()(const Machine& machine) const {
-    const std::int64_t first =
-        (machine.block() * (kThreads / kWarpLanes) + machine.warp()) * kBlocksOfWarp;
-    Registers<float, kFields * kQuad, Machine::kLanes> held;
-    Registers<std::uint32_t, Extremes::kKeys, Machine::kLanes> keys;
+  template <bool kIsWide>
+  ZERO_EXT_HOST_DEVICE void run(std::int64_t part, std::int64_t number) const {
+    IntegerLanes held;
+    source.template load<kIsWide>(part, number, held);
+    Registers<std::uint32_t, Extremes::kKeys, kLanesHere> keys;
     keys.fill(0);
-    each_lane(machine, [&](int here, int lane) {
-      const std::int64_t number = first + lane / kGroup;
-      if (number >= count()) return;
-      read(place(number), lane % kGroup, held.at[here], keys.at[here]);
-    });
-    machine.template max_of_group<kGroup>(keys);
-    each_lane(machine, [&](int here, int lane) {
-      const std::int64_t number = first + lane / kGroup;
-      if (number >= count()) return;
-      write(place(number), lane % kGroup, Extremes::scale(keys.at[here]), held.at[here]);
-    });
-  }
-
-  ZERO_EXT_HOST_DEVICE IntegerPlace place(std::int64_t number) const {
-    return IntegerPlace::of(number, messages.share, messages.format.block);
-  }
-  ZERO_EXT_HOST_DEVICE std::uint32_t* words(const IntegerPlace& at) const {
-    return messages.words(at.part) + messages.format.words(at.begin);
-  }
-  ZERO_EXT_HOST_DEVICE bool is_held(const IntegerPlace& at) const {
-    return messages.format.block == kHeldBlock && at.length == kHeldBlock && source.aligned(at) &&
-           is_quad_aligned(words(at));
-  }
-
-  ZERO_EXT_HOST_DEVICE void read(const IntegerPlace& at, int own, Held& held,
-                                 std::uint32_t (&keys)[Extremes::kKeys]) const {
-    if (is_held(at)) {
-      source.template load<kFields, kFields>(at, own * kQuad, held);
+    each_lane([&](int here, int) {
       ZERO_EXT_UNROLL
-      for (const float& value : held) Extremes::take(value, keys);
-      return;
+      for (const float& value : held.at[here]) Extremes::take(value, keys.at[here]);
+    });
+    max_of_group<kBlockLanes>(keys);
+    LaneScales scales;
+    typename Words::template Held<std::uint32_t> words;
+    each_lane([&](int here, int) {
+      const core::BlockScale by = Extremes::scale(keys.at[here]);
+      scales.scale.at[here] = std::bit_cast<std::uint32_t>(by.scale);
+      scales.lowest.at[here] = std::bit_cast<std::uint32_t>(by.lowest);
+      ZERO_EXT_UNROLL
+      for (int w = 0; w < Words::kHeld; ++w) {
+        std::uint32_t word = 0;
+        ZERO_EXT_UNROLL
+        for (int f = 0; f < Code::kFields; ++f) {
+          word |= field_of(held.at[here][f * Words::kHeld + w], by, f);
+        }
+        words.at[here][w] = by.divides() ? word : Code::kZeroWord;
+      }
+    });
+    std::uint32_t* const target = messages.words(part) + number * Words::kElements;
+    if constexpr (kIsWide) {
+      Words::store(target, words);
+    } else {
+      Words::store_some(target, 0, Words::kElements, words);
     }
-    for (int i = own; i < at.length; i += kGroup) Extremes::take(source.element(at, i), keys);
+    store_scales<Code::kIsSymmetric>(messages.scales(part) + number * kBlocksOfRun * Code::kScales,
+                                     scales, kIsWide);
   }
 
   static ZERO_EXT_HOST_DEVICE std::uint32_t field_of(float value, const core::BlockScale& by,
@@ -299,98 +310,75 @@ struct QuantizeIntegers {
     return (std::bit_cast<std::uint32_t>(number) & Code::kMask) << (field * Code::kBits);
   }
 
-  ZERO_EXT_HOST_DEVICE void write(const IntegerPlace& at, int own, const core::BlockScale& by,
-                                  const Held& held) const {
-    if (own == 0) {
-      float* const scales = messages.scales(at.part) + at.block * Code::kScales;
-      scales[0] = by.scale;
-      if constexpr (!Code::kIsSymmetric) scales[1] = by.lowest;
-    }
-    std::uint32_t* const target = words(at);
-    if (is_held(at)) {
-      Quad<std::uint32_t> quad;
-      ZERO_EXT_UNROLL
-      for (int k = 0; k < kQuad; ++k) {
-        std::uint32_t word = 0;
-        ZERO_EXT_UNROLL
-        for (int f = 0; f < kFields; ++f) word |= field_of(held[f * kQuad + k], by, f);
-        quad.values[k] = by.divides() ? word : Code::kZeroWord;
-      }
-      *reinterpret_cast<Quad<std::uint32_t>*>(target + own * kQuad) = quad;
-      return;
-    }
-    const int count = static_cast<int>(messages.format.words(at.length));
-    for (int w = own; w < count; w += kGroup) {
+  ZERO_EXT_HOST_DEVICE void block(const IntegerPlace& at) const {
+    std::uint32_t keys[Extremes::kKeys] = {};
+    each_by_lanes(0, at.length, [&](int, std::int64_t i) {
+      Extremes::take(source.element(at, static_cast<int>(i)), keys);
+    });
+    ZERO_EXT_UNROLL
+    for (std::uint32_t& key : keys) key = max_of_warp(key);
+    const core::BlockScale by = Extremes::scale(keys);
+    const auto count = static_cast<int>(messages.format.words(at.length));
+    std::uint32_t* const target = messages.words(at.part) + messages.format.words(at.begin);
+    each_by_lanes(0, count, [&](int, std::int64_t w) {
       std::uint32_t word = 0;
-      for (int f = 0; f < kFields; ++f) {
-        const int i = w + f * count;
+      ZERO_EXT_UNROLL_BY(1)
+      for (int f = 0; f < Code::kFields; ++f) {
+        const int i = static_cast<int>(w) + f * count;
         word |= field_of(source.element(at, i < at.length ? i : 0), by, f);
       }
       target[w] = by.divides() ? word : Code::kZeroWord;
-    }
+    });
+    each_lane([&](int, int lane) {
+      std::uint32_t* const scales = messages.scales(at.part) + at.block * Code::kScales;
+      if (lane < Code::kScales) {
+        scales[lane] = std::bit_cast<std::uint32_t>(lane == 0 ? by.scale : by.lowest);
+      }
+    });
   }
 };
 
-// out = what the sum gives [+ out], part after part; a thread has four neighbouring words.
+// out = what the sum gives [+ out], part after part.
 template <class Sum, class T>
 struct WriteIntegers {
-  static constexpr int kFields = Sum::kOwnFields;
-
   Sum sum;
   std::int64_t parts;
   bool accumulate;
   T* out;
 
-  ZERO_EXT_HOST_DEVICE std::int64_t quads_of_block() const {
-    return core::ceil_div(sum.messages.format.words(sum.messages.format.block), kQuad);
-  }
-  std::int64_t quads() const {
-    return parts * sum.messages.format.blocks(sum.messages.share) * quads_of_block();
+  // Warps that find something.
+  std::int64_t work() const { return parts * (sum.messages.runs() + sum.messages.rest()); }
+
+  ZERO_EXT_FUNCTION void operator()(std::int64_t warp, std::int64_t warps) const {
+    over_integer_runs(
+        warp, warps, sum.messages, parts,
+        [&](std::int64_t part) { return sum.aligned(part) && is_aligned(of(part)); },
+        [&]<bool kIsWide>(std::int64_t part, std::int64_t number) { run<kIsWide>(part, number); },
+        [&](const IntegerPlace& at) {
+          T* const target = of(at.part) + at.begin;
+          each_by_lanes(0, at.length, [&](int, std::int64_t i) {
+            finish(sum.element(at, static_cast<int>(i)), target[i]);
+          });
+        });
   }
 
-  ZERO_EXT_HOST_DEVICE void operator()(std::int64_t thread, std::int64_t threads) const {
-    const core::BlockFormat& format = sum.messages.format;
-    const std::int64_t share = sum.messages.share;
-    if (share == 0) return;
-    const std::int64_t blocks = format.blocks(share);
-    const std::int64_t quads = quads_of_block();
-    const GridPlace step = GridPlace::of(threads, blocks, quads);
-    for (GridPlace i = GridPlace::of(thread, blocks, quads); i.part < parts;
-         i.advance(step, blocks, quads)) {
-      const IntegerPlace at = IntegerPlace::at(i.part, i.block, share, format.block);
-      write(at, static_cast<int>(i.place * kQuad), out + i.part * share + at.begin);
-    }
-  }
+  ZERO_EXT_HOST_DEVICE T* of(std::int64_t part) const { return out + part * sum.messages.share; }
 
-  ZERO_EXT_HOST_DEVICE void write(const IntegerPlace& at, int word, T* target) const {
-    if (at.length == kHeldBlock && sum.messages.format.block == kHeldBlock && sum.aligned(at) &&
-        is_quad_aligned(target)) {
-      return write_held(at, word, target);
-    }
-    const int count = static_cast<int>(sum.messages.format.words(at.length));
-    for (int w = word; w < count && w < word + kQuad; ++w) {
-      for (int i = w; i < at.length; i += count) finish(sum.element(at, i), target[i]);
-    }
-  }
-
-  // A few fields at a time: more would not fit in the registers.
-  ZERO_EXT_HOST_DEVICE void write_held(const IntegerPlace& at, int word, T* target) const {
-    constexpr int kCount = 4;
-    constexpr int kWords = kHeldBlock / kFields;
-    ZERO_EXT_UNROLL_BY(2)
-    for (int from = word; from < kHeldBlock; from += kCount * kWords) {
-      float held[kCount * kQuad];
-      sum.template load<kFields, kCount>(at, from, held);
+  template <bool kIsWide>
+  ZERO_EXT_HOST_DEVICE void run(std::int64_t part, std::int64_t number) const {
+    IntegerLanes held;
+    sum.template load<kIsWide>(part, number, held);
+    T* const target = of(part) + number * kHeldRun;
+    const bool wide = kIsWide || is_aligned(target);
+    IntegerTile::Held<T> result;
+    if (accumulate && wide) IntegerTile::load(target, result);
+    if (accumulate && !wide) IntegerTile::load_some(target, 0, kHeldRun, T{}, result);
+    each_lane([&](int here, int) {
       ZERO_EXT_UNROLL
-      for (int f = 0; f < kCount; ++f) {
-        auto* const place = reinterpret_cast<Quad<T>*>(target + from + f * kWords);
-        Quad<T> quad;
-        if (accumulate) quad = *place;
-        ZERO_EXT_UNROLL
-        for (int k = 0; k < kQuad; ++k) finish(held[f * kQuad + k], quad.values[k]);
-        *place = quad;
-      }
-    }
+      for (int k = 0; k < IntegerTile::kHeld; ++k) finish(held.at[here][k], result.at[here][k]);
+    });
+    if (wide) return IntegerTile::store(target, result);
+    IntegerTile::store_some(target, 0, kHeldRun, result);
   }
 
   ZERO_EXT_HOST_DEVICE void finish(float value, T& result) const {

@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "../../ops/integer_block_arguments.h"
-#include "../machine/block_launch.cuh"
 #include "../machine/dispatch.h"
+#include "../machine/launch.cuh"
 #include "integer_block_kernel.h"
 
 namespace zero_ext::cuda {
@@ -66,8 +66,9 @@ void quantise(const Tensor& messages, const Tensor& values, std::int64_t bits, b
   with_type(of.type, [&]<class T>(std::type_identity<T>) {
     const IntegerValues<T> source = values_of<T>(of);
     with_code(format, [&]<class Code>(Code) {
-      launch_blocks(op, QuantizeIntegers<IntegerValues<T>, Code>{
-                            source, target_of(of.messages, format, of.part_numel), parts});
+      const QuantizeIntegers<IntegerValues<T>, Code> kernel{
+          source, target_of(of.messages, format, of.part_numel), parts};
+      launch_warps(op, kernel, kernel.work());
     });
   });
 }
@@ -83,7 +84,7 @@ void dequantise(const Tensor& out, const Tensor& messages, std::int64_t bits, bo
       using Sum = IntegerSum<width, true>;
       const Sum sum{source_of(of.messages, format, of.part_numel), 1, 0, 1, 1.0F};
       const WriteIntegers<Sum, T> kernel{sum, parts, false, reinterpret_cast<T*>(of.values)};
-      launch(op, kernel, kernel.quads());
+      launch_warps(op, kernel, kernel.work());
     });
   });
 }
@@ -98,7 +99,7 @@ void sum_quantised(const Tensor& out, const Tensor& messages, std::int64_t bits,
     using Sum = IntegerSum<width>;
     const Sum sum{source_of(of.messages, format, of.numel), 0, 1, of.messages.count, of.factor};
     const WriteIntegers<Sum, float> kernel{sum, 1, accumulate, of.out};
-    launch(op, kernel, kernel.quads());
+    launch_warps(op, kernel, kernel.work());
   });
 }
 
@@ -115,8 +116,9 @@ void requantise(const Tensor& messages_out, const Tensor& messages_in, std::int6
     const IntegerSum<width> sum{source_of(of.in, from, of.part_numel), 1, parts,
                                 of.in.count / parts, of.factor};
     with_code(to, [&]<class Code>(Code) {
-      launch_blocks(op, QuantizeIntegers<IntegerSum<width>, Code>{
-                            sum, target_of(of.out, to, of.part_numel), parts});
+      const QuantizeIntegers<IntegerSum<width>, Code> kernel{
+          sum, target_of(of.out, to, of.part_numel), parts};
+      launch_warps(op, kernel, kernel.work());
     });
   });
 }

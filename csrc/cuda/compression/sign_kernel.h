@@ -1,69 +1,32 @@
 // Compression to signs, and back: see ../core/compression/sign_formula.h for the arithmetic.
 //
+// A warp takes tiles of kSignTile elements, whose bits are a word of each lane: elements move in
+// accesses of 16 bytes, and so do the words of four messages, or of four tiles of one. Lanes then
+// fetch the bits of the elements that they hold from each other. Words of messages that do not
+// begin at multiples of 16 bytes move one by one.
+//
 // A block of threads compresses a block of elements, which it keeps in registers between the sum of
-// their magnitudes and what is left behind: values and errors are read once. Expansions and sums
-// are a thread's, eight elements at a time, whose bits are a byte of a message.
+// their magnitudes and what is left behind: values and errors are read once.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 
 #include "../../core/compression/sign_formula.h"
 #include "../../core/vector_scalar.h"
 #include "../machine/grid_place.h"
-#include "../machine/registers.h"
-#include "../machine/vector_access.h"
-#include "../machine/warp.h"
+#include "sign_messages.h"
 
 namespace zero_ext::cuda {
 
 using ScalarSignRule = core::SignRule<core::ScalarVector>;
 
-// A block of elements among those of all parts.
-struct SignPlace {
-  std::int64_t part;
-  std::int64_t block;   // of the part
-  std::int64_t length;  // elements
-  std::int64_t offset;  // of its first element from that of the first part
+// What is compressed: values, or the sum of messages. load() gives a tile of a block, all of which
+// is there, element() one element of a block.
+using CompressTile = WarpTile<4, 8>;
+using CompressTerms = CompressTile::Held<float>;
 
-  // The block of that number when the blocks of all parts, `share` elements each, are counted
-  // through.
-  static ZERO_EXT_HOST_DEVICE SignPlace of(std::int64_t number, std::int64_t share) {
-    const std::int64_t blocks = core::sign_blocks(share);
-    SignPlace at{number / blocks, number % blocks, share, 0};
-    const std::int64_t begin = at.block * core::kSignBlock;
-    at.length = share - begin < core::kSignBlock ? share - begin : core::kSignBlock;
-    at.offset = at.part * share + begin;
-    return at;
-  }
-};
-
-// Messages of `share` elements each, one behind the other.
-struct SignMessages {
-  const std::uint8_t* bytes;
-  std::int64_t share;
-  std::int64_t count;
-
-  // Adds up, in their order, what all messages stand for in eight elements from `first` on.
-  ZERO_EXT_HOST_DEVICE void sum(std::int64_t first, float (&terms)[kPackElements]) const {
-    ZERO_EXT_UNROLL
-    for (float& term : terms) term = 0.0F;
-    const std::int64_t whole = core::sign_message_bytes(share);
-    const std::uint8_t* codes = bytes + first / 8;
-    const std::uint8_t* scales = bytes + 4 * (core::sign_words(share) + first / core::kSignBlock);
-    for (std::int64_t m = 0; m < count; ++m, codes += whole, scales += whole) {
-      const float scale = *reinterpret_cast<const float*>(scales);
-      const std::uint32_t bits = *codes;
-      ZERO_EXT_UNROLL
-      for (int k = 0; k < kPackElements; ++k) {
-        terms[k] = core::ScalarVector::add_signed(terms[k], bits >> k & 1U, scale);
-      }
-    }
-  }
-};
-
-// What is compressed: values, or the sum of messages. load() reads those of a pack that are there;
-// the others are zeros.
 template <class T>
 struct SignValues {
   const T* values;
@@ -71,11 +34,18 @@ struct SignValues {
   ZERO_EXT_HOST_DEVICE bool aligned(const SignPlace& at) const {
     return is_aligned(values + at.offset);
   }
-  ZERO_EXT_HOST_DEVICE void load(const SignPlace& at, int first, const PackRange& range,
-                                 float (&terms)[kPackElements]) const {
-    const Pack<T> pack = load_pack(values + at.offset + first, range, core::from_float<T>(0.0F));
-    ZERO_EXT_UNROLL
-    for (int k = 0; k < kPackElements; ++k) terms[k] = core::to_float(pack.values[k]);
+  ZERO_EXT_HOST_DEVICE void load(const SignPlace& at, int first, CompressTerms& terms) const {
+    CompressTile::Held<T> own;
+    CompressTile::load(values + at.offset + first, own);
+    each_lane([&](int here, int) {
+      ZERO_EXT_UNROLL
+      for (int k = 0; k < CompressTile::kHeld; ++k) {
+        terms.at[here][k] = core::to_float(own.at[here][k]);
+      }
+    });
+  }
+  ZERO_EXT_HOST_DEVICE float element(const SignPlace& at, std::int64_t i) const {
+    return core::to_float(values[at.offset + i]);
   }
 };
 
@@ -83,12 +53,11 @@ struct SignSum {
   SignMessages messages;
 
   ZERO_EXT_HOST_DEVICE bool aligned(const SignPlace&) const { return true; }
-  ZERO_EXT_HOST_DEVICE void load(const SignPlace& at, int first, const PackRange& range,
-                                 float (&terms)[kPackElements]) const {
-    const std::int64_t begin = at.block * core::kSignBlock + first;
-    if (range.last > 0) messages.sum(begin, terms);
-    ZERO_EXT_UNROLL
-    for (int k = 0; k < kPackElements; ++k) terms[k] = range.holds(k) ? terms[k] : 0.0F;
+  ZERO_EXT_HOST_DEVICE void load(const SignPlace& at, int first, CompressTerms& terms) const {
+    messages.sum<CompressTile>(at.block * core::kSignBlock + first, terms);
+  }
+  ZERO_EXT_HOST_DEVICE float element(const SignPlace& at, std::int64_t i) const {
+    return messages.element(at.block * core::kSignBlock + i);
   }
 };
 
@@ -96,14 +65,14 @@ struct SignSum {
 template <class Terms>
 struct CompressSigns {
   static constexpr int kThreads = static_cast<int>(core::kSignLanes);
-  static constexpr int kPacks = static_cast<int>(core::kSignBlock) / (kThreads * kPackElements);
-  static constexpr int kHeld = kPacks * kPackElements;  // elements of a thread
+  using Tile = CompressTile;
 
   struct Memory {
     float magnitudes[core::kSignBlock];
     float lanes[core::kSignLanes];
   };
   static constexpr int kSharedBytes = sizeof(Memory);
+  static_assert(core::kSignBlock == kSignTile * kThreads / kWarpLanes);
 
   Terms terms;
   float factor;
@@ -118,52 +87,60 @@ struct CompressSigns {
   ZERO_EXT_DEVICE void operator()(const Machine& machine) const {
     Memory& memory = *reinterpret_cast<Memory*>(machine.memory());
     const SignPlace at = SignPlace::of(machine.block(), share);
-    Registers<float, kHeld, Machine::kLanes> corrected;
-    each_lane(machine, [&](int here, int lane) {
-      correct(at, machine.warp() * kWarpLanes + lane, corrected.at[here], memory.magnitudes);
-    });
+    const int first = machine.warp() * kSignTile;
+    CompressTerms corrected;
+    correct(at, first, corrected, memory.magnitudes + first);
     machine.meet();
-    each_lane(machine, [&](int, int lane) {
+    each_lane([&](int, int lane) {
       const int own = machine.warp() * kWarpLanes + lane;
       memory.lanes[own] = lane_sum(memory.magnitudes + own);
     });
     machine.meet();
-    Registers<float, 1, Machine::kLanes> sum;
-    each_lane(machine, [&](int here, int lane) { sum.at[here][0] = fold(memory.lanes + lane); });
-    machine.sum_of_warp(sum);
-    each_lane(machine, [&](int here, int lane) {
-      const float scale = core::sign_scale(sum.at[here][0], at.length);
-      finish(at, machine.warp() * kWarpLanes + lane, scale, corrected.at[here]);
-    });
+    Registers<float, 1, kLanesHere> sum;
+    each_lane([&](int here, int lane) { sum.at[here][0] = fold(memory.lanes + lane); });
+    sum_of_lanes(sum);
+    const float scale = core::sign_scale(sum.at[0][0], at.length);
+    finish(at, first, scale, corrected, memory.magnitudes + first);
   }
 
-  ZERO_EXT_HOST_DEVICE PackRange range_of(const SignPlace& at, int first) const {
-    return PackRange::of(first, 0, at.length, terms.aligned(at) && is_aligned(errors + at.offset));
+  // Whether all elements of a tile are there and may be moved at once. Others go one by one, by way
+  // of the warp's part of the shared memory.
+  ZERO_EXT_HOST_DEVICE bool is_whole(const SignPlace& at, int first) const {
+    return first + kSignTile <= at.length && terms.aligned(at) && is_aligned(errors + at.offset);
   }
 
-  // First element of a thread's pack.
-  static ZERO_EXT_HOST_DEVICE int first_of(int thread, int pack) {
-    return (pack * kThreads + thread) * kPackElements;
-  }
-
-  ZERO_EXT_HOST_DEVICE void correct(const SignPlace& at, int thread, float (&corrected)[kHeld],
+  ZERO_EXT_HOST_DEVICE void correct(const SignPlace& at, int first, CompressTerms& corrected,
                                     float* magnitudes) const {
-    ZERO_EXT_UNROLL
-    for (int r = 0; r < kPacks; ++r) {
-      const int first = first_of(thread, r);
-      const PackRange range = range_of(at, first);
-      float values[kPackElements];
-      terms.load(at, first, range, values);
-      const Pack<float> error = load_pack(errors + at.offset + first, range, 0.0F);
-      Pack<float> sizes;
-      ZERO_EXT_UNROLL
-      for (int k = 0; k < kPackElements; ++k) {
-        const float value = ScalarSignRule::corrected(values[k], factor, error.values[k]);
-        corrected[r * kPackElements + k] = value;
-        sizes.values[k] = core::ScalarVector::abs(value);
-      }
-      store_pack(magnitudes + first, sizes);
+    const float* const own_errors = errors + at.offset;
+    if (is_whole(at, first)) {
+      CompressTerms error;
+      terms.load(at, first, corrected);
+      Tile::load(own_errors + first, error);
+      each_lane([&](int here, int) {
+        ZERO_EXT_UNROLL
+        for (int k = 0; k < Tile::kHeld; ++k) {
+          float& value = corrected.at[here][k];
+          value = ScalarSignRule::corrected(value, factor, error.at[here][k]);
+        }
+      });
+    } else {
+      each_by_lanes(0, kSignTile, [&](int, std::int64_t place) {
+        const std::int64_t i = first + place;
+        magnitudes[place] =
+            i < at.length ? ScalarSignRule::corrected(terms.element(at, i), factor, own_errors[i])
+                          : 0.0F;
+      });
+      meet_in_warp();
+      Tile::load(magnitudes, corrected);
     }
+    CompressTerms sizes;
+    each_lane([&](int here, int) {
+      ZERO_EXT_UNROLL
+      for (int k = 0; k < Tile::kHeld; ++k) {
+        sizes.at[here][k] = core::ScalarVector::abs(corrected.at[here][k]);
+      }
+    });
+    Tile::store_shared(magnitudes, sizes);
   }
 
   // Of one of the formula's lanes.
@@ -188,67 +165,187 @@ struct CompressSigns {
     return sums[0];
   }
 
-  ZERO_EXT_HOST_DEVICE void finish(const SignPlace& at, int thread, float scale,
-                                   const float (&corrected)[kHeld]) const {
-    std::uint8_t* const message = messages + at.part * core::sign_message_bytes(share);
-    if (thread == 0) {
-      reinterpret_cast<float*>(message + 4 * core::sign_words(share))[at.block] = scale;
-    }
-    const std::int64_t bytes = 4 * core::sign_words(at.length);
-    ZERO_EXT_UNROLL
-    for (int r = 0; r < kPacks; ++r) {
-      const int first = first_of(thread, r);
-      if (first / 8 >= bytes) continue;
-      const PackRange range = range_of(at, first);
-      std::uint32_t bits = 0;
-      Pack<float> left;
+  ZERO_EXT_HOST_DEVICE void finish(const SignPlace& at, int first, float scale,
+                                   const CompressTerms& corrected, float* shared) const {
+    CompressTerms left;
+    LaneWords bits;
+    each_lane([&](int here, int) {
+      bits.at[here] = 0;
       ZERO_EXT_UNROLL
-      for (int k = 0; k < kPackElements; ++k) {
-        const float value = corrected[r * kPackElements + k];
-        bits |= (range.holds(k) ? ScalarSignRule::bits(value) : 0U) << k;
-        left.values[k] = ScalarSignRule::left_behind(value, scale);
+      for (int k = 0; k < Tile::kHeld; ++k) {
+        const float value = corrected.at[here][k];
+        left.at[here][k] = ScalarSignRule::left_behind(value, scale);
+        bits.at[here] |= ScalarSignRule::bits(value) << k;
       }
-      message[(at.block * core::kSignBlock + first) / 8] = static_cast<std::uint8_t>(bits);
-      store_pack(errors + at.offset + first, left, range);
+    });
+    float* const own_errors = errors + at.offset;
+    if (is_whole(at, first)) {
+      Tile::store(own_errors + first, left);
+    } else {
+      Tile::store_shared(shared, left);
+      meet_in_warp();
+      each_by_lanes(first, at.length < first + kSignTile ? at.length : first + kSignTile,
+                    [&](int, std::int64_t i) { own_errors[i] = shared[i - first]; });
     }
+    write(at, first, scale, words_of_nibbles(bits));
+  }
+
+  // The words of a tile, without the bits past the last element, and the block's scale.
+  ZERO_EXT_HOST_DEVICE void write(const SignPlace& at, int first, float scale,
+                                  LaneWords words) const {
+    auto* const message =
+        reinterpret_cast<std::uint32_t*>(messages + at.part * core::sign_message_bytes(share));
+    std::uint32_t* const target = message + (at.block * core::kSignBlock + first) / 32;
+    const std::int64_t count = at.length - first;
+    if (count >= kSignTile && is_aligned(target)) {
+      store_lane_words(target, words);
+    } else {
+      each_lane([&](int here, int lane) {
+        const std::int64_t own = count - 32 * lane;
+        if (own <= 0) return;
+        const std::uint32_t there = own < 32 ? (1U << own) - 1 : 0xFFFFFFFFU;
+        target[lane] = words.at[here] & there;
+      });
+    }
+    each_lane([&](int, int lane) {
+      if (first + lane != 0) return;
+      message[core::sign_words(share) + at.block] = std::bit_cast<std::uint32_t>(scale);
+    });
+  }
+
+  // From four bits of each row in each lane to word L in lane L. Of eight neighbouring lanes, each
+  // has four bits of each of eight words: they are transposed bit by bit of the lanes' numbers.
+  static ZERO_EXT_HOST_DEVICE LaneWords words_of_nibbles(LaneWords bits) {
+    static_assert(Tile::kGroup == 4 && Tile::kRows == 8);
+    constexpr std::uint32_t kLower[] = {0x0F0F0F0FU, 0x00FF00FFU, 0x0000FFFFU};
+    ZERO_EXT_UNROLL
+    for (int i = 0; i < 3; ++i) {
+      const std::uint32_t lower = kLower[i];
+      const int distance = 1 << i;
+      const int shift = 4 * distance;
+      LaneWords given;
+      each_lane([&](int here, int lane) {
+        given.at[here] = ((lane & distance) != 0 ? bits.at[here] : bits.at[here] >> shift) & lower;
+      });
+      const LaneWords taken = words_across(given, distance);
+      each_lane([&](int here, int lane) {
+        std::uint32_t& own = bits.at[here];
+        own = (lane & distance) != 0 ? (own & ~lower) | taken.at[here]
+                                     : (own & lower) | taken.at[here] << shift;
+      });
+    }
+    // Lane 8 c + i now has word 4 i + c.
+    return words_from(bits, [](int lane) { return lane % 4 * 8 + lane / 4; });
   }
 };
 
-// out = factor * sum of a part's messages [+ out], part after part.
+// result = factor * sum [+ result].
 template <class T>
-struct WriteSigns {
-  SignMessages messages;  // of the first part
+ZERO_EXT_HOST_DEVICE void finish_signs(float sum, float factor, bool accumulate, T& result) {
+  const float value = sum * factor;
+  result = core::from_float<T>(accumulate ? value + core::to_float(result) : value);
+}
+
+// The same for a tile whose elements begin at a multiple of kAccessBytes.
+template <class Tile, class T>
+ZERO_EXT_HOST_DEVICE void finish_tile(const typename Tile::template Held<float>& terms,
+                                      float factor, bool accumulate, T* target) {
+  typename Tile::template Held<T> result;
+  if (accumulate) Tile::load(target, result);
+  each_lane([&](int here, int) {
+    ZERO_EXT_UNROLL
+    for (int k = 0; k < Tile::kHeld; ++k) {
+      finish_signs(terms.at[here][k], factor, accumulate, result.at[here][k]);
+    }
+  });
+  Tile::store(target, result);
+}
+
+// out = factor * a part's message [+ out], part after part. A warp takes four tiles at a time.
+template <class T>
+struct ExpandSigns {
+  using Tile = SignTile<T>;
+  static constexpr std::int64_t kRun = SignWords::kRows * kSignTile;
+
+  const std::uint8_t* messages;
+  std::int64_t share;
   std::int64_t parts;
   float factor;
   bool accumulate;
   T* out;
 
-  std::int64_t packs_of_part() const { return core::ceil_div(messages.share, kPackElements); }
-  std::int64_t packs() const { return parts * packs_of_part(); }
+  ZERO_EXT_HOST_DEVICE std::int64_t runs_of_part() const { return core::ceil_div(share, kRun); }
+  std::int64_t work() const { return parts * runs_of_part(); }
 
-  ZERO_EXT_HOST_DEVICE void operator()(std::int64_t thread, std::int64_t threads) const {
-    const std::int64_t share = messages.share;
-    if (share == 0) return;
-    const std::int64_t each = core::ceil_div(share, kPackElements);
-    const GridPlace step = GridPlace::of(threads, 1, each);
-    for (GridPlace i = GridPlace::of(thread, 1, each); i.part < parts; i.advance(step, 1, each)) {
-      const std::int64_t part = i.part;
-      const std::int64_t first = i.place * kPackElements;
-      SignMessages own = messages;
-      own.bytes += part * messages.count * core::sign_message_bytes(share);
-      float terms[kPackElements];
-      own.sum(first, terms);
+  ZERO_EXT_HOST_DEVICE void operator()(std::int64_t warp, std::int64_t warps) const {
+    over_places(warp, warps, parts, runs_of_part(), [&](std::int64_t part, std::int64_t run) {
+      const SignMessages own{messages + part * core::sign_message_bytes(share), share, 1};
+      const std::int64_t begin = run * kRun;
       T* const target = out + part * share;
-      const PackRange range = PackRange::of(first, 0, share, is_aligned(target));
-      Pack<T> result;
-      if (accumulate) result = load_pack(target + first, range, core::from_float<T>(0.0F));
+      if (begin + kRun <= share && is_aligned(target)) return expand(own, begin, target + begin);
+      const std::int64_t end = begin + kRun < share ? begin + kRun : share;
+      each_by_lanes(begin, end, [&](int, std::int64_t i) {
+        finish_signs(own.element(i), factor, accumulate, target[i]);
+      });
+    });
+  }
+
+  // All elements of a run, which are of one block.
+  ZERO_EXT_HOST_DEVICE void expand(const SignMessages& message, std::int64_t begin,
+                                   T* target) const {
+    const std::uint32_t* const source = message.words(0, begin);
+    SignWords::Held<std::uint32_t> words;
+    if (is_aligned(source)) {
+      SignWords::load(source, words);
+    } else {
+      SignWords::load_some(source, 0, SignWords::kElements, 0U, words);
+    }
+    LaneWords scales;
+    each_lane([&](int here, int) { scales.at[here] = *message.scale(0, begin); });
+    ZERO_EXT_UNROLL_BY(1)
+    for (int k = 0; k < SignWords::kRows; ++k, target += kSignTile) {
+      typename Tile::template Held<float> terms;
+      terms.fill(0.0F);
+      add_signs<Tile>(SignMessages::row_of(words, 0), scales, terms);
+      turn(words);
+      finish_tile<Tile>(terms, factor, accumulate, target);
+    }
+  }
+
+  // The next tile's words come to the front.
+  static ZERO_EXT_HOST_DEVICE void turn(SignWords::Held<std::uint32_t>& words) {
+    each_lane([&](int here, int) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k < kPackElements; ++k) {
-        float value = terms[k] * factor;
-        if (accumulate) value = value + core::to_float(result.values[k]);
-        result.values[k] = core::from_float<T>(value);
+      for (int k = 0; k + 1 < SignWords::kRows; ++k) words.at[here][k] = words.at[here][k + 1];
+    });
+  }
+};
+
+// out = factor * sum of all messages [+ out].
+struct SumSigns {
+  using Tile = SignTile<float>;
+
+  SignMessages messages;
+  float factor;
+  bool accumulate;
+  float* out;
+
+  std::int64_t work() const { return core::ceil_div(messages.share, kSignTile); }
+
+  ZERO_EXT_HOST_DEVICE void operator()(std::int64_t warp, std::int64_t warps) const {
+    for (std::int64_t begin = warp * kSignTile; begin < messages.share;
+         begin += warps * kSignTile) {
+      if (begin + kSignTile <= messages.share && is_aligned(out)) {
+        Tile::Held<float> terms;
+        messages.sum<Tile>(begin, terms);
+        finish_tile<Tile>(terms, factor, accumulate, out + begin);
+        continue;
       }
-      store_pack(target + first, result, range);
+      const std::int64_t end =
+          begin + kSignTile < messages.share ? begin + kSignTile : messages.share;
+      each_by_lanes(begin, end, [&](int, std::int64_t i) {
+        finish_signs(messages.element(i), factor, accumulate, out[i]);
+      });
     }
   }
 };

@@ -33,21 +33,19 @@ void expand_signs(const Tensor& out, const Tensor& messages, double factor, bool
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   const ops::SignExpansion of = ops::read_expand_signs(out, messages, factor, parts);
   with_type(of.type, [&]<class T>(std::type_identity<T>) {
-    const WriteSigns<T> kernel{{bytes_of(of.messages), of.part_numel, 1},
-                               parts,
-                               of.factor,
-                               accumulate,
-                               reinterpret_cast<T*>(of.out)};
-    launch("expand_signs_", kernel, kernel.packs());
+    const ExpandSigns<T> kernel{
+        bytes_of(of.messages),       of.part_numel, parts, of.factor, accumulate,
+        reinterpret_cast<T*>(of.out)};
+    launch_warps("expand_signs_", kernel, kernel.work());
   });
 }
 
 void sum_signs(const Tensor& out, const Tensor& messages, double factor, bool accumulate) {
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   const ops::SignSumArguments of = ops::read_sum_signs(out, messages, factor);
-  const WriteSigns<float> kernel{
-      {bytes_of(of.messages), of.numel, of.messages.count}, 1, of.factor, accumulate, of.out};
-  launch("sum_signs_", kernel, kernel.packs());
+  const SumSigns kernel{
+      {bytes_of(of.messages), of.numel, of.messages.count}, of.factor, accumulate, of.out};
+  launch_warps("sum_signs_", kernel, kernel.work());
 }
 
 void reduce_signs(const Tensor& message, const Tensor& error, const Tensor& messages,

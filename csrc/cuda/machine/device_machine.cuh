@@ -124,29 +124,6 @@ class DeviceMachine {
       value += __shfl_xor_sync(0xFFFFFFFFU, value, 2);
     }
   }
-  // Of all lanes, the halves of the warp first, then the quarters and so on; every lane gets it.
-  __device__ __forceinline__ void sum_of_warp(Registers<float, 1, kLanes>& values) const {
-    float& value = values.at[0][0];
-    ZERO_EXT_UNROLL
-    for (int distance = kWarpLanes / 2; distance > 0; distance /= 2) {
-      value += __shfl_xor_sync(0xFFFFFFFFU, value, distance);
-    }
-  }
-
-  // Of kGroup neighbouring lanes, a power of two; every lane gets those of its group.
-  template <int kGroup, int kCount>
-  __device__ __forceinline__ void max_of_group(
-      Registers<std::uint32_t, kCount, kLanes>& values) const {
-    ZERO_EXT_UNROLL
-    for (std::uint32_t& value : values.at[0]) {
-      ZERO_EXT_UNROLL
-      for (int distance = 1; distance < kGroup; distance *= 2) {
-        const std::uint32_t other = __shfl_xor_sync(0xFFFFFFFFU, value, distance);
-        value = other > value ? other : value;
-      }
-    }
-  }
-
   // Every lane gets the bits that any lane has.
   __device__ __forceinline__ void or_of_warp(Registers<std::uint32_t, 1, kLanes>& values) const {
     values.at[0][0] = __reduce_or_sync(0xFFFFFFFFU, values.at[0][0]);

@@ -1,4 +1,4 @@
-// The places of a nested grid that a thread comes to, without a division for each: those take a
+// The places of a nested grid that a warp comes to, without a division for each: those take a
 // device some hundred instructions.
 #pragma once
 
@@ -8,33 +8,25 @@
 
 namespace zero_ext::cuda {
 
-// Part, block of the part and place in the block of the numbers `thread`, `threads` further on and
-// so on, when places are counted through; there is at least one block of at least one place.
-struct GridPlace {
-  std::int64_t part;
-  std::int64_t block;
-  std::int64_t place;
-
-  static ZERO_EXT_HOST_DEVICE GridPlace of(std::int64_t number, std::int64_t blocks,
-                                           std::int64_t places) {
-    const std::int64_t through = number / places;
-    const std::int64_t part = through / blocks;
-    return {part, through - part * blocks, number - through * places};
-  }
-
-  ZERO_EXT_HOST_DEVICE void advance(const GridPlace& by, std::int64_t blocks, std::int64_t places) {
-    place += by.place;
-    block += by.block;
-    part += by.part;
+// Calls visit(part, place) for the numbers `first`, `step` further on and so on of all parts'
+// places, `places` each, counted through.
+template <class Visit>
+ZERO_EXT_HOST_DEVICE void over_places(std::int64_t first, std::int64_t step, std::int64_t parts,
+                                      std::int64_t places, const Visit& visit) {
+  if (places == 0) return;
+  const std::int64_t parts_further = step / places;
+  const std::int64_t places_further = step - parts_further * places;
+  std::int64_t part = first / places;
+  std::int64_t place = first - part * places;
+  while (part < parts) {
+    visit(part, place);
+    part += parts_further;
+    place += places_further;
     if (place >= places) {
       place -= places;
-      ++block;
-    }
-    if (block >= blocks) {
-      block -= blocks;
       ++part;
     }
   }
-};
+}
 
 }  // namespace zero_ext::cuda

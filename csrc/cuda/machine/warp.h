@@ -2,9 +2,11 @@
 // stands for all.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "../../core/portability.h"
+#include "registers.h"
 
 namespace zero_ext::cuda {
 
@@ -79,6 +81,69 @@ ZERO_EXT_HOST_DEVICE LaneWords words_across(const LaneWords& words, int distance
   for (int lane = 0; lane < kWarpLanes; ++lane) result.at[lane] = words.at[lane ^ distance];
   return result;
 #endif
+}
+
+// What each lane gets of lane source(lane).
+template <class Source>
+ZERO_EXT_HOST_DEVICE LaneWords words_from(const LaneWords& words, const Source& source) {
+#if defined(__CUDA_ARCH__)
+  return {{__shfl_sync(0xFFFFFFFFU, words.at[0], source(lane_number(0)))}};
+#else
+  LaneWords result;
+  for (int lane = 0; lane < kWarpLanes; ++lane) result.at[lane] = words.at[source(lane)];
+  return result;
+#endif
+}
+
+// Of all lanes, the halves of the warp first, then the quarters and so on; every lane gets it.
+ZERO_EXT_HOST_DEVICE void sum_of_lanes(Registers<float, 1, kLanesHere>& values) {
+  ZERO_EXT_UNROLL
+  for (int distance = kWarpLanes / 2; distance > 0; distance /= 2) {
+    LaneWords words;
+    ZERO_EXT_UNROLL
+    for (int here = 0; here < kLanesHere; ++here) {
+      words.at[here] = std::bit_cast<std::uint32_t>(values.at[here][0]);
+    }
+    words = words_across(words, distance);
+    ZERO_EXT_UNROLL
+    for (int here = 0; here < kLanesHere; ++here) {
+      values.at[here][0] += std::bit_cast<float>(words.at[here]);
+    }
+  }
+}
+
+// Of `lanes` neighbouring lanes, a power of two; every lane gets its group's.
+ZERO_EXT_HOST_DEVICE void sum_of_group(double (&values)[kLanesHere], int lanes) {
+  for (int distance = 1; distance < lanes; distance *= 2) {
+#if defined(__CUDA_ARCH__)
+    values[0] += __shfl_xor_sync(0xFFFFFFFFU, values[0], distance);
+#else
+    double sums[kWarpLanes];
+    for (int lane = 0; lane < kWarpLanes; ++lane)
+      sums[lane] = values[lane] + values[lane ^ distance];
+    for (int lane = 0; lane < kWarpLanes; ++lane) values[lane] = sums[lane];
+#endif
+  }
+}
+
+// Of kGroup neighbouring lanes, a power of two; every lane gets those of its group.
+template <int kGroup, int kCount>
+ZERO_EXT_HOST_DEVICE void max_of_group(Registers<std::uint32_t, kCount, kLanesHere>& values) {
+  ZERO_EXT_UNROLL
+  for (int k = 0; k < kCount; ++k) {
+    ZERO_EXT_UNROLL
+    for (int distance = 1; distance < kGroup; distance *= 2) {
+      LaneWords words;
+      ZERO_EXT_UNROLL
+      for (int here = 0; here < kLanesHere; ++here) words.at[here] = values.at[here][k];
+      words = words_across(words, distance);
+      ZERO_EXT_UNROLL
+      for (int here = 0; here < kLanesHere; ++here) {
+        std::uint32_t& own = values.at[here][k];
+        own = words.at[here] > own ? words.at[here] : own;
+      }
+    }
+  }
 }
 
 // Lanes see what the others wrote before.

@@ -4,7 +4,8 @@
 // A tile is rows of 32 groups: lane L holds group L of each row. A group is what 16 bytes hold of
 // the widest type that a kernel moves. 16 bytes of a narrower type hold groups of kSpan
 // neighbouring lanes, so each of these lanes moves 16 bytes of one of kSpan rows, and they swap the
-// groups.
+// groups. Where rows have fewer groups, kRowLanes lanes have all rows of a part of the tile, and
+// the next lanes those of the part behind it.
 #pragma once
 
 #include <algorithm>
@@ -30,16 +31,54 @@ ZERO_EXT_HOST_DEVICE void each_lane(const Visit& visit) {
 template <class Visit>
 ZERO_EXT_HOST_DEVICE void each_by_lanes(std::int64_t begin, std::int64_t end, const Visit& visit) {
   each_lane([&](int here, int lane) {
+    ZERO_EXT_UNROLL_BY(1)
     for (std::int64_t i = begin + lane; i < end; i += kWarpLanes) visit(here, i);
   });
 }
 
-template <int kGroupElements, int kRowCount>
+// One word of each lane, lane 0's first, in 16 bytes of each of the first eight lanes. Needs an
+// address that is a multiple of kAccessBytes.
+ZERO_EXT_HOST_DEVICE void store_lane_words(void* target, const LaneWords& words) {
+  constexpr int kOfAccess = static_cast<int>(kAccessBytes / sizeof(std::uint32_t));
+  AccessWords gathered[kLanesHere];
+  ZERO_EXT_UNROLL
+  for (int k = 0; k < kOfAccess; ++k) {
+    const LaneWords given =
+        words_from(words, [&](int lane) { return (lane * kOfAccess + k) % kWarpLanes; });
+    each_lane([&](int here, int) { gathered[here].at[k] = given.at[here]; });
+  }
+  each_lane([&](int here, int lane) {
+    if (lane >= kWarpLanes / kOfAccess) return;
+    store_words_globally(static_cast<std::uint32_t*>(target) + lane * kOfAccess, gathered[here]);
+  });
+}
+
+ZERO_EXT_HOST_DEVICE LaneWords load_lane_words(const void* source) {
+  constexpr int kOfAccess = static_cast<int>(kAccessBytes / sizeof(std::uint32_t));
+  AccessWords own[kLanesHere] = {};
+  each_lane([&](int here, int lane) {
+    if (lane >= kWarpLanes / kOfAccess) return;
+    own[here] = load_words(static_cast<const std::uint32_t*>(source) + lane * kOfAccess);
+  });
+  LaneWords result;
+  ZERO_EXT_UNROLL
+  for (int k = 0; k < kOfAccess; ++k) {
+    LaneWords words;
+    each_lane([&](int here, int) { words.at[here] = own[here].at[k]; });
+    const LaneWords given = words_from(words, [](int lane) { return lane / kOfAccess; });
+    each_lane([&](int here, int lane) {
+      if (lane % kOfAccess == k) result.at[here] = given.at[here];
+    });
+  }
+  return result;
+}
+
+template <int kGroupElements, int kRowCount, int kRowLanes = kWarpLanes>
 struct WarpTile {
   static constexpr int kGroup = kGroupElements;
   static constexpr int kRows = kRowCount;
-  static constexpr int kRow = kWarpLanes * kGroup;
-  static constexpr int kElements = kRow * kRows;
+  static constexpr int kRow = kRowLanes * kGroup;
+  static constexpr int kElements = kWarpLanes * kGroup * kRows;
   static constexpr int kHeld = kGroup * kRows;  // elements of a lane
 
   template <class T>
@@ -49,17 +88,18 @@ struct WarpTile {
 
   // The place in the tile of a lane's element.
   static ZERO_EXT_HOST_DEVICE int place(int lane, int held) {
-    return held / kGroup * kRow + lane * kGroup + held % kGroup;
+    return (lane / kRowLanes * kRows + held / kGroup) * kRow + lane % kRowLanes * kGroup +
+           held % kGroup;
   }
 
-  // Needs an address that is a multiple of kAccessBytes.
+  // Of rows that begin `stride` elements apart. Needs addresses that are multiples of kAccessBytes.
   template <class T>
-  static ZERO_EXT_HOST_DEVICE void load(const T* source, Held<T>& to) {
+  static ZERO_EXT_HOST_DEVICE void load(const T* source, Held<T>& to, std::int64_t stride = kRow) {
     ZERO_EXT_UNROLL
     for (int row = 0; row < kRows; row += kSpan<T>) {
       Words words;
       each_lane([&](int here, int lane) {
-        const AccessWords bits = load_words(source + place_of_access<T>(row, lane));
+        const AccessWords bits = load_words(source + place_of_access<T>(row, lane, stride));
         ZERO_EXT_UNROLL
         for (int w = 0; w < kWords; ++w) words.at[here][w] = bits.at[w];
       });
@@ -93,7 +133,7 @@ struct WarpTile {
         AccessWords bits;
         ZERO_EXT_UNROLL
         for (int w = 0; w < kWords; ++w) bits.at[w] = words.at[here][w];
-        store_words_globally(target + place_of_access<T>(row, lane), bits);
+        store_words_globally(target + place_of_access<T>(row, lane, kRow), bits);
       });
     }
   }
@@ -108,7 +148,8 @@ struct WarpTile {
         Access<T> group;
         ZERO_EXT_UNROLL
         for (int k = 0; k < kGroup; ++k) group.at[k] = from.at[here][row * kGroup + k];
-        store_words(target + place_of_access<T>(row, lane), std::bit_cast<AccessWords>(group));
+        store_words(target + place_of_access<T>(row, lane, kRow),
+                    std::bit_cast<AccessWords>(group));
       }
     });
   }
@@ -147,10 +188,10 @@ struct WarpTile {
 
   // First element of a lane's access among those of kSpan rows from `row` on.
   template <class T>
-  static ZERO_EXT_HOST_DEVICE int place_of_access(int row, int lane) {
-    static_assert(kSpan<T> >= 1 && kRows % kSpan<T> == 0);
+  static ZERO_EXT_HOST_DEVICE std::int64_t place_of_access(int row, int lane, std::int64_t stride) {
+    static_assert(kSpan<T> >= 1 && kRows % kSpan<T> == 0 && kRowLanes % kSpan<T> == 0);
     const int own = lane % kSpan<T>;
-    return (row + own) * kRow + (lane - own) * kGroup;
+    return (lane / kRowLanes * kRows + row + own) * stride + (lane % kRowLanes - own) * kGroup;
   }
 
   // Of kSpan neighbouring lanes, gives lane i its group of what lane j moves, as group j: the

@@ -12,8 +12,9 @@
 namespace zero_ext::cuda {
 
 struct WarpVector {
-  static constexpr int kHere = kLanesHere * kPackElements;
-  static constexpr int width = kWarpLanes * kPackElements;
+  static constexpr int kOwnElements = 8;  // of a lane
+  static constexpr int kHere = kLanesHere * kOwnElements;
+  static constexpr int width = kWarpLanes * kOwnElements;
   static constexpr int parts = 1;
   template <class T>
   static constexpr int lanes = width;
@@ -33,14 +34,14 @@ struct WarpVector {
   static ZERO_EXT_HOST_DEVICE Result each_loaded(const T* source, const Convert& convert) {
     using Tile = WarpTile<static_cast<int>(kAccessBytes / sizeof(T)),
                           width / (kWarpLanes * static_cast<int>(kAccessBytes / sizeof(T)))>;
-    static_assert(Tile::kHeld == kPackElements);
+    static_assert(Tile::kHeld == kOwnElements);
     typename Tile::template Held<T> own;
     Tile::load(source, own);
     Result result;
     each_lane([&](int here, int) {
       ZERO_EXT_UNROLL
-      for (int k = 0; k < kPackElements; ++k) {
-        result.at[here * kPackElements + k] = convert(own.at[here][k]);
+      for (int k = 0; k < kOwnElements; ++k) {
+        result.at[here * kOwnElements + k] = convert(own.at[here][k]);
       }
     });
     return result;
