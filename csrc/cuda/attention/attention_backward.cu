@@ -85,7 +85,7 @@ struct Backward {
     const AttentionRules rules = rules_of(problem);
     const PrepareGradients<T> prepare{
         rules.sizes, heads_of<T>(grad_output), heads_of<T>(output), logsumexp, reference, delta};
-    launch_warps(kOp, prepare, rules.sizes.query_rows());
+    launch_warps(kOp, prepare, prepare.work());
     const GradientInputs<T> inputs{rules,
                                    heads_of<T>(problem.query),
                                    heads_of<T>(problem.key),

@@ -4,11 +4,12 @@
 // (2023), the backward pass.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 
-#include "../machine/warp.h"
+#include "../machine/grid_place.h"
+#include "../machine/warp_tile.h"
 #include "attention_output.h"
 #include "attention_scores.h"
 #include "attention_shape.h"
@@ -51,9 +52,14 @@ ZERO_EXT_HOST_DEVICE float score_gradient(float weight, float value_product, flo
 
 // For every row of queries: what its scores are compared with (the logarithm of the sum of
 // exponentials; infinite where nothing was attended, so that every weight is 0), and
-// the sum of its outputs times their gradients. One warp a row.
+// the sum of its outputs times their gradients.
+//
+// A warp takes 32 neighbouring rows of a head, some at a time: as many neighbouring lanes have a
+// row as it takes accesses of 16 bytes. Then lane L has the results of row L.
 template <class T>
 struct PrepareGradients {
+  static constexpr int kGroup = static_cast<int>(kAccessBytes / sizeof(T));
+
   AttentionSizes sizes;
   Heads<const T> grad_output;
   Heads<const T> output;
@@ -61,26 +67,117 @@ struct PrepareGradients {
   float* reference;
   float* delta;
 
+  ZERO_EXT_HOST_DEVICE std::int64_t heads() const {
+    return std::int64_t{sizes.batch} * sizes.query_heads;
+  }
+  ZERO_EXT_HOST_DEVICE std::int64_t runs_of_head() const {
+    return (sizes.query_length + kWarpLanes - 1) / kWarpLanes;
+  }
+  // Warps that find something.
+  std::int64_t work() const { return heads() * runs_of_head(); }
+
   ZERO_EXT_FUNCTION void operator()(std::int64_t warp, std::int64_t warps) const {
-    for (std::int64_t row = warp; row < sizes.query_rows(); row += warps) {
-      const std::int64_t index = row % sizes.query_length;
-      const auto batch = static_cast<std::int32_t>(row / sizes.query_length / sizes.query_heads);
-      const auto head = static_cast<std::int32_t>(row / sizes.query_length % sizes.query_heads);
-      const T* grad = grad_output.of(batch, head) + index * grad_output.row_stride;
-      const T* own = output.of(batch, head) + index * output.row_stride;
-      double sum = 0.0;
-      for (int here = 0; here < kLanesHere; ++here) {
-        for (int i = lane_number(here); i < sizes.dim; i += kWarpLanes) {
-          sum += static_cast<double>(core::to_float(grad[i])) *
-                 static_cast<double>(core::to_float(own[i]));
-        }
-      }
-      sum = sum_of_warp(sum);
-      if (lane_number(0) != 0) continue;
-      const float total = logsumexp[row];
-      delta[row] = static_cast<float>(sum);
-      reference[row] = total == kMasked ? std::numeric_limits<float>::infinity() : total;
+    over_places(warp, warps, heads(), runs_of_head(), [&](std::int64_t number, std::int64_t run) {
+      const auto batch = static_cast<std::int32_t>(number) / sizes.query_heads;
+      const std::int32_t head = static_cast<std::int32_t>(number) - batch * sizes.query_heads;
+      const auto first = static_cast<std::int32_t>(run) * kWarpLanes;
+      const LaneWords sums = sum_rows(grad_output.of(batch, head), output.of(batch, head), first);
+      write(number * sizes.query_length + first, sizes.query_length - first, sums);
+    });
+  }
+
+  // Lanes that have a row: a power of two.
+  ZERO_EXT_HOST_DEVICE int lanes_of_row() const {
+    int lanes = 1;
+    while (lanes < kWarpLanes && lanes * kGroup < sizes.dim) lanes *= 2;
+    return lanes;
+  }
+
+  // The sums of 32 rows from `first` on, as bits.
+  ZERO_EXT_HOST_DEVICE LaneWords sum_rows(const T* grads, const T* outputs,
+                                          std::int32_t first) const {
+    const int lanes = lanes_of_row();
+    const int at_once = kWarpLanes / lanes;
+    LaneWords result;
+    each_lane([&](int here, int) { result.at[here] = 0; });
+    ZERO_EXT_UNROLL_LOADS_BY(2)
+    for (int step = 0; step < lanes; ++step) {
+      double sums[kLanesHere];
+      each_lane([&](int here, int lane) {
+        const std::int64_t row = first + step * at_once + lane / lanes;
+        sums[here] = row < sizes.query_length
+                         ? sum_some(grads + row * grad_output.row_stride,
+                                    outputs + row * output.row_stride, lane % lanes, lanes)
+                         : 0.0;
+      });
+      sum_of_group(sums, lanes);
+      LaneWords own;
+      each_lane([&](int here, int) {
+        own.at[here] = std::bit_cast<std::uint32_t>(static_cast<float>(sums[here]));
+      });
+      const LaneWords given = words_from(own, [&](int lane) { return lane % at_once * lanes; });
+      each_lane([&](int here, int lane) {
+        if (lane / at_once == step) result.at[here] = given.at[here];
+      });
     }
+    return result;
+  }
+
+  // What one of a row's lanes has of its sum. The elements behind its last whole access go one by
+  // one, and all of a row that does not begin at a multiple of 16 bytes.
+  ZERO_EXT_HOST_DEVICE double sum_some(const T* grads, const T* outputs, int own, int lanes) const {
+    double sum = 0.0;
+    const int whole = is_aligned(grads) && is_aligned(outputs) ? sizes.dim / kGroup : 0;
+    ZERO_EXT_UNROLL_BY(1)
+    for (int group = own; group < whole; group += lanes) {
+      const auto grad = std::bit_cast<Group>(load_words(grads + group * kGroup));
+      const auto out = std::bit_cast<Group>(load_words(outputs + group * kGroup));
+      ZERO_EXT_UNROLL
+      for (int k = 0; k < kGroup; ++k) sum += product(grad.at[k], out.at[k]);
+    }
+    ZERO_EXT_UNROLL_BY(1)
+    for (int i = whole * kGroup + own; i < sizes.dim; i += lanes) {
+      sum += product(grads[i], outputs[i]);
+    }
+    return sum;
+  }
+
+  // Results of the first `count` rows from row `begin` of all on.
+  ZERO_EXT_HOST_DEVICE void write(std::int64_t begin, std::int32_t count,
+                                  const LaneWords& sums) const {
+    const bool wide = count >= kWarpLanes && is_aligned(logsumexp + begin) &&
+                      is_aligned(reference + begin) && is_aligned(delta + begin);
+    LaneWords totals;
+    if (wide) {
+      totals = load_lane_words(logsumexp + begin);
+    } else {
+      each_lane([&](int here, int lane) {
+        const float total = lane < count ? logsumexp[begin + lane] : 0.0F;
+        totals.at[here] = std::bit_cast<std::uint32_t>(total);
+      });
+    }
+    each_lane([&](int here, int) {
+      if (std::bit_cast<float>(totals.at[here]) != kMasked) return;
+      totals.at[here] = core::kInfinityBits<float>;
+    });
+    if (wide) {
+      store_lane_words(delta + begin, sums);
+      store_lane_words(reference + begin, totals);
+      return;
+    }
+    each_lane([&](int here, int lane) {
+      if (lane >= count) return;
+      delta[begin + lane] = std::bit_cast<float>(sums.at[here]);
+      reference[begin + lane] = std::bit_cast<float>(totals.at[here]);
+    });
+  }
+
+ private:
+  struct Group {
+    T at[kGroup];
+  };
+  static ZERO_EXT_HOST_DEVICE double product(T grad, T out) {
+    return static_cast<double>(core::to_float(grad)) * static_cast<double>(core::to_float(out));
   }
 };
 
