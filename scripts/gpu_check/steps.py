@@ -17,11 +17,11 @@ NEEDED = ("numpy", "pydantic", "rich", "safetensors", "typer")
 TOY = ("--device", "cpu", "--toy")
 # Toy sizes gain nothing by threads, and lose much where the machine is busy; a GPU is not to take part.
 REHEARSAL = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-# The families of kernels that tests.gpu.exercise knows; each is a process, so a trap costs one of them.
+# The families of kernels that tests.gpu.exercise knows; each is a process, so a crash costs one of them.
 FAMILIES = ("adam", "lion", "lamb", "eight_bit", "flat", "signs", "integers", "attention")
 # Files of tests/gpu: kernels first, then the engine, from what everything rests on to what few use.
 TESTS = (
-    *("adam", "flat", "non_finite", "attention", "compression", "eight_bit", "lamb", "lion"),
+    *("adam", "flat", "non_finite", "attention", "compression", "eight_bit", "lamb", "lion", "device_errors"),
     *("equivalence", "groups", "memory", "graphs", "compile", "llama", "direct_storage"),
 )
 PARTS = ("correctness", "speed")

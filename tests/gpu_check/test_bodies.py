@@ -28,6 +28,12 @@ from tests.gpu.test_compression import (
     test_signs,
     test_what_is_not_finite_spreads_over_its_block,
 )
+from tests.gpu.test_device_errors import (
+    test_a_bad_layout_gives_zeros,
+    test_a_captured_step_with_bad_settings_changes_nothing_until_they_are_good,
+    test_a_negative_sum_reads_as_nan,
+    test_negative_values_of_the_unsigned_code_read_as_nan,
+)
 from tests.gpu.test_direct_storage import test_direct_storage_changes_no_bit
 from tests.gpu.test_eight_bit import test_adam_is_the_cpus, test_quantized_values_are_the_cpus
 from tests.gpu.test_equivalence import (
@@ -57,9 +63,12 @@ from tests.gpu.test_memory import test_device_bytes_are_the_ledgers as check_dev
 
 __all__ = [
     "deterministic",
+    "test_a_bad_layout_gives_zeros",
+    "test_a_captured_step_with_bad_settings_changes_nothing_until_they_are_good",
     "test_a_chain_over_many_units_is_one_graph",
     "test_a_factor_that_is_not_finite_skips_the_step",
     "test_a_graph_sees_new_values",
+    "test_a_negative_sum_reads_as_nan",
     "test_a_second_hundred_steps_take_no_more",
     "test_a_thousand_pieces_in_one_call",
     "test_adam_is_the_cpus",
@@ -73,6 +82,7 @@ __all__ = [
     "test_lamb_is_the_cpus",
     "test_long_ranges_of_any_alignment",
     "test_narrow_moments_train_alike_in_every_tier",
+    "test_negative_values_of_the_unsigned_code_read_as_nan",
     "test_norms_of_long_segments",
     "test_pieces",
     "test_quantized_values_are_the_cpus",
