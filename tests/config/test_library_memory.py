@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero_ext.config.library_memory import autograd_gradient_bytes, communicator_bytes
+from zero_ext.config.library_memory import UnitGradientBytes, autograd_gradient_bytes, communicator_bytes
 
 MIB = 1 << 20
 
@@ -34,10 +34,12 @@ def test_buffers_of_a_communicator(
     ("units", "nbytes"),
     [
         ([], 0),
-        ([(30, 0), (70, 0), (20, 0)], 70),
-        ([(30, 0), (70, 0), (20, 20)], 90),  # the tied table waits while the largest unit is collected
-        ([(30, 0), (70, 50)], 170),  # and for its second gradient, and their sum
+        ([(30, 30, 0), (70, 10, 0), (9, 5, 0)], 75),  # the next unit's first comes before they are let go
+        ([(30, 30, 0), (70, 40, 0), (9, 1, 0)], 71),
+        ([(70, 30, 0), (60, 5, 0)], 75),
+        ([(30, 30, 0), (70, 10, 0), (20, 20, 20)], 130),  # of a tied table two gradients wait, and their sum
+        ([(30, 30, 0), (70, 50, 50)], 180),
     ],
 )
-def test_gradients_that_autograd_holds(units: list[tuple[int, int]], nbytes: int) -> None:
-    assert autograd_gradient_bytes(units) == nbytes
+def test_gradients_that_autograd_holds(units: list[tuple[int, int, int]], nbytes: int) -> None:
+    assert autograd_gradient_bytes(UnitGradientBytes(*unit) for unit in units) == nbytes

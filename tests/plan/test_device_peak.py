@@ -47,7 +47,7 @@ class DeviceDecoder(Decoder):
 
 
 class Unpacked:
-    """The most bytes of gradients that an engine's units had received and not packed."""
+    """The most bytes of gradients that autograd had made and nobody had let go of."""
 
     def __init__(self, engine: Engine) -> None:
         self._all = engine.reducer.gradients
@@ -55,9 +55,10 @@ class Unpacked:
         add = UnitGradients.add
 
         def watched(gradients: UnitGradients, index: int, gradient: torch.Tensor) -> None:
+            waiting = [each for one in self._all for _, each in one._waiting]
+            held = engine.tiers.device.reduction_stream._held  # being packed, until the next one comes
+            self.most = max(self.most, sum(each.nbytes for each in (*waiting, *held, gradient)))
             add(gradients, index, gradient)
-            waiting = (each.nbytes for one in self._all for _, each in one._waiting)
-            self.most = max(self.most, sum(waiting))
 
         self.watching = mock.patch.object(UnitGradients, "add", watched)
 
@@ -66,7 +67,7 @@ def train(
     world: World, found: PlannedModel, config: dict[str, Any], micro_batches: int
 ) -> tuple[Engine, int, int]:
     """The engine after three steps, the most bytes that the last one had on the device, and the most of
-    unpacked gradients."""
+    autograd's gradients."""
     gc.collect()
     before = torch.accelerator.memory_allocated()
     torch.manual_seed(0)
@@ -109,8 +110,11 @@ def test_a_device_holds_at_most_what_was_planned(
     assert needs.device["NCCL"] == communicator_bytes(world.size, 8, {})
     assert sum(of_rank(needs, "device").values()) == pytest.approx(held, rel=WITHIN)
     autograd = needs.device["autograd"]
+    # Plans do not know which gradient of a unit comes first, while the unit before it is being packed.
+    first = 2 * max(parameter.numel() for unit in engine.units for parameter in unit.parameters)
     if not tied:  # else some of it waits inside autograd, unseen
-        assert autograd == pytest.approx(unpacked, rel=WITHIN)
+        assert unpacked <= (1 + WITHIN) * autograd, (unpacked, autograd)
+        assert unpacked >= autograd - first, (unpacked, autograd)
     wanted = sum(of_rank(needs, "device").values()) + autograd
     assert most <= wanted + ACTIVATIONS, (most, wanted)
-    assert most >= (1 - WITHIN) * wanted, (most, wanted)
+    assert most >= (1 - WITHIN) * wanted - first, (most, wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 NCCL_BUFFER_BYTES = 4 << 20
 NCCL_CHANNELS = 32
@@ -32,18 +33,30 @@ def communicator_bytes(
     return buffer * channels * (int(not opened) + int(ranks_per_node > 1) + int(nodes > 1))
 
 
-def autograd_gradient_bytes(units: Iterable[tuple[int, int]]) -> int:
+class UnitGradientBytes(NamedTuple):
+    """Bytes of the gradients of one unit: all, those of its largest parameter, those of shared parameters."""
+
+    all: int
+    largest: int
+    shared: int = 0
+
+
+def autograd_gradient_bytes(units: Iterable[UnitGradientBytes]) -> int:
     """Return the most bytes of gradients that autograd holds before the engine has packed them.
 
     An accelerator packs the gradients of a unit with one kernel when the last of them is there, so those of
-    one unit live together. Autograd keeps the gradient of a parameter that several modules share from its
+    one unit live together. The kernel runs beside backward, and they live until the next unit's first
+    gradient comes. Autograd keeps the gradient of a parameter that several modules share from its
     last use in forward to its first, and makes a third of the two there.
 
     Args:
-        units: For each trained unit the bytes of its gradients, and those of its shared parameters.
+        units: The trained units in the order in which backward completes them.
     """
-    sizes = list(units)
-    return max((nbytes + shared for nbytes, shared in sizes), default=0) + sum(shared for _, shared in sizes)
+    most = shared = before = 0
+    for unit in units:
+        most = max(most, unit.all + unit.shared, before + unit.largest + unit.shared)
+        shared, before = shared + unit.shared, unit.all
+    return most + shared
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -34,7 +34,8 @@ class StagedUnit:
     is gathered from the one to the other, in backward if that ``rereads`` it. Its own gradients come in
     backward from the parameter ``comes`` on, the last of them while backward is at ``completes`` (first and
     last); None where it has none. As many groups of ranks as ``replicas`` have all shards; only what
-    ``is_float`` is gathered in codes. ``shared_bytes`` are those of parameters that several modules share.
+    ``is_float`` is gathered in codes. ``shared_bytes`` are those of parameters that several modules share,
+    ``largest_bytes`` those of its largest parameter.
     """
 
     name: str
@@ -49,6 +50,7 @@ class StagedUnit:
     is_float: bool = True
     rereads: bool = True
     shared_bytes: int = 0
+    largest_bytes: int = 0
 
     @property
     def shard_numel(self) -> int:

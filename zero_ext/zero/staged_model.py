@@ -90,6 +90,7 @@ def _staged_units(
                 layout.dtype.is_floating_point,
                 not all(looks_up(owner) for item in plan.members for owner in item.owners),
                 sum(item.spec.numel for item in plan.members if len(item.owners) > 1) * layout.dtype.itemsize,
+                max(item.spec.numel for item in plan.members) * layout.dtype.itemsize,
             )
         )
     return found

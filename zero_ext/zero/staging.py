@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zero_ext.config import Tier, ZeroConfig
-from zero_ext.config.library_memory import autograd_gradient_bytes
+from zero_ext.config.library_memory import UnitGradientBytes, autograd_gradient_bytes
 from zero_ext.config.pace import HOMES_UNDER_WAY
 from zero_ext.config.placement import Placement
 from zero_ext.config.rooms import (
@@ -137,8 +137,7 @@ def staging_of(
         )
     ring = config.offload.ring_bytes if config.offload.optimizer == "nvme" else 0
     landings = _landing_bytes(trained, config) if accelerated else 0
-    autograd = autograd_gradient_bytes((unit.nbytes, unit.shared_bytes) for unit in trained)
-    return Staging(pool, demands, rooms, ring, landings, transit, autograd)
+    return Staging(pool, demands, rooms, ring, landings, transit, _autograd_bytes(trained))
 
 
 def arrive_together(blocks: Sequence[tuple[int, int] | None]) -> list[tuple[int, int]]:
@@ -170,6 +169,15 @@ def bucket_groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
         groups[-1].append(number)
         filled += size
     return groups
+
+
+def _autograd_bytes(trained: Sequence[StagedUnit]) -> int:
+    # Of those that may be complete at the same parameter, a block's own unit has what forward uses first.
+    when = {id(unit): unit.completes or (0, 0) for unit in trained}
+    backward = sorted(trained, key=lambda unit: (when[id(unit)][0], -when[id(unit)][1]))[::-1]
+    return autograd_gradient_bytes(
+        UnitGradientBytes(unit.nbytes, unit.largest_bytes, unit.shared_bytes) for unit in backward
+    )
 
 
 def _owned_numel(unit: StagedUnit) -> int:

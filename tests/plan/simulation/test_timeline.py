@@ -188,7 +188,7 @@ def test_memory_is_that_of_the_formula_and_of_what_passes_through() -> None:
         "passing through": 6 * 4096,
         "activations": 14,
         "outputs of blocks": 30,
-        "autograd": 2 * 32 * 2,
+        "autograd": 2 * 32 * 2 + 10 * 2,  # and what the next unit brings first
         "NCCL": 2 * 32 * (4 << 20),
     }
     state = 3 * 32 * 12

@@ -85,6 +85,7 @@ def planned_units(
             min(own),
             rereads=first.rereads,
             shared_bytes=PARAMETER_BYTES * sum(sizes[number] for number in unit if parameters[number].tied),
+            largest_bytes=PARAMETER_BYTES * max(sizes[number] for number in unit),
         )
 
 
