@@ -17,16 +17,19 @@ What nvcc's assembler and the machine code say of every kernel of module `_C_cud
 `python -m scripts.cuda_check --report docs/cuda_kernels.md`. Nothing here was measured on a GPU.
 
 {compiler}; {architectures}, and PTX for later GPUs. {count} kernels, {spilling} with spilled registers,
-{narrow} streaming kernels with an access of fewer than 16 bytes in the main loop, {divisions} kernels with a
-64-bit division in a loop.
+{narrow} streaming kernels with an access of fewer than 16 bytes where buffers are aligned, {divisions}
+kernels with a 64-bit division in a loop.
 
 Stack is bytes per thread, shared memory bytes per block, without what attention is given at its launch
 (`csrc/cuda/attention/attention_shape.h`: at most 99 KiB). The other columns are of {described}:
 
 - *occupancy*: the share of a processor's warps that run at once, from registers, static shared memory and the
   block's threads. Attention's shared memory lowers its occupancy further.
-- *bytes* and *instructions*: per element in the main loop of a streaming kernel, which is the innermost loop
-  that moves most bytes in accesses of 16 bytes. All its branches count, also those that exclude each other.
+- *bytes* and *instructions*: per element in the main loop of a streaming kernel. That is the most deeply
+  nested loop with accesses of 16 bytes, and of several the one that moves most in them. All its branches
+  count, also those that exclude each other. Where messages are summed, the main loop has one message's
+  elements, and the sum moves behind it. Of a kernel without a loop everything counts that is not for
+  unaligned buffers.
 - *widths*: bytes per thread of each access of global memory there.
 - *copy rate*: an **estimate** of the share of the copy rate of an H100, min(1, issue, latency).
   *issue* is (rate of instructions / instructions per element) / (copy rate / bytes per element).
@@ -63,6 +66,13 @@ class Checked:
             )
         if self.stream is not None and self.stream.narrow > 0:
             found.append(f"expected accesses of 16 bytes in the main loop, got {widths(self.stream)}")
+        if self.stream is not None and self.stream.lacking_bytes > 0:
+            found.append(
+                "expected all bytes outside the main loop in accesses of 16, "
+                f"got {self.stream.lacking_bytes:g} too few of a thread's"
+            )
+        if self.stream is not None and self.stream.divisions > 0:
+            found.append(f"expected no 64-bit division in a loop, got {self.stream.divisions}")
         return [f"{self.kernel.architecture} {self.kernel.name}: {each}." for each in found]
 
 
@@ -103,10 +113,14 @@ def table(checked: Sequence[Checked], compiler: str) -> str:
         compiler=compiler,
         architectures=", ".join(architectures),
         count=len(by_kernel),
-        spilling=sum(each.kernel.spilled_bytes > 0 for each in checked),
-        narrow=sum(each.stream is not None and each.stream.narrow > 0 for each in checked),
-        divisions=sum(
-            each.code is not None and each.code.function.divisions_in_loops > 0 for each in checked
+        spilling=_count(each for each in checked if each.kernel.spilled_bytes > 0),
+        narrow=_count(
+            each
+            for each in checked
+            if each.stream is not None and (each.stream.narrow > 0 or each.stream.lacking_bytes > 0)
+        ),
+        divisions=_count(
+            each for each in checked if each.code is not None and each.code.function.divisions_in_loops > 0
         ),
         described=architectures[-1],
         processors=streams.PROCESSORS,

@@ -82,23 +82,21 @@ class Function:
 
     @cached_property
     def main_loop(self) -> Loop | None:
-        """The innermost loop that moves most bytes in accesses of 16 bytes; None if no loop has one."""
+        """The most deeply nested loop with accesses of 16 bytes; of several the one that moves most."""
+        sets = {loop: set(loop.instructions) for loop in self.loops}
 
-        def wide(loop: Loop) -> int:
-            return loop.bytes("LDG", 16) + loop.bytes("STG", 16)
+        def rank(loop: Loop) -> tuple[int, int]:
+            depth = sum(sets[loop] <= other for other in sets.values())
+            return depth, loop.bytes("LDG", 16) + loop.bytes("STG", 16)
 
-        found = [loop for loop in self.loops if wide(loop) > 0]
-        sets = [set(loop.instructions) for loop in found]
-        inner = [
-            loop for loop, own in zip(found, sets, strict=True) if not any(other < own for other in sets)
-        ]
-        return max(inner, key=wide, default=None)
+        return max((loop for loop in self.loops if rank(loop)[1] > 0), key=rank, default=None)
 
     @cached_property
     def divisions_in_loops(self) -> int:
         """Calls of the subroutine of 64-bit division from within a loop."""
         in_loops = {each for loop in self.loops for each in loop.instructions}
-        return sum(self._divides(call) for call in in_loops if call.opcode == "CALL")
+        calls = [each for each in in_loops if each.opcode == "CALL" and not _branches(each)]
+        return sum(self._divides(call) for call in calls)
 
     def _divides(self, call: Instruction) -> bool:
         for each in self.instructions:
@@ -157,6 +155,9 @@ def _loops(instructions: tuple[Instruction, ...]) -> list[Loop]:
 
 
 def _branches(instruction: Instruction) -> bool:
+    # A call under a condition has no address to return to: it is how some loops are left.
+    if instruction.opcode == "CALL":
+        return instruction.is_predicated
     # BRA.DIV leaves only where the lanes of a warp have diverged.
     return instruction.opcode == "BRA" and not instruction.name.startswith("BRA.DIV")
 

@@ -13,9 +13,10 @@ of the GPU are those of an H100 SXM. The latency is a guess for busy memory. Not
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from scripts.cuda_check import sass
 from scripts.cuda_check.disassembler import Code
 
 WIDE_BYTES = 16
@@ -63,8 +64,32 @@ def _move(flat: str, element: str, move: str) -> float:
     return SIZES[flat] * (2 if move == "AccumulateElement" else 1) + SIZES[element]
 
 
-# Bytes per element that the main loop of a kernel moves, by its template and the arguments of that.
-FAMILIES: dict[str, Callable[..., float]] = {
+def _bits(code: str) -> int:
+    """Bits of an integer code or of the messages of a sum."""
+    return int(family(code)[1][0])
+
+
+def _quantize(source: str, code: str) -> float:
+    """Values to words; or the words of a message, of which a sum has a loop of its own."""
+    template, (values, *_) = family(source)
+    return SIZES[values] + _bits(code) / 8 if template == "IntegerValues" else _bits(source) / 8
+
+
+def _is_one(messages: str) -> bool:
+    return family(messages)[1][1] == "true"
+
+
+def _write(source: str, out: str) -> float:
+    return _bits(source) / 8 + (2 * SIZES[out] if _is_one(source) else 0)
+
+
+def _compress(terms: str) -> float | None:
+    return 1 / 8 if terms == "SignSum" else None
+
+
+# Bytes per element that the main loop of a kernel moves, by its template and the arguments of that; None of a
+# kernel without one. Scales that all lanes of a warp read are no bytes of an element's.
+FAMILIES: dict[str, Callable[..., float | None]] = {
     "FlatStep": _step,
     "AdamBlocks": lambda grad, param: 8 + 4 + SIZES[grad] + SIZES[param],
     "AddLambSquares": lambda moment, grad: 4 + 2 * SIZES[moment] + SIZES[grad],
@@ -74,18 +99,54 @@ FAMILIES: dict[str, Callable[..., float]] = {
     "AddSquares": lambda values: SIZES[values],
     "QuantizeBlocks": lambda code: 4 + 1,
     "DequantizeBlocks": lambda code: 4 + 1,
+    "QuantizeIntegers": _quantize,
+    "WriteIntegers": _write,
+    "CompressSigns": _compress,
+    "ExpandSigns": lambda out: 2 * SIZES[out],
+    "SumSigns": lambda: 1 / 8,
+    "PrepareGradients": lambda values: 2 * SIZES[values],
+}
+
+# Elements of a thread in one pass of the kernels that move something outside their main loop.
+PASS = 32
+
+
+def _compress_pass(terms: str) -> tuple[float, float]:
+    values = 0 if terms == "SignSum" else SIZES[family(terms)[1][0]]
+    return PASS * (values + 4), PASS * 4 + WIDE_BYTES
+
+
+def _quantize_pass(source: str, code: str) -> tuple[float, float]:
+    return 0, PASS * _bits(code) / 8 + WIDE_BYTES if family(source)[0] == "IntegerSum" else 0
+
+
+def _write_pass(source: str, out: str) -> tuple[float, float]:
+    moved = 0 if _is_one(source) else PASS * SIZES[out]
+    return moved, moved
+
+
+# Bytes that a thread loads and stores outside the main loop, in accesses of 16 bytes where buffers allow it.
+# There may be narrower ones besides: scales, and what a block does where they do not.
+PASSES: dict[str, Callable[..., tuple[float, float]]] = {
+    "QuantizeIntegers": _quantize_pass,
+    "WriteIntegers": _write_pass,
+    "CompressSigns": _compress_pass,
+    "SumSigns": lambda: (PASS * 4, PASS * 4),
+    "PrepareGradients": lambda values: (WIDE_BYTES, 2 * WIDE_BYTES),
 }
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The main loop of a streaming kernel on one architecture."""
+    """The main loop of a streaming kernel on one architecture, or the whole of one that has no loop."""
 
     bytes_per_element: float
     instructions_per_element: float
     widths: tuple[int, ...]  # of its accesses of global memory, in bytes per thread
     loaded_bytes: int  # per thread and round
     elements: float  # per thread and round
+    lacking_bytes: float = 0  # that accesses of 16 bytes should move outside the main loop
+    divisions: int = 0  # of 64 bits, in loops
 
     @property
     def narrow(self) -> int:
@@ -104,11 +165,21 @@ class Stream:
 def family(name: str) -> tuple[str, list[str]]:
     """A kernel's template and the arguments of that."""
     found = re.fullmatch(r"(\w+)<(.*)>", name)
-    return (found[1], [each.strip() for each in found[2].split(",")]) if found else (name, [])
+    if found is None:
+        return name, []
+    arguments = [""]
+    depth = 0
+    for each in found[2]:
+        depth += (each == "<") - (each == ">")
+        if each == "," and depth == 0:
+            arguments.append("")
+        else:
+            arguments[-1] += each
+    return found[1], [each.strip() for each in arguments]
 
 
 def stream(name: str, code: Code) -> Stream | None:
-    """The main loop of a streaming kernel; None of another kernel.
+    """How a streaming kernel moves its elements; None of another kernel.
 
     Raises:
         RuntimeError: no loop of a streaming kernel has an access of 16 bytes.
@@ -116,18 +187,43 @@ def stream(name: str, code: Code) -> Stream | None:
     template, arguments = family(name)
     if template not in FAMILIES:
         return None
+    per_element = FAMILIES[template](*arguments)
+    if per_element is None:
+        return _whole(code.function, *PASSES[template](*arguments))
     loop = code.function.main_loop
     if loop is None:
         raise RuntimeError(
             f"{name}: expected a main loop with accesses of 16 bytes, got none in its machine code."
         )
-    per_element = FAMILIES[template](*arguments)
     loaded = loop.bytes("LDG")
     elements = (loaded + loop.bytes("STG")) / per_element
+    besides = PASSES[template](*arguments) if template in PASSES else (0, 0)
     return Stream(
         per_element,
         len(loop.instructions) / elements,
         tuple(sorted(each.width for each in loop.accesses)),
         loaded,
         elements,
+        _lacking(set(code.function.instructions) - set(loop.instructions), *besides),
+        code.function.divisions_in_loops,
     )
+
+
+def _whole(function: sass.Function, loaded: float, stored: float) -> Stream:
+    """A kernel that has no main loop: what it does once. Its loops are for what is not aligned."""
+    once = set(function.instructions).difference(*(each.instructions for each in function.loops))
+    return Stream(
+        (loaded + stored) / PASS,
+        len(once) / PASS,
+        tuple(each.width for each in once if each.is_global and each.width >= WIDE_BYTES),
+        int(loaded),
+        PASS,
+        _lacking(once, loaded, stored),
+        function.divisions_in_loops,
+    )
+
+
+def _lacking(instructions: Iterable[sass.Instruction], loaded: float, stored: float) -> float:
+    found = sass.Loop(tuple(instructions))
+    loads, stores = found.bytes("LDG", WIDE_BYTES), found.bytes("STG", WIDE_BYTES)
+    return max(0, loaded - loads) + max(0, stored - stores)

@@ -56,17 +56,37 @@ def test_what_the_assembler_says_becomes_a_row_and_a_fault() -> None:
 
 def test_machine_code_becomes_columns_and_a_fault(dump: str) -> None:
     second = kernels()[1]
-    wide = checked(second, dump.format(architecture="sm_90", called="0xe0", width=".128"))
+    wide = checked(second, dump.format(architecture="sm_90", called="0x100", width=".128"))
     assert wide.faults == []
     # 72 registers leave room for 3 blocks of 8 warps; 48 bytes of 2 for each element in 6 instructions.
     cells = "| 72 | 0 | 0 | 0 | 38% | 2 | 0.2 | 3 x 16 | 100% |"
     assert f"| `SumShards<float, BFloat16>` {cells}" in table([wide], "nvcc 1.2")
     assert "copy rate estimated 100%  SumShards" in lines([wide])
-    narrow = checked(second, dump.format(architecture="sm_90", called="0xe0", width=".64"))
+    narrow = checked(second, dump.format(architecture="sm_90", called="0x100", width=".64"))
     assert narrow.faults == [
         "sm_90 SumShards<float, BFloat16>: expected accesses of 16 bytes in the main loop, got 1 x 8, 2 x 16."
     ]
     assert "1 streaming kernels with an access of fewer" in table([narrow], "nvcc 1.2")
+
+
+def test_a_64_bit_division_in_a_loop_of_a_streaming_kernel_is_a_fault(dump: str) -> None:
+    divides = checked(kernels()[1], dump.format(architecture="sm_90", called="0xe0", width=".128"))
+    assert divides.faults == [
+        "sm_90 SumShards<float, BFloat16>: expected no 64-bit division in a loop, got 1."
+    ]
+    assert "1\nkernels with a 64-bit division" in table([divides], "nvcc 1.2")
+
+
+def test_bytes_that_lack_outside_the_main_loop_are_a_fault(dump: str) -> None:
+    (function,) = sass.functions(dump.format(architecture="sm_90", called="0x100", width=".128"))
+    code = Code(function, threads=256)
+    # The results of 32 elements are loaded, to be added to, and stored behind the loop of the messages.
+    found = Checked(kernels()[1], code, streams.stream("SumSigns", code))
+    assert found.faults == [
+        "sm_90 SumShards<float, BFloat16>: expected all bytes outside the main loop in accesses of 16, "
+        "got 256 too few of a thread's."
+    ]
+    assert "1 streaming kernels with an access of fewer" in table([found], "nvcc 1.2")
 
 
 def test_the_check_says_so_when_there_is_no_nvcc(tmp_path: Path) -> None:

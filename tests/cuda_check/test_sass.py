@@ -19,6 +19,31 @@ def test_the_main_loop_is_the_innermost_one_with_wide_accesses(dump: str) -> Non
     assert len(found.loops) == 2
 
 
+def test_of_loops_with_wide_accesses_the_deepest_is_the_main_one(dump: str) -> None:
+    """A loop beside it, around no other, may move more."""
+    wide = "STG.E.128 [R6.64], R4 ;"
+    beside = "".join(
+        f"        /*{address:04x}*/                   {line}                     /* 0x0 */\n"
+        for address, line in [(0x120, wide), (0x130, wide), (0x140, wide), (0x150, wide), (0x160, "NOP ;")]
+    )
+    beside += "        /*0170*/               @P0 BRA 0x120 ;                     /* 0x0 */\n"
+    beside += "        /*0180*/                   EXIT ;                          /* 0x0 */\n"
+    text = dump.format(architecture="sm_80", called="0x100", width=".128")
+    text = text.replace("EXIT ;  ", "BRA 0x120 ;", 1).replace("\t\t.........", beside + "\t\t.........")
+    (found,) = sass.functions(text)
+    assert sorted(each.bytes("STG", 16) for each in found.loops) == [16, 16, 64]
+    assert found.main_loop is not None
+    assert found.main_loop.instructions[0].address == 0x40
+
+
+def test_a_call_under_a_condition_leaves_a_loop_and_is_no_subroutine(dump: str) -> None:
+    text = dump.format(architecture="sm_80", called="0x100", width=".128")
+    text = text.replace("@P2 BRA 0x20", "@P2 CALL.REL.NOINC 0xd0").replace("EXIT ;", "BRA 0x20 ;", 1)
+    (found,) = sass.functions(text.replace("BRA 0xd0;", "EXIT ;"))
+    assert found.divisions_in_loops == 0
+    assert max(len(each.instructions) for each in found.loops) == 11
+
+
 def test_a_narrow_access_has_its_width(dump: str) -> None:
     widths = {"": 4, ".64": 8, ".U16": 2, ".S8": 1}
     for name, wanted in widths.items():

@@ -40,9 +40,15 @@ def code_of(text: str) -> Code:
         ("MovePieces<float, BFloat16, AccumulateElement>", 8 + 2),
         ("MovePieces<float, BFloat16, UnpackElement>", 4 + 2),
         ("AdamBlocks<BFloat16, NoParam>", 8 + 4 + 2),
+        ("QuantizeIntegers<IntegerValues<BFloat16>, IntegerCode<4, true>>", 2 + 1 / 2),
+        ("QuantizeIntegers<IntegerSum<4, false>, IntegerCode<8, false>>", 1 / 2),
+        ("WriteIntegers<IntegerSum<8, true>, BFloat16>", 1 + 2 + 2),
+        ("WriteIntegers<IntegerSum<8, false>, float>", 1),
+        ("ExpandSigns<Float16>", 2 + 2),
+        ("CompressSigns<SignSum>", 1 / 8),
     ],
 )
-def test_a_kernel_moves_what_its_types_say(dump: str, name: str, wanted: int) -> None:
+def test_a_kernel_moves_what_its_types_say(dump: str, name: str, wanted: float) -> None:
     found = streams.stream(name, code_of(dump.format(architecture="sm_90", called="0xe0", width=".128")))
     assert found is not None
     assert found.bytes_per_element == wanted
@@ -56,6 +62,26 @@ def test_a_narrow_access_in_the_main_loop_is_counted(dump: str) -> None:
     text = dump.format(architecture="sm_90", called="0xe0", width=".64")
     found = streams.stream("MovePieces<float, float, PackElement>", code_of(text))
     assert found is not None and found.narrow == 1
+
+
+def test_arguments_of_templates_may_be_templates() -> None:
+    name = "QuantizeIntegers<IntegerSum<4, false>, IntegerCode<8, true>>"
+    assert streams.family(name) == ("QuantizeIntegers", ["IntegerSum<4, false>", "IntegerCode<8, true>"])
+    assert streams.family("SumSigns") == ("SumSigns", [])
+
+
+def test_a_kernel_without_a_main_loop_counts_what_it_does_once(dump: str) -> None:
+    text = dump.format(architecture="sm_90", called="0x100", width=".128")
+    straight = text.replace("@P0 BRA 0x40", "NOP").replace("@P2 BRA 0x20", "NOP")
+    found = streams.stream("CompressSigns<SignValues<BFloat16>>", code_of(straight))
+    assert found is not None
+    # Values and errors are loaded, errors and words of bits stored, of 32 elements.
+    loaded, stored = 32 * (2 + 4), 32 * 4 + 16
+    assert found.bytes_per_element == (loaded + stored) / 32
+    assert (found.widths, found.narrow, found.elements) == ((16, 16, 16), 0, 32)
+    assert found.lacking_bytes == loaded - 32 + stored - 16
+    looped = streams.stream("CompressSigns<SignValues<BFloat16>>", code_of(text))
+    assert looped is not None and looped.lacking_bytes == loaded + stored
 
 
 def test_other_kernels_do_not_stream_and_a_streaming_one_needs_a_main_loop(dump: str) -> None:
