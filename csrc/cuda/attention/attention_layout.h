@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "../machine/fault.h"
+#include "../machine/grid_place.h"
 #include "../machine/registers.h"
 #include "../machine/warp.h"
 
@@ -71,8 +72,8 @@ struct CheckLists {
   std::int64_t limit;
 
   ZERO_EXT_FUNCTION void operator()(std::int64_t thread, std::int64_t threads) const {
-    for (std::int64_t list = thread; list < heads * count; list += threads) {
-      const std::int64_t at = list / count * (count + 1) + list % count;
+    over_places(thread, threads, heads, count, [&](std::int64_t head, std::int64_t list) {
+      const std::int64_t at = head * (count + 1) + list;
       const std::int64_t begin = pointers[at];
       const std::int64_t end = pointers[at + 1];
       // Lists of heads that overlap would have unions that do.
@@ -83,7 +84,7 @@ struct CheckLists {
       } else {
         check_blocks(begin, end);
       }
-    }
+    });
   }
 
  private:
