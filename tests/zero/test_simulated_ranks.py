@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import zero_ext
 from tests.accelerator.stand_in import enable
+from zero_ext.comm.process_group import make_collectives
 from zero_ext.plan import TrainingState, model_state_bytes, wire_elements
 from zero_ext.zero import engine_of
 from zero_ext.zero.layout import ALIGNMENT_BYTES
@@ -159,7 +160,37 @@ def test_bytes_and_wire_elements_equal_the_formula() -> None:
     )
 
 
+def test_collectives_of_groups_and_of_unequal_tensors_end() -> None:
+    (found,) = simulated("groups")
+    same = [7.0] * 5
+    assert found == {"broadcast here": same, "broadcast there": same, "sent": [7.0], "sum": same}
+
+
+def exchanged() -> dict[str, list[float]]:
+    """What a rank of simulated ones has after collectives in which little fits what another rank sends."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    whole = make_collectives(None, 10.0)
+    group = whole.among([0, 2, 4, 6])
+    mine = group.broadcast_(torch.full((5,), 7.0), 0, "broadcast")
+    theirs = group.broadcast_(torch.full((5,), 7.0), 1, "broadcast")
+    sent = torch.full((1,), 7.0)
+    receives, sends = [sent] + [torch.ones(3)] * 3, [sent] + [torch.ones(2)] * 3
+    group.exchange_messages(receives, sends, "scalars", 1, "exchange").wait()
+    dist.destroy_process_group()
+    return {
+        "broadcast here": mine.tolist(),
+        "broadcast there": theirs.tolist(),
+        "sent": sent.tolist(),
+        "sum": whole.sum_(torch.full((5,), 7.0), "sum").tolist(),
+    }
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "groups":
+        print(json.dumps(exchanged()))
+        sys.exit()
     if sys.argv[1] == "stand_in":
         enable()
     for setting in SETTINGS if sys.argv[1] == "cpu" else [(2, 1, False), (3, 1, False)]:

@@ -158,7 +158,7 @@ class Collectives:
         in the same log. All ranks belong to groups of one size, which do everything at the same time."""
         nodes = self.nodes.among(ranks)
         wanted: Reduction = "rank_order" if self.reduction == "rank_order" else "node_order"
-        group = Collectives(
+        group = type(self)(
             SubsetExchange(self._gathers.unordered, ranks),
             SubsetExchange(self._reductions.unordered, ranks),
             self.wire,

@@ -114,8 +114,8 @@ def _simulated(
 ) -> Collectives:
     """The collectives of one rank among simulated ones, which answer nothing: one call of the group's backend
     each, as of any backend that has collectives of its own."""
-    exchange = BackendExchange(parent._get_backend(CPU), owns=False)
-    return Collectives(
+    exchange = _Simulated(parent._get_backend(CPU), owns=False)
+    return _SimulatedCollectives(
         exchange,
         exchange,
         WireLog(),
@@ -153,6 +153,29 @@ def alone(ranks_per_node: int | None = None) -> Collectives:
     nodes = NodeMap(0, 1, ranks_per_node or 1)
     own = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     return Collectives(_NoPeers(0, 1), _NoPeers(0, 1), WireLog(), nodes, ranks=[own])
+
+
+class _SimulatedCollectives(Collectives):
+    """The collectives of one rank among simulated ones, of whose facts nothing comes: sums are its own."""
+
+    def _start_sum(self, tensor: torch.Tensor, label: str) -> Sequence[Waitable]:
+        return [self._reductions.all_reduce(tensor)]
+
+
+class _Simulated(BackendExchange):
+    """The exchange of one rank among simulated ones."""
+
+    def all_to_all(
+        self, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], tag: int = 0
+    ) -> Sequence[Waitable]:
+        # In place of what another rank sends, torch's backend copies what goes to it. Where the one is no
+        # room for the other, nothing comes.
+        fits = [one.shape == other.shape for one, other in zip(receives, sends, strict=True)]
+        taken, given = (
+            [each if fit else each[:0] for each, fit in zip(many, fits, strict=True)]
+            for many in (receives, sends)
+        )
+        return super().all_to_all(taken, given, tag)
 
 
 class _NoPeers(PointToPoint):
