@@ -89,6 +89,9 @@ class UnitPolicy(Policy):
         persistence_threshold: parameters with fewer elements stay gathered in stage 3.
         live_elements: cap on gathered elements at any time in stage 3.
         prefetch_elements: elements gathered ahead of their use in stage 3; at least the next unit, unless 0.
+        reuse_elements: in stage 3 a unit stays gathered after its use if no more elements are used before it
+            is needed again, and `live_elements` allows; twice the model's elements keep all from forward to
+            backward, which sends what stage 2 sends. What is needed next stays in any case.
     """
 
     block_classes: Names = ()
@@ -98,6 +101,7 @@ class UnitPolicy(Policy):
     persistence_threshold: Count = 0
     live_elements: Positive = 1_000_000_000
     prefetch_elements: Count = 8_388_608
+    reuse_elements: Count = 0
 
 
 def _check_json(value: object, path: str, depth: int = 0) -> None:

@@ -73,7 +73,8 @@ def demands_of_a_step(units: Sequence[StagedUnit], config: ZeroConfig, used_up: 
 
     - Forward, and backward in reverse: a unit is gathered while the module that needs it runs, and ahead of
       it the next one (two where shards come from storage) and as many more as ``units.prefetch_elements`` and
-      ``units.live_elements`` allow. What backward needs first stays from forward on.
+      ``units.live_elements`` allow. What backward needs first stays from forward on, and what
+      ``units.reuse_elements`` allows.
     - Parameters that travel in codes have those of all shards beside them until they are needed.
     - A sharded gradient is whole from the block of the unit's last parameter to the end of its reduction.
     - A reduction takes the other ranks' shards, and where they differ a copy in the precision of the wire, or
@@ -89,6 +90,19 @@ def demands_of_a_step(units: Sequence[StagedUnit], config: ZeroConfig, used_up: 
     return replay.demands()
 
 
+def is_reused(unit: object, expected: Iterable[tuple[object, int]], most: int) -> bool:
+    """Whether ``unit`` is needed again before more than ``most`` elements are used, of the ``expected`` units
+    with so many elements each."""
+    used = 0
+    for other, numel in expected if most else ():
+        if other is unit:
+            return True
+        used += numel
+        if used > most:
+            break
+    return False
+
+
 def gathered_once(units: Sequence[StagedUnit], config: ZeroConfig) -> list[StagedUnit]:
     """The sharded ones that a step gathers for forward alone: backward finds them there, or needs none."""
     replay = _Replay(units, config, used_up=False)
@@ -102,6 +116,7 @@ class _Replay:
         self._sharded = [unit for unit in units if unit.placement.params]
         self._prefetch = config.units.prefetch_elements
         self._live_limit = config.units.live_elements
+        self._reuse_limit = config.units.reuse_elements
         self._accumulates = config.batch.gradient_accumulation_steps > 1
         self._sum_bytes = BYTES_OF_DTYPE[config.precision.grad_accum_dtype]
         wire = config.precision.communication_dtype
@@ -111,6 +126,7 @@ class _Replay:
         self._reduction = config.precision.reduction
         self._gathered: list[StagedUnit] = []  # or on their way
         self._in_use: set[StagedUnit] = set()
+        self._kept: set[StagedUnit] = set()  # from forward to backward, beside what is looked ahead at
         self._flying: deque[StagedUnit] = deque()
         self._moving: deque[StagedUnit] = deque()
         self._now = 0
@@ -135,10 +151,11 @@ class _Replay:
         order = sorted(self._sharded, key=lambda unit: (unit.gathered[0], -unit.gathered[1]))
         for place, unit in enumerate(order):
             around = order[:place] if repeats else []
-            self._leave([*order[place:], *around], until=unit.gathered[0])
+            then = around if repeats else self._backward_order()
+            self._leave([*order[place:], *then], until=unit.gathered[0])
             self._need(unit, [*order[place + 1 :], *around])
         self._leave([] if repeats else self._backward_order())
-        wanted = set(self._window(self._backward_order()))
+        wanted = {*self._window(self._backward_order()), *(() if repeats else self._kept)}
         self._release([unit for unit in self._gathered if unit not in wanted])
 
     def _backward_order(self) -> list[StagedUnit]:
@@ -179,6 +196,7 @@ class _Replay:
 
     def _need(self, unit: StagedUnit, upcoming: Sequence[StagedUnit]) -> None:
         self._in_use.add(unit)
+        self._kept.discard(unit)
         if unit in self._gathered:
             self._give(unit, "messages")
         else:
@@ -202,7 +220,7 @@ class _Replay:
         """What should be under way of the units expected next."""
         ahead, seen = 0, set[StagedUnit]()
         for unit in upcoming if self._prefetch else ():
-            if unit in self._in_use or unit in seen:
+            if unit in self._in_use or unit in seen or unit in self._kept:
                 continue
             ahead += unit.numel
             least = 2 if unit.placement.params_tier == "nvme" else 1
@@ -218,7 +236,15 @@ class _Replay:
         ended = [unit for unit in in_use if until is None or unit.gathered[1] < until]
         for unit in sorted(ended, key=lambda unit: (unit.gathered[1], -unit.gathered[0])):
             self._in_use.discard(unit)
-            if next(self._window(upcoming), None) is not unit or self._live() > self._live_limit:
+            if next(self._window(upcoming), None) is unit:
+                stays = self._live() <= self._live_limit
+            elif stays := is_reused(unit, ((other, other.numel) for other in upcoming), self._reuse_limit):
+                following = next((other for other in upcoming if other not in self._gathered), None)
+                room = 0 if following is None else following.numel
+                stays = self._live() + room <= self._live_limit
+                if stays:
+                    self._kept.add(unit)
+            if not stays:
                 self._release([unit])
 
     def _gather(self, unit: StagedUnit) -> None:
@@ -232,6 +258,7 @@ class _Replay:
         for unit in units:
             self._gathered.remove(unit)
             self._in_use.discard(unit)
+            self._kept.discard(unit)
             self._give(unit, "parameters")
             self._give(unit, "messages")
 

@@ -6,8 +6,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from zero_ext.config import UnitPolicy
 from zero_ext.config.events import Bus, GatherEvent, ReleaseEvent
 from zero_ext.zero.gather_order import GatherOrder
+from zero_ext.zero.pool_replay import is_reused
 from zero_ext.zero.unit import Unit, UnitState
 
 _RETAINED = object()  # holds units whose values a second backward pass will need
@@ -16,28 +18,29 @@ _RETAINED = object()  # holds units whose values a second backward pass will nee
 class Residency:
     """Gathers and releases the sharded units of one model.
 
-    ``live_limit`` and ``prefetch_limit`` are in elements. The next unit is always gathered ahead, further
-    ones as long as all that is ahead stays within ``prefetch_limit``; 0 gathers nothing ahead. Units gathered
-    ahead of need never push the live parameters over ``live_limit``; a unit above it is gathered alone, with
-    one warning naming it. Between two passes of an order that repeats, what the next one needs first stays
-    under way; parameters may be changed only after :meth:`forget_values`. What was written in place to
+    As ``policy`` says. The next unit is always gathered ahead, further ones as long as all that is ahead
+    stays within ``prefetch_elements``; 0 gathers nothing ahead. Units gathered ahead of need, or kept for
+    their next use, never push the live parameters over ``live_elements``; a unit above it is gathered alone,
+    with one warning naming it. Between two passes of an order that repeats, what the next one needs first
+    stays under way; parameters may be changed only after :meth:`forget_values`. What was written in place to
     gathered parameters goes through ``commit`` (unit, numbers of the parameters) before they are released.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        live_limit: int,
-        prefetch_limit: int,
+        policy: UnitPolicy,
         bus: Bus,
         commit: Callable[[Unit, list[int]], None],
     ) -> None:
         self.units = tuple(unit for unit in units if unit.placement.params)
         self.backward_order = GatherOrder()
         self.forward_order = GatherOrder(then=self.backward_order)
-        self._live_limit = live_limit
-        self._fits = sum(unit.layout.numel for unit in self.units) <= live_limit  # all of them at once
-        self._prefetch_limit = prefetch_limit
+        self._live_limit = policy.live_elements
+        self._fits = sum(unit.layout.numel for unit in self.units) <= self._live_limit  # all of them at once
+        self._prefetch_limit = policy.prefetch_elements
+        self._reuse_limit = policy.reuse_elements
+        self._kept: set[Unit] = set()  # for their next use, farther than one looks ahead
         self._bus = bus
         self._commit = commit
         self._warned: set[str] = set()
@@ -73,16 +76,15 @@ class Residency:
         self._prefetch(order)
 
     def let_go(self, unit: Unit, holder: object, order: GatherOrder | None = None) -> None:
-        """Ends ``holder``'s need; the unit is released when nobody holds it, unless it would be gathered
-        again at once: ``order`` expects it next, or ends with it and backward begins with it."""
+        """Ends ``holder``'s need; the unit is released when nobody holds it, unless ``order``, or backward
+        after it, expects it next or within the limit of reuse."""
         unit.holders.discard(holder)
         if unit.state is not UnitState.GATHERED or unit.holders or not unit.placement.params:
             return
-        again = order is not None and self._is_first(unit, order)
-        if again and self._has_room(0) and not unit.written():
+        if order is not None and self._stays(unit, order) and not unit.written():
             unit.set_aside()
         else:
-            self._release(unit)
+            self._evict(unit)
 
     def retain(self, units: Iterable[Unit], reason: str) -> None:
         """Keep ``units`` gathered until :meth:`release_retained`, and warn of the ``reason`` once.
@@ -152,13 +154,31 @@ class Residency:
         if order.repeats:
             self._prefetch(order)
 
+    def _stays(self, unit: Unit, order: GatherOrder) -> bool:
+        if self._is_first(unit, order):
+            return self._has_room(0)
+        expected = order.upcoming(beyond=True) if self._reuse_limit else ()
+        if not self._is_reused(unit, expected):
+            return False
+        # What is gathered ahead has its room first.
+        following = next((each for each in expected if each.state is UnitState.RELEASED), None)
+        if self._has_room(0 if following is None else following.layout.numel):
+            self._kept.add(unit)
+        return unit in self._kept
+
+    def _is_reused(self, unit: Unit, expected: Sequence[Unit]) -> bool:
+        return is_reused(unit, ((other, other.layout.numel) for other in expected), self._reuse_limit)
+
     def _release_unexpected(self, order: GatherOrder) -> None:
-        wanted = set(self._window(order.upcoming(beyond=True)))
+        expected = order.upcoming(beyond=True)
+        wanted = set(self._window(expected))
         for unit in self.units:
-            if not unit.holders and unit not in wanted:
+            kept = unit in self._kept and self._is_reused(unit, expected)
+            if not unit.holders and not kept and unit not in wanted:
                 self._evict(unit)
 
     def _evict(self, unit: Unit) -> None:
+        self._kept.discard(unit)
         if unit.state is UnitState.GATHERED:
             self._release(unit)
         elif unit.state is not UnitState.RELEASED:
@@ -169,6 +189,7 @@ class Residency:
         if not prefetched:
             self._make_room(unit)
         again = unit.is_aside
+        self._kept.discard(unit)
         unit.ensure_gathered(exact)
         if self._bus and not again:
             seconds = time.perf_counter() - began
@@ -231,7 +252,7 @@ class Residency:
             return
         gathered = UnitState.GATHERED
         for unit in expected:
-            if unit.state is gathered or unit in seen:
+            if unit.state is gathered or unit in seen or unit in self._kept:
                 continue
             ahead += unit.layout.numel
             # A shard in storage takes two stages, read and exchange, so two units are always under way.

@@ -45,6 +45,15 @@ _HONOURED = (
         alias="prefetch_bucket_size",
     ),
     _key(
+        "stage3_max_reuse_distance",
+        whole(0, 2**63 - 1),
+        "honoured",
+        "a block's parameters stay gathered if no more elements are used before them again; 0 when missing",
+        native="units.reuse_elements",
+        stages=(3,),
+        alias="max_reuse_distance",
+    ),
+    _key(
         "stage3_param_persistence_threshold",
         whole(0),
         "honoured",
@@ -140,7 +149,6 @@ _SIZES_WITHOUT_EFFECT = (
     ("allgather_bucket_size", (), _UNITS_DECIDE),
     ("sub_group_size", (), "the step is one pass over a shard"),
     ("stage3_model_persistence_threshold", (2**63 - 1,), "the sum of small parameters has no cap"),
-    ("stage3_max_reuse_distance", (), "a block's parameters are released when it ends"),
     ("stage3_module_granularity_threshold", (0,), "units are blocks, see units.block_classes"),
 )
 

@@ -101,6 +101,7 @@ def _what_counts(training: Training) -> tuple[Any, ...]:
         training.clipping,
         training.moments_dtype,
         training.prefetch_elements,
+        training.reuse_elements,
         training.bucket_elements,
         training.live_elements,
         training.ring_bytes,
@@ -118,6 +119,7 @@ def _config(training: Training) -> ZeroConfig:
             "gradient_clipping": float(training.clipping),
             "units": {
                 "prefetch_elements": training.prefetch_elements,
+                "reuse_elements": training.reuse_elements,
                 "bucket_elements": training.bucket_elements,
                 "live_elements": training.live_elements,
             },

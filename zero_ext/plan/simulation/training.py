@@ -41,7 +41,7 @@ class Training:
             meanwhile (ZeRO-Infinity, section 5.1.2).
         clipping: the step waits for the global norm.
         moments_dtype: as in ``precision``.
-        prefetch_elements, bucket_elements, live_elements: as in ``units``.
+        prefetch_elements, reuse_elements, bucket_elements, live_elements: as in ``units``.
         ring_bytes: as in ``offload``.
     """
 
@@ -58,6 +58,7 @@ class Training:
     clipping: bool = True
     moments_dtype: str = "fp32"
     prefetch_elements: int = 8_388_608
+    reuse_elements: int = 0
     bucket_elements: int = 16_777_216
     live_elements: int = 1_000_000_000
     ring_bytes: int = 64 << 20
@@ -74,6 +75,7 @@ class Training:
         ):
             check_count(name, getattr(self, name), 1)
         check_count("prefetch_elements", self.prefetch_elements, 0)
+        check_count("reuse_elements", self.reuse_elements, 0)
         Placement.of_stage(self.stage)
         TrainingState({}, moments_dtype=self.moments_dtype)
         for name, known in (("step", STEPS), ("activations", ACTIVATIONS)):
@@ -114,6 +116,7 @@ class Training:
             clipping=bool(config.gradient_clipping),
             moments_dtype=config.precision.moments_dtype,
             prefetch_elements=config.units.prefetch_elements,
+            reuse_elements=config.units.reuse_elements,
             bucket_elements=config.units.bucket_elements,
             live_elements=config.units.live_elements,
             ring_bytes=config.offload.ring_bytes,
