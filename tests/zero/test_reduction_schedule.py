@@ -129,6 +129,51 @@ def test_without_the_schedule_ranks_differ(world: World) -> None:
         trained(world, config)
 
 
+# Vectors stay gathered in the second case: no block's end says that a rank has left one out.
+UNITS = [
+    {"prefetch_elements": 1},
+    {"prefetch_elements": 1, "persistence_threshold": 100, "bucket_elements": 50},
+]
+
+
+def trained_in_host_memory(world: World, units: dict[str, int]) -> list[torch.Tensor]:
+    torch.manual_seed(world.seed)
+    inner = Uneven()
+    config = {"stage": 3, "units": units, "timeout_seconds": 100}
+    optimizer = torch.optim.SGD(inner.parameters(), 0.1)
+    model, optimizer = zero_ext.prepare(inner, optimizer, config, process_group=world.group)
+    for loss in losses(world, model, inner):
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not engine_of(model).collectives.in_one_order
+    return list(zero_ext.full_state_dict(model, rank0_only=False).values())
+
+
+@pytest.mark.parametrize("units", UNITS)
+@on_ranks(2, 3)
+def test_in_host_memory_no_rank_waits_for_what_another_has_last(world: World, units: dict[str, int]) -> None:
+    for one, other in zip(trained_in_host_memory(world, units), trained_plainly(world), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("units", UNITS)
+@on_ranks(2)
+def test_in_the_order_of_arrival_ranks_wait_for_each_other(world: World, units: dict[str, int]) -> None:
+    """The test above would notice."""
+
+    def adopt(reducer: GradientReducer, arrivals: list[int]) -> None:
+        reducer._outside = set()
+        original(reducer, arrivals)
+
+    original = GradientReducer._adopt_order
+    with (
+        mock.patch.object(GradientReducer, "_adopt_order", adopt),
+        pytest.raises(RuntimeError, match="expected the same collective on all ranks"),
+    ):
+        trained_in_host_memory(world, units)
+
+
 class Counts:
     """In the place of collectives: agreements answer with the largest of some numbers."""
 

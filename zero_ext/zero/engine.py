@@ -31,7 +31,7 @@ from zero_ext.zero.model_checks import check_unchanged
 from zero_ext.zero.model_ranks import together_in_model
 from zero_ext.zero.norms import GradientNorms
 from zero_ext.zero.on_demand import OnDemandAccess
-from zero_ext.zero.partition import Owned, uses_up_gradients
+from zero_ext.zero.partition import Owned, first_places, uses_up_gradients
 from zero_ext.zero.pool import BufferPool
 from zero_ext.zero.postponed import Postponed
 from zero_ext.zero.reducer import GradientReducer
@@ -88,7 +88,7 @@ class Engine(Ending):
             for master in self.masters
         }
         trained = list(self._gradients.values())
-        starts = _first_places(owned, [each.unit for each in trained])
+        starts = first_places(owned, [each.unit for each in trained])
         uncounted = {item.parameter for item in owned if not item.counted}
         self.norms = GradientNorms(trained, collectives, tiers.device, uncounted)
         self._tied = TiedGradients(trained, collectives.model)
@@ -99,8 +99,9 @@ class Engine(Ending):
         self.reducer = GradientReducer(
             trained, starts, collectives, tiers.device.reduction_stream, self._bus, self.optimizer_step
         )
+        limits = (config.units.live_elements, config.units.prefetch_elements)
         self.access = OnDemandAccess(self)
-        self.residency = Residency(self.units, config.units, self._bus, weakly(self.access.commit))
+        self.residency = Residency(self.units, *limits, self._bus, weakly(self.access.commit))
         events = map(weakly, (self._begin_backward, self._end_backward, self._abandon_backward))
         self.backward_pass = BackwardPass(self.residency, self._clock, weakly(self.passed), *events)
         check = weakly(self._check_parameters)
@@ -490,9 +491,3 @@ class Engine(Ending):
         self.residency.forget_values()  # what was fetched ahead has the values before the update
         with contextlib.suppress(*([FailedTogether] if replaced else [])):
             step.finish()
-
-
-def _first_places(owned: Sequence[Owned], units: Sequence[Unit]) -> list[int]:
-    """Of each of ``units`` the place, in the order of registration, of its first parameter."""
-    place_of = {item.parameter: place for place, item in enumerate(owned)}
-    return [min(place_of[parameter] for parameter in unit.parameters) for unit in units]

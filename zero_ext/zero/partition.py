@@ -6,7 +6,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -111,6 +111,33 @@ def find_blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
         )
     blocks.update((name, module) for name, module in model.named_modules() if isinstance(module, Tile))
     return blocks
+
+
+class Grouped(Protocol):
+    """A unit: parameters, and whether they stay gathered although others are sharded."""
+
+    parameters: tuple[nn.Parameter, ...]
+    placement: Placement
+    persistent: bool
+
+
+def first_places(owned: Sequence[Owned], units: Iterable[Grouped]) -> list[int]:
+    """Of each of ``units`` the place of its first parameter in the order of registration; -1 where parameters
+    are sharded and this unit is of no block: those that stay gathered, the model's own, and those of several
+    modules."""
+    place_of = {item.parameter: place for place, item in enumerate(owned)}
+    outside = {
+        item.parameter
+        for item in owned
+        if ("." not in item.names[0] or len(item.owners) > 1)
+        and not all(isinstance(owner, Tile) for owner in item.owners)
+    }
+    return [
+        -1
+        if unit.persistent or (unit.placement.params and outside.issuperset(unit.parameters))
+        else min(place_of[parameter] for parameter in unit.parameters)
+        for unit in units
+    ]
 
 
 def uses_up_gradients(config: ZeroConfig, dtypes: Iterable[torch.dtype]) -> bool:

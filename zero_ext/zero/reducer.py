@@ -47,10 +47,12 @@ class GradientReducer:
 
     The order must be the same on every rank although gradients may arrive in different ones (unused
     parameters, other branches). At first it is the reverse of the registration of the units' first parameters
-    (``starts``); after the first step, rank 0's order of arrival. Gradients that come after their unit's
-    reduction stay local until the next backward pass or :meth:`settle`. A unit that backward has passed is
-    not waited for: the other ranks may have its gradients, wait for this one's part, and come to none of the
-    gathers that it needs to go on.
+    (``starts``); after the first step, rank 0's order of arrival. In host memory units of no block (-1 in
+    ``starts``) stay last. Ranks may use them at different places of their forward, and a rank that waits for
+    one of them keeps the others from gathers that they need before they have its gradients. Gradients that
+    come after their unit's reduction stay local until the next backward pass or :meth:`settle`. A unit that
+    backward has passed is not waited for: the other ranks may have its gradients, wait for this one's part,
+    and come to none of the gathers that it needs to go on.
     """
 
     def __init__(
@@ -70,6 +72,10 @@ class GradientReducer:
         collectives.go_on_in(stream.entered)
         self._bus = bus
         self._order = sorted(range(len(self.gradients)), key=starts.__getitem__, reverse=True)
+        # On a device the schedule sees to it that nobody waits for them.
+        self._outside = {
+            index for index, start in enumerate(starts) if start < 0 and not collectives.in_one_order
+        }
         self._position = {id(unit): index for index, unit in enumerate(self.gradients)}
         self._arrivals: list[int] | None = []
         self._next = 0
@@ -215,7 +221,8 @@ class GradientReducer:
 
     def _adopt_order(self, arrivals: list[int]) -> None:
         rest = [index for index in self._order if index not in arrivals]
-        order = torch.tensor(arrivals + rest, dtype=torch.int64, device="cpu")
+        kept = sorted(arrivals + rest, key=self._outside.__contains__)
+        order = torch.tensor(kept, dtype=torch.int64, device="cpu")
         self._order = self._collectives.broadcast_(order, 0, "agreement on the reduction order").tolist()
 
     def _start_next(self) -> None:
