@@ -99,9 +99,8 @@ class Engine(Ending):
         self.reducer = GradientReducer(
             trained, starts, collectives, tiers.device.reduction_stream, self._bus, self.optimizer_step
         )
-        limits = (config.units.live_elements, config.units.prefetch_elements)
         self.access = OnDemandAccess(self)
-        self.residency = Residency(self.units, *limits, self._bus, weakly(self.access.commit))
+        self.residency = Residency(self.units, config.units, self._bus, weakly(self.access.commit))
         events = map(weakly, (self._begin_backward, self._end_backward, self._abandon_backward))
         self.backward_pass = BackwardPass(self.residency, self._clock, weakly(self.passed), *events)
         check = weakly(self._check_parameters)
