@@ -292,6 +292,7 @@ class Engine(Ending):
     def _begin_backward(self) -> None:
         self.optimizer_step.begin_backward(self._ends_accumulation())
         self._collected = False
+        self.views.factors.apply_all()
         self.views.follow()
         self.reducer.begin_backward(self._reduces_now())
         for gradients in self.reducer.gradients:
@@ -337,6 +338,7 @@ class Engine(Ending):
         self.optimizer_step.refuse_pending("clip_grad_norm_")
         self.optimizer_step.refuse_local("clip_grad_norm_")
         self.settle_gradients()
+        self.views.factors.apply_all()
         step = self.optimizer_step
         unscale = 1.0 / step.scaler.scale if step.scales_loss else 1.0
         if norm_type == 2:
@@ -347,10 +349,7 @@ class Engine(Ending):
             raise ValueError(f"norm_type: {norm_type!r} given; sharded gradients offer 2 and inf")
         factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         if factor < 1.0:
-            for gradients in self.reducer.gradients:
-                for number in gradients.contributed:
-                    gradients.change_parameter(number, lambda part: part.mul_(factor))
-            self.norms.forget()
+            self.views.multiply_all(factor)
         return norm.to(self.device, torch.float32)
 
     def refresh_parameters(self) -> None:
@@ -411,6 +410,7 @@ class Engine(Ending):
         self.residency.forget_values()  # what was fetched ahead has the values before the update
         with together_in_model(self.collectives.model):
             self._settle_gradients()
+            self.optimizer_step.factor = self.views.factors.common(self.reducer.gradients)
             stepped = self.optimizer_step.run(self.reducer.edits)
         if stepped and not self.optimizer_step.under_way:
             for gradients in self.reducer.gradients:

@@ -27,6 +27,7 @@ from zero_ext.zero.local_part import (
     set_data,
     whole_of,
 )
+from zero_ext.zero.pending_factors import PendingFactors
 from zero_ext.zero.released import ReleasedTensor
 from zero_ext.zero.sharded_gradient import ShardedGradient, Source
 from zero_ext.zero.together import refuse_different
@@ -44,6 +45,11 @@ class GradientViews:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.proxy(engine)
+        # Those steps that take a norm need the gradients as they are shown, and other parts of the model
+        # would have other factors.
+        takes_norm = bool(engine.config.gradient_clipping) or engine.optimizer_step.scales_loss
+        alone = engine.collectives.model is None and engine.config.offload.step != "in_backward"
+        self.factors = PendingFactors(alone and not takes_norm)
         self._shown: dict[nn.Parameter, _Shown] = {}
         # Of each parameter the last one: the next gradient is shown by it too, unless somebody has kept it.
         self._placeholders: dict[nn.Parameter, _Shown] = {}
@@ -74,6 +80,7 @@ class GradientViews:
 
     def forget(self) -> None:
         """The gradients end. Who has kept one has its value, or is told that it is gone."""
+        self.factors.clear()
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in list(self._shown):
                 self._end(parameter)
@@ -127,6 +134,7 @@ class GradientViews:
         self._engine.optimizer_step.refuse_pending("clearing param.grad")
         with torch._C.DisableTorchFunctionSubclass():
             for number in numbers:
+                self.factors.drop(gradients, number)
                 self._end(gradients.unit.parameters[number])
         if len(numbers) == len(gradients.contributed):
             gradients.clear()
@@ -159,7 +167,26 @@ class GradientViews:
         self._settle()
         norms = self._engine.norms
         value = norms.of(gradients, number) if norm_type == 2 else norms.largest(gradients, number)
-        return value.float()
+        return value * self.factors.of(gradients, number)
+
+    def scale(self, key: object, factor: float, described: str) -> None:
+        """See :class:`GradientAccess`."""
+        self._refuse("changing param.grad")
+        gradients, number = self._find(key)
+        self._settle()
+        self._engine.reducer.note_edit(gradients.unit.layout.specs[number].name, described)
+        self._multiply(gradients, number, factor)
+
+    def multiply_all(self, factor: float) -> None:
+        """Multiplies all settled gradients; in the step, where that is more exact."""
+        for gradients in self._engine.reducer.gradients:
+            for number in gradients.contributed:
+                self._multiply(gradients, number, factor)
+
+    def _multiply(self, gradients: UnitGradients, number: int, factor: float) -> None:
+        shown = self._shown.get(gradients.unit.parameters[number])
+        self.factors.multiply(gradients, number, factor, seen=shown is None or bool(shown.address))
+        self._engine.norms.forget()
 
     def change(self, key: object, change: Callable[[torch.Tensor], object], described: str) -> None:
         """See :class:`GradientAccess`."""
@@ -167,6 +194,7 @@ class GradientViews:
         gradients, number = self._find(key)
         self._settle()
         self._engine.reducer.note_edit(gradients.unit.layout.specs[number].name, described)
+        self.factors.apply(gradients, number)
         gradients.change_parameter(number, change)
         self._engine.norms.forget()
 
@@ -175,6 +203,7 @@ class GradientViews:
         self._engine.optimizer_step.refuse_pending("zeroing param.grad")
         gradients, number = self._find(key)
         self._engine.reducer.note_edit(gradients.unit.layout.specs[number].name, "zero_")
+        self.factors.drop(gradients, number)
         gradients.zero_parameter(number)
         self._engine.norms.forget()
 
@@ -212,6 +241,7 @@ class GradientViews:
         else:
             label = f"gradient of '{layout.specs[number].name}'"
             unit.collectives.gather(flat, own, "gather_gradients", label, may_be_nan=True).wait()
+        flat.mul_(self.factors.of(gradients, number))
         spec = layout.specs[number]
         return whole_of(parameter, flat.as_strided(spec.shape, spec.stride, layout.offsets[number])).clone()
 
@@ -228,6 +258,7 @@ class GradientViews:
             "Average it over the ranks first (torch.distributed.all_reduce), seed random numbers alike, or "
             "let loss.backward() bring it.",
         )
+        self.factors.drop(gradients, number)
         gradients.assign(number, flat)
         self._engine.norms.forget()
 

@@ -80,6 +80,7 @@ class OptimizerStep:
         self.steps = 0
         self.skipped_steps = 0
         self.damage: str | None = None
+        self.factor = 1.0  # of all gradients, left by clipping
         self._verdict: Verdict | None = None  # of the last step
         self._launched = LaunchedSteps()
         self._known_to_all = False  # that some rank has seen a bad verdict
@@ -419,10 +420,8 @@ class OptimizerStep:
             raise
 
     def _unscale(self) -> torch.Tensor:
-        scale = torch.ones((), dtype=torch.float32, device="cpu")
-        if self.scales_loss:
-            scale /= self.scaler.scale
-        return scale
+        factor = torch.tensor(self.factor, dtype=torch.float32, device="cpu")
+        return factor / self.scaler.scale if self.scales_loss else factor
 
     def _refuse(self, step: DecidedStep, late: bool = False) -> None:
         """Raise why ``step`` was not made; a collective. ``late`` says that others were launched since."""
