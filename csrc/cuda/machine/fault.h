@@ -30,8 +30,8 @@ ZERO_EXT_HOST_DEVICE std::int64_t exchange_state(DeviceErrorRecord* record, std:
 #endif
 }
 
-// What was written before is there for whoever sees the state that is set afterwards.
-ZERO_EXT_HOST_DEVICE void publish_error() {
+// Between a change of the state and the error that it is about: who sees the one sees the other.
+ZERO_EXT_HOST_DEVICE void order_error() {
 #if defined(__CUDA_ARCH__)
   __threadfence();
 #endif
@@ -44,7 +44,7 @@ ZERO_EXT_HOST_DEVICE void record_error(DeviceErrorRecord* record, const DeviceEr
     return;
   }
   record->error = error;
-  publish_error();
+  order_error();
   exchange_state(record, DeviceErrorRecord::busy, DeviceErrorRecord::complete);
 }
 
@@ -71,8 +71,9 @@ struct TakeDeviceError {
         DeviceErrorRecord::complete) {
       return;
     }
+    order_error();
     *taken = {DeviceErrorRecord::complete, record->error};
-    publish_error();
+    order_error();
     exchange_state(record, DeviceErrorRecord::busy, DeviceErrorRecord::empty);
   }
 };
