@@ -69,9 +69,7 @@ class Engine(Ending):
         self.state = EngineState(self)
         self.trained_state = TrainedState(self)
         self.collectives = collectives
-        self.pool = pool
-        self.landings = landings
-        self.tiers = tiers
+        self.pool, self.landings, self.tiers = pool, landings, tiers
         self.names = {item.parameter: item.names for item in owned}
         self._places = [
             (item.parameter, name, weakref.ref(owner)) for item in owned for name, owner in item.places()
