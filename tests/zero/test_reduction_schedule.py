@@ -208,3 +208,50 @@ def test_places_are_learned_and_kept() -> None:
     schedule.learn()
     schedule.begin()
     assert [schedule.at_gather(0) for _ in range(3)] == [2, 3, 5] and collectives.agreements == 3
+
+
+def test_where_no_gather_was_learned_none_is_waited_for() -> None:
+    collectives: Any = Counts([2, 0])
+    schedule = ReductionSchedule(collectives, ahead=2)
+    schedule.begin()
+    assert schedule.most == 2
+    schedule.learn()
+    schedule.begin()
+    assert schedule.most > 1000 and collectives.agreements == 0
+
+
+@pytest.mark.parametrize(("stage", "units"), [(1, {}), (2, {}), (3, {"reuse_elements": 1 << 40})])
+@on_ranks(2, stand_in=True)
+def test_without_gathers_offloaded_gradients_do_not_pile_up(
+    world: World, stage: int, units: dict[str, int]
+) -> None:
+    """The host waits for their way to its memory, and nothing in backward makes ranks agree meanwhile."""
+    torch.manual_seed(world.seed)
+    inner = Uneven().to("stand_in")
+    config = {
+        "stage": stage,
+        "offload": {"optimizer": "host"},
+        "units": {"bucket_elements": 700, **units},
+    }
+    most: list[int] = []
+    waiting: list[int] = []
+    original = GradientReducer.arrived
+
+    def arrived(reducer: GradientReducer, *rest: Any) -> None:
+        original(reducer, *rest)
+        whole = (each for each in reducer.gradients if each.complete and not each.reducing)
+        waiting.append(sum(each.has_local for each in whole))
+
+    offered = mock.patch.object(dist, "get_backend_config", lambda group: f"stand_in:{BACKEND}")
+    with offered, mock.patch.object(GradientReducer, "arrived", arrived):
+        optimizer = torch.optim.AdamW(inner.parameters(), 0.1)
+        model, optimizer = zero_ext.prepare(inner, optimizer, config, process_group=world.group)
+        assert engine_of(model).collectives.in_one_order
+        for _ in range(4):
+            waiting.clear()
+            model(torch.randn(3, WIDTH).to("stand_in")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            most.append(max(waiting))
+    assert len(engine_of(model).reducer.gradients) > 5
+    assert most[-1] <= 1, most

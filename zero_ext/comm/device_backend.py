@@ -85,8 +85,11 @@ class BackendExchange:
     def connect(self, device: torch.device) -> None:
         """Open the connections of ``device``, which backends do at their first collective otherwise.
 
-        Raises whatever the backend raises where they do not form. The host waits for the device.
+        Raises whatever the backend raises where they do not form. The host waits for the device, first for
+        what it was given before: collectives over other connections, of an engine before this one, must not
+        run before the first of these on one rank and after it on another.
         """
+        torch.accelerator.synchronize(device)
         self.all_reduce(torch.zeros(1, device=device)).wait()
         torch.accelerator.synchronize(device)
 

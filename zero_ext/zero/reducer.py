@@ -92,7 +92,10 @@ class GradientReducer:
         if not self._collectives.in_one_order:
             return None
         placements = [each.unit.placement for each in self.gradients]
-        waits = any({each.grads_tier, each.optimizer_tier} != {"device"} for each in placements)
+        # Only where parameters are sharded may a gather come in backward.
+        waits = any(each.params for each in placements) and any(
+            {each.grads_tier, each.optimizer_tier} != {"device"} for each in placements
+        )
         self._collectives.before_gather = weakly(self._before_gather)
         return ReductionSchedule(self._collectives, *[REDUCTIONS_IN_FLIGHT] * waits)
 

@@ -22,13 +22,13 @@ class ReductionSchedule:
     ready, and before each gather the ranks that are behind catch up with the one that has begun most, which
     they agree on. The same happens where a pass has more gathers than those before. ``ahead`` is how many
     reductions a rank may begin meanwhile: it must not wait on the host for one that others have not begun, as
-    they wait for the agreement.
+    they wait for the agreement. After the last gather that was learned, if any, there is no such limit.
     """
 
     def __init__(self, collectives: Collectives, ahead: int = sys.maxsize) -> None:
         self._collectives = collectives
         self._ahead = ahead
-        self._due: list[int] = []
+        self._due: list[int] | None = None  # until a pass was learned
         self._trace: list[int] = []
 
     def begin(self) -> None:
@@ -39,23 +39,21 @@ class ReductionSchedule:
     def most(self) -> int:
         """How many reductions may have begun before the next gather."""
         place = len(self._trace)
-        if place < len(self._due):
-            return self._due[place]
-        if self._due:
-            return sys.maxsize
-        return self._ahead + (self._trace[-1] if self._trace else 0)
+        if self._due is None:
+            return self._ahead + (self._trace[-1] if self._trace else 0)
+        return self._due[place] if place < len(self._due) else sys.maxsize
 
     def at_gather(self, begun: int) -> int:
         """Return how many reductions begin before the gather that comes now, where ``begun`` have on this
         rank; a collective where it is not known."""
-        place = len(self._trace)
-        due = self._due[place] if place < len(self._due) else self._largest(begun)
+        known, place = self._due or [], len(self._trace)
+        due = known[place] if place < len(known) else self._largest(begun)
         self._trace.append(due)
         return due
 
     def learn(self) -> None:
         """The pass has ended, and the next ones will be like it."""
-        if len(self._trace) > len(self._due):
+        if self._due is None or len(self._trace) > len(self._due):
             self._due = self._trace
 
     def _largest(self, begun: int) -> int:
