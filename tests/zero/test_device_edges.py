@@ -288,6 +288,11 @@ def test_a_graph_takes_neither_the_step_nor_a_forward_that_needs_python(world: W
     config = {"stage": stage, "offload": {"params": "host"} if stage == 3 else {}}
     prepared, optimizer = zero_ext.prepare(model, adamw(model), config, process_group=world.group)
     values = torch.randn(5, 6).to(DEVICE)
+    loss = prepared(values)
+    capturing = mock.patch.object(accelerator, "is_current_stream_capturing", lambda: True, create=True)
+    with capturing, pytest.raises(RuntimeError, match="a backward inside the capture of a graph"):
+        loss.backward(retain_graph=True)
+    optimizer.zero_grad()
     prepared(values).backward()
     with mock.patch.object(accelerator, "is_current_stream_capturing", lambda: True, create=True):
         with pytest.raises(RuntimeError, match=r"optimizer.step\(\) inside the capture.*stages 0 to 2"):

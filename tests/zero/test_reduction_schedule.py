@@ -14,6 +14,7 @@ from torch import nn
 import zero_ext
 from tests.accelerator.stand_in import BACKEND
 from tests.multi.on_ranks import on_ranks
+from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from zero_ext.comm import BackendExchange
 from zero_ext.zero import engine_of
@@ -120,15 +121,20 @@ def test_ranks_begin_everything_in_one_order(world: World, stage: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@on_ranks(3, stand_in=True)
-def test_without_the_schedule_ranks_differ(world: World) -> None:
-    """The test above would notice."""
+def without_the_schedule(world: World) -> str:
     config = {"stage": 3, "units": {"prefetch_elements": 1}, "timeout_seconds": 20}
     without = mock.patch.object(GradientReducer, "_make_schedule", lambda self: None)
-    # Who is not told what differs is told that another rank has given up.
     with without, pytest.raises(RuntimeError) as caught:
         trained(world, config)
-    assert any("different" in told for told in world.everyone(str(caught.value)))
+    return str(caught.value)
+
+
+def test_without_the_schedule_ranks_differ(stand_in_pool: RankPool) -> None:
+    """The test above would notice."""
+    told = stand_in_pool.run(3, f"{__name__}:without_the_schedule", {})
+    stand_in_pool.close()  # the streams of these ranks have failed
+    # Who is not told what differs is told that another rank has given up.
+    assert any("different" in each for each in told), told
 
 
 # Vectors stay gathered in the second case: no block's end says that a rank has left one out.
@@ -159,23 +165,26 @@ def test_in_host_memory_no_rank_waits_for_what_another_has_last(world: World, un
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("units", UNITS)
-@on_ranks(2)
-def test_in_the_order_of_arrival_ranks_wait_for_each_other(world: World, units: dict[str, int]) -> None:
-    """The test above would notice."""
-
+def in_the_order_of_arrival(world: World, units: dict[str, int]) -> str:
     def adopt(reducer: GradientReducer, arrivals: list[int]) -> None:
         reducer._outside = set()
         original(reducer, arrivals)
 
     original = GradientReducer._adopt_order
-    with (
-        mock.patch.object(GradientReducer, "_adopt_order", adopt),
-        pytest.raises(RuntimeError) as caught,
-    ):
+    adopted = mock.patch.object(GradientReducer, "_adopt_order", adopt)
+    with adopted, pytest.raises(RuntimeError) as caught:
         trained_in_host_memory(world, units)
-    told = world.everyone(str(caught.value))
-    assert any("expected the same collective on all ranks" in each for each in told)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("units", UNITS)
+def test_in_the_order_of_arrival_ranks_wait_for_each_other(
+    rank_pool: RankPool, units: dict[str, int]
+) -> None:
+    """The test above would notice."""
+    told = rank_pool.run(2, f"{__name__}:in_the_order_of_arrival", {"units": units})
+    rank_pool.close()
+    assert any("expected the same collective on all ranks" in each for each in told), told
 
 
 class Counts:
@@ -195,29 +204,31 @@ class Counts:
 def test_places_are_learned_and_kept() -> None:
     collectives: Any = Counts([2, 0])
     schedule = ReductionSchedule(collectives, ahead=2)
-    schedule.begin()
+    schedule.begin(lambda: False)
     assert schedule.most == 2
     assert [schedule.at_gather(begun) for begun in (0, 3)] == [2, 3] and schedule.most == 3 + 2
     assert collectives.agreements == 2
     schedule.learn()
-    schedule.begin()
+    schedule.begin(lambda: False)
     assert schedule.most == 2  # another one waits, even where it is ready
     assert [schedule.at_gather(begun) for begun in (0, 2)] == [2, 3] and collectives.agreements == 2
     assert schedule.most > 1000  # no gather is expected
     assert schedule.at_gather(5) == 5 and collectives.agreements == 3  # and one comes
     schedule.learn()
-    schedule.begin()
+    schedule.begin(lambda: False)
     assert [schedule.at_gather(0) for _ in range(3)] == [2, 3, 5] and collectives.agreements == 3
 
 
 def test_where_no_gather_was_learned_none_is_waited_for() -> None:
     collectives: Any = Counts([2, 0])
     schedule = ReductionSchedule(collectives, ahead=2)
-    schedule.begin()
+    schedule.begin(lambda: False)
     assert schedule.most == 2
     schedule.learn()
-    schedule.begin()
+    schedule.begin(lambda: False)
     assert schedule.most > 1000 and collectives.agreements == 0
+    schedule.begin(lambda: True)
+    assert schedule.most == 2
 
 
 @pytest.mark.parametrize(("stage", "units"), [(1, {}), (2, {}), (3, {"reuse_elements": 1 << 40})])
@@ -255,3 +266,35 @@ def test_without_gathers_offloaded_gradients_do_not_pile_up(
             most.append(max(waiting))
     assert len(engine_of(model).reducer.gradients) > 5
     assert most[-1] <= 1, most
+
+
+@on_ranks(2, stand_in=True)
+def test_a_gather_after_a_learned_pass_without_any(world: World) -> None:
+    """Reading a weight between forward and backward releases its unit, which was kept. The host of the rank
+    whose gradients come early must not wait for what the other begins after the gather alone."""
+    torch.manual_seed(world.seed)
+    inner = Uneven().to("stand_in")
+    config = {
+        "stage": 3,
+        "offload": {"optimizer": "host", "grads": "host"},
+        "timeout_seconds": 60.0,
+        "batch": {"gradient_accumulation_steps": 2},
+        "units": {"reuse_elements": 1 << 40, "prefetch_elements": 0},
+    }
+    offered = mock.patch.object(dist, "get_backend_config", lambda group: f"stand_in:{BACKEND}")
+    with offered:
+        optimizer = torch.optim.AdamW(inner.parameters(), 0.1)
+        model, optimizer = zero_ext.prepare(inner, optimizer, config, process_group=world.group)
+        for step in range(6):
+            last = step == 5
+            model(torch.randn(3, WIDTH).to("stand_in")).backward()
+            inner.early = last and world.rank == 1
+            loss = model(torch.randn(3, WIDTH).to("stand_in"))
+            if last:
+                schedule: Any = engine_of(model).reducer._schedules
+                assert schedule._due == []
+                inner.blocks[0].first.weight.norm().item()  # on all ranks
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(schedule._due) > 0

@@ -59,6 +59,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._held: list[torch.Tensor] = []
+        self._read: torch.Event | None = None  # after which nothing reads what is held
         self._joined = True
 
     @property
@@ -81,8 +82,8 @@ class SideStream:
     def join(self) -> None:
         """The current stream goes on after all that was entered."""
         if self._stream is not None and not self._joined:
-            self._joined = True
-            self._wait()
+            _current_of(self._stream).wait_event(self._stream.record_event())
+            self._joined, self._held, self._read = True, [], None
 
     def position(self) -> Arrival:
         """The end of what was given so far to this stream by who is inside; of the outer stream nobody needs
@@ -91,19 +92,17 @@ class SideStream:
         return HERE if stream is None else _Position(stream)
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keeps ``tensors`` of the outer stream, which are read inside, until :meth:`release`."""
-        if self._inside is not None:
+        """Keeps ``tensors`` of the outer stream, which what was given so far reads, until :meth:`release`."""
+        if (stream := self._inside) is not None:
             self._held += tensors
+            self._read = stream.record_event()
 
     def release(self) -> None:
-        """Outside: drops the tensors that are held; the current stream may use their memory then."""
-        if self._held:
-            self._wait()
-
-    def _wait(self) -> None:
-        if self._stream is not None:
-            _current_of(self._stream).wait_event(self._stream.record_event())
-            self._held = []
+        """Outside: drops the tensors that are held; the current stream may use their memory when they have
+        been read."""
+        if self._stream is not None and self._read is not None:
+            _current_of(self._stream).wait_event(self._read)
+            self._held, self._read = [], None
 
     def drop(self, tensor: torch.Tensor) -> None:
         """``tensor`` of the outer stream is dropped by the caller; its memory is reused after the work given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import NoReturn
 
 import torch
@@ -16,11 +17,24 @@ _UPDATES = ("adam_", "lamb_", "lion_")  # what the names of optimizers' ops begi
 
 
 class DeviceErrors:
-    """Takes what this rank's kernels recorded, and composes one error of what all ranks took."""
+    """Takes what this rank's kernels recorded, and composes one error of what all ranks took.
+
+    A device has one record for all engines on it. What an engine's updates record is its own (:meth:`keep`);
+    what other kernels record, those of forward and backward, goes to the engine that looks first.
+    """
 
     def __init__(self, collectives: Collectives, device: Device) -> None:
         self._collectives = collectives
         self._device = device
+        self._kept: torch.Tensor | None = None
+        if text := ops.device_error_text(self.take_and_wait()):
+            warnings.warn(
+                f"{device.device}, before this model was prepared: {text}", RuntimeWarning, stacklevel=2
+            )
+
+    def keep(self) -> None:
+        """After an update of this engine: what was recorded by now is for the next :meth:`take`."""
+        self._kept = self.take()
 
     def take(self) -> torch.Tensor | None:
         """Return the first error since the last call, see :func:`zero_ext.ops.take_device_error_`.
@@ -31,7 +45,8 @@ class DeviceErrors:
             return None
         record = torch.empty(ops.DEVICE_ERROR_WORDS, dtype=torch.int64, device=self._device.device)
         ops.take_device_error_(record)
-        return record
+        kept, self._kept = self._kept, None
+        return record if kept is None else torch.where(kept[:1] != 0, kept, record)
 
     def take_and_wait(self) -> torch.Tensor:
         """Return the first error since the last call, in host memory; zeros without one."""

@@ -288,11 +288,12 @@ class Engine(Ending):
         return self.syncs and self.passes + 1 >= self.config.batch.gradient_accumulation_steps
 
     def _begin_backward(self) -> None:
+        self._refuse_capture("a backward", "Python gathers parameters and reduces gradients")
         self.optimizer_step.begin_backward(self._ends_accumulation())
         self._collected = False
         self.views.factors.apply_all()
         self.views.follow()
-        self.reducer.begin_backward(self._reduces_now())
+        self.reducer.begin_backward(self._reduces_now(), self.residency.expects_gathers)
         for gradients in self.reducer.gradients:
             gradients.begin_pass(keep_local=self._adds_up(gradients))
 

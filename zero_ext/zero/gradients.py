@@ -111,9 +111,7 @@ class UnitGradients:
             self.local = self._take_local()
         elif self._must_part():
             self._part()
-        elif self._sums and self.local.dtype != self._accumulation_dtype and self._filled:
-            self._widen_local()
-        self._tiers.device.reduction_stream.hold([gradient for _, gradient in waiting])
+        came = [gradient for _, gradient in waiting]
         while waiting:
             new: dict[int, torch.Tensor] = {}
             more: dict[int, torch.Tensor] = {}
@@ -124,9 +122,12 @@ class UnitGradients:
                 else:
                     (more if index in self._filled else new)[index] = gradient
             self._write(new, adds=False)
+            if more and self._sums and self.local.dtype != self._accumulation_dtype:
+                self._widen_local()
             self._write(more, adds=True)
             self._filled.update(new)
             waiting = later
+        self._tiers.device.reduction_stream.hold(came)
 
     def _write(self, gradients: Mapping[int, torch.Tensor], adds: bool) -> None:
         """Puts gradients of parameters to their places in ``local``, or ``adds`` them there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -99,11 +99,12 @@ class GradientReducer:
         self._collectives.before_gather = weakly(self._before_gather)
         return ReductionSchedule(self._collectives, *[REDUCTIONS_IN_FLIGHT] * waits)
 
-    def begin_backward(self, reduces: bool) -> None:
-        """A backward pass begins, in which gradients are reduced or not."""
+    def begin_backward(self, reduces: bool, expects_gathers: Callable[[], bool]) -> None:
+        """A backward pass begins, in which gradients are reduced or not, and in which parameters are still to
+        be gathered as long as ``expects_gathers`` says so."""
         if reduces and self._schedules is not None:
             self._schedule = self._schedules
-            self._schedule.begin()
+            self._schedule.begin(expects_gathers)
 
     def _before_gather(self) -> None:
         schedule, self._schedule = self._schedule, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -22,7 +23,8 @@ class ReductionSchedule:
     ready, and before each gather the ranks that are behind catch up with the one that has begun most, which
     they agree on. The same happens where a pass has more gathers than those before. ``ahead`` is how many
     reductions a rank may begin meanwhile: it must not wait on the host for one that others have not begun, as
-    they wait for the agreement. After the last gather that was learned, if any, there is no such limit.
+    they wait for the agreement. After the last gather that was learned there is no such limit, if none is
+    expected any more.
     """
 
     def __init__(self, collectives: Collectives, ahead: int = sys.maxsize) -> None:
@@ -30,18 +32,21 @@ class ReductionSchedule:
         self._ahead = ahead
         self._due: list[int] | None = None  # until a pass was learned
         self._trace: list[int] = []
+        self._expects: Callable[[], bool] = lambda: False
 
-    def begin(self) -> None:
-        """A backward pass begins that reduces."""
-        self._trace = []
+    def begin(self, expects: Callable[[], bool]) -> None:
+        """A backward pass begins that reduces; ``expects`` says whether gathers are still to come in it."""
+        self._trace, self._expects = [], expects
 
     @property
     def most(self) -> int:
         """How many reductions may have begun before the next gather."""
-        place = len(self._trace)
-        if self._due is None:
-            return self._ahead + (self._trace[-1] if self._trace else 0)
-        return self._due[place] if place < len(self._due) else sys.maxsize
+        known, place = self._due or [], len(self._trace)
+        if place < len(known):
+            return known[place]
+        if self._ahead == sys.maxsize or (self._due is not None and not self._expects()):
+            return sys.maxsize
+        return self._ahead + (self._trace[-1] if self._trace else 0)
 
     def at_gather(self, begun: int) -> int:
         """Return how many reductions begin before the gather that comes now, where ``begun`` have on this

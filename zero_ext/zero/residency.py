@@ -135,6 +135,11 @@ class Residency:
         for unit in self.units:
             unit.exchange.forget()
 
+    def expects_gathers(self) -> bool:
+        """Whether the backward pass under way will begin to gather units, as far as its order is known."""
+        left = (UnitState.RELEASED, UnitState.FETCHING)
+        return any(unit.state in left for unit in self.backward_order.upcoming())
+
     def begin_backward(self) -> None:
         """At the beginning of a backward pass: releases what a forward has left for anything else. Updates
         may run in backward, of what only the next forward needs."""

@@ -346,6 +346,7 @@ class OptimizerStep:
         step = self._decide(edits)
         self._verdict = None if self.keeps_local else step.verdict
         overflow = (self._launch if self._judges_on_device else self._run_judged)(step, used)
+        self._device_errors.keep()
         self.skipped_steps += overflow
         self.steps += 1
         self._unjudged = self._tiers.device.is_accelerator
