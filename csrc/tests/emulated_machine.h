@@ -11,13 +11,10 @@
 
 #include <algorithm>
 #include <barrier>
-#include <bit>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <deque>
-#include <initializer_list>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -31,7 +28,7 @@ namespace zero_ext::testing {
 
 class EmulatedMachine {
  public:
-  static constexpr int kLanes = 32;
+  static constexpr int kLanes = cuda::kWarpLanes;
 
   // What warps did.
   struct Counts {
@@ -64,7 +61,6 @@ class EmulatedMachine {
     begun_.emplace_back(0);
   }
 
-  int lane(int here) const { return here; }
   int warp() const { return warp_; }
   int threads() const { return block_.warps * kLanes; }
   std::int64_t block() const { return block_.number; }
@@ -80,7 +76,6 @@ class EmulatedMachine {
     ++meetings_;
     block_.barrier.arrive_and_wait();
   }
-  void meet_in_warp() const {}
 
   template <int kBytes>
   void copy(void* target, const void* source, bool there) const {
@@ -112,7 +107,7 @@ class EmulatedMachine {
   // PTX ISA, "Warp-level matrix load instruction: ldmatrix": .m8n8, .x4, .b16. A lane gets two
   // neighbours of row lane / 4 of each matrix, or with .trans of column lane / 4.
   template <bool kTransposed, class Row>
-  void load_matrices(cuda::Registers<std::uint32_t, 4, kLanes>& matrices, const Row& row) const {
+  void load_matrices(cuda::Registers<std::uint32_t, 4>& matrices, const Row& row) const {
     ++counts_.matrix_loads;
     for (int matrix = 0; matrix < 4; ++matrix) {
       std::uint16_t elements[8][8];
@@ -137,9 +132,8 @@ class EmulatedMachine {
   // PTX ISA, 9.7.14.5.8 "Matrix Fragments for mma.m16n8k16 with floating point type". Products of
   // 16-bit elements are exact; a device rounds their sums in an order of its own.
   template <class T, int kFirst, int kRight, int kSums>
-  void multiply(cuda::Registers<float, kSums, kLanes>& sums,
-                const cuda::Registers<std::uint32_t, 4, kLanes>& left,
-                const cuda::Registers<std::uint32_t, 4, kLanes>& right) const {
+  void multiply(cuda::Registers<float, kSums>& sums, const cuda::Registers<std::uint32_t, 4>& left,
+                const cuda::Registers<std::uint32_t, 4>& right) const {
     static_assert(kFirst % 4 == 0 && kFirst + 4 <= kSums && kRight + 2 <= 4);
     ++counts_.products;
     float a[16][16];
@@ -169,37 +163,12 @@ class EmulatedMachine {
     }
   }
 
-  template <class T>
-  static std::uint32_t pack(float first, float second) {
-    return core::from_float<T>(first).bits |
-           static_cast<std::uint32_t>(core::from_float<T>(second).bits) << 16;
-  }
-
-  template <int kCount>
-  void max_of_quad(cuda::Registers<float, kCount, kLanes>& values) const {
-    exchange(values, {1, 2}, [](float a, float b) { return max(a, b); });
-  }
-  template <int kCount>
-  void sum_of_quad(cuda::Registers<float, kCount, kLanes>& values) const {
-    exchange(values, {1, 2}, [](float a, float b) { return a + b; });
-  }
-
-  void or_of_warp(cuda::Registers<std::uint32_t, 1, kLanes>& values) const {
-    exchange(values, {16, 8, 4, 2, 1}, [](std::uint32_t a, std::uint32_t b) { return a | b; });
-  }
-
   void write16(void* target, const void* source) const {
     check_shared(source, 16);
     EXPECT_EQ(reinterpret_cast<std::uintptr_t>(target) % 16, 0U) << "of a target";
     counts_.written_bytes += 16;
     std::memcpy(target, source, 16);
   }
-
-  static float exp2(float value) { return std::exp2(value); }
-  static float log2(float value) { return std::log2(value); }
-  static float max(float a, float b) { return std::fmax(a, b); }
-  static int count(std::uint32_t bits) { return std::popcount(bits); }
-  static float fma(float a, float b, float c) { return std::fma(a, b, c); }
 
  private:
   struct Copy {
@@ -219,20 +188,6 @@ class EmulatedMachine {
   template <class T>
   static float element(std::uint32_t packed, int half) {
     return core::to_float(T{static_cast<std::uint16_t>(packed >> (16 * half))});
-  }
-
-  // As exchanges with the lanes whose numbers differ in one bit, each a power of two.
-  template <class T, int kCount, class Combine>
-  static void exchange(cuda::Registers<T, kCount, kLanes>& values,
-                       std::initializer_list<int> distances, const Combine& combine) {
-    for (const int distance : distances) {
-      const cuda::Registers<T, kCount, kLanes> before = values;
-      for (int lane = 0; lane < kLanes; ++lane) {
-        for (int i = 0; i < kCount; ++i) {
-          values.at[lane][i] = combine(before.at[lane][i], before.at[lane ^ distance][i]);
-        }
-      }
-    }
   }
 
   void check_shared(const void* address, int bytes) const {

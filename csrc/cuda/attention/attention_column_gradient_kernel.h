@@ -19,6 +19,8 @@ struct AttentionColumnGradient {
   using Rows = TileRows<T, kDim>;
   static constexpr int kTile = Shape::kTile;
   static constexpr int kBands = Shape::kBands;
+  using Scores = Registers<float, kTile / 2>;
+  using Sums = Registers<float, kDim / 2>;
   static constexpr bool kOfKeys = kPart != ColumnPart::values;
   static constexpr bool kOfValues = kPart != ColumnPart::keys;
 
@@ -70,10 +72,9 @@ struct AttentionColumnGradient {
 
  private:
   // Of the bands of a warp, whose rows are keys. Sums that are not asked for are never touched.
-  template <class Machine>
   struct State {
-    typename Multiply<Machine>::Sums keys[kBands];
-    typename Multiply<Machine>::Sums values[kBands];
+    Sums keys[kBands];
+    Sums values[kBands];
   };
   using TilePlaces = Places<true, kTile / 16>;
 
@@ -91,7 +92,7 @@ struct AttentionColumnGradient {
     if constexpr (kOfKeys) {
       copy_rows<kDim>(machine, inputs.keys(inputs.value, batch, head), Shape::kRows, index, values);
     }
-    State<Machine> state;
+    State state;
     ZERO_EXT_UNROLL
     for (int band = 0; band < kBands; ++band) {
       if constexpr (kOfKeys) state.keys[band].fill(0.0F);
@@ -107,7 +108,7 @@ struct AttentionColumnGradient {
   template <class Machine>
   ZERO_EXT_DEVICE void one_query_head(const Machine& machine, Stream<Machine>& stream,
                                       std::int32_t batch, std::int32_t head, std::int32_t first,
-                                      State<Machine>& state) const {
+                                      State& state) const {
     const std::int64_t row = inputs.first_row(batch, head);
     const std::int32_t length = inputs.rules.sizes.query_length;
     stream.begin(lists.of(head, first), inputs.queries(inputs.query, batch, head),
@@ -129,7 +130,7 @@ struct AttentionColumnGradient {
   ZERO_EXT_DEVICE void one_tile(const Machine& machine, const Stream<Machine>& stream,
                                 std::int32_t tile, const HeadRules& rules,
                                 const HeadDropout& dropout, std::int32_t first, float* bias,
-                                State<Machine>& state) const {
+                                State& state) const {
     const int place = machine.warp() * kBands;
     const T* keys = reinterpret_cast<const T*>(machine.memory()) + place * Rows::kBandElements;
     const T* values = keys + Shape::kRows * Rows::kStride;
@@ -138,8 +139,8 @@ struct AttentionColumnGradient {
                      machine.warp() * Multiply<Machine>::kScratch;
     Wanted wanted[kBands];
     stream.wanted(tile, place, wanted);
-    typename Multiply<Machine>::Scores weights[kBands];
-    typename Multiply<Machine>::Scores gradient[kBands];
+    Scores weights[kBands];
+    Scores gradient[kBands];
     Multiply<Machine>::scores(machine, keys, stream.first(tile), wanted, weights);
     if constexpr (kOfKeys) {
       Multiply<Machine>::scores(machine, values, stream.second(tile), wanted, gradient);
@@ -149,11 +150,11 @@ struct AttentionColumnGradient {
       if (wanted[band] == 0) continue;
       const TilePlaces places =
           stream.template places<true>(tile, first + (place + band) * kBandRows, wanted[band]);
-      make_scores(machine, rules, places, weights[band]);
-      differentiate(machine, dropout, places, stream.numbers(tile, 0), stream.numbers(tile, 1),
+      make_scores(rules, places, weights[band]);
+      differentiate(dropout, places, stream.numbers(tile, 0), stream.numbers(tile, 1),
                     weights[band], gradient[band]);
       if (kOfKeys && bias != nullptr) {
-        add_to_bias(machine, places, gradient[band], bias);
+        add_to_bias(places, gradient[band], bias);
       }
     }
     if constexpr (kOfValues) {
@@ -165,16 +166,13 @@ struct AttentionColumnGradient {
   }
 
   // Scores become dropped weights, and their gradient that of the scores.
-  template <class Machine>
-  static ZERO_EXT_DEVICE void differentiate(const Machine& machine, const HeadDropout& dropout,
-                                            const TilePlaces& places, const float* reference,
-                                            const float* delta,
-                                            typename Multiply<Machine>::Scores& scores,
-                                            typename Multiply<Machine>::Scores& gradient) {
-    each_factor(machine, dropout, places, [&](int here, int i, float factor) {
-      const int column = TilePlaces::column(machine.lane(here), i);
+  static ZERO_EXT_DEVICE void differentiate(const HeadDropout& dropout, const TilePlaces& places,
+                                            const float* reference, const float* delta,
+                                            Scores& scores, Scores& gradient) {
+    each_factor(dropout, places, [&](int here, int i, float factor) {
+      const int column = TilePlaces::column(lane_number(here), i);
       float& weight = scores.at[here][i];
-      weight = Machine::exp2(weight - reference[column]);
+      weight = fast_exp2(weight - reference[column]);
       if constexpr (kOfKeys) {
         float& value = gradient.at[here][i];
         value = score_gradient(weight, value, factor, delta[column]);
@@ -184,16 +182,14 @@ struct AttentionColumnGradient {
   }
 
   // Sums over the queries of a tile: a lane alone adds to an element, tile after tile.
-  template <class Machine>
-  ZERO_EXT_DEVICE void add_to_bias(const Machine& machine, const TilePlaces& places,
-                                   const typename Multiply<Machine>::Scores& gradient,
+  ZERO_EXT_DEVICE void add_to_bias(const TilePlaces& places, const Scores& gradient,
                                    float* bias) const {
-    Registers<float, 2, Machine::kLanes> sums;
+    Registers<float, 2> sums;
     sums.fill(0.0F);
     places.each_score(
-        machine, [&](int here, int, int i) { sums.at[here][i % 4 / 2] += gradient.at[here][i]; });
-    machine.sum_of_quad(sums);
-    each_lane(machine, [&](int here, int lane) {
+        [&](int here, int, int i) { sums.at[here][i % 4 / 2] += gradient.at[here][i]; });
+    sum_of_quad(sums);
+    each_lane([&](int here, int lane) {
       ZERO_EXT_UNROLL
       for (int row = 0; row < 2; ++row) {
         const std::int32_t index = places.first + lane / 4 + 8 * row;
@@ -205,10 +201,10 @@ struct AttentionColumnGradient {
 
   template <class Machine>
   ZERO_EXT_DEVICE void finish(const Machine& machine, std::int32_t batch, std::int32_t key_head,
-                              std::int32_t first, const State<Machine>& state) const {
+                              std::int32_t first, const State& state) const {
     T* keys = reinterpret_cast<T*>(machine.memory());
-    Registers<float, 2, Machine::kLanes> scales;
-    Registers<float, 2, Machine::kLanes> ones;
+    Registers<float, 2> scales;
+    Registers<float, 2> ones;
     scales.fill(inputs.rules.scale);
     ones.fill(1.0F);
     ZERO_EXT_UNROLL

@@ -6,6 +6,7 @@
 // (2018).
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
@@ -22,6 +23,8 @@ struct AttentionForward {
   using Rows = TileRows<T, kDim>;
   static constexpr int kTile = Shape::kTile;
   static constexpr int kBands = Shape::kBands;
+  using Scores = Registers<float, kTile / 2>;
+  using Sums = Registers<float, kDim / 2>;
 
   AttentionRules rules;
   BlockLists lists;  // by rows
@@ -68,7 +71,7 @@ struct AttentionForward {
     const std::int32_t key_head = head / (sizes.query_heads / sizes.key_heads);
     stream.begin(lists.of(head, first), matrix(key, batch, key_head, sizes.key_length),
                  matrix(value, batch, key_head, sizes.key_length), {{nullptr, 0}});
-    State<Machine> state;
+    State state;
     attend(machine, stream, rules.of(batch, head), rules.dropout_of(batch, head), first, state);
     stream.end();
     ZERO_EXT_UNROLL
@@ -81,11 +84,10 @@ struct AttentionForward {
 
  private:
   // Of the bands of a warp.
-  template <class Machine>
   struct State {
-    typename Multiply<Machine>::Sums sums[kBands];         // weights times values
-    Registers<float, 2, Machine::kLanes> highest[kBands];  // score of a row
-    Registers<float, 2, Machine::kLanes> total[kBands];    // of the weights of this lane
+    Sums sums[kBands];                    // weights times values
+    Registers<float, 2> highest[kBands];  // score of a row
+    Registers<float, 2> total[kBands];    // of the weights of this lane
   };
 
   ZERO_EXT_DEVICE Matrix<const T> matrix(const Heads<const T>& of, std::int32_t batch,
@@ -96,7 +98,7 @@ struct AttentionForward {
   template <class Machine>
   static ZERO_EXT_DEVICE void attend(const Machine& machine, Stream<Machine>& stream,
                                      const HeadRules& rules, const HeadDropout& dropout,
-                                     std::int32_t first, State<Machine>& state) {
+                                     std::int32_t first, State& state) {
     const int place = machine.warp() * kBands;
     const T* own = reinterpret_cast<const T*>(machine.memory()) + place * Rows::kBandElements;
     float* scratch = reinterpret_cast<float*>(machine.memory() + Rows::bytes(Shape::kRows) +
@@ -112,17 +114,17 @@ struct AttentionForward {
       stream.take(i);
       Wanted wanted[kBands];
       stream.wanted(i, place, wanted);
-      typename Multiply<Machine>::Scores scores[kBands];
+      Scores scores[kBands];
       Multiply<Machine>::scores(machine, own, stream.first(i), wanted, scores);
       ZERO_EXT_UNROLL
       for (int band = 0; band < kBands; ++band) {
         if (wanted[band] == 0) continue;
         const auto places =
             stream.template places<false>(i, first + (place + band) * kBandRows, wanted[band]);
-        make_scores(machine, rules, places, scores[band]);
-        weigh(machine, places, scores[band], state, band);
+        make_scores(rules, places, scores[band]);
+        weigh(places, scores[band], state, band);
         if (!dropout.drops) continue;
-        each_factor(machine, dropout, places,
+        each_factor(dropout, places,
                     [&](int here, int at, float factor) { scores[band].at[here][at] *= factor; });
       }
       Multiply<Machine>::add(machine, scores, stream.second(i), scratch, wanted, state.sums);
@@ -131,24 +133,21 @@ struct AttentionForward {
   }
 
   // Scores become weights relative to the highest score so far, and so do the sums.
-  template <class Machine>
-  static ZERO_EXT_DEVICE void weigh(const Machine& machine, const Places<false, kTile / 16>& places,
-                                    typename Multiply<Machine>::Scores& scores,
-                                    State<Machine>& state, int band) {
-    Registers<float, 2, Machine::kLanes> highest = state.highest[band];
-    places.each_score(machine, [&](int here, int, int i) {
+  static ZERO_EXT_DEVICE void weigh(const Places<false, kTile / 16>& places, Scores& scores,
+                                    State& state, int band) {
+    Registers<float, 2> highest = state.highest[band];
+    places.each_score([&](int here, int, int i) {
       float& so_far = highest.at[here][i % 4 / 2];
-      so_far = Machine::max(so_far, scores.at[here][i]);
+      so_far = ::fmaxf(so_far, scores.at[here][i]);
     });
-    machine.max_of_quad(highest);
-    Registers<float, 2, Machine::kLanes> reference;
-    each_lane(machine, [&](int here, int) {
+    max_of_quad(highest);
+    Registers<float, 2> reference;
+    each_lane([&](int here, int) {
       ZERO_EXT_UNROLL
       for (int row = 0; row < 2; ++row) {
         const float high = highest.at[here][row];
         reference.at[here][row] = high == kMasked ? 0.0F : high;
-        const float factor =
-            Machine::exp2(state.highest[band].at[here][row] - reference.at[here][row]);
+        const float factor = fast_exp2(state.highest[band].at[here][row] - reference.at[here][row]);
         state.highest[band].at[here][row] = high;
         state.total[band].at[here][row] *= factor;
         ZERO_EXT_UNROLL
@@ -157,21 +156,20 @@ struct AttentionForward {
         }
       }
     });
-    places.each_score(machine, [&](int here, int, int i) {
+    places.each_score([&](int here, int, int i) {
       float& weight = scores.at[here][i];
-      weight = Machine::exp2(weight - reference.at[here][i % 4 / 2]);
+      weight = fast_exp2(weight - reference.at[here][i % 4 / 2]);
       state.total[band].at[here][i % 4 / 2] += weight;
     });
   }
 
   template <class Machine>
-  ZERO_EXT_DEVICE void finish(const Machine& machine, State<Machine>& state, int band,
-                              std::int32_t batch, std::int32_t head, std::int32_t first,
-                              T* staging) const {
+  ZERO_EXT_DEVICE void finish(const Machine& machine, State& state, int band, std::int32_t batch,
+                              std::int32_t head, std::int32_t first, T* staging) const {
     const AttentionSizes& sizes = rules.sizes;
-    machine.sum_of_quad(state.total[band]);
-    Registers<float, 2, Machine::kLanes> factors;
-    each_lane(machine, [&](int here, int lane) {
+    sum_of_quad(state.total[band]);
+    Registers<float, 2> factors;
+    each_lane([&](int here, int lane) {
       ZERO_EXT_UNROLL
       for (int row = 0; row < 2; ++row) {
         const float total = state.total[band].at[here][row];
@@ -180,7 +178,7 @@ struct AttentionForward {
         const std::int32_t index = first + lane / 4 + 8 * row;
         if (lane % 4 != 0 || index >= sizes.query_length) continue;
         logsumexp[(std::int64_t{batch} * sizes.query_heads + head) * sizes.query_length + index] =
-            empty ? kMasked : state.highest[band].at[here][row] + Machine::log2(total);
+            empty ? kMasked : state.highest[band].at[here][row] + ::log2f(total);
       }
     });
     output.template store<kDim>(machine, batch, head, first, factors, state.sums[band], staging);

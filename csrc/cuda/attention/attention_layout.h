@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "../machine/device_math.h"
 #include "../machine/fault.h"
 #include "../machine/grid_place.h"
 #include "../machine/registers.h"
@@ -144,8 +145,8 @@ struct MergeLists {
       rest[list] = {there ? within(own[list]) : 0, there ? within(own[list + 1]) : 0};
     }
     const std::int32_t begin = rest[0].next;
-    const std::int32_t found = merge(machine, rest, entries + begin, within(layout.total) - begin);
-    each_lane(machine, [&](int, int lane) {
+    const std::int32_t found = merge(rest, entries + begin, within(layout.total) - begin);
+    each_lane([&](int, int lane) {
       if (lane < 2) extents[2 * number + lane] = lane == 0 ? begin : found;
     });
   }
@@ -164,8 +165,7 @@ struct MergeLists {
   }
 
   // The number of entries, at most `room`.
-  template <class Machine>
-  ZERO_EXT_DEVICE std::int32_t merge(const Machine& machine, Rest (&rest)[kMost], std::int32_t* to,
+  ZERO_EXT_DEVICE std::int32_t merge(Rest (&rest)[kMost], std::int32_t* to,
                                      std::int32_t room) const {
     std::int32_t found = 0;
     while (found < room) {
@@ -175,10 +175,10 @@ struct MergeLists {
       std::uint32_t any = 0;
       ZERO_EXT_UNROLL
       for (int list = 0; list < kMost; ++list) {
-        any |= windows[list] = window(machine, lowest, rest[list]);
+        any |= windows[list] = window(lowest, rest[list]);
       }
-      each_lane(machine, [&](int, int lane) {
-        const std::int32_t at = found + Machine::count(any & ((1U << lane) - 1));
+      each_lane([&](int, int lane) {
+        const std::int32_t at = found + count_bits(any & ((1U << lane) - 1));
         if ((any >> lane & 1) == 0 || at >= room) return;
         std::int32_t entry = (lowest + lane) << 4;
         ZERO_EXT_UNROLL
@@ -187,7 +187,7 @@ struct MergeLists {
         }
         to[at] = entry;
       });
-      found += Machine::count(any);
+      found += count_bits(any);
     }
     return found < room ? found : room;
   }
@@ -209,19 +209,17 @@ struct MergeLists {
   }
 
   // Takes the blocks of a list from `lowest` on to 31 above: a bit each.
-  template <class Machine>
-  ZERO_EXT_DEVICE std::uint32_t window(const Machine& machine, std::int32_t lowest,
-                                       Rest& rest) const {
-    Registers<std::uint32_t, 1, Machine::kLanes> bits;
-    each_lane(machine, [&](int here, int lane) {
+  ZERO_EXT_DEVICE std::uint32_t window(std::int32_t lowest, Rest& rest) const {
+    Registers<std::uint32_t, 1> bits;
+    each_lane([&](int here, int lane) {
       bits.at[here][0] = 0;
       if (lane >= rest.end - rest.next) return;
       const std::int32_t block = layout.blocks[rest.next + lane];
       if (block < lowest || block >= layout.limit || block - lowest >= kWarpLanes) return;
       bits.at[here][0] = 1U << (block - lowest);
     });
-    machine.or_of_warp(bits);
-    rest.next += Machine::count(bits.at[0][0]);
+    or_of_warp(bits);
+    rest.next += count_bits(bits.at[0][0]);
     return bits.at[0][0];
   }
 };

@@ -22,24 +22,22 @@ struct OutputRows {
   // tiles that no other warp uses.
   template <int kDim, class Machine>
   ZERO_EXT_DEVICE void store(const Machine& machine, std::int32_t batch, std::int32_t head,
-                             std::int32_t first,
-                             const Registers<float, 2, Machine::kLanes>& factors,
-                             const Registers<float, kDim / 2, Machine::kLanes>& sums,
-                             T* staging) const {
+                             std::int32_t first, const Registers<float, 2>& factors,
+                             const Registers<float, kDim / 2>& sums, T* staging) const {
     using Rows = TileRows<T, kDim>;
-    machine.meet_in_warp();  // what was read of the staging before
-    each_lane(machine, [&](int here, int lane) {
+    meet_in_warp();  // what was read of the staging before
+    each_lane([&](int here, int lane) {
       ZERO_EXT_UNROLL
       for (int i = 0; i < kDim / 2; i += 2) {
         const int row = i % 4 / 2;
         T* to = staging + (lane / 4 + 8 * row) * Rows::kStride + i / 4 * 8 + 2 * (lane % 4);
         const float factor = factors.at[here][row];
-        store_pair<Machine>(to, sums.at[here][i] * factor, sums.at[here][i + 1] * factor);
+        store_pair(to, sums.at[here][i] * factor, sums.at[here][i + 1] * factor);
       }
     });
-    machine.meet_in_warp();
+    meet_in_warp();
     T* band = data + ((batch * heads + head) * rows + first) * dim;
-    each_lane(machine, [&](int, int lane) {
+    each_lane([&](int, int lane) {
       ZERO_EXT_UNROLL
       for (int i = 0; i < kBandRows * Rows::kChunks / kWarpLanes; ++i) {
         const int chunk = i * kWarpLanes + lane;
@@ -53,12 +51,11 @@ struct OutputRows {
   }
 
  private:
-  template <class Machine>
   static ZERO_EXT_DEVICE void store_pair(T* to, float first, float second) {
     if constexpr (std::is_same_v<T, float>) {
       *reinterpret_cast<TwoFloats*>(to) = {{first, second}};
     } else {
-      *reinterpret_cast<std::uint32_t*>(to) = Machine::template pack<T>(first, second);
+      *reinterpret_cast<std::uint32_t*>(to) = pack_pair<T>(first, second);
     }
   }
 };

@@ -5,8 +5,10 @@
 // 2 (lane % 4) + i % 2 of the eight.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
+#include "../machine/device_math.h"
 #include "../machine/registers.h"
 #include "../machine/warp.h"
 
@@ -34,12 +36,11 @@ ZERO_EXT_HOST_DEVICE bool wants(Wanted wanted, int group) { return (wanted >> gr
 // Of 16-bit elements, by tensor cores.
 template <class Machine, class T, int kDim, int kTile, int kBands>
 struct Product {
-  static constexpr int kLanes = Machine::kLanes;
   static constexpr int kStride = TileRows<T, kDim>::kStride;
   static constexpr int kScratch = 0;
-  using Matrices = Registers<std::uint32_t, 4, kLanes>;
-  using Scores = Registers<float, kTile / 2, kLanes>;
-  using Sums = Registers<float, kDim / 2, kLanes>;
+  using Matrices = Registers<std::uint32_t, 4>;
+  using Scores = Registers<float, kTile / 2>;
+  using Sums = Registers<float, kDim / 2>;
 
   // scores[band] [16, kTile] = rows [16, kDim] of the band times tile [kTile, kDim], transposed;
   // zeros in groups that the band does not want.
@@ -80,7 +81,7 @@ struct Product {
       if (!wants(any_of(wanted), group)) return;
       constexpr int k = 16 * group;
       Matrices left[kBands];
-      for_bands([&](int band) { left[band] = packed(machine, weights[band], k); });
+      for_bands([&](int band) { left[band] = packed(weights[band], k); });
       each_constant<kDim / 16>([&]<int n>() {
         Matrices right;
         machine.template load_matrices<true>(right, [&](int lane) {
@@ -107,13 +108,13 @@ struct Product {
     return any;
   }
   // Weights [16, 16] from column k on as the left matrix of a product.
-  static ZERO_EXT_DEVICE Matrices packed(const Machine& machine, const Scores& weights, int k) {
+  static ZERO_EXT_DEVICE Matrices packed(const Scores& weights, int k) {
     Matrices left;
-    each_lane(machine, [&](int here, int) {
+    each_lane([&](int here, int) {
       ZERO_EXT_UNROLL
       for (int i = 0; i < 4; ++i) {
         const float* pair = &weights.at[here][k / 2 + 2 * i];
-        left.at[here][i] = Machine::template pack<T>(pair[0], pair[1]);
+        left.at[here][i] = pack_pair<T>(pair[0], pair[1]);
       }
     });
     return left;
@@ -130,12 +131,11 @@ struct alignas(8) TwoFloats {
 // Of float32 elements, by fused multiply-adds; a warp has one band.
 template <class Machine, int kDim, int kTile>
 struct Product<Machine, float, kDim, kTile, 1> {
-  static constexpr int kLanes = Machine::kLanes;
   static constexpr int kStride = TileRows<float, kDim>::kStride;
   static constexpr int kScratchStride = kTile + 4;
   static constexpr int kScratch = kBandRows * kScratchStride;  // floats of a warp
-  using Scores = Registers<float, kTile / 2, kLanes>;
-  using Sums = Registers<float, kDim / 2, kLanes>;
+  using Scores = Registers<float, kTile / 2>;
+  using Sums = Registers<float, kDim / 2>;
 
   static ZERO_EXT_DEVICE const FourFloats& four(const float* from) {
     return *reinterpret_cast<const FourFloats*>(from);
@@ -144,10 +144,10 @@ struct Product<Machine, float, kDim, kTile, 1> {
     return *reinterpret_cast<const TwoFloats*>(from);
   }
 
-  static ZERO_EXT_DEVICE void scores(const Machine& machine, const float* rows, const float* tile,
+  static ZERO_EXT_DEVICE void scores(const Machine&, const float* rows, const float* tile,
                                      const Wanted (&wanted)[1], Scores (&scores)[1]) {
     scores[0].fill(0.0F);
-    each_lane(machine, [&](int here, int lane) {
+    each_lane([&](int here, int lane) {
       const float* own = rows + lane / 4 * kStride;
       const float* other = tile + 2 * (lane % 4) * kStride;
       ZERO_EXT_UNROLL_BY(4)
@@ -162,8 +162,8 @@ struct Product<Machine, float, kDim, kTile, 1> {
           float& second = scores[0].at[here][i / 2 * 4 + i % 2 + 2];
           ZERO_EXT_UNROLL
           for (int j = 0; j < 4; ++j) {
-            first = Machine::fma(upper.at[j], right.at[j], first);
-            second = Machine::fma(lower.at[j], right.at[j], second);
+            first = ::fmaf(upper.at[j], right.at[j], first);
+            second = ::fmaf(lower.at[j], right.at[j], second);
           }
         }
       }
@@ -171,10 +171,9 @@ struct Product<Machine, float, kDim, kTile, 1> {
   }
 
   // `scratch` is shared memory of this warp alone: kScratch floats.
-  static ZERO_EXT_DEVICE void add(const Machine& machine, const Scores (&weights)[1],
-                                  const float* tile, float* scratch, const Wanted (&wanted)[1],
-                                  Sums (&sums)[1]) {
-    each_lane(machine, [&](int here, int lane) {
+  static ZERO_EXT_DEVICE void add(const Machine&, const Scores (&weights)[1], const float* tile,
+                                  float* scratch, const Wanted (&wanted)[1], Sums (&sums)[1]) {
+    each_lane([&](int here, int lane) {
       float* to = scratch + lane / 4 * kScratchStride + 2 * (lane % 4);
       ZERO_EXT_UNROLL
       for (int i = 0; i < kTile / 2; i += 2) {
@@ -182,8 +181,8 @@ struct Product<Machine, float, kDim, kTile, 1> {
         *reinterpret_cast<TwoFloats*>(to + i % 4 / 2 * 8 * kScratchStride + i / 4 * 8) = pair;
       }
     });
-    machine.meet_in_warp();
-    each_lane(machine, [&](int here, int lane) {
+    meet_in_warp();
+    each_lane([&](int here, int lane) {
       const float* own = scratch + lane / 4 * kScratchStride;
       ZERO_EXT_UNROLL_BY(1)
       for (int k = 0; k < kTile; ++k) {
@@ -195,14 +194,14 @@ struct Product<Machine, float, kDim, kTile, 1> {
         for (int n = 0; n < kDim / 8; ++n) {
           const TwoFloats right = two(row + 8 * n);
           float* to = &sums[0].at[here][4 * n];
-          to[0] = Machine::fma(upper, right.at[0], to[0]);
-          to[1] = Machine::fma(upper, right.at[1], to[1]);
-          to[2] = Machine::fma(lower, right.at[0], to[2]);
-          to[3] = Machine::fma(lower, right.at[1], to[3]);
+          to[0] = ::fmaf(upper, right.at[0], to[0]);
+          to[1] = ::fmaf(upper, right.at[1], to[1]);
+          to[2] = ::fmaf(lower, right.at[0], to[2]);
+          to[3] = ::fmaf(lower, right.at[1], to[3]);
         }
       }
     });
-    machine.meet_in_warp();
+    meet_in_warp();
   }
 };
 

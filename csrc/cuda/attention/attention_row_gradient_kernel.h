@@ -15,6 +15,8 @@ struct AttentionRowGradient {
   using Rows = TileRows<T, kDim>;
   static constexpr int kTile = Shape::kTile;
   static constexpr int kBands = Shape::kBands;
+  using Scores = Registers<float, kTile / 2>;
+  using Sums = Registers<float, kDim / 2>;
 
   GradientInputs<T> inputs;
   BlockLists lists;  // by rows
@@ -65,12 +67,11 @@ struct AttentionRowGradient {
 
  private:
   // Of the bands of a warp; of a row: lane / 4 and 8 below.
-  template <class Machine>
   struct State {
-    typename Multiply<Machine>::Sums sums[kBands];
-    Registers<float, 2, Machine::kLanes> reference[kBands];
-    Registers<float, 2, Machine::kLanes> delta[kBands];
-    Registers<float, 2, Machine::kLanes> bias[kBands];  // sums over the keys that this lane has
+    Sums sums[kBands];
+    Registers<float, 2> reference[kBands];
+    Registers<float, 2> delta[kBands];
+    Registers<float, 2> bias[kBands];  // sums over the keys that this lane has
   };
   using TilePlaces = Places<false, kTile / 16>;
 
@@ -90,12 +91,12 @@ struct AttentionRowGradient {
     float* bias = grad_bias.data == nullptr ? nullptr
                                             : grad_bias.data + batch * grad_bias.batch_stride +
                                                   head * grad_bias.head_stride;
-    State<Machine> state;
-    begin(machine, inputs.first_row(batch, head), first + place * kBandRows, state);
+    State state;
+    begin(inputs.first_row(batch, head), first + place * kBandRows, state);
     pass(machine, stream, inputs.rules.of(batch, head), inputs.rules.dropout_of(batch, head), first,
          bias, state);
     stream.end();
-    Registers<float, 2, Machine::kLanes> factors;
+    Registers<float, 2> factors;
     factors.fill(inputs.rules.scale);
     ZERO_EXT_UNROLL
     for (int band = 0; band < kBands; ++band) {
@@ -103,19 +104,17 @@ struct AttentionRowGradient {
       grad_query.template store<kDim>(machine, batch, head, band_first, factors, state.sums[band],
                                       queries + (place + band) * Rows::kBandElements);
       if (bias != nullptr && grad_bias.key_stride == 0) {
-        finish_bias(machine, band_first, state.bias[band], bias);
+        finish_bias(band_first, state.bias[band], bias);
       }
     }
   }
 
-  template <class Machine>
-  ZERO_EXT_DEVICE void begin(const Machine& machine, std::int64_t first_row, std::int32_t first,
-                             State<Machine>& state) const {
+  ZERO_EXT_DEVICE void begin(std::int64_t first_row, std::int32_t first, State& state) const {
     ZERO_EXT_UNROLL
     for (int band = 0; band < kBands; ++band) {
       state.sums[band].fill(0.0F);
       state.bias[band].fill(0.0F);
-      each_lane(machine, [&](int here, int lane) {
+      each_lane([&](int here, int lane) {
         ZERO_EXT_UNROLL
         for (int row = 0; row < 2; ++row) {
           const std::int32_t index = first + band * kBandRows + lane / 4 + 8 * row;
@@ -131,7 +130,7 @@ struct AttentionRowGradient {
   template <class Machine>
   ZERO_EXT_DEVICE void pass(const Machine& machine, Stream<Machine>& stream, const HeadRules& rules,
                             const HeadDropout& dropout, std::int32_t first, float* bias,
-                            State<Machine>& state) const {
+                            State& state) const {
     const int place = machine.warp() * kBands;
     const T* queries = reinterpret_cast<const T*>(machine.memory()) + place * Rows::kBandElements;
     const T* grads = queries + Shape::kRows * Rows::kStride;
@@ -142,8 +141,8 @@ struct AttentionRowGradient {
       stream.take(i);
       Wanted wanted[kBands];
       stream.wanted(i, place, wanted);
-      typename Multiply<Machine>::Scores scores[kBands];
-      typename Multiply<Machine>::Scores gradient[kBands];
+      Scores scores[kBands];
+      Scores gradient[kBands];
       Multiply<Machine>::scores(machine, queries, stream.first(i), wanted, scores);
       Multiply<Machine>::scores(machine, grads, stream.second(i), wanted, gradient);
       ZERO_EXT_UNROLL
@@ -151,10 +150,10 @@ struct AttentionRowGradient {
         if (wanted[band] == 0) continue;
         const TilePlaces places =
             stream.template places<false>(i, first + (place + band) * kBandRows, wanted[band]);
-        make_scores(machine, rules, places, scores[band]);
-        differentiate(machine, dropout, places, state, band, scores[band], gradient[band]);
+        make_scores(rules, places, scores[band]);
+        differentiate(dropout, places, state, band, scores[band], gradient[band]);
         if (bias != nullptr) {
-          add_to_bias(machine, rules, places, gradient[band], bias, state.bias[band]);
+          add_to_bias(rules, places, gradient[band], bias, state.bias[band]);
         }
       }
       Multiply<Machine>::add(machine, gradient, stream.first(i), scratch, wanted, state.sums);
@@ -163,27 +162,22 @@ struct AttentionRowGradient {
   }
 
   // The gradient of the dropped weights becomes that of the scores.
-  template <class Machine>
-  static ZERO_EXT_DEVICE void differentiate(const Machine& machine, const HeadDropout& dropout,
-                                            const TilePlaces& places, const State<Machine>& state,
-                                            int band,
-                                            const typename Multiply<Machine>::Scores& scores,
-                                            typename Multiply<Machine>::Scores& gradient) {
-    each_factor(machine, dropout, places, [&](int here, int i, float factor) {
+  static ZERO_EXT_DEVICE void differentiate(const HeadDropout& dropout, const TilePlaces& places,
+                                            const State& state, int band, const Scores& scores,
+                                            Scores& gradient) {
+    each_factor(dropout, places, [&](int here, int i, float factor) {
       const int row = i % 4 / 2;
-      const float weight = Machine::exp2(scores.at[here][i] - state.reference[band].at[here][row]);
+      const float weight = fast_exp2(scores.at[here][i] - state.reference[band].at[here][row]);
       float& value = gradient.at[here][i];
       value = score_gradient(weight, value, factor, state.delta[band].at[here][row]);
     });
   }
 
   // One warp alone adds to an element, in one order: its lanes may change from head to head.
-  template <class Machine>
-  ZERO_EXT_DEVICE void add_to_bias(const Machine& machine, const HeadRules& rules,
-                                   const TilePlaces& places,
-                                   const typename Multiply<Machine>::Scores& gradient, float* bias,
-                                   Registers<float, 2, Machine::kLanes>& sums) const {
-    places.each_score(machine, [&](int here, int lane, int i) {
+  ZERO_EXT_DEVICE void add_to_bias(const HeadRules& rules, const TilePlaces& places,
+                                   const Scores& gradient, float* bias,
+                                   Registers<float, 2>& sums) const {
+    places.each_score([&](int here, int lane, int i) {
       const std::int32_t query = places.query(lane, i);
       const std::int32_t key = places.key(lane, i);
       if (grad_bias.key_stride == 0) {
@@ -192,14 +186,13 @@ struct AttentionRowGradient {
         bias[query * grad_bias.query_stride + key * grad_bias.key_stride] += gradient.at[here][i];
       }
     });
-    machine.meet_in_warp();
+    meet_in_warp();
   }
 
-  template <class Machine>
-  ZERO_EXT_DEVICE void finish_bias(const Machine& machine, std::int32_t first,
-                                   Registers<float, 2, Machine::kLanes>& sums, float* bias) const {
-    machine.sum_of_quad(sums);
-    each_lane(machine, [&](int here, int lane) {
+  ZERO_EXT_DEVICE void finish_bias(std::int32_t first, Registers<float, 2>& sums,
+                                   float* bias) const {
+    sum_of_quad(sums);
+    each_lane([&](int here, int lane) {
       ZERO_EXT_UNROLL
       for (int row = 0; row < 2; ++row) {
         const std::int32_t index = first + lane / 4 + 8 * row;

@@ -115,10 +115,10 @@ struct Places {
     }
   }
   // Calls visit(here, lane, i) for the scores in them.
-  template <class Machine, class Visit>
-  ZERO_EXT_DEVICE void each_score(const Machine& machine, const Visit& visit) const {
+  template <class Visit>
+  ZERO_EXT_DEVICE void each_score(const Visit& visit) const {
     each_group([&](int group) {
-      each_lane(machine, [&](int here, int lane) {
+      each_lane([&](int here, int lane) {
         ZERO_EXT_UNROLL
         for (int i = 8 * group; i < 8 * group + 8; ++i) visit(here, lane, i);
       });
@@ -127,16 +127,15 @@ struct Places {
 };
 
 // Products become scores.
-template <class Machine, bool kKeysDown, int kGroups>
-ZERO_EXT_DEVICE void make_scores(const Machine& machine, const HeadRules& rules,
-                                 const Places<kKeysDown, kGroups>& places,
-                                 Registers<float, 8 * kGroups, Machine::kLanes>& products) {
+template <bool kKeysDown, int kGroups>
+ZERO_EXT_DEVICE void make_scores(const HeadRules& rules, const Places<kKeysDown, kGroups>& places,
+                                 Registers<float, 8 * kGroups>& products) {
   const bool plain = rules.is_plain();
   places.each_group([&](int group) {
     const std::int32_t start = places.starts[group];
     const bool whole =
         plain && rules.is_whole(kKeysDown ? start : places.first, kKeysDown ? places.first : start);
-    each_lane(machine, [&](int here, int lane) {
+    each_lane([&](int here, int lane) {
       ZERO_EXT_UNROLL
       for (int i = 8 * group; i < 8 * group + 8; ++i) {
         float& product = products.at[here][i];
@@ -148,11 +147,11 @@ ZERO_EXT_DEVICE void make_scores(const Machine& machine, const HeadRules& rules,
 }
 
 // Calls visit(here, i, factor) for every weight that a band wants: what dropout multiplies it with.
-template <class Machine, bool kKeysDown, int kGroups, class Visit>
-ZERO_EXT_DEVICE void each_factor(const Machine& machine, const HeadDropout& dropout,
+template <bool kKeysDown, int kGroups, class Visit>
+ZERO_EXT_DEVICE void each_factor(const HeadDropout& dropout,
                                  const Places<kKeysDown, kGroups>& places, const Visit& visit) {
   places.each_group([&](int group) {
-    each_lane(machine, [&](int here, int lane) {
+    each_lane([&](int here, int lane) {
       ZERO_EXT_UNROLL
       for (int i = 8 * group; i < 8 * group + 8; i += 2) {
         float pair[2] = {1.0F, 1.0F};

@@ -19,7 +19,7 @@ template <int kDim, class Machine, class T, class Index>
 ZERO_EXT_DEVICE void copy_rows(const Machine& machine, const Matrix<const T>& from, int count,
                                const Index& index, T* tile) {
   using Rows = TileRows<T, kDim>;
-  each_lane(machine, [&](int, int lane) {
+  each_lane([&](int, int lane) {
     for (int i = machine.warp() * kWarpLanes + lane; i < count * Rows::kChunks;
          i += machine.threads()) {
       const int row = i / Rows::kChunks;
@@ -154,7 +154,7 @@ class TileStream {
   template <class Visit>
   ZERO_EXT_DEVICE void each_group(const Visit& visit) const {
     if (machine_.warp() != 0) return;
-    each_lane(machine_, [&](int here, int lane) {
+    each_lane([&](int here, int lane) {
       if (lane < kGroups) visit(here, lane);
     });
   }
@@ -172,7 +172,7 @@ class TileStream {
     for (int which = 0; which < kNumbers; ++which) {
       const RowNumbers& from = numbers_[which];
       float* to = reinterpret_cast<float*>(stage(tile) + 2 * kTileBytes + which * kNumberBytes);
-      each_lane(machine_, [&](int, int lane) {
+      each_lane([&](int, int lane) {
         for (int i = machine_.warp() * kWarpLanes + lane; i < kTile; i += machine_.threads()) {
           const std::int32_t row = index(i);
           const bool there = row < from.rows;
@@ -190,7 +190,7 @@ class TileStream {
   Matrix<const T> second_;
   RowNumbers numbers_[kNumbers == 0 ? 1 : kNumbers];
   std::int32_t tiles_ = 0;
-  Registers<std::int32_t, 1, Machine::kLanes> ahead_;
+  Registers<std::int32_t, 1> ahead_;
 };
 
 }  // namespace zero_ext::cuda

@@ -271,7 +271,7 @@ struct QuantizeIntegers {
   ZERO_EXT_HOST_DEVICE void run(std::int64_t part, std::int64_t number) const {
     IntegerLanes held;
     source.template load<kIsWide>(part, number, held);
-    Registers<std::uint32_t, Extremes::kKeys, kLanesHere> keys;
+    Registers<std::uint32_t, Extremes::kKeys> keys;
     keys.fill(0);
     each_lane([&](int here, int) {
       ZERO_EXT_UNROLL

@@ -96,7 +96,7 @@ struct CompressSigns {
       memory.lanes[own] = lane_sum(memory.magnitudes + own);
     });
     machine.meet();
-    Registers<float, 1, kLanesHere> sum;
+    Registers<float, 1> sum;
     each_lane([&](int here, int lane) { sum.at[here][0] = fold(memory.lanes + lane); });
     sum_of_lanes(sum);
     const float scale = core::sign_scale(sum.at[0][0], at.length);

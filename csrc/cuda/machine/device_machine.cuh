@@ -1,5 +1,6 @@
-// The device as kernels of whole blocks of threads see it: the instructions of a warp that are more
-// than arithmetic. csrc/tests/emulated_machine.h has the same members for the host.
+// The device as kernels of whole blocks of threads see it: their shared memory, copies to it and
+// products of matrices. What lanes give each other is in warp.h.
+// csrc/tests/emulated_machine.h has the same members for the host.
 #pragma once
 
 #include <cstddef>
@@ -14,11 +15,8 @@ namespace zero_ext::cuda {
 
 class DeviceMachine {
  public:
-  static constexpr int kLanes = 1;
-
   __device__ __forceinline__ explicit DeviceMachine(std::byte* memory) : memory_(memory) {}
 
-  __device__ __forceinline__ int lane(int) const { return threadIdx.x % kWarpLanes; }
   __device__ __forceinline__ int warp() const { return threadIdx.x / kWarpLanes; }
   __device__ __forceinline__ int threads() const { return blockDim.x; }
   __device__ __forceinline__ std::int64_t block() const { return blockIdx.x; }
@@ -26,7 +24,6 @@ class DeviceMachine {
 
   // All threads of the block see what the others wrote before.
   __device__ __forceinline__ void meet() const { __syncthreads(); }
-  __device__ __forceinline__ void meet_in_warp() const { __syncwarp(); }
 
   // Begins to copy kBytes to shared memory, or to fill them with zeros. Both addresses are
   // multiples of kBytes; what was begun before a commit is there after the wait that covers it.
@@ -56,9 +53,9 @@ class DeviceMachine {
   // Four matrices of 8 x 8 elements of 16 bits, each row of 16 bytes at the address that
   // row(lane) gives: those of lanes 8 i to 8 i + 7 are the rows of matrix i.
   template <bool kTransposed, class Row>
-  __device__ __forceinline__ void load_matrices(Registers<std::uint32_t, 4, kLanes>& matrices,
+  __device__ __forceinline__ void load_matrices(Registers<std::uint32_t, 4>& matrices,
                                                 const Row& row) const {
-    const auto from = static_cast<std::uint32_t>(__cvta_generic_to_shared(row(lane(0))));
+    const auto from = static_cast<std::uint32_t>(__cvta_generic_to_shared(row(lane_number(0))));
     std::uint32_t (&to)[4] = matrices.at[0];
     if constexpr (kTransposed) {
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
@@ -76,9 +73,9 @@ class DeviceMachine {
   // sums.at[.][kFirst ...] += left (16 x 16, rows first) times right (16 x 8, columns first), whose
   // registers are right.at[.][kRight] and the next.
   template <class T, int kFirst, int kRight, int kSums>
-  __device__ __forceinline__ void multiply(Registers<float, kSums, kLanes>& sums,
-                                           const Registers<std::uint32_t, 4, kLanes>& left,
-                                           const Registers<std::uint32_t, 4, kLanes>& right) const {
+  __device__ __forceinline__ void multiply(Registers<float, kSums>& sums,
+                                           const Registers<std::uint32_t, 4>& left,
+                                           const Registers<std::uint32_t, 4>& right) const {
     float* to = &sums.at[0][kFirst];
     const std::uint32_t (&a)[4] = left.at[0];
     const std::uint32_t b[2] = {right.at[0][kRight], right.at[0][kRight + 1]};
@@ -95,56 +92,9 @@ class DeviceMachine {
     }
   }
 
-  // Two elements in a register, the first in its low half.
-  template <class T>
-  __device__ __forceinline__ static std::uint32_t pack(float first, float second) {
-    std::uint32_t packed;
-    if constexpr (std::is_same_v<T, core::BFloat16>) {
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(packed) : "f"(second), "f"(first));
-    } else {
-      asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(packed) : "f"(second), "f"(first));
-    }
-    return packed;
-  }
-
-  // Of the four lanes that hold parts of the same rows.
-  template <int kCount>
-  __device__ __forceinline__ void max_of_quad(Registers<float, kCount, kLanes>& values) const {
-    ZERO_EXT_UNROLL
-    for (float& value : values.at[0]) {
-      value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFU, value, 1));
-      value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFU, value, 2));
-    }
-  }
-  template <int kCount>
-  __device__ __forceinline__ void sum_of_quad(Registers<float, kCount, kLanes>& values) const {
-    ZERO_EXT_UNROLL
-    for (float& value : values.at[0]) {
-      value += __shfl_xor_sync(0xFFFFFFFFU, value, 1);
-      value += __shfl_xor_sync(0xFFFFFFFFU, value, 2);
-    }
-  }
-  // Every lane gets the bits that any lane has.
-  __device__ __forceinline__ void or_of_warp(Registers<std::uint32_t, 1, kLanes>& values) const {
-    values.at[0][0] = __reduce_or_sync(0xFFFFFFFFU, values.at[0][0]);
-  }
-
   // 16 bytes from shared memory, both addresses multiples of 16.
   __device__ __forceinline__ void write16(void* target, const void* source) const {
     *static_cast<uint4*>(target) = *static_cast<const uint4*>(source);
-  }
-
-  // To 2 units in the last place (CUDA C++ Programming Guide, intrinsic functions).
-  __device__ __forceinline__ static float exp2(float value) {
-    float power;
-    asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(power) : "f"(value));
-    return power;
-  }
-  __device__ __forceinline__ static float log2(float value) { return log2f(value); }
-  __device__ __forceinline__ static float max(float a, float b) { return fmaxf(a, b); }
-  __device__ __forceinline__ static int count(std::uint32_t bits) { return __popc(bits); }
-  __device__ __forceinline__ static float fma(float a, float b, float c) {
-    return __fmaf_rn(a, b, c);
   }
 
  private:

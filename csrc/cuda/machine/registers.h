@@ -1,14 +1,31 @@
-// What the lanes of a warp hold in registers. On a device a thread has its own lane's alone; the
-// machine that emulates one has those of all 32.
+// The 32 lanes of a warp, which execute together, and what they hold in registers. On a device each
+// thread is one of them; on the host one call stands for all.
 #pragma once
 
 #include "../../core/portability.h"
 
 namespace zero_ext::cuda {
 
-template <class T, int kCount, int kLanes>
+inline constexpr int kWarpLanes = 32;
+
+#if defined(__CUDA_ARCH__)
+inline constexpr int kLanesHere = 1;  // lanes that the running thread stands for
+#else
+inline constexpr int kLanesHere = kWarpLanes;
+#endif
+
+// Number of the running thread's lane `here`, counted from 0 to kLanesHere.
+ZERO_EXT_HOST_DEVICE int lane_number(int here) {
+#if defined(__CUDA_ARCH__)
+  return here + static_cast<int>(threadIdx.x % kWarpLanes);
+#else
+  return here;
+#endif
+}
+
+template <class T, int kCount>
 struct Registers {
-  T at[kLanes][kCount];
+  T at[kLanesHere][kCount];
 
   ZERO_EXT_HOST_DEVICE void fill(T value) {
     ZERO_EXT_UNROLL
@@ -19,11 +36,11 @@ struct Registers {
   }
 };
 
-// Calls visit(here, lane) for each lane: its place in Registers and its number in the warp.
-template <class Machine, class Visit>
-ZERO_EXT_DEVICE void each_lane(const Machine& machine, const Visit& visit) {
+// Calls visit(here, lane) for each lane of a warp: its place in Registers and its number.
+template <class Visit>
+ZERO_EXT_HOST_DEVICE void each_lane(const Visit& visit) {
   ZERO_EXT_UNROLL
-  for (int here = 0; here < Machine::kLanes; ++here) visit(here, machine.lane(here));
+  for (int here = 0; here < kLanesHere; ++here) visit(here, lane_number(here));
 }
 
 // Calls visit.operator()<i>() for every i below kCount, each with code of its own.

@@ -1,31 +1,14 @@
-// The 32 lanes that execute together. On a device each thread is one of them; on the host one call
-// stands for all.
+// What the lanes of a warp give each other, for all kernels: see registers.h on lanes.
 #pragma once
 
 #include <bit>
+#include <cmath>
 #include <cstdint>
 
 #include "../../core/portability.h"
 #include "registers.h"
 
 namespace zero_ext::cuda {
-
-inline constexpr int kWarpLanes = 32;
-
-#if defined(__CUDA_ARCH__)
-inline constexpr int kLanesHere = 1;  // lanes that the running thread stands for
-#else
-inline constexpr int kLanesHere = kWarpLanes;
-#endif
-
-// Number of the running thread's lane `here`, counted from 0 to kLanesHere.
-ZERO_EXT_HOST_DEVICE int lane_number(int here) {
-#if defined(__CUDA_ARCH__)
-  return here + static_cast<int>(threadIdx.x % kWarpLanes);
-#else
-  return here;
-#endif
-}
 
 // What every lane gets of one value from each thread.
 ZERO_EXT_HOST_DEVICE std::uint32_t max_of_warp(std::uint32_t value) {
@@ -51,20 +34,6 @@ ZERO_EXT_HOST_DEVICE double sum_of_warp(double value) {
   }
 #endif
   return value;
-}
-
-// One of two words, as one instruction: the compiler would else choose between what it loads them
-// from, and load them one by one.
-ZERO_EXT_HOST_DEVICE std::uint32_t choose(bool first, std::uint32_t one, std::uint32_t two) {
-#if defined(__CUDA_ARCH__)
-  std::uint32_t chosen;
-  asm("{ .reg .pred p; setp.ne.u32 p, %3, 0; selp.b32 %0, %1, %2, p; }"
-      : "=r"(chosen)
-      : "r"(one), "r"(two), "r"(static_cast<std::uint32_t>(first)));
-  return chosen;
-#else
-  return first ? one : two;
-#endif
 }
 
 // One word of each lane.
@@ -95,21 +64,54 @@ ZERO_EXT_HOST_DEVICE LaneWords words_from(const LaneWords& words, const Source& 
 #endif
 }
 
+// Combines each register with that of the lane whose number differs in the bit `distance`.
+template <class T, int kCount, class Combine>
+ZERO_EXT_HOST_DEVICE void combine_across(Registers<T, kCount>& values, int distance,
+                                         const Combine& combine) {
+  static_assert(sizeof(T) == sizeof(std::uint32_t));
+  ZERO_EXT_UNROLL
+  for (int k = 0; k < kCount; ++k) {
+    LaneWords words;
+    each_lane(
+        [&](int here, int) { words.at[here] = std::bit_cast<std::uint32_t>(values.at[here][k]); });
+    words = words_across(words, distance);
+    each_lane([&](int here, int) {
+      values.at[here][k] = combine(values.at[here][k], std::bit_cast<T>(words.at[here]));
+    });
+  }
+}
+
 // Of all lanes, the halves of the warp first, then the quarters and so on; every lane gets it.
-ZERO_EXT_HOST_DEVICE void sum_of_lanes(Registers<float, 1, kLanesHere>& values) {
+ZERO_EXT_HOST_DEVICE void sum_of_lanes(Registers<float, 1>& values) {
   ZERO_EXT_UNROLL
   for (int distance = kWarpLanes / 2; distance > 0; distance /= 2) {
-    LaneWords words;
-    ZERO_EXT_UNROLL
-    for (int here = 0; here < kLanesHere; ++here) {
-      words.at[here] = std::bit_cast<std::uint32_t>(values.at[here][0]);
-    }
-    words = words_across(words, distance);
-    ZERO_EXT_UNROLL
-    for (int here = 0; here < kLanesHere; ++here) {
-      values.at[here][0] += std::bit_cast<float>(words.at[here]);
-    }
+    combine_across(values, distance, [](float own, float other) { return own + other; });
   }
+}
+
+// Of four neighbouring lanes.
+template <int kCount>
+ZERO_EXT_HOST_DEVICE void max_of_quad(Registers<float, kCount>& values) {
+  const auto highest = [](float own, float other) { return ::fmaxf(own, other); };
+  combine_across(values, 1, highest);
+  combine_across(values, 2, highest);
+}
+template <int kCount>
+ZERO_EXT_HOST_DEVICE void sum_of_quad(Registers<float, kCount>& values) {
+  const auto sum = [](float own, float other) { return own + other; };
+  combine_across(values, 1, sum);
+  combine_across(values, 2, sum);
+}
+
+// Every lane gets the bits that any lane has.
+ZERO_EXT_HOST_DEVICE void or_of_warp(Registers<std::uint32_t, 1>& values) {
+#if defined(__CUDA_ARCH__)
+  values.at[0][0] = __reduce_or_sync(0xFFFFFFFFU, values.at[0][0]);
+#else
+  std::uint32_t any = 0;
+  for (const auto& lane : values.at) any |= lane[0];
+  values.fill(any);
+#endif
 }
 
 // Of `lanes` neighbouring lanes, a power of two; every lane gets its group's.
@@ -128,21 +130,12 @@ ZERO_EXT_HOST_DEVICE void sum_of_group(double (&values)[kLanesHere], int lanes) 
 
 // Of kGroup neighbouring lanes, a power of two; every lane gets those of its group.
 template <int kGroup, int kCount>
-ZERO_EXT_HOST_DEVICE void max_of_group(Registers<std::uint32_t, kCount, kLanesHere>& values) {
+ZERO_EXT_HOST_DEVICE void max_of_group(Registers<std::uint32_t, kCount>& values) {
   ZERO_EXT_UNROLL
-  for (int k = 0; k < kCount; ++k) {
-    ZERO_EXT_UNROLL
-    for (int distance = 1; distance < kGroup; distance *= 2) {
-      LaneWords words;
-      ZERO_EXT_UNROLL
-      for (int here = 0; here < kLanesHere; ++here) words.at[here] = values.at[here][k];
-      words = words_across(words, distance);
-      ZERO_EXT_UNROLL
-      for (int here = 0; here < kLanesHere; ++here) {
-        std::uint32_t& own = values.at[here][k];
-        own = words.at[here] > own ? words.at[here] : own;
-      }
-    }
+  for (int distance = 1; distance < kGroup; distance *= 2) {
+    combine_across(values, distance, [](std::uint32_t own, std::uint32_t other) {
+      return other > own ? other : own;
+    });
   }
 }
 

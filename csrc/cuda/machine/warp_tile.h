@@ -14,18 +14,12 @@
 #include <cstdint>
 
 #include "../../core/portability.h"
+#include "device_math.h"
 #include "registers.h"
 #include "vector_access.h"
 #include "warp.h"
 
 namespace zero_ext::cuda {
-
-// Calls visit(here, lane) for each lane of a warp: its place in Registers and its number.
-template <class Visit>
-ZERO_EXT_HOST_DEVICE void each_lane(const Visit& visit) {
-  ZERO_EXT_UNROLL
-  for (int here = 0; here < kLanesHere; ++here) visit(here, lane_number(here));
-}
 
 // Calls visit(here, i) for the numbers `begin` + lane, 32 further on and so on, below `end`.
 template <class Visit>
@@ -82,7 +76,7 @@ struct WarpTile {
   static constexpr int kHeld = kGroup * kRows;  // elements of a lane
 
   template <class T>
-  using Held = Registers<T, kHeld, kLanesHere>;
+  using Held = Registers<T, kHeld>;
   template <class T>
   static constexpr int kSpan = static_cast<int>(kAccessBytes / sizeof(T)) / kGroup;
 
@@ -180,7 +174,7 @@ struct WarpTile {
 
  private:
   static constexpr int kWords = static_cast<int>(kAccessBytes / sizeof(std::uint32_t));
-  using Words = Registers<std::uint32_t, kWords, kLanesHere>;
+  using Words = Registers<std::uint32_t, kWords>;
   template <class T>
   struct Access {
     T at[kAccessBytes / sizeof(T)];
