@@ -1,6 +1,9 @@
 #include <limits>
 
-#include "../cuda/optimizers/adam_kernel.h"
+#include "../core/adam.h"
+#include "../core/adam_factors_formula.h"
+#include "../core/adam_formula.h"
+#include "../cuda/optimizers/step_kernel.h"
 #include "cuda_step_support.h"
 
 namespace zero_ext::cuda {
@@ -68,8 +71,8 @@ void emulate_step(Problem& problem, std::int64_t numel, const std::vector<AdamSe
   const auto run = [&]<class Moment, class Grad, class Param>(std::type_identity<Moment>,
                                                               std::type_identity<Grad>,
                                                               std::type_identity<Param>) {
-    emulate_launch(adam_step_of<Moment, Grad, Param>(buffers, numel, segments.data(),
-                                                     static_cast<std::int64_t>(segments.size())),
+    emulate_launch(FlatStep<core::AdamRule, Moment, Grad, Param>::of(
+                       buffers, numel, segments.data(), static_cast<std::int64_t>(segments.size())),
                    threads, generator);
   };
   with_type(buffers.moments, [&]<class Moment>(std::type_identity<Moment> moment) {

@@ -71,16 +71,17 @@ void emulate_step(Problem& problem, std::int64_t numel,
                   const std::vector<core::LambSegment>& segments, std::int64_t threads,
                   std::mt19937_64& generator) {
   const core::LambBuffers buffers = problem.buffers();
-  with_types(buffers, [&]<class Moment, class Grad>(std::type_identity<Moment>,
-                                                    std::type_identity<Grad>) {
-    const auto run = [&]<class Param>(std::type_identity<Param>) {
-      emulate_launch(lamb_step_of<Moment, Grad, Param>(buffers, numel, segments.data(),
-                                                       static_cast<std::int64_t>(segments.size())),
-                     threads, generator);
-    };
-    if (!buffers.param_type) return run(std::type_identity<NoParam>{});
-    with_type(*buffers.param_type, run);
-  });
+  with_types(
+      buffers, [&]<class Moment, class Grad>(std::type_identity<Moment>, std::type_identity<Grad>) {
+        const auto run = [&]<class Param>(std::type_identity<Param>) {
+          emulate_launch(
+              FlatStep<core::LambRule, Moment, Grad, Param>::of(
+                  buffers, numel, segments.data(), static_cast<std::int64_t>(segments.size())),
+              threads, generator);
+        };
+        if (!buffers.param_type) return run(std::type_identity<NoParam>{});
+        with_type(*buffers.param_type, run);
+      });
 }
 
 using Sums = std::vector<std::int64_t>;

@@ -1,6 +1,9 @@
 #include <limits>
 
-#include "../cuda/optimizers/lion_kernel.h"
+#include "../core/lion.h"
+#include "../core/lion_factors_formula.h"
+#include "../core/lion_formula.h"
+#include "../cuda/optimizers/step_kernel.h"
 #include "cuda_step_support.h"
 
 namespace zero_ext::cuda {
@@ -57,8 +60,8 @@ void emulate_step(Problem& problem, std::int64_t numel,
   const auto run = [&]<class Moment, class Grad, class Param>(std::type_identity<Moment>,
                                                               std::type_identity<Grad>,
                                                               std::type_identity<Param>) {
-    emulate_launch(lion_step_of<Moment, Grad, Param>(buffers, numel, segments.data(),
-                                                     static_cast<std::int64_t>(segments.size())),
+    emulate_launch(FlatStep<core::LionRule, Moment, Grad, Param>::of(
+                       buffers, numel, segments.data(), static_cast<std::int64_t>(segments.size())),
                    threads, generator);
   };
   with_type(buffers.moments, [&]<class Moment>(std::type_identity<Moment> moment) {

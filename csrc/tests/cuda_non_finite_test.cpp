@@ -1,11 +1,15 @@
 #include <cstring>
 #include <limits>
 
+#include "../core/adam_factors_formula.h"
+#include "../core/adam_formula.h"
+#include "../core/lion.h"
+#include "../core/lion_factors_formula.h"
+#include "../core/lion_formula.h"
 #include "../cuda/flat/non_finite_kernel.h"
 #include "../cuda/optimizers/adam_8bit_kernel.h"
-#include "../cuda/optimizers/adam_kernel.h"
 #include "../cuda/optimizers/lamb_kernel.h"
-#include "../cuda/optimizers/lion_kernel.h"
+#include "../cuda/optimizers/step_kernel.h"
 #include "cuda_step_support.h"
 
 namespace zero_ext::cuda {
@@ -150,7 +154,7 @@ TEST(CudaNonFinite, AdamRaisesTheFlag) {
   expect_the_flag<core::AdamHyper>(kAdam, [](Problem& problem, const auto& segments,
                                              std::int64_t threads, std::mt19937_64& generator) {
     emulate_launch(
-        adam_step_of<float, core::BFloat16, core::BFloat16>(
+        FlatStep<core::AdamRule, float, core::BFloat16, core::BFloat16>::of(
             problem.adam(), kCount, segments.data(), static_cast<std::int64_t>(segments.size())),
         threads, generator);
   });
@@ -170,7 +174,7 @@ TEST(CudaNonFinite, LionRaisesTheFlag) {
   expect_the_flag<core::LionHyper>(
       {1e-2, 0.9, 0.99, 0.1, 0},
       [](Problem& problem, const auto& segments, std::int64_t threads, std::mt19937_64& generator) {
-        emulate_launch(lion_step_of<float, core::BFloat16, core::BFloat16>(
+        emulate_launch(FlatStep<core::LionRule, float, core::BFloat16, core::BFloat16>::of(
                            problem.lion(), kCount, segments.data(),
                            static_cast<std::int64_t>(segments.size())),
                        threads, generator);
@@ -181,7 +185,7 @@ TEST(CudaNonFinite, LambRaisesTheFlag) {
   expect_the_flag<core::LambHyper>(
       {1e-3, 0.9, 0.99, 1e-8, 0.1, 0.1, 0.01, 0, 0, 1},
       [](Problem& problem, const auto& segments, std::int64_t threads, std::mt19937_64& generator) {
-        emulate_launch(lamb_step_of<float, core::BFloat16, core::BFloat16>(
+        emulate_launch(FlatStep<core::LambRule, float, core::BFloat16, core::BFloat16>::of(
                            problem.lamb(), kCount, segments.data(),
                            static_cast<std::int64_t>(segments.size())),
                        threads, generator);

@@ -1,8 +1,9 @@
 // zero_ext::adam_step_ on CUDA devices.
 #include <optional>
 
+#include "../../core/adam_factors_formula.h"
+#include "../../core/adam_formula.h"
 #include "../../ops/adam_buffers.h"
-#include "adam_kernel.h"
 #include "step.cuh"
 
 namespace zero_ext::cuda {
@@ -19,12 +20,7 @@ void adam_step(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_av
   const torch::stable::accelerator::DeviceGuard guard(master.get_device_index());
   const core::AdamBuffers buffers =
       ops::read_adam_buffers(kOp, master, exp_avg, exp_avg_sq, grad, param, non_finite);
-  launch_step<core::AdamHyper>(kOp, master, buffers, segments, hyper, grad_scale,
-                               [&]<class Moment, class Grad, class Param>(
-                                   const core::AdamSegment* parts, std::int64_t count) {
-                                 return adam_step_of<Moment, Grad, Param>(buffers, master.numel(),
-                                                                          parts, count);
-                               });
+  launch_step<core::AdamRule, core::AdamHyper>(kOp, master, buffers, segments, hyper, grad_scale);
 }
 
 }  // namespace

@@ -56,12 +56,7 @@ void lamb_step(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_av
   const torch::stable::accelerator::DeviceGuard guard(master.get_device_index());
   const core::LambBuffers buffers =
       ops::read_lamb_buffers(op, master, exp_avg, exp_avg_sq, grad, param, non_finite);
-  launch_step<core::LambHyper>(op, master, buffers, segments, hyper, grad_scale,
-                               [&]<class Moment, class Grad, class Param>(
-                                   const core::LambSegment* parts, std::int64_t count) {
-                                 return lamb_step_of<Moment, Grad, Param>(buffers, master.numel(),
-                                                                          parts, count);
-                               });
+  launch_step<core::LambRule, core::LambHyper>(op, master, buffers, segments, hyper, grad_scale);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// LAMB on a device: the step, see step_kernel.h, and before it the exact norms of the weights and
+// What LAMB has besides the step (see step_kernel.h): before it, the exact norms of the weights and
 // updates of each segment, see squared_norm_kernel.h.
 #pragma once
 
@@ -11,21 +11,6 @@
 #include "step_kernel.h"
 
 namespace zero_ext::cuda {
-
-template <class Moment, class Grad, class Param>
-FlatStep<core::LambRule, Moment, Grad, Param> lamb_step_of(const core::LambBuffers& buffers,
-                                                           std::int64_t numel,
-                                                           const core::LambSegment* segments,
-                                                           std::int64_t segment_count) {
-  return {{buffers.master,
-           {static_cast<Moment*>(buffers.exp_avg), static_cast<Moment*>(buffers.exp_avg_sq)},
-           static_cast<const Grad*>(buffers.grad),
-           static_cast<Param*>(buffers.param),
-           buffers.non_finite},
-          numel,
-          segments,
-          segment_count};
-}
 
 // A warp adds up neighbouring chunks of the buffers, and a segment's sums to the others' when it
 // comes to the next.

@@ -1,8 +1,9 @@
 // zero_ext::lion_step_ on CUDA devices.
 #include <optional>
 
+#include "../../core/lion_factors_formula.h"
+#include "../../core/lion_formula.h"
 #include "../../ops/lion_buffers.h"
-#include "lion_kernel.h"
 #include "step.cuh"
 
 namespace zero_ext::cuda {
@@ -18,12 +19,7 @@ void lion_step(const Tensor& master, const Tensor& exp_avg, const Tensor& grad,
   const torch::stable::accelerator::DeviceGuard guard(master.get_device_index());
   const core::LionBuffers buffers =
       ops::read_lion_buffers(kOp, master, exp_avg, grad, param, non_finite);
-  launch_step<core::LionHyper>(kOp, master, buffers, segments, hyper, grad_scale,
-                               [&]<class Moment, class Grad, class Param>(
-                                   const core::LionSegment* parts, std::int64_t count) {
-                                 return lion_step_of<Moment, Grad, Param>(buffers, master.numel(),
-                                                                          parts, count);
-                               });
+  launch_step<core::LionRule, core::LionHyper>(kOp, master, buffers, segments, hyper, grad_scale);
 }
 
 }  // namespace

@@ -55,19 +55,18 @@ void with_grad_and_param(core::NumericType grad, const std::optional<core::Numer
   });
 }
 
-// The step over flat `buffers` of one rule, whose kernel for the types of its elements is
-// make.operator()<Moment, Grad, Param>(segments, their count).
-template <class Hyper, class Buffers, class Make>
+// The step of a rule over flat `buffers`.
+template <class Rule, class Hyper, class Buffers>
 void launch_step(const char* op, const ops::Tensor& master, const Buffers& buffers,
                  const ops::Tensor& segments, const ops::Tensor& hyper,
-                 const ops::Tensor& grad_scale, const Make& make) {
+                 const ops::Tensor& grad_scale) {
   const auto prepared = prepare_segments<Hyper>(op, master, segments, hyper, grad_scale);
   const auto with_moments = [&]<class Moment>(std::type_identity<Moment>) {
     with_grad_and_param(
         buffers.grad_type, buffers.param_type,
         [&]<class Grad, class Param>(std::type_identity<Grad>, std::type_identity<Param>) {
-          const auto step =
-              make.template operator()<Moment, Grad, Param>(prepared.data(), prepared.count);
+          const auto step = FlatStep<Rule, Moment, Grad, Param>::of(
+              buffers, master.numel(), prepared.data(), prepared.count);
           launch_warps(op, step, step.tiles());
         });
   };

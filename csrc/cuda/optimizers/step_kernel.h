@@ -79,6 +79,20 @@ struct FlatStep {
         segment_count(count),
         aligned(pointers.aligned()) {}
 
+  // Over the buffers of the CPU's step, whose elements have these types. A rule of one moment has
+  // no exp_avg_sq.
+  template <class Buffers>
+  static FlatStep of(const Buffers& buffers, std::int64_t elements, const Segment* parts,
+                     std::int64_t count) {
+    StepPointers<Rule, Moment, Grad, Param> pointers{buffers.master,
+                                                     {static_cast<Moment*>(buffers.exp_avg)},
+                                                     static_cast<const Grad*>(buffers.grad),
+                                                     static_cast<Param*>(buffers.param),
+                                                     buffers.non_finite};
+    if constexpr (kMoments == 2) pointers.moments[1] = static_cast<Moment*>(buffers.exp_avg_sq);
+    return {pointers, elements, parts, count};
+  }
+
   std::int64_t tiles() const { return (numel + Tile::kElements - 1) / Tile::kElements; }
 
   ZERO_EXT_HOST_DEVICE void operator()(std::int64_t warp, std::int64_t warps) const {
