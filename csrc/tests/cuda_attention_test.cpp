@@ -54,13 +54,9 @@ void run_columns(const Data<T>& data, const cuda::GradientInputs<T>& inputs, Fou
   using Kernel = AttentionColumnGradient<T, kDim, kPart>;
   const Unions columns(data.layout(data.by_columns), data.problem.shift, Kernel::Shape::kRows,
                        generator);
-  emulate_blocks(Kernel{inputs,
-                        columns.lists,
+  emulate_blocks(Kernel{{inputs, columns.lists, bias, batches, heads},
                         {found.grad_key.data(), s.key_heads, s.key_length, s.dim},
-                        {found.grad_value.data(), s.key_heads, s.key_length, s.dim},
-                        bias,
-                        batches,
-                        heads},
+                        {found.grad_value.data(), s.key_heads, s.key_length, s.dim}},
                  generator);
 }
 
@@ -100,12 +96,9 @@ void run_backward(const Data<T>& data, Found<T>& found, std::mt19937_64& generat
   const bool all_heads = p.has_bias() && !p.bias[1];
   using RowKernel = AttentionRowGradient<T, kDim>;
   const Unions unions(data.layout(data.by_rows), p.shift, RowKernel::Shape::kRows, generator);
-  emulate_blocks(RowKernel{inputs,
-                           unions.lists,
-                           {found.grad_query.data(), s.query_heads, s.query_length, s.dim},
-                           by_rows ? bias : none,
-                           by_rows ? batches : 1,
-                           by_rows && all_heads ? s.query_heads : 1},
+  emulate_blocks(RowKernel{{inputs, unions.lists, by_rows ? bias : none, by_rows ? batches : 1,
+                            by_rows && all_heads ? s.query_heads : 1},
+                           {found.grad_query.data(), s.query_heads, s.query_length, s.dim}},
                  generator);
   const BiasGradient& own = by_columns ? bias : none;
   const std::int32_t own_batches = by_columns ? batches : 1;

@@ -124,9 +124,9 @@ TEST(CudaAttentionWork, NoProductIsWastedAndRowsShareWhatIsLoaded) {
           data.rules(),          data.queries(data.query),       data.keys(data.key),
           data.keys(data.value), data.queries(data.grad_output), numbers.data(),
           numbers.data()};
-      const Rows by_rows{inputs, rows.lists, first, {}, 1, 1};
+      const Rows by_rows{{inputs, rows.lists, {}, 1, 1}, first};
       expect_work({"gradient of rows", false, 2, 3, 0.65, 0.45}, pattern, data, by_rows, generator);
-      const Columns by_columns{inputs, columns.lists, first, second, {}, 1, 1};
+      const Columns by_columns{{inputs, columns.lists, {}, 1, 1}, first, second};
       expect_work({"of columns", true, 2, 4, 0.75, 0.5}, pattern, data, by_columns, generator);
     }
   }

@@ -96,9 +96,9 @@ struct Backward {
     const bool own = bias.by_rows.data != nullptr;
     using RowKernel = AttentionRowGradient<T, kDim>;
     const DeviceLayout::Unions rows = by_rows.unions(RowKernel::Shape::kRows, grad_query);
-    launch_attention(kOp, RowKernel{inputs, rows.lists, output_rows<T>(grad_query), bias.by_rows,
-                                    own ? bias.batches_each : 1,
-                                    own && bias.all_heads ? rules.sizes.query_heads : 1});
+    launch_attention(kOp, RowKernel{{inputs, rows.lists, bias.by_rows, own ? bias.batches_each : 1,
+                                     own && bias.all_heads ? rules.sizes.query_heads : 1},
+                                    output_rows<T>(grad_query)});
     if constexpr (kDim <= 128) {
       columns<T, kDim, ColumnPart::both>(inputs);
     } else {
@@ -113,10 +113,11 @@ struct Backward {
     const bool own = bias.by_columns.data != nullptr;
     using Kernel = AttentionColumnGradient<T, kDim, kPart>;
     const DeviceLayout::Unions unions = by_columns.unions(Kernel::Shape::kRows, grad_key);
-    launch_attention(
-        kOp, Kernel{inputs, unions.lists, output_rows<T>(grad_key), output_rows<T>(grad_value),
-                    bias.by_columns, own ? bias.batches_each : 1,
-                    own && bias.all_heads ? inputs.rules.sizes.key_heads : 1});
+    launch_attention(kOp,
+                     Kernel{{inputs, unions.lists, bias.by_columns, own ? bias.batches_each : 1,
+                             own && bias.all_heads ? inputs.rules.sizes.key_heads : 1},
+                            output_rows<T>(grad_key),
+                            output_rows<T>(grad_value)});
   }
 };
 

@@ -3,7 +3,6 @@
 // blocks, of all the query heads that share its key head.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "attention_gradient.h"
@@ -14,60 +13,32 @@ namespace zero_ext::cuda {
 enum class ColumnPart : std::uint8_t { both, keys, values };
 
 template <class T, int kDim, ColumnPart kPart>
-struct AttentionColumnGradient {
-  using Shape = AttentionShape<T, kDim, AttentionPass::column_gradient>;
-  using Rows = TileRows<T, kDim>;
-  static constexpr int kTile = Shape::kTile;
-  static constexpr int kBands = Shape::kBands;
-  using Scores = Registers<float, kTile / 2>;
-  using Sums = Registers<float, kDim / 2>;
+struct AttentionColumnGradient : AttentionGradient<T, kDim, AttentionPass::column_gradient> {
+  using Base = AttentionGradient<T, kDim, AttentionPass::column_gradient>;
+  using Base::grad_bias;
+  using Base::inputs;
+  using Base::kBands;
+  using Base::lists;
+  using typename Base::Rows;
+  using typename Base::Scores;
+  using typename Base::Shape;
+  using typename Base::Sums;
+  using typename Base::TilePlaces;
+  template <class Machine>
+  using Stream = typename Base::template Stream<Machine>;
+  template <class Machine>
+  using Multiply = typename Base::template Multiply<Machine>;
   static constexpr bool kOfKeys = kPart != ColumnPart::values;
   static constexpr bool kOfValues = kPart != ColumnPart::keys;
 
-  GradientInputs<T> inputs;
-  BlockLists lists;  // by columns
   OutputRows<T> grad_key;
   OutputRows<T> grad_value;
-  BiasGradient grad_bias;
-  // Batches and key heads that one block of threads takes: see AttentionRowGradient.
-  std::int32_t batches_each;
-  std::int32_t heads_each;
-
-  template <class Machine>
-  using Stream = TileStream<Machine, T, kDim, kTile, Shape::kStages, 2>;
-  template <class Machine>
-  using Multiply = Product<Machine, T, kDim, kTile, kBands>;
-
-  ZERO_EXT_FUNCTION std::int32_t column_tiles() const {
-    return (inputs.rules.sizes.key_length + Shape::kRows - 1) / Shape::kRows;
-  }
-  ZERO_EXT_FUNCTION std::int32_t groups() const {
-    return inputs.rules.sizes.batch / batches_each * (inputs.rules.sizes.key_heads / heads_each);
-  }
-  std::int64_t blocks() const { return std::int64_t{column_tiles()} * groups(); }
-  template <class Machine>
-  static constexpr int shared_bytes() {
-    return 2 * Rows::bytes(Shape::kRows) + Stream<Machine>::kBytes +
-           Shape::kWarps * Multiply<Machine>::kScratch * 4;
-  }
 
   template <class Machine>
   ZERO_EXT_DEVICE void operator()(const Machine& machine) const {
-    const AttentionSizes& sizes = inputs.rules.sizes;
-    const auto number = static_cast<std::int32_t>(machine.block());
-    const std::int32_t group = number % groups();
-    // Of causal layouts the first columns have most blocks: they begin first.
-    const std::int32_t first = number / groups() * Shape::kRows;
-    const std::int32_t head_groups = sizes.key_heads / heads_each;
-    const std::int32_t first_batch = group / head_groups * batches_each;
-    const std::int32_t first_head = group % head_groups * heads_each;
-    Stream<Machine> stream(machine, machine.memory() + 2 * Rows::bytes(Shape::kRows));
-    for (std::int32_t batch = first_batch; batch < first_batch + batches_each; ++batch) {
-      for (std::int32_t head = first_head; head < first_head + heads_each; ++head) {
-        one_key_head(machine, stream, batch, head, first);
-        machine.meet();  // before the next head's keys are copied
-      }
-    }
+    this->each_head(machine,
+                    [&](Stream<Machine>& stream, std::int32_t batch, std::int32_t head,
+                        std::int32_t first) { one_key_head(machine, stream, batch, head, first); });
   }
 
  private:
@@ -76,7 +47,6 @@ struct AttentionColumnGradient {
     Sums keys[kBands];
     Sums values[kBands];
   };
-  using TilePlaces = Places<true, kTile / 16>;
 
   template <class Machine>
   ZERO_EXT_DEVICE void one_key_head(const Machine& machine, Stream<Machine>& stream,
@@ -116,9 +86,7 @@ struct AttentionColumnGradient {
                  {{inputs.reference + row, length}, {inputs.delta + row, length}});
     const HeadRules rules = inputs.rules.of(batch, head);
     const HeadDropout dropout = inputs.rules.dropout_of(batch, head);
-    float* bias = grad_bias.data == nullptr ? nullptr
-                                            : grad_bias.data + batch * grad_bias.batch_stride +
-                                                  head * grad_bias.head_stride;
+    float* const bias = this->bias_of(batch, head);
     for (std::int32_t i = 0; i < stream.tiles(); ++i) {
       stream.take(i);
       one_tile(machine, stream, i, rules, dropout, first, bias, state);
@@ -134,9 +102,7 @@ struct AttentionColumnGradient {
     const int place = machine.warp() * kBands;
     const T* keys = reinterpret_cast<const T*>(machine.memory()) + place * Rows::kBandElements;
     const T* values = keys + Shape::kRows * Rows::kStride;
-    float* scratch = reinterpret_cast<float*>(machine.memory() + 2 * Rows::bytes(Shape::kRows) +
-                                              Stream<Machine>::kBytes) +
-                     machine.warp() * Multiply<Machine>::kScratch;
+    float* const scratch = Base::scratch(machine);
     Wanted wanted[kBands];
     stream.wanted(tile, place, wanted);
     Scores weights[kBands];

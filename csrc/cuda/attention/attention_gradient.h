@@ -1,4 +1,5 @@
-// What the kernels of both gradients share: what they are given, and the gradients of scores.
+// What the kernels of both gradients share: what they are given, the heads that they take, and the
+// gradients of scores.
 //
 // Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning"
 // (2023), the backward pass.
@@ -6,6 +7,7 @@
 
 #include <bit>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 
 #include "../machine/grid_place.h"
@@ -178,6 +180,86 @@ struct PrepareGradients {
   };
   static ZERO_EXT_HOST_DEVICE double product(T grad, T out) {
     return static_cast<double>(core::to_float(grad)) * static_cast<double>(core::to_float(out));
+  }
+};
+
+// What the kernels of both gradients share. A block of threads keeps some rows of two matrices in
+// shared memory, and tiles of the two other matrices pass by them, for one head after another.
+template <class T, int kDim, AttentionPass kPass>
+struct AttentionGradient {
+  static_assert(kPass != AttentionPass::forward);
+  static constexpr bool kByRows = kPass == AttentionPass::row_gradient;
+  using Shape = AttentionShape<T, kDim, kPass>;
+  using Rows = TileRows<T, kDim>;
+  static constexpr int kTile = Shape::kTile;
+  static constexpr int kBands = Shape::kBands;
+  using Scores = Registers<float, kTile / 2>;
+  using Sums = Registers<float, kDim / 2>;
+  using TilePlaces = Places<!kByRows, kTile / 16>;
+  // The numbers of queries, reference and delta, pass by with them.
+  template <class Machine>
+  using Stream = TileStream<Machine, T, kDim, kTile, Shape::kStages, kByRows ? 0 : 2>;
+  template <class Machine>
+  using Multiply = Product<Machine, T, kDim, kTile, kBands>;
+
+  GradientInputs<T> inputs;
+  BlockLists lists;  // by rows or by columns, as the pass
+  BiasGradient grad_bias;
+  // Batches and heads (key heads by columns) that one block of threads takes, one after another:
+  // those that share a bias whose gradient is asked for, else one.
+  std::int32_t batches_each;
+  std::int32_t heads_each;
+
+  ZERO_EXT_FUNCTION std::int32_t heads() const {
+    return kByRows ? inputs.rules.sizes.query_heads : inputs.rules.sizes.key_heads;
+  }
+  ZERO_EXT_FUNCTION std::int32_t row_tiles() const {
+    const AttentionSizes& sizes = inputs.rules.sizes;
+    const std::int32_t length = kByRows ? sizes.query_length : sizes.key_length;
+    return (length + Shape::kRows - 1) / Shape::kRows;
+  }
+  ZERO_EXT_FUNCTION std::int32_t groups() const {
+    return inputs.rules.sizes.batch / batches_each * (heads() / heads_each);
+  }
+  std::int64_t blocks() const { return std::int64_t{row_tiles()} * groups(); }
+  template <class Machine>
+  static constexpr int shared_bytes() {
+    return 2 * Rows::bytes(Shape::kRows) + Stream<Machine>::kBytes +
+           Shape::kWarps * Multiply<Machine>::kScratch * 4;
+  }
+
+  // Calls visit(stream, batch, head, first row) for the heads of the running block of threads.
+  template <class Machine, class Visit>
+  ZERO_EXT_DEVICE void each_head(const Machine& machine, const Visit& visit) const {
+    const auto number = static_cast<std::int32_t>(machine.block());
+    const std::int32_t group = number % groups();
+    // Of causal layouts the last rows and the first columns have most blocks: they begin first.
+    const std::int32_t turn = number / groups();
+    const bool reversed = kByRows && inputs.rules.causal;
+    const std::int32_t first = (reversed ? row_tiles() - 1 - turn : turn) * Shape::kRows;
+    const std::int32_t head_groups = heads() / heads_each;
+    const std::int32_t first_batch = group / head_groups * batches_each;
+    const std::int32_t first_head = group % head_groups * heads_each;
+    Stream<Machine> stream(machine, machine.memory() + 2 * Rows::bytes(Shape::kRows));
+    for (std::int32_t batch = first_batch; batch < first_batch + batches_each; ++batch) {
+      for (std::int32_t head = first_head; head < first_head + heads_each; ++head) {
+        visit(stream, batch, head, first);
+        machine.meet();  // before the next head's rows are copied
+      }
+    }
+  }
+
+  // Shared memory of the running warp alone, see Product::add.
+  template <class Machine>
+  static ZERO_EXT_DEVICE float* scratch(const Machine& machine) {
+    std::byte* behind = machine.memory() + 2 * Rows::bytes(Shape::kRows) + Stream<Machine>::kBytes;
+    return reinterpret_cast<float*>(behind) + machine.warp() * Multiply<Machine>::kScratch;
+  }
+
+  // Of a batch and query head, or null if it is not asked for.
+  ZERO_EXT_DEVICE float* bias_of(std::int32_t batch, std::int32_t head) const {
+    if (grad_bias.data == nullptr) return nullptr;
+    return grad_bias.data + batch * grad_bias.batch_stride + head * grad_bias.head_stride;
   }
 };
 

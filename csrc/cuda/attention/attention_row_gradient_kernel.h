@@ -2,7 +2,6 @@
 // threads has 16 to 64 queries and passes over the keys that any of them has in its blocks.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "attention_gradient.h"
@@ -10,59 +9,29 @@
 namespace zero_ext::cuda {
 
 template <class T, int kDim>
-struct AttentionRowGradient {
-  using Shape = AttentionShape<T, kDim, AttentionPass::row_gradient>;
-  using Rows = TileRows<T, kDim>;
-  static constexpr int kTile = Shape::kTile;
-  static constexpr int kBands = Shape::kBands;
-  using Scores = Registers<float, kTile / 2>;
-  using Sums = Registers<float, kDim / 2>;
+struct AttentionRowGradient : AttentionGradient<T, kDim, AttentionPass::row_gradient> {
+  using Base = AttentionGradient<T, kDim, AttentionPass::row_gradient>;
+  using Base::grad_bias;
+  using Base::inputs;
+  using Base::kBands;
+  using Base::lists;
+  using typename Base::Rows;
+  using typename Base::Scores;
+  using typename Base::Shape;
+  using typename Base::Sums;
+  using typename Base::TilePlaces;
+  template <class Machine>
+  using Stream = typename Base::template Stream<Machine>;
+  template <class Machine>
+  using Multiply = typename Base::template Multiply<Machine>;
 
-  GradientInputs<T> inputs;
-  BlockLists lists;  // by rows
   OutputRows<T> grad_query;
-  BiasGradient grad_bias;
-  // Batches and heads that one block of threads takes, one after another: those that share a bias
-  // whose gradient is asked for, else one.
-  std::int32_t batches_each;
-  std::int32_t heads_each;
-
-  template <class Machine>
-  using Stream = TileStream<Machine, T, kDim, kTile, Shape::kStages, 0>;
-  template <class Machine>
-  using Multiply = Product<Machine, T, kDim, kTile, kBands>;
-
-  ZERO_EXT_FUNCTION std::int32_t row_tiles() const {
-    return (inputs.rules.sizes.query_length + Shape::kRows - 1) / Shape::kRows;
-  }
-  ZERO_EXT_FUNCTION std::int32_t groups() const {
-    return inputs.rules.sizes.batch / batches_each * (inputs.rules.sizes.query_heads / heads_each);
-  }
-  std::int64_t blocks() const { return std::int64_t{row_tiles()} * groups(); }
-  template <class Machine>
-  static constexpr int shared_bytes() {
-    return 2 * Rows::bytes(Shape::kRows) + Stream<Machine>::kBytes +
-           Shape::kWarps * Multiply<Machine>::kScratch * 4;
-  }
 
   template <class Machine>
   ZERO_EXT_DEVICE void operator()(const Machine& machine) const {
-    const AttentionSizes& sizes = inputs.rules.sizes;
-    const auto number = static_cast<std::int32_t>(machine.block());
-    const std::int32_t group = number % groups();
-    const std::int32_t turn = number / groups();
-    const std::int32_t tile = inputs.rules.causal ? row_tiles() - 1 - turn : turn;
-    const std::int32_t first = tile * Shape::kRows;
-    const std::int32_t head_groups = sizes.query_heads / heads_each;
-    const std::int32_t first_batch = group / head_groups * batches_each;
-    const std::int32_t first_head = group % head_groups * heads_each;
-    Stream<Machine> stream(machine, machine.memory() + 2 * Rows::bytes(Shape::kRows));
-    for (std::int32_t batch = first_batch; batch < first_batch + batches_each; ++batch) {
-      for (std::int32_t head = first_head; head < first_head + heads_each; ++head) {
-        one_head(machine, stream, batch, head, first);
-        machine.meet();  // before the next head's queries are copied
-      }
-    }
+    this->each_head(machine,
+                    [&](Stream<Machine>& stream, std::int32_t batch, std::int32_t head,
+                        std::int32_t first) { one_head(machine, stream, batch, head, first); });
   }
 
  private:
@@ -73,7 +42,6 @@ struct AttentionRowGradient {
     Registers<float, 2> delta[kBands];
     Registers<float, 2> bias[kBands];  // sums over the keys that this lane has
   };
-  using TilePlaces = Places<false, kTile / 16>;
 
   template <class Machine>
   ZERO_EXT_DEVICE void one_head(const Machine& machine, Stream<Machine>& stream, std::int32_t batch,
@@ -88,9 +56,7 @@ struct AttentionRowGradient {
     stream.begin(lists.of(head, first), inputs.keys(inputs.key, batch, head),
                  inputs.keys(inputs.value, batch, head), {{nullptr, 0}});
     const int place = machine.warp() * kBands;
-    float* bias = grad_bias.data == nullptr ? nullptr
-                                            : grad_bias.data + batch * grad_bias.batch_stride +
-                                                  head * grad_bias.head_stride;
+    float* const bias = this->bias_of(batch, head);
     State state;
     begin(inputs.first_row(batch, head), first + place * kBandRows, state);
     pass(machine, stream, inputs.rules.of(batch, head), inputs.rules.dropout_of(batch, head), first,
@@ -134,9 +100,7 @@ struct AttentionRowGradient {
     const int place = machine.warp() * kBands;
     const T* queries = reinterpret_cast<const T*>(machine.memory()) + place * Rows::kBandElements;
     const T* grads = queries + Shape::kRows * Rows::kStride;
-    float* scratch = reinterpret_cast<float*>(machine.memory() + 2 * Rows::bytes(Shape::kRows) +
-                                              Stream<Machine>::kBytes) +
-                     machine.warp() * Multiply<Machine>::kScratch;
+    float* const scratch = Base::scratch(machine);
     for (std::int32_t i = 0; i < stream.tiles(); ++i) {
       stream.take(i);
       Wanted wanted[kBands];
