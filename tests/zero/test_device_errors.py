@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -126,3 +127,38 @@ def test_an_error_comes_before_what_follows_from_it(world: World) -> None:
         pytest.raises(RuntimeError, match="device of rank 1: quantize_"),
     ):
         step_of(model, optimizer, batch(world, 0, model) * 0)
+
+
+@on_ranks(1, 2, stand_in=True)
+def test_an_update_s_error_is_its_engine_s_where_several_share_a_device(world: World) -> None:
+    """The other one steps first, and is not damaged."""
+    bad, bad_optimizer = prepared(world, 3, "bf16", 0.0)
+    good, good_optimizer = prepared(world, 3, "bf16", 0.0)
+    step_of(bad, bad_optimizer, batch(world, 0, bad))
+    bad_optimizer.param_groups[0]["betas"] = (1.5, 0.9)
+    step_of(bad, bad_optimizer, batch(world, 1, bad))
+    bad_optimizer.param_groups[0]["betas"] = (0.9, 0.9)
+    for step in range(4):
+        step_of(good, good_optimizer, batch(world, step, good))
+        torch.accelerator.synchronize()
+    zero_ext.full_state_dict(good)
+    assert engine_of(good).optimizer_step.damage is None
+    with pytest.raises(FailedTogether, match=re.escape("beta1 of hyper[0]: expected in [0, 1), got 1.5.")):
+        until_raised(world, bad, bad_optimizer, 2, "waiting")
+
+
+@on_ranks(1, 2, stand_in=True)
+def test_what_was_recorded_before_a_model_is_no_error_of_its_steps(world: World) -> None:
+    ops.load_kernels(torch.device(DEVICE))
+    with (
+        record_on_last_rank(world, QUANTIZED.to(DEVICE)),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        model, optimizer = prepared(world, 3, "bf16", 0.0)
+    told = [str(each.message) for each in caught if "before this model was prepared" in str(each.message)]
+    assert len(told) == (world.rank == world.size - 1)
+    assert all("quantize_blockwise" in text for text in told)
+    for step in range(3):
+        step_of(model, optimizer, batch(world, step, model))
+    zero_ext.full_state_dict(model)
