@@ -15,7 +15,14 @@ import zero_ext
 from tests.accelerator.host_waits import HostWaits
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.zero.test_host_waits import DEVICE, assert_same, batch, lion, prepared, state_of, step_of
+from tests.zero.test_host_waits import (
+    DEVICE,
+    assert_alike_before_and_after,
+    batch,
+    lion,
+    prepared,
+    step_of,
+)
 from tests.zero.training import adamw
 from zero_ext import ops
 from zero_ext.zero import engine_of
@@ -112,10 +119,7 @@ def test_an_error_of_another_kernel_on_one_rank_stops_the_step_on_all(world: Wor
             until_raised(world, model, optimizer, 1, look)
         assert engine_of(model).steps == 1
         optimizer.zero_grad()
-        assert_same(state_of(model, optimizer), state_of(other, other_optimizer))
-        for each, own in ((model, optimizer), (other, other_optimizer)):
-            step_of(each, own, batch(world, 3, each))
-        assert_same(state_of(model, optimizer), state_of(other, other_optimizer))
+        assert_alike_before_and_after(world, 3, (model, optimizer), (other, other_optimizer))
 
 
 @on_ranks(2, stand_in=True)

@@ -60,6 +60,14 @@ def step_of(model: Any, optimizer: Any, tokens: torch.Tensor, torch_clip: float 
     optimizer.zero_grad()
 
 
+def assert_alike_before_and_after(world: World, step: int, *trained: tuple[Any, Any]) -> None:
+    """Two models and their optimizers have the same state, and the same again after the step ``step``."""
+    assert_same(*(state_of(*each) for each in trained))
+    for model, optimizer in trained:
+        step_of(model, optimizer, batch(world, step, model))
+    assert_same(*(state_of(*each) for each in trained))
+
+
 @contextlib.contextmanager
 def bad_gradient(world: World, model: Any, value: float = math.nan) -> Iterator[None]:
     """One element of one parameter's gradient on the last rank."""
@@ -226,10 +234,7 @@ def test_a_norm_that_is_not_finite_stops_the_device_and_is_named_when_the_host_l
         assert "No parameter or optimizer state was changed" in str(told.value)
         assert engine_of(model).steps == 1
         optimizer.zero_grad()
-        assert_same(state_of(model, optimizer), state_of(other, other_optimizer))
-        for each, own in ((model, optimizer), (other, other_optimizer)):
-            step_of(each, own, batch(world, 3, each))
-        assert_same(state_of(model, optimizer), state_of(other, other_optimizer))
+        assert_alike_before_and_after(world, 3, (model, optimizer), (other, other_optimizer))
 
 
 @on_ranks(1, 2, stand_in=True)
