@@ -91,11 +91,10 @@ def _of_all_ranks(model: Collectives, own: Sequence[_Tied]) -> set[_Tied]:
     label, ranks = "agreement on tied parameters", model.world_size
     lengths = torch.zeros(ranks, dtype=torch.int64, device="cpu")
     lengths[model.rank] = len(text)
-    model.gather(lengths, lengths[model.rank : model.rank + 1], "scalars", label).wait()
-    sizes = lengths.tolist()
+    sizes = model.sum_(lengths, label).tolist()
     table = torch.zeros(ranks, max(sizes), dtype=torch.uint8, device="cpu")
     table[model.rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     model.gather(table.view(-1), table[model.rank], "scalars", label).wait()
-    # Of simulated ranks nothing comes, or what this one has.
+    # Of simulated ranks nothing comes.
     rows = (bytes(row[:size].tolist()) for row, size in zip(table, sizes, strict=True) if size)
     return {_Tied(name, tuple(tied), far) for row in rows for name, tied, far in json.loads(row)}
