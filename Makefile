@@ -55,7 +55,7 @@ $(DEPENDENCIES): $(SYSTEM) requirements-dev.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements-dev.txt
 	touch $@
 
-$(EXTENSION): $(DEPENDENCIES) setup.py pyproject.toml zero_ext/ops/toolchain.py \
+$(EXTENSION): $(DEPENDENCIES) setup.py pyproject.toml zero_ext/ops/jit/toolchain.py \
               $(CORE_SOURCES) $(OP_SOURCES) $(HEADERS) $(CUDA_FILES)
 	MAX_JOBS=$(JOBS) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install \
 	  --disable-pip-version-check -q --no-build-isolation --no-deps -e .

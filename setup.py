@@ -30,7 +30,7 @@ def load_by_path(path: Path) -> ModuleType:
     return module
 
 
-toolchain = load_by_path(ROOT / "zero_ext" / "ops" / "toolchain.py")
+toolchain = load_by_path(ROOT / "zero_ext" / "ops" / "jit" / "toolchain.py")
 finder = load_by_path(ROOT / "zero_ext_deepspeed_finder.py")
 
 
@@ -69,7 +69,7 @@ def cuda_toolkit() -> Path | None:
     """The toolkit to build _C_cuda with; None, and a line that says why, where it is left to first use."""
     if torch.version.cuda is None:
         return None
-    nvcc = load_by_path(ROOT / "zero_ext" / "ops" / "nvcc.py")
+    nvcc = load_by_path(ROOT / "zero_ext" / "ops" / "jit" / "nvcc.py")
     try:
         found = nvcc.find_nvcc(torch.version.cuda, torch.__version__)
         # torch links by this name, which wheels of the toolkit leave out.

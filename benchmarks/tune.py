@@ -13,7 +13,7 @@ import typer
 from benchmarks.harness.environment import describe
 from benchmarks.harness.report import Table, conclude, terminal
 from zero_ext.plan.tune import Launch, Measured, Outcome, Point, Space, run_trial, search
-from zero_ext.plan.tune.points import placements_of
+from zero_ext.plan.tune.search_space import placements_of
 
 SCRIPT = Path(__file__).parent / "tuned_script.py"  # not beside modules named like the standard library
 BAR = 0.95

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero_ext.integrations import deepspeed
-from zero_ext.integrations.deepspeed.refused import served
 from zero_ext.integrations.deepspeed.registry import Definition, difference_of, names, reason_of
+from zero_ext.integrations.deepspeed.unsupported import served
 
 _BEGIN, _END = "<!-- begin names -->", "<!-- end names -->"
 

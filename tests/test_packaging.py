@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from zero_ext.ops import toolchain
+from zero_ext.ops.jit import toolchain
 from zero_ext_deepspeed_finder import VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -3,26 +3,26 @@
 from typing import TYPE_CHECKING
 
 from zero_ext.config import ConfigError, ZeroConfig, load_config
-from zero_ext.config.lazy import lazily
+from zero_ext.config.lazy_imports import lazily
 
 if TYPE_CHECKING:
     from zero_ext.activation import checkpoint_activations
-    from zero_ext.checkpoint.model import load_checkpoint, save_checkpoint
-    from zero_ext.checkpoint.safetensors_load import load_safetensors
+    from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
+    from zero_ext.checkpoint.weights.safetensors_load import load_safetensors
     from zero_ext.integrations.initialize import initialize
-    from zero_ext.integrations.prepare import prepare
+    from zero_ext.integrations.prepare_with_features import prepare
     from zero_ext.optim.lamb import Lamb
     from zero_ext.optim.lion import Lion
     from zero_ext.optim.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
-    from zero_ext.zero.gathered import (
+    from zero_ext.zero.api.full_parameters import (
         double_backward,
         full_gradient,
         full_state_dict,
         gathered,
         load_full_state_dict,
     )
-    from zero_ext.zero.init import Init
-    from zero_ext.zero.module import ZeroModule
+    from zero_ext.zero.api.zero_module import ZeroModule
+    from zero_ext.zero.construction.sharded_init import Init
     from zero_ext.zero.tiling import TiledEmbedding, TiledLinear
 
 __all__ = [
@@ -71,26 +71,26 @@ _PACKAGES = (
 __getattr__ = lazily(
     __name__,
     {
-        "Init": "zero_ext.zero.init",
+        "Init": "zero_ext.zero.construction.sharded_init",
         "Lamb": "zero_ext.optim.lamb",
         "Lion": "zero_ext.optim.lion",
         "OneBitAdam": "zero_ext.optim.one_bit",
         "OneBitLamb": "zero_ext.optim.one_bit",
         "TiledEmbedding": "zero_ext.zero.tiling",
         "TiledLinear": "zero_ext.zero.tiling",
-        "ZeroModule": "zero_ext.zero.module",
+        "ZeroModule": "zero_ext.zero.api.zero_module",
         "ZeroOneAdam": "zero_ext.optim.one_bit",
         "checkpoint_activations": "zero_ext.activation",
-        "double_backward": "zero_ext.zero.gathered",
-        "full_gradient": "zero_ext.zero.gathered",
-        "full_state_dict": "zero_ext.zero.gathered",
-        "gathered": "zero_ext.zero.gathered",
+        "double_backward": "zero_ext.zero.api.full_parameters",
+        "full_gradient": "zero_ext.zero.api.full_parameters",
+        "full_state_dict": "zero_ext.zero.api.full_parameters",
+        "gathered": "zero_ext.zero.api.full_parameters",
         "initialize": "zero_ext.integrations.initialize",
-        "load_checkpoint": "zero_ext.checkpoint.model",
-        "load_full_state_dict": "zero_ext.zero.gathered",
-        "load_safetensors": "zero_ext.checkpoint.safetensors_load",
-        "prepare": "zero_ext.integrations.prepare",
-        "save_checkpoint": "zero_ext.checkpoint.model",
+        "load_checkpoint": "zero_ext.checkpoint.api",
+        "load_full_state_dict": "zero_ext.zero.api.full_parameters",
+        "load_safetensors": "zero_ext.checkpoint.weights.safetensors_load",
+        "prepare": "zero_ext.integrations.prepare_with_features",
+        "save_checkpoint": "zero_ext.checkpoint.api",
     }
     | dict.fromkeys(_PACKAGES, ""),
 )

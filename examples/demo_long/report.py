@@ -11,7 +11,7 @@ from demo.report import markdown_table
 from demo_long.processes import Ending
 from demo_long.settings import LongSettings
 from zero_ext.attention import build_layout
-from zero_ext.attention.picture import plot_layout
+from zero_ext.attention.plot_layout import plot_layout
 from zero_ext.config import SparseAttentionPolicy
 
 HEADINGS = ("attention", "under the cap", "steps", "s/step", "peak MB", "loss, last step", "held-out loss")

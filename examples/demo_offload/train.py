@@ -25,7 +25,7 @@ import zero_ext
 from demo_offload.settings import OffloadSettings
 from demo_offload.timeline import Recorder, process_memory
 from zero_ext.zero import engine_of
-from zero_ext.zero.ledger import ledger_by_tier
+from zero_ext.zero.api.memory_breakdown import ledger_by_tier
 
 OUT_OF_MEMORY = 3
 MEGA = 1e6

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # By its path: the package would load its built module.
 _spec = importlib.util.spec_from_file_location(
-    "cuda_check_toolchain", ROOT / "zero_ext" / "ops" / "toolchain.py"
+    "cuda_check_toolchain", ROOT / "zero_ext" / "ops" / "jit" / "toolchain.py"
 )
 assert _spec is not None and _spec.loader is not None
 toolchain = importlib.util.module_from_spec(_spec)

@@ -45,7 +45,7 @@ def digest(paths: Sequence[Path]) -> str:
 def sources(root: Path) -> list[Path]:
     """All files that a module depends on."""
     code = [path for path in (root / "csrc").rglob("*") if path.suffix in {".cpp", ".cu", ".cuh", ".h"}]
-    return [*code, root / "setup.py", root / "zero_ext" / "ops" / "toolchain.py"]
+    return [*code, root / "setup.py", root / "zero_ext" / "ops" / "jit" / "toolchain.py"]
 
 
 def capabilities() -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_ext.activation.keeping import Keeper, Record
+from zero_ext.activation.offloader import Keeper, Record
 
 WIDTH = 64
 Run = Callable[..., Any]

@@ -16,7 +16,7 @@ from tests.activation.blocks import same
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.activation import Checkpointing, RandomStreams
-from zero_ext.activation.room import Fill
+from zero_ext.activation.activation_storage import Fill
 from zero_ext.config import ActivationPolicy
 
 DEVICE = "stand_in:0"

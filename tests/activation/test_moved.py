@@ -99,7 +99,7 @@ def test_pieces_of_one_tensor_are_moved_each(tmp_path: Path) -> None:
 
 def test_only_so_many_given_tensors_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What every call is given is the last one to be forgotten."""
-    monkeypatch.setattr("zero_ext.activation.checkpointing._MOST_GIVEN", 4)
+    monkeypatch.setattr("zero_ext.activation.activation_checkpoint._MOST_GIVEN", 4)
     checkpointing, kept, mask = made("host", tmp_path), [], torch.rand(64, WIDTH)
     for number in range(12):
         kept.append(checkpointing(torch.mul, torch.ones(64, WIDTH, requires_grad=True) * 1, mask))

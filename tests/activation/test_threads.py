@@ -14,8 +14,8 @@ import torch
 
 from tests.activation.blocks import fresh_seed, noted_records, same
 from zero_ext.activation import Checkpointing
-from zero_ext.activation.keeping import Keeper, Record, State
-from zero_ext.activation.room import MemoryRoom
+from zero_ext.activation.activation_storage import MemoryRoom
+from zero_ext.activation.offloader import Keeper, Record, State
 from zero_ext.config import ActivationPolicy
 from zero_ext.offload import CPU
 

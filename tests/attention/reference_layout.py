@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zero_ext.config.attention import SparseAttentionPolicy
+from zero_ext.config.sections.sparse_attention import SparseAttentionPolicy
 
 
 def reference_mask(policy: SparseAttentionPolicy, head: int, blocks: int) -> torch.Tensor:

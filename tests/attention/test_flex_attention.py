@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as torch_flex
 
 from tests.attention.strategies import policies
-from tests.attention.test_module import HEADS, reference, same, tensors
+from tests.attention.test_sparse_self_attention import HEADS, reference, same, tensors
 from zero_ext import ConfigError, ZeroConfig
 from zero_ext.attention import BlockLayout, SparseSelfAttention, build_layout
 from zero_ext.attention.flex_attention import TILE, block_mask
-from zero_ext.config.attention import SparseAttentionPolicy
+from zero_ext.config.sections.sparse_attention import SparseAttentionPolicy
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 

@@ -23,7 +23,7 @@ from benchmarks import (
 from benchmarks.harness.loader import Loader
 from benchmarks.peers.storage_engines import Mover
 from tests.benchmarks.conftest import Concluded
-from zero_ext.cli.device_pass import Cost
+from zero_ext.cli.nvme.nvme_run import Cost
 from zero_ext.config import ZeroConfig
 from zero_ext.plan.tune import Launch, Outcome, search
 

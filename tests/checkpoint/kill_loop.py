@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tests.checkpoint.boundaries import CountingStorage, die_at
 from tests.checkpoint.fake_source import FakeSource, dense
-from zero_ext.checkpoint import CheckpointError, load_checkpoint, save, save_checkpoint
+from zero_ext.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, saving
 
 TABLE = {"w": dense(25_000), "b": dense(17)}
 OLD, NEW, NEXT = 1, 2, 3
@@ -35,7 +35,7 @@ SAVED, REFUSED, BROKEN = 0, 7, 9
 
 
 def use(storage: CountingStorage | None) -> None:
-    save.Storage = (lambda: storage) if storage is not None else CountingStorage.__base__  # type: ignore[misc, assignment]
+    saving.Storage = (lambda: storage) if storage is not None else CountingStorage.__base__  # type: ignore[misc, assignment]
 
 
 def in_child(work: Callable[[], int]) -> int:

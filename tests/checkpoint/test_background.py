@@ -15,7 +15,7 @@ import pytest
 from tests.checkpoint.boundaries import CountingStorage, fail_at
 from tests.checkpoint.fake_source import SMALL, FakeSource
 from zero_ext import ops
-from zero_ext.checkpoint import CheckpointError, SaveHandle, load_checkpoint, save, save_checkpoint
+from zero_ext.checkpoint import CheckpointError, SaveHandle, load_checkpoint, save_checkpoint, saving
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds every write until it is set."""
     event = threading.Event()
     storage = CountingStorage(lambda number, name: event.wait(30) or None)
-    monkeypatch.setattr(save, "Storage", lambda: storage)
+    monkeypatch.setattr(saving, "Storage", lambda: storage)
     return event
 
 
@@ -72,7 +72,7 @@ def test_the_staged_copy_goes_when_the_save_has_ended(tmp_path: Path, gate: thre
 
 
 def fail_in_background(folder: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch) -> SaveHandle:
-    monkeypatch.setattr(save, "Storage", lambda: fail_at(5, errno.ENOSPC, lambda name: True))
+    monkeypatch.setattr(saving, "Storage", lambda: fail_at(5, errno.ENOSPC, lambda name: True))
     handle = save_checkpoint(folder, source, asynchronous=True)
     monkeypatch.undo()
     return handle
@@ -123,13 +123,13 @@ import errno, sys, time
 import torch.distributed as dist
 from tests.checkpoint.boundaries import CountingStorage, fail_at
 from tests.checkpoint.fake_source import SMALL, FakeSource
-from zero_ext.checkpoint import save, save_checkpoint
+from zero_ext.checkpoint import save_checkpoint, saving
 
 folder, store, fail = sys.argv[1], sys.argv[2], sys.argv[5]
 rank, world_size = int(sys.argv[3]), int(sys.argv[4])
 slow = CountingStorage(lambda number, name: time.sleep(0.05))
 full = fail_at(8, errno.ENOSPC, lambda name: not name.startswith("remove"))
-save.Storage = lambda: full if fail == "fail" else slow
+saving.Storage = lambda: full if fail == "fail" else slow
 group = None
 if world_size > 1:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)

@@ -16,9 +16,9 @@ import torch
 from tests.checkpoint.fake_source import FakeSource, channels_last, dense
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
-from zero_ext.checkpoint import CheckpointError, inspect_checkpoint, load, load_checkpoint, save_checkpoint
-from zero_ext.checkpoint.chunk_reader import ChunkReader
-from zero_ext.checkpoint.manifest import checksum
+from zero_ext.checkpoint import CheckpointError, inspect_checkpoint, load_checkpoint, loading, save_checkpoint
+from zero_ext.checkpoint.format.manifest import checksum
+from zero_ext.checkpoint.transfer.chunk_reader import ChunkReader
 
 HERE = "tests.checkpoint.test_damage"
 STATE, OTHER = 5, 6
@@ -403,7 +403,7 @@ def test_damage_that_one_rank_sees_stops_all(rank_pool: RankPool, folder: Path) 
 
 
 def test_damage_between_the_two_reads_says_half_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill = load._fill
+    fill = loading._fill
 
     def damage_then_fill(reader: ChunkReader, plan: Any) -> None:
         path = step(folder) / "rank-00001.safetensors"
@@ -414,7 +414,7 @@ def test_damage_between_the_two_reads_says_half_loaded(folder: Path, monkeypatch
             file.write(bytes([last[0] ^ 1]))
         fill(reader, plan)
 
-    monkeypatch.setattr(load, "_fill", damage_then_fill)
+    monkeypatch.setattr(loading, "_fill", damage_then_fill)
     source = FakeSource(TABLE, OTHER)
     with pytest.raises(CheckpointError, match=r"damaged: .*mixture of its old state and the checkpoint"):
         load_checkpoint(folder, source)

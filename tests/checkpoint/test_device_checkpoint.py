@@ -17,9 +17,9 @@ from tests.checkpoint.test_engine_checkpoint import Mixture, check_same
 from tests.multi.on_ranks import on_ranks
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
-from zero_ext.checkpoint import device_staging
-from zero_ext.checkpoint.export import export_huggingface
-from zero_ext.checkpoint.manifest import CHUNK_BYTES
+from zero_ext.checkpoint.format.manifest import CHUNK_BYTES
+from zero_ext.checkpoint.transfer import device_staging
+from zero_ext.checkpoint.weights.hf_export import export_huggingface
 from zero_ext.zero import engine_of
 
 HERE = "tests.checkpoint.test_device_checkpoint"

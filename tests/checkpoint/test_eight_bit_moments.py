@@ -15,8 +15,8 @@ import zero_ext
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
-from zero_ext.checkpoint.inspect import inspect_checkpoint
-from zero_ext.optim.moments import moment_fields
+from zero_ext.checkpoint.inspection import inspect_checkpoint
+from zero_ext.optim.steppers.moments import moment_fields
 from zero_ext.zero import engine_of
 
 HERE = "tests.checkpoint.test_eight_bit_moments"

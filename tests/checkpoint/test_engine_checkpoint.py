@@ -17,7 +17,7 @@ import zero_ext
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from tests.zero.models import TinyModel
-from zero_ext.checkpoint.export import export_huggingface
+from zero_ext.checkpoint.weights.hf_export import export_huggingface
 from zero_ext.zero import engine_of
 
 HERE = "tests.checkpoint.test_engine_checkpoint"

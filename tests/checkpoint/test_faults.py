@@ -18,8 +18,8 @@ from tests.checkpoint.boundaries import CountingStorage, fail_at
 from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, dense
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
-from zero_ext.checkpoint import CheckpointError, load_checkpoint, save, save_checkpoint
-from zero_ext.checkpoint.directory import CheckpointDirectory
+from zero_ext.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, saving
+from zero_ext.checkpoint.format.directory import CheckpointDirectory
 
 HERE = "tests.checkpoint.test_faults"
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,7 @@ def test_an_error_at_every_change_to_the_disk(
         folder = memory_folder / str(boundary)
         save_checkpoint(folder, FakeSource(SMALL, 1))
         storage = fail_at(boundary, error, ERRORS[error])
-        monkeypatch.setattr(save, "Storage", lambda storage=storage: storage)
+        monkeypatch.setattr(saving, "Storage", lambda storage=storage: storage)
         source = FakeSource(SMALL, 2)
         failed = False
         try:
@@ -127,7 +127,7 @@ def test_everything_is_on_the_disk_before_it_becomes_visible(
 ) -> None:
     """A power cut cannot be played here, so the order of what reaches the disk is checked instead."""
     storage = CountingStorage(lambda number, name: None)
-    monkeypatch.setattr(save, "Storage", lambda: storage)
+    monkeypatch.setattr(saving, "Storage", lambda: storage)
     save_checkpoint(tmp_path / "new", FakeSource(MIXED, 1))
     names = storage.names
     commit = names.index("rename .saving-step-000001 to step-000001")

@@ -11,17 +11,12 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.fake_source import SMALL, FakeSource
-from zero_ext.checkpoint import (
-    CheckpointError,
-    inspect_checkpoint,
-    load_checkpoint,
-    manifest,
-    save_checkpoint,
-)
-from zero_ext.checkpoint.errors import shortened
-from zero_ext.checkpoint.manifest import checksum
-from zero_ext.checkpoint.named_state import decode, encode
-from zero_ext.checkpoint.safetensors_files import find_weights
+from zero_ext.checkpoint import CheckpointError, inspect_checkpoint, load_checkpoint, save_checkpoint
+from zero_ext.checkpoint.files.checkpoint_error import shortened
+from zero_ext.checkpoint.format import manifest
+from zero_ext.checkpoint.format.json_state import decode, encode
+from zero_ext.checkpoint.format.manifest import checksum
+from zero_ext.checkpoint.weights.safetensors_files import find_weights
 
 
 @pytest.fixture

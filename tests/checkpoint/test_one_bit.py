@@ -13,7 +13,7 @@ import torch
 import zero_ext
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
-from tests.zero.compressed.training import COURSES, Branching, check_same, parameters, prepared, train
+from tests.zero.step.one_bit.training import COURSES, Branching, check_same, parameters, prepared, train
 from zero_ext.zero import engine_of
 
 HERE = "tests.checkpoint.test_one_bit"

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load as load_bytes
 
-from zero_ext.checkpoint.agreement import Agreement
-from zero_ext.checkpoint.directory import CheckpointDirectory, step_name
-from zero_ext.checkpoint.dtypes import SAFETENSORS_CODES, dtype_name, dtype_named
-from zero_ext.checkpoint.errors import CheckpointError
-from zero_ext.checkpoint.memory_order import is_logical_order, memory_order, to_logical_order
-from zero_ext.checkpoint.named_state import decode, encode
-from zero_ext.checkpoint.safetensors_header import TensorEntry, by_alignment, encode_header
-from zero_ext.checkpoint.storage import Storage
-from zero_ext.checkpoint.stream_writer import StreamWriter
+from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
+from zero_ext.checkpoint.files.filesystem import Storage
+from zero_ext.checkpoint.format.directory import CheckpointDirectory, step_name
+from zero_ext.checkpoint.format.dtypes import SAFETENSORS_CODES, dtype_name, dtype_named
+from zero_ext.checkpoint.format.json_state import decode, encode
+from zero_ext.checkpoint.format.memory_order import is_logical_order, memory_order, to_logical_order
+from zero_ext.checkpoint.format.safetensors_header import TensorEntry, by_alignment, encode_header
+from zero_ext.checkpoint.rank_consensus import Agreement
+from zero_ext.checkpoint.transfer.stream_writer import StreamWriter
 
 SHAPES = st.lists(st.integers(0, 4), max_size=5)
 

@@ -19,7 +19,7 @@ from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, dense, random
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from zero_ext.checkpoint import load_checkpoint, save_checkpoint
-from zero_ext.checkpoint.device_staging import DeviceStaging
+from zero_ext.checkpoint.transfer.device_staging import DeviceStaging
 
 HERE = "tests.checkpoint.test_round_trip"
 
@@ -215,7 +215,7 @@ def test_state_without_tensors(tmp_path: Path) -> None:
 
 def test_only_needed_bytes_are_read(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of eight reads its eighth, give or take a chunk at each end."""
-    from zero_ext.checkpoint import chunk_reader
+    from zero_ext.checkpoint.transfer import chunk_reader
 
     table = {"w": dense(8 << 20, kinds={"master": torch.float32})}
     save_checkpoint(tmp_path, FakeSource(table, seed))
@@ -223,8 +223,8 @@ def test_only_needed_bytes_are_read(tmp_path: Path, seed: int, monkeypatch: pyte
         tmp_path / f"step-{seed:06d}" / name for name in ("manifest.json", "rank-00000.safetensors")
     )
     assert path.stat().st_size > 32 << 20
-    from zero_ext.checkpoint.fill_plan import Wanted, plan_fills
-    from zero_ext.checkpoint.manifest import read_manifest
+    from zero_ext.checkpoint.format.manifest import read_manifest
+    from zero_ext.checkpoint.transfer.read_plan import Wanted, plan_fills
 
     part = FakeSource(table, seed, 3, 8).held["master", "w"].zero_()
     found, _ = read_manifest(manifest.parent)

@@ -20,7 +20,7 @@ from tests.checkpoint.stored_source import FakeStore, Meter, StoredSource
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from zero_ext.checkpoint import CheckpointError, StoredValues, load_checkpoint, save_checkpoint
-from zero_ext.checkpoint.manifest import CHUNK_BYTES
+from zero_ext.checkpoint.format.manifest import CHUNK_BYTES
 
 HERE = "tests.checkpoint.test_stored_values"
 ROOT = Path(__file__).parents[2]

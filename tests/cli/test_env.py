@@ -16,8 +16,8 @@ import torch
 from tests.cli.command import run
 from tests.ops import fake_toolkit
 from zero_ext import ops
-from zero_ext.cli import cuda_environment, environment
-from zero_ext.ops import build, toolchain
+from zero_ext.cli.machine import cuda_environment, environment
+from zero_ext.ops.jit import jit_build, toolchain
 
 
 def facts() -> dict[str, dict[str, str]]:
@@ -120,8 +120,8 @@ def test_kernels_are_built_or_would_be_or_cannot_be(cuda: Path, monkeypatch: pyt
     assert found["cache"] == f"{cuda}/cache/zero_ext, empty"
     monkeypatch.setattr(cuda_environment, "present_architectures", lambda: {(9, 0)})
     assert kernels().startswith("none yet: the first use compiles them; none came with this installation")
-    module = build.cached_kernels({(9, 0)})
-    build.obtain(module, lambda: build.cuda_recipe(build.source_root("_C_cuda"), {(9, 0)}))
+    module = jit_build.cached_kernels({(9, 0)})
+    jit_build.obtain(module, lambda: jit_build.cuda_recipe(jit_build.source_root("_C_cuda"), {(9, 0)}))
     assert kernels().startswith(f"in the cache, {module.path}; ")
     folder, line = facts()["CUDA"]["cache"].splitlines()
     assert folder == f"{cuda}/cache/zero_ext" and line.startswith("_C_cuda-torch") and line.endswith(" MiB")

@@ -14,8 +14,8 @@ from zero_ext.config import (
     ZeroConfig,
     load_deepspeed_config,
 )
+from zero_ext.config.deepspeed.key_registry import KEYS
 from zero_ext.config.deepspeed.offload_keys import AIO_KEYS, OPTIMIZER_KEYS, PARAM_KEYS
-from zero_ext.config.deepspeed.table import KEYS
 
 PARAM = "zero_optimization.offload_param"
 OPTIMIZER = "zero_optimization.offload_optimizer"

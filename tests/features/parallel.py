@@ -11,10 +11,10 @@ import zero_ext
 from tests.features.sharding import Found, on_host
 from tests.multi.rank import World
 from tests.parallel.experts import mixtures
-from tests.parallel.pipeline import stages
-from tests.parallel.test_sequence import LENGTH, WIDTH, Attending
-from tests.parallel.test_tensor import Words, loss_of, split
-from tests.parallel.test_tensor import batches as tensor_batches
+from tests.parallel.pipeline import toy_stages as stages
+from tests.parallel.sequence.test_ulysses import LENGTH, WIDTH, Attending
+from tests.parallel.tensor.test_tensor_parallel import Words, loss_of, split
+from tests.parallel.tensor.test_tensor_parallel import batches as tensor_batches
 from tests.zero.test_accelerator import Scale
 from zero_ext.parallel import make_mesh, sequence_attention
 from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule

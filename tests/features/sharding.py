@@ -11,8 +11,8 @@ from torch import nn
 
 import zero_ext
 from tests.multi.rank import World
-from tests.zero.compressed import training as compressed
 from tests.zero.models import TinyModel, language_batch, language_loss
+from tests.zero.step.one_bit import training as compressed
 from tests.zero.test_accelerator import Scale, tiny_model
 from tests.zero.training import Plan, adamw, configuration, sgd, train_prepared
 from zero_ext.zero import engine_of

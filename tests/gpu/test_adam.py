@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.gpu.helpers import assert_adam, on
-from tests.ops import test_adam as cpu
 from tests.ops.helpers import FLOAT_DTYPES
-from tests.ops.test_adam import ROWS, SEGMENTS, Hyper, State
+from tests.ops.optimizers import test_adam as cpu
+from tests.ops.optimizers.test_adam import ROWS, SEGMENTS, Hyper, State
 
 
 def moved(state: State, device: torch.device) -> State:

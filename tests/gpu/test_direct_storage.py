@@ -25,7 +25,7 @@ def test_direct_storage_changes_no_bit(
     offload = {**ON_NVME, "nvme_paths": [str(tmp_path)]}
     wanted = train(device, 3, Plan(), seed, offload=offload)
     assert not caplog.messages
-    with caplog.at_level(logging.INFO, "zero_ext.offload.direct_storage"):
+    with caplog.at_level(logging.INFO, "zero_ext.offload.nvme.gpu_direct_storage"):
         found = train(device, 3, Plan(), seed, offload=offload, aio={"direct_storage": "auto"})
     assert_same(found, wanted)
     if device.type == "cpu":  # storage reads into the memory itself

@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu.helpers import assert_adam, on
 from tests.ops.helpers import FLOAT_DTYPES, same_values
-from tests.ops.test_adam_8bit import State8, random_state
+from tests.ops.optimizers.test_adam_8bit import State8, random_state
 from zero_ext import ops
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.flat.test_flat_buffer import make_tensors
+from tests.ops.flat.test_squared_norm import exact_sum, held_sum, normal, sparse, wide
 from tests.ops.helpers import FLOAT_DTYPES, random_bits, same_values
-from tests.ops.test_flat import make_tensors
-from tests.ops.test_norm import exact_sum, held_sum, normal, sparse, wide
 from zero_ext import ops
 
 OPS = {"pack_": ops.pack_, "accumulate_": ops.accumulate_, "unpack_": ops.unpack_}

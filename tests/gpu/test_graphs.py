@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tests.gpu.helpers import assert_adam, captured, on
-from tests.ops import test_adam as cpu
-from tests.ops import test_lion as lion
-from tests.ops.test_adam import Hyper, State
+from tests.ops.optimizers import test_adam as cpu
+from tests.ops.optimizers import test_lion as lion
+from tests.ops.optimizers.test_adam import Hyper, State
 from zero_ext import ops
 
 MAX_NORM = 0.5

@@ -7,8 +7,8 @@ import torch
 
 from tests.gpu.helpers import on
 from tests.ops.helpers import FLOAT_DTYPES, same_values
-from tests.ops.test_adam import SEGMENTS
-from tests.ops.test_lamb import ROWS, State, make_state
+from tests.ops.optimizers.test_adam import SEGMENTS
+from tests.ops.optimizers.test_lamb import ROWS, State, make_state
 from zero_ext import ops
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.gpu.helpers import on
+from tests.ops.flat.test_non_finite import BAD, adam, adam_8bit, lamb, lion
 from tests.ops.helpers import FLOAT_DTYPES
-from tests.ops.test_non_finite import BAD, adam, adam_8bit, lamb, lion
 from zero_ext import ops
 
 

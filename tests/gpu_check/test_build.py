@@ -58,11 +58,11 @@ def test_every_source_counts(tmp_path: Path) -> None:
         "csrc/cuda/optimizers/adam.cu",
         "csrc/core/adam.h",
         "setup.py",
-        "zero_ext/ops/toolchain.py",
+        "zero_ext/ops/jit/toolchain.py",
     } <= names
     for name in ("csrc/cuda", "zero_ext/ops"):
         (tmp_path / name).mkdir(parents=True)
-    for name in ("csrc/cuda/a.cu", "setup.py", "zero_ext/ops/toolchain.py"):
+    for name in ("csrc/cuda/a.cu", "setup.py", "zero_ext/ops/jit/toolchain.py"):
         (tmp_path / name).write_text("1")
     before = build.digest(build.sources(tmp_path))
     (tmp_path / "csrc/cuda/a.cu").write_text("2")

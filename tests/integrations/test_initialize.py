@@ -22,10 +22,10 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from tests.zero.models import VOCABULARY, TinyModel
-from tests.zero.test_loss_scaler import Reference
+from tests.zero.step.test_loss_scaler import Reference
 from tests.zero.training import distance
 from zero_ext.config import LossScalePolicy, SchedulerPolicy
-from zero_ext.optim.build import build_scheduler
+from zero_ext.optim.optimizer_builder import build_scheduler
 from zero_ext.zero import engine_of
 
 HERE = "tests.integrations.test_initialize"

@@ -168,6 +168,6 @@ def test_a_second_monitor_is_refused(tmp_path: Path) -> None:
 def test_the_signature_is_still_that_of_prepare() -> None:
     from inspect import signature
 
-    from zero_ext.zero.prepare import prepare
+    from zero_ext.zero.api.prepare import prepare
 
     assert signature(zero_ext.prepare) == signature(prepare) and zero_ext.prepare.__doc__ == prepare.__doc__

@@ -19,7 +19,7 @@ from zero_ext.config.events import Event, StepEnd
 from zero_ext.monitor import Trace
 from zero_ext.monitor.trace import write_whole
 from zero_ext.zero import engine_of
-from zero_ext.zero.ledger import ledger_by_tier
+from zero_ext.zero.api.memory_breakdown import ledger_by_tier
 
 
 def traced(world: World, folder: Path, **more: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Any]:

@@ -10,8 +10,9 @@ import torch
 
 from tests.ops import fake_toolkit
 from tests.ops.forked import Builder
-from zero_ext.ops import build, library, nvcc, toolchain
-from zero_ext.ops.build_cache import cached_modules
+from zero_ext.ops import load_library
+from zero_ext.ops.jit import jit_build, nvcc, toolchain
+from zero_ext.ops.jit.build_cache import cached_modules
 
 HOPPER = {(9, 0)}
 SOURCES = ["csrc/cuda/flat/flat.cu", "csrc/cuda/module.cpp"]
@@ -36,13 +37,13 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def start_build(folder: Path) -> Builder:
     """Another process that builds and loads the CUDA kernels."""
-    return Builder(folder, lambda: build.build_kernels(HOPPER))
+    return Builder(folder, lambda: jit_build.build_kernels(HOPPER))
 
 
 def obtain(wanted: set[tuple[int, int]] = HOPPER) -> Path:
     """Builds in this process without importing, which would stay for the other tests."""
-    module = build.cached_kernels(wanted)
-    build.obtain(module, lambda: build.cuda_recipe(build.source_root("_C_cuda"), wanted))
+    module = jit_build.cached_kernels(wanted)
+    jit_build.obtain(module, lambda: jit_build.cuda_recipe(jit_build.source_root("_C_cuda"), wanted))
     return module.path
 
 
@@ -109,7 +110,7 @@ def test_a_cached_module_that_does_not_load_is_built_again_once(
         path.write_bytes(whole[: len(whole) // 2])
     else:
         path.write_text("no module")
-        build.cached_kernels(HOPPER).put(_copy(path))
+        jit_build.cached_kernels(HOPPER).put(_copy(path))
     builder = start_build(tmp_path)
     status, errors = builder.end()
     assert status == 0, errors
@@ -128,7 +129,7 @@ def test_a_new_module_that_does_not_load_either_is_an_error(
 ) -> None:
     monkeypatch.setattr(toolchain, "cuda_sources", lambda root: ["csrc/cuda/flat/flat.cu"])
     with pytest.raises(RuntimeError, match=r"_C_cuda\.abi3\.so, just built, does not load: .*PyInit__C_cuda"):
-        build.build_kernels(HOPPER)
+        jit_build.build_kernels(HOPPER)
     assert len(calls.read_text().splitlines()) == 4
 
 
@@ -222,16 +223,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[set[tuple[int, int]]]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test GPU")
-    monkeypatch.setattr(build, "build_kernels", builds.append)
-    monkeypatch.setattr(library, "kernels_are_loaded", lambda: bool(builds))
-    library.op.cache_clear()
+    monkeypatch.setattr(jit_build, "build_kernels", builds.append)
+    monkeypatch.setattr(load_library, "kernels_are_loaded", lambda: bool(builds))
+    load_library.op.cache_clear()
     return builds
 
 
 @pytest.fixture(autouse=True)
 def fresh_ops() -> None:
     yield
-    library.op.cache_clear()
+    load_library.op.cache_clear()
 
 
 class OnCuda(torch.Tensor):
@@ -245,22 +246,22 @@ def test_the_first_cuda_tensor_loads_the_kernels_once(gpu: list[set[tuple[int, i
     calls = []
     overload = lambda *arguments: calls.append(arguments)  # noqa: E731
     here, there = torch.zeros(2), torch.zeros(2).as_subclass(OnCuda)
-    library._call_with_kernels(overload, here, [here], 1.0, None)
+    load_library._call_with_kernels(overload, here, [here], 1.0, None)
     assert gpu == [] and len(calls) == 1
-    library._call_with_kernels(overload, here, [here, there], 1.0)
-    library._call_with_kernels(overload, there)
+    load_library._call_with_kernels(overload, here, [here, there], 1.0)
+    load_library._call_with_kernels(overload, there)
     assert gpu == [HOPPER] and len(calls) == 3
 
 
 def test_ops_watch_their_arguments_only_until_then(gpu: list[set[tuple[int, int]]]) -> None:
-    watching = library.op("squared_norm_")
+    watching = load_library.op("squared_norm_")
     assert watching is not torch.ops.zero_ext.squared_norm_.default
     accumulator = torch.zeros(33, dtype=torch.int64)
     watching(torch.ones(3), accumulator)
     assert accumulator.sum() != 0 and gpu == []
-    library.load_kernels(torch.device("cuda", 0))
+    load_library.load_kernels(torch.device("cuda", 0))
     assert gpu == [HOPPER]
-    assert library.op("squared_norm_") is torch.ops.zero_ext.squared_norm_.default
+    assert load_library.op("squared_norm_") is torch.ops.zero_ext.squared_norm_.default
 
 
 def test_without_a_gpu_nothing_is_compiled(
@@ -268,12 +269,14 @@ def test_without_a_gpu_nothing_is_compiled(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     calls = []
-    library._call_with_kernels(lambda *arguments: calls.append(arguments), torch.zeros(1).as_subclass(OnCuda))
+    load_library._call_with_kernels(
+        lambda *arguments: calls.append(arguments), torch.zeros(1).as_subclass(OnCuda)
+    )
     assert len(calls) == 1
-    library.load_kernels(torch.device("cpu"))
+    load_library.load_kernels(torch.device("cpu"))
     with pytest.raises(RuntimeError, match=r"device cuda:1 needs a CUDA GPU, but .*built for CUDA 13\.0"):
-        library.load_kernels(torch.device("cuda:1"))
-    assert gpu == [] and library.present_architectures() == set()
+        load_library.load_kernels(torch.device("cuda:1"))
+    assert gpu == [] and load_library.present_architectures() == set()
 
 
 def test_an_old_gpu_is_refused_by_name(
@@ -282,5 +285,5 @@ def test_an_old_gpu_is_refused_by_name(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     pattern = r"cuda:0 \(NVIDIA Test GPU\) has compute capability 7\.5, .* need 8\.0 or higher"
     with pytest.raises(RuntimeError, match=pattern):
-        library.load_kernels(torch.device("cuda:0"))
+        load_library.load_kernels(torch.device("cuda:0"))
     assert gpu == []

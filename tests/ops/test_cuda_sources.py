@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import zero_ext.ops  # noqa: F401  registers the ops
-from zero_ext.ops import toolchain
+from zero_ext.ops.jit import toolchain
 
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = ROOT / "csrc" / "cuda"

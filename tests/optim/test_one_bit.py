@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import zero_ext
-from tests.zero.compressed.simulation import Course, exchanges
+from tests.zero.step.one_bit.simulation import Course, exchanges
 from zero_ext.config import ConfigError, OptimizerPolicy, ZeroConfig
-from zero_ext.optim.build import build_optimizer
 from zero_ext.optim.one_bit import Phase, check_one_bit_optimizer
+from zero_ext.optim.optimizer_builder import build_optimizer
 
 
 def made(kind: str, **settings: Any) -> Any:

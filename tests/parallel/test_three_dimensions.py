@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_ext
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
-from tests.parallel.pipeline.stages import (
+from tests.parallel.pipeline.toy_stages import (
     Block,
     adamw,
     batches,

@@ -17,10 +17,10 @@ from tests.plan.test_plan_against_engine import PLACEMENTS, Decoder, configurati
 from zero_ext.config.library_memory import communicator_bytes
 from zero_ext.plan.models import PlannedModel
 from zero_ext.plan.simulation import MACHINES, Training
-from zero_ext.plan.simulation.memory import memory_needs
+from zero_ext.plan.simulation.run_memory import memory_needs
 from zero_ext.zero import Engine, engine_of
-from zero_ext.zero.gradients import UnitGradients
-from zero_ext.zero.ledger import ledger_by_tier
+from zero_ext.zero.api.memory_breakdown import ledger_by_tier
+from zero_ext.zero.gradients.accumulator import UnitGradients
 
 MACHINE = MACHINES["dgx-a100"]
 DEVICE = "stand_in"

@@ -20,9 +20,9 @@ from zero_ext.plan import model_staging
 from zero_ext.plan.estimate import estimate_step
 from zero_ext.plan.models import PlannedModel
 from zero_ext.plan.simulation import MACHINES, Training, Transformer, simulate
-from zero_ext.plan.simulation.memory import MemoryNeeds, memory_needs
+from zero_ext.plan.simulation.run_memory import MemoryNeeds, memory_needs
 from zero_ext.zero import engine_of
-from zero_ext.zero.ledger import ledger_by_tier
+from zero_ext.zero.api.memory_breakdown import ledger_by_tier
 
 WITHIN = 0.03
 STATE = ("params", "grads", "optimizer")

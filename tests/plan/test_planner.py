@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from zero_ext.config import ZeroConfig
-from zero_ext.plan.advice import advise
 from zero_ext.plan.cluster import ClusterOptions
 from zero_ext.plan.estimate import estimate_step
 from zero_ext.plan.models import model_named
-from zero_ext.plan.nearest import fewest_gpus, why_nothing_fits
+from zero_ext.plan.nearest_fit import fewest_gpus, why_nothing_fits
+from zero_ext.plan.plan_entry import Batch, PlanRow, largest_micro_batch
 from zero_ext.plan.planner import Plan, make_plan
-from zero_ext.plan.ready_config import config_of
-from zero_ext.plan.row import Batch, PlanRow, largest_micro_batch
+from zero_ext.plan.recommendation import advise
 from zero_ext.plan.simulation import MACHINES, Training, simulate
-from zero_ext.plan.simulation.memory import memory_needs
+from zero_ext.plan.simulation.run_memory import memory_needs
+from zero_ext.plan.write_config import config_of
 
 
 def planned(

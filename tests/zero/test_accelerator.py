@@ -31,9 +31,9 @@ from tests.zero.training import (
 from zero_ext import ops
 from zero_ext.plan import model_staging
 from zero_ext.zero import engine_of
-from zero_ext.zero.construction import device_of
-from zero_ext.zero.ledger import ledger_by_tier
-from zero_ext.zero.partition import owned_parameters
+from zero_ext.zero.api.memory_breakdown import ledger_by_tier
+from zero_ext.zero.construction.build_units import device_of
+from zero_ext.zero.construction.grouping import owned_parameters
 
 TIERS = ("device", "host", "nvme")
 KINDS = ("optimizer", "grads", "params")

@@ -28,10 +28,10 @@ from tests.zero.models import (
 )
 from tests.zero.training import adamw, configuration
 from zero_ext import ops
-from zero_ext.config.errors import ConfigError
-from zero_ext.config.placement import Placement
+from zero_ext.config.schema.config_errors import ConfigError
+from zero_ext.config.state_placement import Placement
 from zero_ext.zero import engine_of
-from zero_ext.zero.layout import FlatLayout, ParameterSpec
+from zero_ext.zero.units.flat_layout import FlatLayout, ParameterSpec
 
 
 def prepared(world: World, model: nn.Module, stage: int, **more: Any) -> tuple[Any, Any]:

@@ -35,6 +35,6 @@ def test_storages_that_cannot_be_swapped_are_resized(world: World) -> None:
     model = TinyModel(tied=True)
     config = configuration(3)
     swapped = train_prepared(world, copy.deepcopy(model), language_loss, language_batch, config)
-    with mock.patch("zero_ext.zero.pool.hasattr", lambda *_: False, create=True):
+    with mock.patch("zero_ext.zero.memory.pool.hasattr", lambda *_: False, create=True):
         resized = train_prepared(world, copy.deepcopy(model), language_loss, language_batch, config)
     check_equal(resized, swapped)

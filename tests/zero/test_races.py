@@ -8,8 +8,8 @@ import torch
 
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.zero.delayed_exchange import DelayedExchange, delays
 from tests.zero.models import TinyModel, language_batch, language_loss
+from tests.zero.step.delayed_transport import DelayedExchange, delays
 from tests.zero.test_equivalence import PLANS
 from tests.zero.training import check_equal, configuration, train_prepared
 from zero_ext.comm import GroupExchange, HostExchange

@@ -19,7 +19,7 @@ from tests.accelerator.stand_in import enable
 from zero_ext.comm.process_group import make_collectives
 from zero_ext.plan import TrainingState, model_state_bytes, wire_elements
 from zero_ext.zero import engine_of
-from zero_ext.zero.layout import ALIGNMENT_BYTES
+from zero_ext.zero.units.flat_layout import ALIGNMENT_BYTES
 
 RANKS, RANKS_PER_NODE = 1024, 8
 HIDDEN, LAYERS, FEED_FORWARD, VOCABULARY = 256, 4, 688, 4000

@@ -13,7 +13,7 @@ from torch import nn
 import zero_ext
 from tests.multi.rank import World
 from zero_ext.zero import Engine, engine_of
-from zero_ext.zero.unit import Unit
+from zero_ext.zero.units.unit import Unit
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 Batch = Callable[[int, int, int, int], Any]  # seed, step, micro-batch, rank

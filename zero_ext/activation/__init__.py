@@ -1,9 +1,14 @@
 """Activation memory: calls that backward runs again, and where what they need waits until then."""
 
-from zero_ext.activation.checkpointing import Checkpointing, checkpoint, checkpoint_activations, current
-from zero_ext.activation.partition import DifferentInputs
+from zero_ext.activation.activation_checkpoint import (
+    Checkpointing,
+    checkpoint,
+    checkpoint_activations,
+    current,
+)
+from zero_ext.activation.activation_storage import RoomIsFull
+from zero_ext.activation.partitioned_activations import DifferentInputs
 from zero_ext.activation.random_streams import MODEL_PARALLEL, RandomStreams
-from zero_ext.activation.room import RoomIsFull
 
 __all__ = [
     "MODEL_PARALLEL",

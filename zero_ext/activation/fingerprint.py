@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from zero_ext import ops
-from zero_ext.activation.layout import Layout, Span
+from zero_ext.activation.packed_layout import Layout, Span
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _COLUMNS = 1024

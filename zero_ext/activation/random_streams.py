@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from zero_ext.activation.generator import DefaultGenerator
+from zero_ext.activation.default_rng import DefaultGenerator
 
 MODEL_PARALLEL = "model-parallel-rng"
 # Megatron-LM's distance between the seed of data-parallel streams and that of the first model-parallel rank.

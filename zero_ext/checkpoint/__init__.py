@@ -8,13 +8,13 @@ from types import FunctionType, ModuleType
 from typing import cast
 
 from zero_ext.activation import checkpoint_activations
-from zero_ext.checkpoint.errors import CheckpointError
-from zero_ext.checkpoint.export import export_huggingface
-from zero_ext.checkpoint.inspect import CheckpointReport, inspect_checkpoint
-from zero_ext.checkpoint.load import LoadedCheckpoint, load_checkpoint
-from zero_ext.checkpoint.save import save_checkpoint
-from zero_ext.checkpoint.session import SaveHandle
-from zero_ext.checkpoint.source import LazyStateSource, StateSource, StoredValues
+from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
+from zero_ext.checkpoint.format.state_source import LazyStateSource, StateSource, StoredValues
+from zero_ext.checkpoint.inspection import CheckpointReport, inspect_checkpoint
+from zero_ext.checkpoint.loading import LoadedCheckpoint, load_checkpoint
+from zero_ext.checkpoint.save_session import SaveHandle
+from zero_ext.checkpoint.saving import save_checkpoint
+from zero_ext.checkpoint.weights.hf_export import export_huggingface
 
 __all__ = [
     "CheckpointError",

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from zero_ext.checkpoint.errors import CheckpointError
-from zero_ext.checkpoint.fill_plan import Fill, Wanted, check_piece, plan_fills
-from zero_ext.checkpoint.manifest import MANIFEST_NAME, Manifest
-from zero_ext.checkpoint.manifest_check import tensor_elements
-from zero_ext.checkpoint.match import match_buffers, match_parameters
-from zero_ext.checkpoint.named_state import decode
-from zero_ext.checkpoint.source import BUFFER, LazyStateSource, StateSource
+from zero_ext.checkpoint.compatibility_check import match_buffers, match_parameters
+from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
+from zero_ext.checkpoint.format.json_state import decode
+from zero_ext.checkpoint.format.manifest import MANIFEST_NAME, Manifest
+from zero_ext.checkpoint.format.manifest_check import tensor_elements
+from zero_ext.checkpoint.format.state_source import BUFFER, LazyStateSource, StateSource
+from zero_ext.checkpoint.transfer.read_plan import Fill, Wanted, check_piece, plan_fills
 
 RunIndex = tuple[int, int, int]  # stored tensor (by its place in the sorted list), first element, elements
 

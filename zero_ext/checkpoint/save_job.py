@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from zero_ext.checkpoint.agreement import Agreement
-from zero_ext.checkpoint.directory import CheckpointDirectory, step_name
-from zero_ext.checkpoint.errors import CheckpointError
-from zero_ext.checkpoint.manifest import (
+from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
+from zero_ext.checkpoint.files.filesystem import Storage
+from zero_ext.checkpoint.format.directory import CheckpointDirectory, step_name
+from zero_ext.checkpoint.format.manifest import (
     MANIFEST_NAME,
     FileRecord,
     Manifest,
@@ -22,9 +22,9 @@ from zero_ext.checkpoint.manifest import (
     checksum,
     encode_manifest,
 )
-from zero_ext.checkpoint.manifest_check import check_cover, check_disjoint_bytes
-from zero_ext.checkpoint.shard_file import OwnedPiece, stage_pieces, write_shard
-from zero_ext.checkpoint.storage import Storage
+from zero_ext.checkpoint.format.manifest_check import check_cover, check_disjoint_bytes
+from zero_ext.checkpoint.rank_consensus import Agreement
+from zero_ext.checkpoint.transfer.shard_file import OwnedPiece, stage_pieces, write_shard
 
 UNTOUCHED = "No checkpoint was changed"
 _LATEST_IS_WHOLE = "The latest checkpoint is whole"

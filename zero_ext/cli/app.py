@@ -12,11 +12,11 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand
 
-from zero_ext.cli.attention import attention
 from zero_ext.cli.console import cleaned_up_when_ended, errors_on_stderr, printable, terminal
-from zero_ext.cli.plan import plan
-from zero_ext.cli.tune import tune
-from zero_ext.config.quantities import bytes_of
+from zero_ext.cli.planning.plan_command import plan
+from zero_ext.cli.planning.tune_command import tune
+from zero_ext.cli.plot_attention import attention
+from zero_ext.config.parse_sizes import bytes_of
 
 if TYPE_CHECKING:
     from zero_ext.checkpoint import CheckpointReport
@@ -110,7 +110,7 @@ def env(
     nvme_path: Annotated[Path | None, typer.Option(help="With --measure: a folder on NVMe.")] = None,
 ) -> None:
     """Describe this machine and installation, for bug reports and for tuning; measure it for planning."""
-    from zero_ext.cli.environment import describe_environment
+    from zero_ext.cli.machine.environment import describe_environment
 
     if measure is not None:
         _measure(measure, ranks, nvme_path, as_json)
@@ -123,20 +123,20 @@ def env(
 
 
 def _measure(path: Path, ranks: int | None, nvme_path: Path | None, as_json: bool) -> None:
-    from zero_ext.cli import measure
+    from zero_ext.cli.machine import measure_machine
 
     console = Console(stderr=True)
     with errors_on_stderr(), cleaned_up_when_ended():
         if path.suffix != ".json" or not path.absolute().parent.is_dir():
             raise ValueError(f"--measure is '{path}'; a file ending in .json in an existing folder is wanted")
-        machine = measure.measure_machine(
+        machine = measure_machine.measure_machine(
             path.stem, ranks, nvme_path, tick=lambda what: console.print(f"[dim]{escape(what)}")
         )
-        measure.write_machine(machine, path)
+        measure_machine.write_machine(machine, path)
     if as_json:
         print(json.dumps(machine.to_mapping(), indent=2))
         return
-    _print_sections({str(path): measure.figures(machine)})
+    _print_sections({str(path): measure_machine.figures(machine)})
 
 
 def _print_sections(sections: dict[str, dict[str, str]]) -> None:
@@ -157,7 +157,7 @@ def build(
     ] = None,
 ) -> None:
     """Compile now what the first use would: the ops if they are not built, and their CUDA kernels."""
-    from zero_ext.cli.build_ahead import build_ahead
+    from zero_ext.cli.machine.prebuild import build_ahead
 
     with errors_on_stderr():
         for line in build_ahead(cuda_architectures):
@@ -178,7 +178,7 @@ def bench_nvme(
     ] = None,
 ) -> None:
     """Measure a device with every engine setting and write the best `aio` section."""
-    from zero_ext.cli.bench_nvme import chosen_grid, measure_and_report
+    from zero_ext.cli.nvme.bench_nvme import chosen_grid, measure_and_report
 
     with errors_on_stderr(), cleaned_up_when_ended():
         grid = chosen_grid(backends, blocks, depths, submitters)
@@ -199,7 +199,7 @@ def simulate_step(
     published: Annotated[bool, typer.Option(help="Published runs beside the model, nothing else.")] = False,
 ) -> None:
     """Simulate a training step on a machine that need not be there; exit status 1 if it would not fit."""
-    from zero_ext.cli import simulate as tables
+    from zero_ext.cli.planning import simulation_report as tables
 
     with errors_on_stderr():
         if published:

@@ -17,21 +17,21 @@ from dataclasses import dataclass
 import torch
 
 from zero_ext import ops
-from zero_ext.comm.exchange import Exchange, Pending, Waitable
+from zero_ext.comm.collective_order import Hop, OrderedExchange
 from zero_ext.comm.flight_recorder import Call, FlightRecorder
-from zero_ext.comm.hops import around, exchange_among, gather_in_node, gather_through_nodes
+from zero_ext.comm.hierarchical import around, exchange_among, gather_in_node, gather_through_nodes
 from zero_ext.comm.node_map import NodeMap
-from zero_ext.comm.ordered import Hop, OrderedExchange
-from zero_ext.comm.subset import SubsetExchange
+from zero_ext.comm.subgroup_transport import SubsetExchange
 from zero_ext.comm.sums import RankOrderSum, sum_in_order
-from zero_ext.comm.wire import WireLog
-from zero_ext.config.communication import (
+from zero_ext.comm.traffic_stats import WireLog
+from zero_ext.comm.transport import Exchange, Pending, Waitable
+from zero_ext.config.events import Bus, CollectiveEnd
+from zero_ext.config.sections.communication import (
     Reduction,
     ResolvedReduction,
     check_sharding_ranks,
     resolve_reduction,
 )
-from zero_ext.config.events import Bus, CollectiveEnd
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import Literal, cast
 import torch
 import torch.distributed as dist
 
-from zero_ext.comm.by_device import ExchangeByDevice
-from zero_ext.comm.device_backend import BackendExchange, can_make, make_backend
-from zero_ext.comm.exchange import Exchange, PointToPoint
-from zero_ext.comm.host_exchange import fastest_exchange
+from zero_ext.comm.device_dispatch import ExchangeByDevice
+from zero_ext.comm.device_transport import BackendExchange, can_make, make_backend
+from zero_ext.comm.host_staged_transport import StagedExchange
 from zero_ext.comm.node_map import NodeMap
-from zero_ext.comm.staged import StagedExchange
-from zero_ext.config.communication import Reduction, ResolvedReduction, resolve_reduction
+from zero_ext.comm.shared_memory_transport import fastest_exchange
+from zero_ext.comm.transport import Exchange, PointToPoint
+from zero_ext.config.sections.communication import Reduction, ResolvedReduction, resolve_reduction
 
 # Tensors that a call of ops.sum_shards_ adds up on CUDA: their addresses travel with the launch.
 MOST_SHARDS_ON_A_DEVICE = 256

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zero_ext.config.communication import check_ranks_per_node
+from zero_ext.config.sections.communication import check_ranks_per_node
 
 
 @dataclass(frozen=True)

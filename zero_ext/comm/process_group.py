@@ -19,10 +19,10 @@ from zero_ext.comm import (
     WireLog,
 )
 from zero_ext.comm.connections import HOW_ADDED, Connections, TransferPath
-from zero_ext.comm.exchange import Message, Waitable
 from zero_ext.comm.flight_recorder import FlightRecorder
 from zero_ext.comm.node_map import NodeMap, nodes_of
-from zero_ext.config.communication import Reduction, ResolvedReduction
+from zero_ext.comm.transport import Message, Waitable
+from zero_ext.config.sections.communication import Reduction, ResolvedReduction
 
 CPU = torch.device("cpu")
 _log = logging.getLogger(__name__)

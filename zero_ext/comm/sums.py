@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from zero_ext.comm.exchange import Exchange, Waitable
+    from zero_ext.comm.transport import Exchange, Waitable
 
 SMALL_BYTES = 64 << 10  # Larger tensors travel twice, in slices, so that a rank never holds all of them.
 

@@ -1,15 +1,19 @@
 """Typed configuration, its JSON reader, and the translation of DeepSpeed's JSON."""
 
-from .activation import ActivationPolicy
-from .attention import SparseAttentionPolicy
-from .batch import BatchPolicy
-from .communication import CommunicationPolicy
-from .deepspeed import Note, Translation, load_deepspeed_config
-from .errors import ConfigError
-from .load import load_config
-from .monitor import FlopsPolicy, MonitorPolicy, ProgressPolicy, TracePolicy, WandbPolicy
-from .offload import AioPolicy, OffloadPolicy, Tier
-from .policies import (
+from zero_ext.config.schema.config_errors import ConfigError
+from zero_ext.config.sections.activation_checkpointing import ActivationPolicy
+from zero_ext.config.sections.batch_sizes import BatchPolicy
+from zero_ext.config.sections.communication import CommunicationPolicy
+from zero_ext.config.sections.monitoring import (
+    FlopsPolicy,
+    MonitorPolicy,
+    ProgressPolicy,
+    TracePolicy,
+    WandbPolicy,
+)
+from zero_ext.config.sections.offload import AioPolicy, OffloadPolicy, Tier
+from zero_ext.config.sections.sparse_attention import SparseAttentionPolicy
+from zero_ext.config.sections.training import (
     CheckpointPolicy,
     LossScalePolicy,
     OptimizerPolicy,
@@ -17,7 +21,10 @@ from .policies import (
     SchedulerPolicy,
     UnitPolicy,
 )
-from .root import ZeroConfig
+
+from .deepspeed import Note, Translation, load_deepspeed_config
+from .load_config import load_config
+from .zero_config import ZeroConfig
 
 __all__ = [
     "ActivationPolicy",

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset, default_collate
 
-from .order import EpochOrder
 from .prefetch import Prefetcher
-from .stream import Position, SampleStream
+from .sample_stream import Position, SampleStream
+from .shuffle import EpochOrder
 
 Collate = Callable[[list[Any]], Any]
 _STATE_FORMAT = 1

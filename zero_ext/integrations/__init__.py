@@ -1,8 +1,8 @@
 """Bridges to other libraries' ways of training."""
 
+from zero_ext.integrations.engine_module import TrainingModule
 from zero_ext.integrations.initialize import initialize
-from zero_ext.integrations.prepare import prepare
-from zero_ext.integrations.sequence import split_sequence
-from zero_ext.integrations.training_module import TrainingModule
+from zero_ext.integrations.prepare_with_features import prepare
+from zero_ext.integrations.sequence_parallel import split_sequence
 
 __all__ = ["TrainingModule", "initialize", "prepare", "split_sequence"]

@@ -15,11 +15,11 @@ from zero_ext.comm.process_group import join_world
 from zero_ext.config import ZeroConfig
 from zero_ext.config.deepspeed import load_deepspeed_config
 from zero_ext.data import ShardedLoader
-from zero_ext.integrations.parts import Scheduler, make_loader, make_optimizer, make_scheduler, say
-from zero_ext.integrations.prepare import prepare
-from zero_ext.integrations.training_module import TrainingModule
-from zero_ext.optim.build import check_scheduler
-from zero_ext.zero.construction import accelerator_or_cpu
+from zero_ext.integrations.builders import Scheduler, make_loader, make_optimizer, make_scheduler, say
+from zero_ext.integrations.engine_module import TrainingModule
+from zero_ext.integrations.prepare_with_features import prepare
+from zero_ext.optim.optimizer_builder import check_scheduler
+from zero_ext.zero.construction.build_units import accelerator_or_cpu
 
 
 def initialize(

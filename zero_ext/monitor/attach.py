@@ -10,23 +10,23 @@ from torch import nn
 
 from zero_ext.config import MonitorPolicy, ZeroConfig
 from zero_ext.config.events import Subscriber
-from zero_ext.monitor.comms_log import CommsLog
-from zero_ext.monitor.csv_file import CsvFile
-from zero_ext.monitor.engine_bytes import EngineBytes
-from zero_ext.monitor.flops import Flops
-from zero_ext.monitor.json_lines import JsonLines
-from zero_ext.monitor.monitor import Monitor
-from zero_ext.monitor.packages import require
-from zero_ext.monitor.progress import ProgressLine, on_a_terminal
-from zero_ext.monitor.step_log import StepLog
-from zero_ext.monitor.step_times import StepTimes
-from zero_ext.monitor.tensorboard import TensorBoard
+from zero_ext.monitor.metric_row import Source, Writer
+from zero_ext.monitor.optional_deps import require
+from zero_ext.monitor.run_monitor import Monitor
+from zero_ext.monitor.sources.engine_bytes import EngineBytes
+from zero_ext.monitor.sources.flops import Flops
+from zero_ext.monitor.sources.step_times import StepTimes
 from zero_ext.monitor.trace import Trace
-from zero_ext.monitor.values import Source, Writer
-from zero_ext.monitor.wandb_run import WandbRun
+from zero_ext.monitor.writers.comms_log import CommsLog
+from zero_ext.monitor.writers.csv_file import CsvFile
+from zero_ext.monitor.writers.json_lines import JsonLines
+from zero_ext.monitor.writers.progress import ProgressLine, on_a_terminal
+from zero_ext.monitor.writers.step_log import StepLog
+from zero_ext.monitor.writers.tensorboard import TensorBoard
+from zero_ext.monitor.writers.wandb_run import WandbRun
+from zero_ext.zero.api.engine_lookup import engine_of
 from zero_ext.zero.engine import Engine
-from zero_ext.zero.lookup import engine_of
-from zero_ext.zero.together import together
+from zero_ext.zero.units.collective_errors import together
 
 _NOTHING = MonitorPolicy(jsonl=False, times=False, memory=False)
 

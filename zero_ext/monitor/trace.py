@@ -20,9 +20,9 @@ from zero_ext.config.events import (
     StepEnd,
     WaitEnd,
 )
-from zero_ext.monitor.memory_timeline import MemoryTimeline
-from zero_ext.monitor.packages import require
-from zero_ext.monitor.step_times import wait_of
+from zero_ext.monitor.optional_deps import require
+from zero_ext.monitor.sources.memory_timeline import MemoryTimeline
+from zero_ext.monitor.sources.step_times import wait_of
 from zero_ext.zero.engine import Engine
 
 _PHASES, _WAITS, _ACTIVATIONS = 1, 2, 3
@@ -94,7 +94,7 @@ class Trace:
         events = names + self._spans + self.memory.counters()
         write_whole(self.path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}).encode())
         if self._picture:
-            from zero_ext.monitor.memory_picture import draw
+            from zero_ext.monitor.plot_memory import draw
 
             phases = [span for span in self._spans if span.get("tid") == _PHASES]
             write_whole(self._folder / f"memory-rank{self._rank}.png", draw(self.memory, phases))

@@ -1,19 +1,19 @@
 """Tiers: where shards and optimizer state live when not on the device, and how they get there and back."""
 
-from zero_ext.config.rooms import STORAGE_ALIGNMENT, StepRooms, part_elements
-from zero_ext.offload.birthplace import Birthplace
-from zero_ext.offload.device import CPU, Device
-from zero_ext.offload.nvme_store import NvmeStore, Transfer
-from zero_ext.offload.shard_home import MemoryHome, ShardHome, allocate, put
-from zero_ext.offload.state_chunks import StateChunk, visit_chunks
-from zero_ext.offload.state_home import MASTER, StateField, StateHome
-from zero_ext.offload.state_stream import AdamWork, NvmeState, stream_adam
-from zero_ext.offload.step_parts import StepPart, StepStaging
-from zero_ext.offload.stored_home import StoredHome
-from zero_ext.offload.stored_run import StoredRun, Values, copy_of, count, part_of, replace
-from zero_ext.offload.streams import HERE, Arrival, SideStream
-from zero_ext.offload.tiers import Tiers
-from zero_ext.offload.transfers import TransferLog
+from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT, StepRooms, part_elements
+from zero_ext.offload.device.device_memory import CPU, Device
+from zero_ext.offload.device.side_stream import HERE, Arrival, SideStream
+from zero_ext.offload.init_storage import Birthplace
+from zero_ext.offload.nvme.nvme_shard_storage import StoredHome
+from zero_ext.offload.nvme.nvme_state_chunks import StateChunk, visit_chunks
+from zero_ext.offload.nvme.nvme_state_stream import AdamWork, NvmeState, stream_adam
+from zero_ext.offload.nvme.nvme_store import NvmeStore, Transfer
+from zero_ext.offload.optimizer_state_storage import MASTER, StateField, StateHome
+from zero_ext.offload.shard_storage import MemoryHome, ShardHome, allocate, put
+from zero_ext.offload.step_buffers import StepPart, StepStaging
+from zero_ext.offload.storage_range import StoredRun, Values, copy_of, count, part_of, replace
+from zero_ext.offload.tier_manager import Tiers
+from zero_ext.offload.transfer_stats import TransferLog
 
 __all__ = [
     "CPU",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 
-from zero_ext.config.rooms import extent_bytes
+from zero_ext.config.buffer_sizes import extent_bytes
 
 
 class ExtentArena:

@@ -1,41 +1,34 @@
 """Python face of the C++ ops ``torch.ops.zero_ext.*``; importing it loads a built extension."""
 
-from zero_ext.config.blocks import SIGN_BLOCK, sign_message_bytes
-from zero_ext.ops.adam import adam_step_
-from zero_ext.ops.adam_8bit import adam_step_8bit_
-from zero_ext.ops.aio import (
-    aio_backends,
-    aio_close,
-    aio_close_all,
-    aio_inject_fault,
-    aio_open,
-    aio_read_,
-    aio_wait,
-    aio_write_,
-)
+from zero_ext.config.quantization_blocks import SIGN_BLOCK, sign_message_bytes
 from zero_ext.ops.attention import (
     AttentionOptions,
     DropoutOptions,
     LayoutTensors,
     block_sparse_attention,
 )
-from zero_ext.ops.blockwise import (
+from zero_ext.ops.compression.blockwise import (
     BLOCK_ELEMENTS,
     Quantized,
     block_count,
     dequantize_blockwise,
     quantize_blockwise,
 )
-from zero_ext.ops.checksum import crc32c
-from zero_ext.ops.device_errors import (
-    DEVICE_ERROR_WORDS,
-    device_error_text,
-    raise_device_errors,
-    take_device_error_,
+from zero_ext.ops.compression.integer_blocks import (
+    BlockFormat,
+    dequantise_,
+    quantise_,
+    requantise_,
+    sum_quantised_,
 )
-from zero_ext.ops.flat import accumulate_, pack_, sum_shards_, unpack_
-from zero_ext.ops.host import blank_host_memory, host_buffer, host_buffer_bytes
-from zero_ext.ops.host_exchange import (
+from zero_ext.ops.compression.sign_compression import (
+    compress_signs_,
+    expand_signs_,
+    reduce_signs_,
+    sum_signs_,
+)
+from zero_ext.ops.cpu_dispatch import get_isa, set_isa
+from zero_ext.ops.cross_process_transport import (
     host_exchange_close,
     host_exchange_connect,
     host_exchange_give_up,
@@ -45,21 +38,33 @@ from zero_ext.ops.host_exchange import (
     host_exchange_unlink,
     host_exchange_wait,
 )
-from zero_ext.ops.integer_blocks import (
-    BlockFormat,
-    dequantise_,
-    quantise_,
-    requantise_,
-    sum_quantised_,
+from zero_ext.ops.device_errors import (
+    DEVICE_ERROR_WORDS,
+    device_error_text,
+    raise_device_errors,
+    take_device_error_,
 )
-from zero_ext.ops.isa import get_isa, set_isa
-from zero_ext.ops.lamb import lamb_norms_, lamb_step_
-from zero_ext.ops.library import is_built, load, load_kernels
-from zero_ext.ops.lion import lion_step_
-from zero_ext.ops.non_finite import flag_non_finite_
-from zero_ext.ops.norm import ACCUMULATOR_ENTRIES, squared_norm_, squared_norm_value
-from zero_ext.ops.signs import compress_signs_, expand_signs_, reduce_signs_, sum_signs_
-from zero_ext.ops.state_stream import (
+from zero_ext.ops.flat.flat_buffer import accumulate_, pack_, sum_shards_, unpack_
+from zero_ext.ops.flat.non_finite import flag_non_finite_
+from zero_ext.ops.flat.squared_norm import ACCUMULATOR_ENTRIES, squared_norm_, squared_norm_value
+from zero_ext.ops.load_library import is_built, load, load_kernels
+from zero_ext.ops.optimizers.adam import adam_step_
+from zero_ext.ops.optimizers.adam_8bit import adam_step_8bit_
+from zero_ext.ops.optimizers.lamb import lamb_norms_, lamb_step_
+from zero_ext.ops.optimizers.lion import lion_step_
+from zero_ext.ops.storage.aio import (
+    aio_backends,
+    aio_close,
+    aio_close_all,
+    aio_inject_fault,
+    aio_open,
+    aio_read_,
+    aio_wait,
+    aio_write_,
+)
+from zero_ext.ops.storage.checksum import crc32c
+from zero_ext.ops.storage.huge_pages import blank_host_memory, host_buffer, host_buffer_bytes
+from zero_ext.ops.storage.state_stream import (
     ADAM_FIELDS,
     STREAM_COUNTERS,
     state_stream_adam_,
@@ -71,8 +76,7 @@ from zero_ext.ops.state_stream import (
     state_stream_read_,
     state_stream_write_,
 )
-from zero_ext.ops.storage import load_storage_swap, swap_storages_, torch_swaps_storages
-from zero_ext.ops.store import (
+from zero_ext.ops.storage.striped_store import (
     StoreDevice,
     StoreFacts,
     store_allocate,
@@ -90,6 +94,11 @@ from zero_ext.ops.store import (
     store_write,
     store_write_direct,
     why_no_cufile,
+)
+from zero_ext.ops.storage.swap_storage import (
+    load_storage_swap,
+    swap_storages_,
+    torch_swaps_storages,
 )
 
 __all__ = [

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from typing_extensions import Unpack
 
-from zero_ext.ops.library import autograd_formula, check_one_device, fake_kernel, op
+from zero_ext.ops.load_library import autograd_formula, check_one_device, fake_kernel, op
 
 FORWARD = "block_sparse_attention_forward"
 BACKWARD = "block_sparse_attention_backward"

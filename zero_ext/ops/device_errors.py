@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zero_ext.ops.library import fake_kernel, load_kernels, op
+from zero_ext.ops.load_library import fake_kernel, load_kernels, op
 
 DEVICE_ERROR_WORDS = 7
 

@@ -2,21 +2,21 @@
 
 from typing import TYPE_CHECKING
 
-from zero_ext.config.lazy import lazily
+from zero_ext.config.lazy_imports import lazily
 
 if TYPE_CHECKING:
-    from zero_ext.parallel.automatic import automatic_plan
-    from zero_ext.parallel.cross_entropy import vocabulary_cross_entropy
-    from zero_ext.parallel.grid import RankGrid
-    from zero_ext.parallel.mapping import Mapping, all_mappings, best_mapping, naive_mapping
-    from zero_ext.parallel.mesh import make_mesh
-    from zero_ext.parallel.partition import split_stages
-    from zero_ext.parallel.sequence import SequenceExchange
-    from zero_ext.parallel.sequence_attention import SequenceAttention, sequence_attention
-    from zero_ext.parallel.sequence_batch import cut_batch
-    from zero_ext.parallel.tensor import split_tensors, tensor_plan
-    from zero_ext.parallel.topology import Level, Topology
-    from zero_ext.parallel.traffic import AxisTraffic, TransformerStep, transformer_traffic
+    from zero_ext.parallel.pipeline.stages.stage_partition import split_stages
+    from zero_ext.parallel.ranks.comm_cost import AxisTraffic, TransformerStep, transformer_traffic
+    from zero_ext.parallel.ranks.link_topology import Level, Topology
+    from zero_ext.parallel.ranks.mesh import make_mesh
+    from zero_ext.parallel.ranks.rank_grid import RankGrid
+    from zero_ext.parallel.ranks.rank_mapping import Mapping, all_mappings, best_mapping, naive_mapping
+    from zero_ext.parallel.sequence.batch_sharding import cut_batch
+    from zero_ext.parallel.sequence.sequence_attention import SequenceAttention, sequence_attention
+    from zero_ext.parallel.sequence.ulysses import SequenceExchange
+    from zero_ext.parallel.tensor.auto_tp_plan import automatic_plan
+    from zero_ext.parallel.tensor.cross_entropy import vocabulary_cross_entropy
+    from zero_ext.parallel.tensor.tensor_parallel import split_tensors, tensor_plan
 
 __all__ = [
     "AxisTraffic",
@@ -45,27 +45,27 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
-        "AxisTraffic": "zero_ext.parallel.traffic",
-        "Level": "zero_ext.parallel.topology",
-        "Mapping": "zero_ext.parallel.mapping",
-        "RankGrid": "zero_ext.parallel.grid",
-        "SequenceAttention": "zero_ext.parallel.sequence_attention",
-        "SequenceExchange": "zero_ext.parallel.sequence",
-        "Topology": "zero_ext.parallel.topology",
-        "TransformerStep": "zero_ext.parallel.traffic",
-        "all_mappings": "zero_ext.parallel.mapping",
-        "automatic_plan": "zero_ext.parallel.automatic",
-        "best_mapping": "zero_ext.parallel.mapping",
-        "cut_batch": "zero_ext.parallel.sequence_batch",
-        "make_mesh": "zero_ext.parallel.mesh",
-        "naive_mapping": "zero_ext.parallel.mapping",
+        "AxisTraffic": "zero_ext.parallel.ranks.comm_cost",
+        "Level": "zero_ext.parallel.ranks.link_topology",
+        "Mapping": "zero_ext.parallel.ranks.rank_mapping",
+        "RankGrid": "zero_ext.parallel.ranks.rank_grid",
+        "SequenceAttention": "zero_ext.parallel.sequence.sequence_attention",
+        "SequenceExchange": "zero_ext.parallel.sequence.ulysses",
+        "Topology": "zero_ext.parallel.ranks.link_topology",
+        "TransformerStep": "zero_ext.parallel.ranks.comm_cost",
+        "all_mappings": "zero_ext.parallel.ranks.rank_mapping",
+        "automatic_plan": "zero_ext.parallel.tensor.auto_tp_plan",
+        "best_mapping": "zero_ext.parallel.ranks.rank_mapping",
+        "cut_batch": "zero_ext.parallel.sequence.batch_sharding",
+        "make_mesh": "zero_ext.parallel.ranks.mesh",
+        "naive_mapping": "zero_ext.parallel.ranks.rank_mapping",
         "experts": "",
         "pipeline": "",
-        "sequence_attention": "zero_ext.parallel.sequence_attention",
-        "split_stages": "zero_ext.parallel.partition",
-        "split_tensors": "zero_ext.parallel.tensor",
-        "tensor_plan": "zero_ext.parallel.tensor",
-        "transformer_traffic": "zero_ext.parallel.traffic",
-        "vocabulary_cross_entropy": "zero_ext.parallel.cross_entropy",
+        "sequence_attention": "zero_ext.parallel.sequence.sequence_attention",
+        "split_stages": "zero_ext.parallel.pipeline.stages.stage_partition",
+        "split_tensors": "zero_ext.parallel.tensor.tensor_parallel",
+        "tensor_plan": "zero_ext.parallel.tensor.tensor_parallel",
+        "transformer_traffic": "zero_ext.parallel.ranks.comm_cost",
+        "vocabulary_cross_entropy": "zero_ext.parallel.tensor.cross_entropy",
     },
 )

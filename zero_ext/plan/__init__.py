@@ -2,16 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from zero_ext.config.lazy import lazily
+from zero_ext.config.lazy_imports import lazily
 
-from .compressed import Sent, step_bytes
-from .memory import StateBytes, TrainingState, model_state_bytes, secondary_bytes
-from .signs import sign_bytes, sign_state_bytes
-from .slots import slot_pool_bytes
-from .wire import bytes_sent, wire_elements
+from .comm_volume import bytes_sent, wire_elements
+from .fixed_slot_pool import slot_pool_bytes
+from .onebit_traffic import sign_bytes, sign_state_bytes
+from .state_memory import StateBytes, TrainingState, model_state_bytes, secondary_bytes
+from .zeropp_traffic import Sent, step_bytes
 
 if TYPE_CHECKING:
-    from .staging import model_staging
+    from .planned_staging import model_staging
     from .tune.trial import Trial
 
 __all__ = [
@@ -30,4 +30,6 @@ __all__ = [
     "wire_elements",
 ]
 
-__getattr__ = lazily(__name__, {"Trial": f"{__name__}.tune.trial", "model_staging": f"{__name__}.staging"})
+__getattr__ = lazily(
+    __name__, {"Trial": f"{__name__}.tune.trial", "model_staging": f"{__name__}.planned_staging"}
+)

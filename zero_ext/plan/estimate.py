@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_ext.config import CommunicationPolicy
-from zero_ext.plan.compressed import step_bytes
 from zero_ext.plan.models import PlannedModel
 from zero_ext.plan.simulation.costs import Costs
 from zero_ext.plan.simulation.hardware import Hardware
+from zero_ext.plan.simulation.model_cost import ModelCost, UnitCost
+from zero_ext.plan.simulation.planned_units import unit_elements
 from zero_ext.plan.simulation.resources import READ, TO_DEVICE, TO_HOST, WRITE
-from zero_ext.plan.simulation.schedule import StepSchedule
-from zero_ext.plan.simulation.shapes import ModelCost, UnitCost
-from zero_ext.plan.simulation.staging import lengths_gathered_once
-from zero_ext.plan.simulation.timeline import Timeline
-from zero_ext.plan.simulation.training import PARAMETER_BYTES, Training
-from zero_ext.plan.simulation.units import unit_elements
+from zero_ext.plan.simulation.simulated_staging import lengths_gathered_once
+from zero_ext.plan.simulation.step_schedule import StepSchedule
+from zero_ext.plan.simulation.task_timeline import Timeline
+from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
+from zero_ext.plan.zeropp_traffic import step_bytes
 
 MOST_UNITS = 96  # that are simulated one by one; deeper models are continued from two shallower ones
 

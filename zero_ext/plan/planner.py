@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zero_ext.config import CommunicationPolicy
-from zero_ext.plan.advice import Advice, Objective, advise
-from zero_ext.plan.candidates import CANDIDATES
-from zero_ext.plan.compressed import step_bytes
 from zero_ext.plan.models import PlannedModel
-from zero_ext.plan.row import Batch, PlanRow, plan_row
-from zero_ext.plan.signs import sign_bytes, sign_state_bytes
+from zero_ext.plan.onebit_traffic import sign_bytes, sign_state_bytes
+from zero_ext.plan.placement_candidates import CANDIDATES
+from zero_ext.plan.plan_entry import Batch, PlanRow, plan_row
+from zero_ext.plan.recommendation import Advice, Objective, advise
 from zero_ext.plan.simulation.hardware import Hardware
-from zero_ext.plan.simulation.staging import lengths_gathered_once
-from zero_ext.plan.simulation.training import Training
-from zero_ext.plan.simulation.units import unit_elements
+from zero_ext.plan.simulation.planned_units import unit_elements
+from zero_ext.plan.simulation.simulated_staging import lengths_gathered_once
+from zero_ext.plan.simulation.training_setup import Training
+from zero_ext.plan.zeropp_traffic import step_bytes
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_ext.config import Tier
+from zero_ext.plan.plan_entry import KINDS, TIERS, PlanRow
 from zero_ext.plan.planner import Plan
-from zero_ext.plan.row import KINDS, TIERS, PlanRow
 
 COLOURS = {
     "params": "#4c72b0",

@@ -2,13 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from zero_ext.config.lazy import lazily
+from zero_ext.config.lazy_imports import lazily
 
 if TYPE_CHECKING:
+    from zero_ext.zero.api.engine_lookup import engine_of
+    from zero_ext.zero.api.zero_module import ZeroModule
+    from zero_ext.zero.api.zero_optimizer import ZeroOptimizer
+
     from .engine import Engine
-    from .lookup import engine_of
-    from .module import ZeroModule
-    from .optimizer import ZeroOptimizer
 
 __all__ = ["Engine", "ZeroModule", "ZeroOptimizer", "engine_of"]
 
@@ -17,8 +18,8 @@ __getattr__ = lazily(
     __name__,
     {
         "Engine": f"{__name__}.engine",
-        "ZeroModule": f"{__name__}.module",
-        "ZeroOptimizer": f"{__name__}.optimizer",
-        "engine_of": f"{__name__}.lookup",
+        "ZeroModule": f"{__name__}.api.zero_module",
+        "ZeroOptimizer": f"{__name__}.api.zero_optimizer",
+        "engine_of": f"{__name__}.api.engine_lookup",
     },
 )

@@ -18,31 +18,31 @@ from zero_ext.comm import Collectives, WireLog
 from zero_ext.config import ZeroConfig
 from zero_ext.config.events import Subscriber
 from zero_ext.offload import Tiers
-from zero_ext.zero.backward import BackwardPass, in_backward
-from zero_ext.zero.expert import mean_over_senders
-from zero_ext.zero.gradient_view import GradientViews
-from zero_ext.zero.gradients import UnitGradients, make_gradients
-from zero_ext.zero.hooks import ForwardHooks
-from zero_ext.zero.ledger import ledger_of
-from zero_ext.zero.lifetime import Ending, weakly
-from zero_ext.zero.local_part import local_gradient
-from zero_ext.zero.master import MasterShard, follow_writes
-from zero_ext.zero.model_checks import check_unchanged
-from zero_ext.zero.model_ranks import together_in_model
-from zero_ext.zero.norms import GradientNorms
-from zero_ext.zero.on_demand import OnDemandAccess
-from zero_ext.zero.partition import Owned, first_places, uses_up_gradients
-from zero_ext.zero.pool import BufferPool
-from zero_ext.zero.postponed import Postponed
-from zero_ext.zero.reducer import GradientReducer
-from zero_ext.zero.residency import Residency
-from zero_ext.zero.state import EngineState, TrainedState
-from zero_ext.zero.step import OptimizerStep
-from zero_ext.zero.step_clock import StepClock
-from zero_ext.zero.tied_gradients import TiedGradients
+from zero_ext.zero.api.engine_state import EngineState, TrainedState
+from zero_ext.zero.api.memory_breakdown import ledger_of
+from zero_ext.zero.api.param_grad import GradientViews
+from zero_ext.zero.construction.grouping import Owned, first_places, uses_up_gradients
+from zero_ext.zero.construction.model_checks import check_unchanged
+from zero_ext.zero.gradients.accumulator import UnitGradients, make_gradients
+from zero_ext.zero.gradients.gradient_norms import GradientNorms
+from zero_ext.zero.gradients.reducer import GradientReducer
+from zero_ext.zero.gradients.shared_param_grads import TiedGradients
+from zero_ext.zero.memory.lifetime import Ending, weakly
+from zero_ext.zero.memory.pool import BufferPool
+from zero_ext.zero.step.optimizer_step import OptimizerStep
 from zero_ext.zero.tiling import Wholes
-from zero_ext.zero.together import FailedTogether
-from zero_ext.zero.unit import Unit
+from zero_ext.zero.units.collective_errors import FailedTogether
+from zero_ext.zero.units.deferred_errors import Postponed
+from zero_ext.zero.units.dtensor_local import local_gradient
+from zero_ext.zero.units.expert_params import mean_over_senders
+from zero_ext.zero.units.master_weights import MasterShard, follow_writes
+from zero_ext.zero.units.model_parallel_sync import together_in_model
+from zero_ext.zero.units.unit import Unit
+from zero_ext.zero.unshard.backward_pass import BackwardPass, in_backward
+from zero_ext.zero.unshard.forward_hooks import ForwardHooks
+from zero_ext.zero.unshard.on_demand import OnDemandAccess
+from zero_ext.zero.unshard.prefetcher import Residency
+from zero_ext.zero.unshard.step_clock import StepClock
 
 
 class Engine(Ending):
@@ -174,7 +174,7 @@ class Engine(Ending):
         return self.collectives.wire
 
     def ledger(self) -> dict[str, int]:
-        """Bytes this rank holds, see :func:`zero_ext.zero.ledger.ledger_of`."""
+        """Bytes this rank holds, see :func:`zero_ext.zero.api.memory_breakdown.ledger_of`."""
         return ledger_of(self)
 
     def gradients_of(self, unit: Unit) -> UnitGradients:
@@ -445,8 +445,11 @@ class Engine(Ending):
         self._follow_writes(self.collectives)
 
     def follow_writes(self) -> None:
-        """See :func:`zero_ext.zero.master.follow_writes`; before master weights are read. Raises
-        ``RuntimeError`` between updates in backward and their step."""
+        """Copy what users wrote to parameters into the master weights, before these are read.
+
+        Raises:
+            RuntimeError: between updates in backward and their step.
+        """
         self.optimizer_step.refuse_pending("reading the state")
         self._follow_writes()
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tests.accelerator.build import CACHE
 from tests.accelerator.build import library as stand_in_library
 from tests.accelerator.stand_in import is_enabled
-from zero_ext.offload import direct_storage
+from zero_ext.offload.nvme import gpu_direct_storage
 
 SOURCE = Path(__file__).parent / "fake.cpp"
 FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC"]
@@ -40,7 +40,7 @@ class FakeCuFile:
         self._library = ctypes.CDLL(str(folder / "libcufile.so.0"))
         if is_enabled():
             self._library.fake_behind(ctypes.CDLL(str(stand_in_library())).stand_in_open_alias)
-        direct_storage.MODULES = Path("/proc/self/status")  # the real one is not on every machine
+        gpu_direct_storage.MODULES = Path("/proc/self/status")  # the real one is not on every machine
 
     def fault(self, call: str, result: int, after: int = 0, times: int = 1) -> None:
         """Lets ``after`` calls pass, then has ``times`` end with ``result``; see fake.cpp."""

@@ -17,15 +17,15 @@ import pytest
 
 from scripts.deepspeed_reference import api_page, entries
 from zero_ext.integrations import deepspeed
-from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
 from zero_ext.integrations.deepspeed.registry import names
 from zero_ext.integrations.deepspeed.registry.names import FILE
 from zero_ext.integrations.deepspeed.registry.notes import DIFFERENCES, REASONS
+from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError
 from zero_ext_deepspeed_finder import API_VERSION
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "deepspeed_api.md"
-ACTIVATE = "from zero_ext.integrations.deepspeed import look_alike; look_alike.activate()"
+ACTIVATE = "from zero_ext.integrations.deepspeed import import_alias; import_alias.activate()"
 # A library asks for it inside a try, and DeepSpeed does not have it either.
 NOT_IN_DEEPSPEED = "deepspeed.utils.is_initialized"
 
@@ -73,7 +73,7 @@ EVERY_NAME = (
     ACTIVATE
     + """
 import importlib, json
-from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
+from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError
 from zero_ext.integrations.deepspeed.registry import names
 
 USES = (lambda it: it(), lambda it: it.anything, lambda it: type("Own", (it,), {}), lambda it: it["key"],

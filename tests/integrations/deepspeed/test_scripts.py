@@ -42,7 +42,7 @@ def under_real(script: str, *arguments: object, **environment: object) -> None:
     launch([SCRIPTS / "real.py", SCRIPTS / script, *arguments], **environment)
 
 
-def under_look_alike(script: str, *arguments: object, **environment: object) -> None:
+def under_import_alias(script: str, *arguments: object, **environment: object) -> None:
     launch(["--deepspeed-compat", SCRIPTS / script, *arguments], **environment)
 
 
@@ -73,7 +73,7 @@ def plain_configs() -> dict[str, dict[str, Any]]:
 def test_a_plain_script_trains_alike(tmp_path: Path) -> None:
     configs = tmp_path / "configs.json"
     configs.write_text(json.dumps(plain_configs()))
-    for name, run in (("real", under_real), ("ours", under_look_alike)):
+    for name, run in (("real", under_real), ("ours", under_import_alias)):
         (tmp_path / name).mkdir()
         run("plain.py", configs, tmp_path / name)
     real, ours = found_in(tmp_path / "real"), found_in(tmp_path / "ours")
@@ -94,7 +94,7 @@ def test_a_plain_script_trains_alike(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_trains_alike(tmp_path: Path) -> None:
-    for name, run in (("real", under_real), ("ours", under_look_alike)):
+    for name, run in (("real", under_real), ("ours", under_import_alias)):
         (tmp_path / name).mkdir()
         run("pipeline.py", tmp_path / name)
     real, ours = found_in(tmp_path / "real"), found_in(tmp_path / "ours")
@@ -215,7 +215,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(folder / "start")
     (folder / "cases.json").write_text(json.dumps(trainer_cases(folder)))
-    for name, run in (("real", under_real), ("ours", under_look_alike)):
+    for name, run in (("real", under_real), ("ours", under_import_alias)):
         (folder / name).mkdir()
         run("trainer.py", folder / "cases.json", folder / "start", folder / name, HF_HUB_OFFLINE=1)
     return folder

@@ -20,10 +20,10 @@ import torch
 
 from tests.integrations.deepspeed_checkpoint.forged import Forged, fragment_address
 from zero_ext.checkpoint import CheckpointError, inspect_checkpoint
-from zero_ext.checkpoint.inspect import open_checkpoint
-from zero_ext.checkpoint.named_state import decode
-from zero_ext.integrations.deepspeed.checkpoint_import import import_deepspeed_checkpoint
-from zero_ext.integrations.deepspeed.checkpoint_weights import (
+from zero_ext.checkpoint.format.json_state import decode
+from zero_ext.checkpoint.inspection import open_checkpoint
+from zero_ext.integrations.deepspeed.checkpoint.checkpoint_import import import_deepspeed_checkpoint
+from zero_ext.integrations.deepspeed.checkpoint.checkpoint_weights import (
     convert_zero_checkpoint_to_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
@@ -406,7 +406,7 @@ def test_a_tensor_beyond_its_record_is_refused(tmp_path: Path, claimed: bytes) -
 
 
 def test_an_error_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zero_ext.checkpoint.storage import Storage
+    from zero_ext.checkpoint.files.filesystem import Storage
 
     Forged(3, 2).write(tmp_path / "ds")
     import_deepspeed_checkpoint(tmp_path / "ds", tmp_path / "out")

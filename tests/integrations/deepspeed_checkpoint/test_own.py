@@ -18,8 +18,8 @@ from tests.integrations.deepspeed.pipe.model import engine_of, micro_batches, wh
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.checkpoint import CheckpointError, save_checkpoint
-from zero_ext.integrations.deepspeed import tags
-from zero_ext.integrations.deepspeed.checkpoint_weights import (
+from zero_ext.integrations.deepspeed.checkpoint import checkpoint_tags
+from zero_ext.integrations.deepspeed.checkpoint.checkpoint_weights import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     get_model_state_file,
@@ -102,7 +102,7 @@ def test_what_a_killed_save_left_is_replaced(tmp_path: Path) -> None:
     outside.write_text("precious")
     (tmp_path / ".latest").write_text("half")
     (tmp_path / ".zero_to_fp32.py").symlink_to(outside)
-    tags._write_beside(tmp_path, {"zero_to_fp32.py": "#!new", "latest": "mine"})
+    checkpoint_tags._write_beside(tmp_path, {"zero_to_fp32.py": "#!new", "latest": "mine"})
     assert outside.read_text() == "precious"
     assert {path.name for path in tmp_path.iterdir()} == {"outside", "latest", "zero_to_fp32.py"}
     assert (tmp_path / "latest").read_text() == "mine" and os.access(tmp_path / "zero_to_fp32.py", os.X_OK)

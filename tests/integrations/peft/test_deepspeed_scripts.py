@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import BartConfig, BartForConditionalGeneration, LlamaForCausalLM
 
-from tests.integrations.deepspeed.test_scripts import found_in, under_look_alike, under_real
+from tests.integrations.deepspeed.test_scripts import found_in, under_import_alias, under_real
 from tests.integrations.peft.models import base
 
 SCRIPT = Path(__file__).parent / "scripts" / "adapters.py"
@@ -52,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path
     torch.manual_seed(0)
     BartForConditionalGeneration(config).save_pretrained(start / "bart")
     found = {}
-    for name, run, more in (("real", under_real, {}), ("ours", under_look_alike, OFFLOAD)):
+    for name, run, more in (("real", under_real, {}), ("ours", under_import_alias, OFFLOAD)):
         found[name] = tmp_path_factory.mktemp(name)
         run(str(SCRIPT), start, found[name], *CASES, **ENVIRONMENT, **more)
     yield {"start": start, **found}

@@ -20,7 +20,7 @@ from tests.zero.training import adamw, configuration
 from zero_ext.integrations.peft import ZeroPeftTrainer, adapter_state_dict, load_adapter_weights, prepare
 from zero_ext.integrations.transformers import ZeroTrainer
 from zero_ext.zero import engine_of
-from zero_ext.zero.ledger import ledger_by_tier
+from zero_ext.zero.api.memory_breakdown import ledger_by_tier
 
 SHARDED = {"persistence_threshold": 0}
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}

@@ -17,7 +17,7 @@ from tests.zero.training import configuration
 from zero_ext.integrations.peft import prepare
 from zero_ext.integrations.transformers import from_pretrained
 from zero_ext.zero import engine_of
-from zero_ext.zero.ledger import ledger_by_tier
+from zero_ext.zero.api.memory_breakdown import ledger_by_tier
 
 
 @on_ranks(2)

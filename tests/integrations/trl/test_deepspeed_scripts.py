@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from tests.integrations.deepspeed.test_scripts import found_in, under_look_alike, under_real
+from tests.integrations.deepspeed.test_scripts import found_in, under_import_alias, under_real
 from tests.integrations.trl.data import preferences, sentences, tokenizer
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainers.py"
@@ -58,7 +58,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[s
     }
     for name, run, cases in (
         ("real", under_real, CASES),
-        ("ours", under_look_alike, (*CASES, UNGATHERED)),
+        ("ours", under_import_alias, (*CASES, UNGATHERED)),
     ):
         folder = tmp_path_factory.mktemp(name)
         start = inputs_in(folder / "start")

@@ -16,7 +16,7 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.parallel.experts.mixtures import EXPERTS, SAMPLES, WIDTH, WORDS, adamw, batches, expert
-from tests.parallel.pipeline.stages import split_blocks
+from tests.parallel.pipeline.toy_stages import split_blocks
 from zero_ext.parallel import make_mesh
 from zero_ext.parallel.experts import MixtureOfExperts
 from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule

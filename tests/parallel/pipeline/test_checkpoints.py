@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.parallel.pipeline.stages import (
+from tests.parallel.pipeline.toy_stages import (
     WIDTH,
     adamw,
     batches,

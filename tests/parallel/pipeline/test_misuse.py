@@ -13,7 +13,7 @@ from torch import nn
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.parallel.pipeline.stages import WIDTH, WORDS, mean_loss, mesh_of, specifications, train
+from tests.parallel.pipeline.toy_stages import WIDTH, WORDS, mean_loss, mesh_of, specifications, train
 from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule
 
 

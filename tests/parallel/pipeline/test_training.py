@@ -9,7 +9,7 @@ import torch
 
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from tests.parallel.pipeline.stages import Trained, train, train_alone
+from tests.parallel.pipeline.toy_stages import Trained, train, train_alone
 
 STAGES = [0, 1, 2, 3]
 

@@ -8,7 +8,7 @@ from benchmarks.harness.simulated_layout import planned_layout, untied
 from benchmarks.harness.simulated_process import simulated
 from zero_ext.plan import wire_elements
 from zero_ext.plan.layout.stages import stages_of
-from zero_ext.plan.simulation.units import padded_elements
+from zero_ext.plan.simulation.planned_units import padded_elements
 
 
 @pytest.mark.parametrize(

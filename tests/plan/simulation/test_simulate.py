@@ -30,7 +30,7 @@ from zero_ext.plan.simulation import (
     simulate,
     transformer_named,
 )
-from zero_ext.plan.simulation.training import ACTIVATIONS, FIRST_STAGE, STEPS, TIERS
+from zero_ext.plan.simulation.training_setup import ACTIVATIONS, FIRST_STAGE, STEPS, TIERS
 
 SMALL = Transformer("small", hidden=256, layers=6, heads=4, vocabulary=1000, sequence=64, tiles=2)
 RATES = (

@@ -1,5 +1,5 @@
 """Exchanges of compressed messages."""
 
-from zero_ext.comm.compressed.one_bit import SignExchange
+from zero_ext.comm.compressed.onebit_all_reduce import SignExchange
 
 __all__ = ["SignExchange"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..attention import BLOCK_SIZES, MODE_KEYS
-from ..finite import is_number
+from zero_ext.config.schema.number_checks import is_number
+from zero_ext.config.sections.sparse_attention import BLOCK_SIZES, MODE_KEYS
+
 from .key import FLAG, Key, Kind, choice, or_null, whole
 
 SECTION = "sparse_attention"

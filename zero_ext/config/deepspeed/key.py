@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..describe import one_of
-from ..finite import is_number
-from ..policy import LARGEST_COUNT
+from zero_ext.config.schema.base_section import LARGEST_COUNT
+from zero_ext.config.schema.number_checks import is_number
+from zero_ext.config.schema.type_descriptions import one_of
 
 Fate = Literal["honoured", "no effect", "refused"]
 

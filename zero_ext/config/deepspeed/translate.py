@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, Problem, show
-from ..json_file import read_json_object
-from ..one_bit import ONE_BIT
-from ..root import ZeroConfig
-from .communication import set_communication
+from zero_ext.config.onebit_rules import ONE_BIT
+from zero_ext.config.schema.config_errors import ConfigError, Problem, show
+from zero_ext.config.schema.json_file import read_json_object
+from zero_ext.config.zero_config import ZeroConfig
+
+from .communication_rules import set_communication
 from .key import Key
-from .monitors import set_monitors
-from .note import Note
-from .settle import Settled, settle
-from .sparse_attention import set_sparse_attention
-from .table import KEYS, TABLE
-from .tiers import set_tiers, settle_tiers
+from .key_registry import KEYS, TABLE
+from .monitor_rules import set_monitors
+from .offload_rules import set_tiers, settle_tiers
+from .resolve_auto import Settled, settle
+from .sparse_attention_rules import set_sparse_attention
+from .translation_note import Note
 
 _ONE_BIT_KINDS = tuple(name.lower() for name in ONE_BIT)
 _SOURCE = "DeepSpeed configuration"

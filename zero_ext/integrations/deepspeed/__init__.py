@@ -20,17 +20,17 @@ from zero_ext.integrations.deepspeed import (
 from zero_ext.integrations.deepspeed.accelerator import get_accelerator
 from zero_ext.integrations.deepspeed.arguments import add_config_arguments
 from zero_ext.integrations.deepspeed.comm import init_distributed
-from zero_ext.integrations.deepspeed.engine import DeepSpeedEngine
-from zero_ext.integrations.deepspeed.initialize import initialize
-from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, names_of
+from zero_ext.integrations.deepspeed.deepspeed_engine import DeepSpeedEngine
+from zero_ext.integrations.deepspeed.deepspeed_initialize import initialize
 from zero_ext.integrations.deepspeed.registry import names
 from zero_ext.integrations.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError, names_of
 from zero_ext.integrations.deepspeed.utils.logging import log_dist, logger
 from zero_ext.integrations.deepspeed.utils.on_device import OnDevice
 
 if TYPE_CHECKING:
-    from zero_ext.integrations.deepspeed.pipe.engine import PipelineEngine
-    from zero_ext.integrations.deepspeed.pipe.module import PipelineModule
+    from zero_ext.integrations.deepspeed.pipe.pipeline_engine import PipelineEngine
+    from zero_ext.integrations.deepspeed.pipe.pipeline_module import PipelineModule
 
 __all__ = [
     "DeepSpeedConfig",

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from zero_ext.integrations.deepspeed.refused import module_for, names_of
-from zero_ext.monitor.memory import resident_bytes
-from zero_ext.zero.construction import accelerator_or_cpu
+from zero_ext.integrations.deepspeed.unsupported import module_for, names_of
+from zero_ext.monitor.sources.process_memory import resident_bytes
+from zero_ext.zero.construction.build_units import accelerator_or_cpu
 
 _TENSORS = {
     "BFloat16Tensor": torch.bfloat16,

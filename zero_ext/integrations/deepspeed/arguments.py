@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_ext.config.errors import show
-from zero_ext.config.json_file import read_json_object
-from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError
+from zero_ext.config.schema.config_errors import show
+from zero_ext.config.schema.json_file import read_json_object
+from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from zero_ext.activation import Checkpointing, RandomStreams, current
 from zero_ext.config import ActivationPolicy
 from zero_ext.config.events import ActivationEnd, Event
 from zero_ext.integrations.deepspeed.arguments import given_json
-from zero_ext.integrations.deepspeed.refused import names_of
+from zero_ext.integrations.deepspeed.unsupported import names_of
 from zero_ext.integrations.deepspeed.utils.logging import logger
 
 _SECTION = "activation_checkpointing"

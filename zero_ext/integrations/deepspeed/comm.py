@@ -24,7 +24,7 @@ from torch.distributed import (
 
 from zero_ext.comm.process_group import join_world
 from zero_ext.integrations.deepspeed.arguments import check_others
-from zero_ext.integrations.deepspeed.refused import names_of
+from zero_ext.integrations.deepspeed.unsupported import names_of
 
 __all__ = ["P2POp", "ProcessGroup", "ReduceOp", "get_global_rank", "get_rank", "get_world_size", "new_group"]
 __all__ += ["is_available", "is_initialized"]

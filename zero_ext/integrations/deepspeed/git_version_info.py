@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from zero_ext.integrations.deepspeed.accelerator import get_accelerator
-from zero_ext.integrations.deepspeed.refused import names_of
 from zero_ext.integrations.deepspeed.registry import names
+from zero_ext.integrations.deepspeed.unsupported import names_of
 
 
 class _Operators(dict[str, bool]):

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero_ext.integrations.deepspeed.refused import names_of
-from zero_ext.monitor.packages import require
+from zero_ext.integrations.deepspeed.unsupported import names_of
+from zero_ext.monitor.optional_deps import require
 
 _Event = tuple[str, Any, int]
 _JOB = "DeepSpeedJobName"

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities import apply_to_collection
 from torch import nn
 
-from zero_ext.zero.lookup import engine_of
+from zero_ext.zero.api.engine_lookup import engine_of
 
 # Lightning's names, and the dtype of parameters that each asks for; the Trainer's default asks for none.
 _DTYPES = {"32-true": None, "bf16-true": "bf16", "bf16-mixed": "bf16", "16-true": "fp16", "16-mixed": "fp16"}

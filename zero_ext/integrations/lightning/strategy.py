@@ -18,13 +18,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torchmetrics import Metric
 
 from zero_ext.config import ZeroConfig
-from zero_ext.integrations.lightning import checkpoints
+from zero_ext.integrations.lightning import lightning_checkpoints
 from zero_ext.integrations.lightning.precision import ZeroPrecision
-from zero_ext.integrations.lightning.settings import ConfigSource, completed, own_settings, with_dtype
-from zero_ext.integrations.prepare import prepare
+from zero_ext.integrations.lightning.strategy_config import ConfigSource, completed, own_settings, with_dtype
+from zero_ext.integrations.prepare_with_features import prepare
+from zero_ext.zero.api.engine_lookup import MODULE_ATTRIBUTE, engine_of
+from zero_ext.zero.construction.sharded_init import Init
 from zero_ext.zero.engine import Engine
-from zero_ext.zero.init import Init
-from zero_ext.zero.lookup import MODULE_ATTRIBUTE, engine_of
 
 
 class ZeroStrategy(DDPStrategy):
@@ -236,20 +236,19 @@ class ZeroStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Saves the folder ``filepath``; see :func:`zero_ext.integrations.lightning.checkpoints.save`."""
+        """Save a checkpoint as the folder ``filepath``, in the engine's own format."""
         if storage_options is not None:
             raise TypeError(
                 "ZeroStrategy saves to a file system of all ranks; storage_options has no use here"
             )
-        checkpoints.save(Path(self.broadcast(str(filepath))), self._module, checkpoint)
+        lightning_checkpoints.save(Path(self.broadcast(str(filepath))), self._module, checkpoint)
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads a folder; see :func:`zero_ext.integrations.lightning.checkpoints.load`. ``weights_only``
-        chooses how far pickle is trusted, and there is none."""
+        """Load a checkpoint folder. ``weights_only`` has no effect: nothing is pickled."""
         training = self._module.trainer.state.fn == TrainerFn.FITTING
-        return checkpoints.load(Path(self.broadcast(str(checkpoint_path))), self._module, training)
+        return lightning_checkpoints.load(Path(self.broadcast(str(checkpoint_path))), self._module, training)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing: :meth:`load_checkpoint` did it."""
@@ -260,7 +259,7 @@ class ZeroStrategy(DDPStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes the folder ``filepath``; rank 0 does."""
         if self.is_global_zero:
-            checkpoints.remove(Path(filepath))
+            lightning_checkpoints.remove(Path(filepath))
 
     def teardown(self) -> None:
         """Ends Lightning's part; the module stays sharded."""

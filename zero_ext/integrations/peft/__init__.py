@@ -9,8 +9,8 @@ except ImportError as error:
     ) from error
 
 from zero_ext.integrations.peft.adapters import adapter_state_dict, load_adapter_weights, mark_adapters
-from zero_ext.integrations.peft.prepare import prepare
-from zero_ext.integrations.peft.trainer import ZeroPeftTrainer, ZeroPeftTrainerMixin
+from zero_ext.integrations.peft.peft_trainer import ZeroPeftTrainer, ZeroPeftTrainerMixin
+from zero_ext.integrations.peft.prepare_adapters import prepare
 
 __all__ = [
     "ZeroPeftTrainer",

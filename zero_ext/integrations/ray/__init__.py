@@ -12,6 +12,6 @@ if find_spec("ray") is None:
         "pip install 'zero_ext[integrations]', or pip install 'ray[train]>=2.60'"
     )
 
-from zero_ext.integrations.ray.checkpoints import report, resume
+from zero_ext.integrations.ray.ray_checkpoints import report, resume
 
 __all__ = ["report", "resume"]

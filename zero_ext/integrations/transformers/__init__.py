@@ -6,10 +6,13 @@ Attention and loading need transformers alone, the trainers accelerate as well.
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from zero_ext.config.lazy import lazily
+from zero_ext.config.lazy_imports import lazily
 
 if TYPE_CHECKING:
-    from zero_ext.integrations.transformers.attention import extend_position_embedding, sparsify_attention
+    from zero_ext.integrations.transformers.attention_interface import (
+        extend_position_embedding,
+        sparsify_attention,
+    )
     from zero_ext.integrations.transformers.pretrained import from_pretrained
     from zero_ext.integrations.transformers.trainer import ZeroTrainer, ZeroTrainerMixin
 
@@ -25,9 +28,9 @@ _HERE = "zero_ext.integrations.transformers"
 _HOMES = {
     "ZeroTrainer": f"{_HERE}.trainer",
     "ZeroTrainerMixin": f"{_HERE}.trainer",
-    "extend_position_embedding": f"{_HERE}.attention",
+    "extend_position_embedding": f"{_HERE}.attention_interface",
     "from_pretrained": f"{_HERE}.pretrained",
-    "sparsify_attention": f"{_HERE}.attention",
+    "sparsify_attention": f"{_HERE}.attention_interface",
 }
 _find = lazily(__name__, _HOMES)
 

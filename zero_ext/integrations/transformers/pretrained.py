@@ -17,13 +17,13 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from zero_ext.checkpoint.born_weights import load_born
-from zero_ext.checkpoint.errors import CheckpointError
-from zero_ext.checkpoint.safetensors_files import WeightFiles
+from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
+from zero_ext.checkpoint.weights.load_into_meta import load_born
+from zero_ext.checkpoint.weights.safetensors_files import WeightFiles
 from zero_ext.config import ZeroConfig
-from zero_ext.config.errors import show
-from zero_ext.integrations.transformers.settings import ConfigSource, load_settings
-from zero_ext.zero.init import Init
+from zero_ext.config.schema.config_errors import show
+from zero_ext.integrations.transformers.trainer_config import ConfigSource, load_settings
+from zero_ext.zero.construction.sharded_init import Init
 
 logger = logging.getLogger("zero_ext")
 _NOT_HERE = {

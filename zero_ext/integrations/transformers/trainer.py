@@ -10,27 +10,27 @@ from torch import nn
 from transformers import Trainer
 
 from zero_ext.config import ZeroConfig
-from zero_ext.integrations.prepare import prepare
-from zero_ext.integrations.transformers.checkpointing import checkpoint_by_configuration
-from zero_ext.integrations.transformers.checkpoints import (
+from zero_ext.integrations.prepare_with_features import prepare
+from zero_ext.integrations.transformers.gradient_checkpointing import checkpoint_by_configuration
+from zero_ext.integrations.transformers.model_patches import is_prepared, mark_prepared
+from zero_ext.integrations.transformers.trainer_checkpoints import (
     check_resume,
     last_whole_checkpoint,
     load_best,
     resume_training,
     save_training,
 )
-from zero_ext.integrations.transformers.prepared import is_prepared, mark_prepared
-from zero_ext.integrations.transformers.refusals import (
+from zero_ext.integrations.transformers.trainer_config import ConfigSource, refuse_given, resolve_settings
+from zero_ext.integrations.transformers.unsupported_args import (
     refuse_adapters,
     refuse_arguments,
     refuse_tokenizer,
 )
-from zero_ext.integrations.transformers.settings import ConfigSource, refuse_given, resolve_settings
-from zero_ext.optim.build import build_optimizer, build_scheduler, check_scheduler
+from zero_ext.optim.optimizer_builder import build_optimizer, build_scheduler, check_scheduler
+from zero_ext.zero.api.engine_lookup import engine_of
+from zero_ext.zero.api.full_parameters import full_state_dict
+from zero_ext.zero.api.zero_optimizer import ZeroOptimizer
 from zero_ext.zero.engine import Engine
-from zero_ext.zero.gathered import full_state_dict
-from zero_ext.zero.lookup import engine_of
-from zero_ext.zero.optimizer import ZeroOptimizer
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base

@@ -6,9 +6,9 @@ from typing import Any
 
 from trl import DPOTrainer, SFTTrainer
 
-from zero_ext.integrations.peft.trainer import ZeroPeftTrainerMixin
-from zero_ext.integrations.prepare import prepare
-from zero_ext.integrations.transformers.prepared import is_prepared, mark_prepared
+from zero_ext.integrations.peft.peft_trainer import ZeroPeftTrainerMixin
+from zero_ext.integrations.prepare_with_features import prepare
+from zero_ext.integrations.transformers.model_patches import is_prepared, mark_prepared
 
 
 class ZeroSFTTrainer(ZeroPeftTrainerMixin, SFTTrainer):

@@ -1,13 +1,13 @@
 """Pipeline parallelism: a model cut into stages, each of whose state ZeRO shards, on torch's schedules."""
 
-from zero_ext.parallel.pipeline.layers import LayerSpec, TiedLayerSpec
-from zero_ext.parallel.pipeline.model import StagedModel, split_model
-from zero_ext.parallel.pipeline.module import PipelineModule, layer_seed
 from zero_ext.parallel.pipeline.pipeline import Pipeline
-from zero_ext.parallel.pipeline.replay import bubble_bound, busy_part, replay
-from zero_ext.parallel.pipeline.schedules import SCHEDULES
-from zero_ext.parallel.pipeline.seconds import layer_seconds
-from zero_ext.parallel.pipeline.timeline import Slot, plot_timeline
+from zero_ext.parallel.pipeline.schedule.pipeline_timeline import Slot, plot_timeline
+from zero_ext.parallel.pipeline.schedule.schedule_replay import bubble_bound, busy_part, replay
+from zero_ext.parallel.pipeline.schedule.schedules import SCHEDULES
+from zero_ext.parallel.pipeline.stages.hf_pipeline import StagedModel, split_model
+from zero_ext.parallel.pipeline.stages.layer_timing import layer_seconds
+from zero_ext.parallel.pipeline.stages.layers import LayerSpec, TiedLayerSpec
+from zero_ext.parallel.pipeline.stages.stage_layers import PipelineModule, layer_seed
 
 __all__ = [
     "SCHEDULES",

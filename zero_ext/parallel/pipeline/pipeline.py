@@ -8,15 +8,15 @@ from typing import Literal
 import torch
 from torch import nn
 
-from zero_ext.parallel.pipeline.checks import batch_problem, check_settings
-from zero_ext.parallel.pipeline.layer_major import LayerMajor
-from zero_ext.parallel.pipeline.module import PipelineModule
-from zero_ext.parallel.pipeline.ranks import PipelineRanks
-from zero_ext.parallel.pipeline.runner import Runner
-from zero_ext.parallel.pipeline.scheduled import Scheduled
-from zero_ext.parallel.pipeline.staged import StagedModule
-from zero_ext.parallel.pipeline.timeline import Slot
-from zero_ext.zero.lookup import engine_of
+from zero_ext.parallel.pipeline.pipeline_checks import batch_problem, check_settings
+from zero_ext.parallel.pipeline.schedule.failure_sync import PipelineRanks
+from zero_ext.parallel.pipeline.schedule.layer_major import LayerMajor
+from zero_ext.parallel.pipeline.schedule.pipeline_timeline import Slot
+from zero_ext.parallel.pipeline.schedule.runner import Runner
+from zero_ext.parallel.pipeline.schedule.torch_schedule_runner import Scheduled
+from zero_ext.parallel.pipeline.stages.stage_layers import PipelineModule
+from zero_ext.parallel.pipeline.stages.stage_module import StagedModule
+from zero_ext.zero.api.engine_lookup import engine_of
 
 
 class Pipeline:

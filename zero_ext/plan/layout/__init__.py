@@ -1,10 +1,10 @@
 """Which lengths of pipeline, tensor and data parallelism to train a model with (docs/parallel.md)."""
 
-from .candidates import Wanted, layouts
-from .layout import Layout
-from .memory import RankNeeds, fullest_rank, rank_needs
-from .search import Found, best_layouts
-from .seconds import StepTime, step_time
+from .layout_candidates import Wanted, layouts
+from .layout_memory import RankNeeds, fullest_rank, rank_needs
+from .layout_search import Found, best_layouts
+from .layout_time import StepTime, step_time
+from .parallel_layout import Layout
 
 __all__ = [
     "Found",

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from zero_ext.parallel import split_stages
 from zero_ext.plan.models import PlannedModel
-from zero_ext.plan.simulation.shapes import ModelCost, TensorGroup, UnitCost
+from zero_ext.plan.simulation.model_cost import ModelCost, TensorGroup, UnitCost
 
 
 @dataclass(frozen=True)

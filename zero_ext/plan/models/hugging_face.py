@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from zero_ext.config.errors import ConfigError, Problem, show
-from zero_ext.config.json_file import read_json_object
-from zero_ext.plan.models.planned import PlannedModel
-from zero_ext.plan.simulation.shapes import Transformer
+from zero_ext.config.schema.config_errors import ConfigError, Problem, show
+from zero_ext.config.schema.json_file import read_json_object
+from zero_ext.plan.models.model_spec import PlannedModel
+from zero_ext.plan.simulation.model_cost import Transformer
 
 LARGEST = 1 << 24  # of any one size
 MOST_LAYERS = 10_000

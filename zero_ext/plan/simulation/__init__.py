@@ -2,19 +2,19 @@
 
 from typing import TYPE_CHECKING
 
-from zero_ext.config.lazy import lazily
+from zero_ext.config.lazy_imports import lazily
 
 from .calibrate import calibrated
 from .fastest import fastest_placements, nearest_to_fit
 from .hardware import Hardware
 from .machines import MACHINES, machine_named
+from .model_cost import TRANSFORMERS, ModelCost, Transformer, UnitCost, transformer_named
 from .published import PUBLISHED, Comparison, Published, compare_published, scaling
-from .shapes import TRANSFORMERS, ModelCost, Transformer, UnitCost, transformer_named
 from .simulate import Simulation, simulate
-from .training import Training
+from .training_setup import Training
 
 if TYPE_CHECKING:
-    from .module import model_cost
+    from .module_cost import model_cost
 
 __all__ = [
     "MACHINES",
@@ -39,4 +39,4 @@ __all__ = [
     "transformer_named",
 ]
 
-__getattr__ = lazily(__name__, {"model_cost": f"{__name__}.module"})
+__getattr__ = lazily(__name__, {"model_cost": f"{__name__}.module_cost"})

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from zero_ext.plan.simulation.hardware import Hardware
-from zero_ext.plan.simulation.shapes import ModelCost
+from zero_ext.plan.simulation.model_cost import ModelCost
 from zero_ext.plan.simulation.simulate import simulate
-from zero_ext.plan.simulation.training import Training
+from zero_ext.plan.simulation.training_setup import Training
 
 _HALVINGS = 60
 

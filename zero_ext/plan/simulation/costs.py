@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from zero_ext.plan.simulation.hardware import Hardware
-from zero_ext.plan.simulation.shapes import UnitCost
-from zero_ext.plan.simulation.training import PARAMETER_BYTES, Training
+from zero_ext.plan.simulation.model_cost import UnitCost
+from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
 
 # Of every byte that is kept for backward, a forward writes one and reads one; backward reads it, and writes
 # and reads a gradient of it twice as often.

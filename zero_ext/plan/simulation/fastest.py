@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import product
 
 from zero_ext.plan.simulation.hardware import Hardware
-from zero_ext.plan.simulation.memory import fits, memory_needs
-from zero_ext.plan.simulation.shapes import ModelCost
+from zero_ext.plan.simulation.model_cost import ModelCost
+from zero_ext.plan.simulation.run_memory import fits, memory_needs
 from zero_ext.plan.simulation.simulate import Simulation, simulate
-from zero_ext.plan.simulation.training import ACTIVATIONS, FIRST_STAGE, TIERS, Training
+from zero_ext.plan.simulation.training_setup import ACTIVATIONS, FIRST_STAGE, TIERS, Training
 
 ALIKE = 1.01
 

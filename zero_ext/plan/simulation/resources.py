@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zero_ext.plan.simulation.hardware import Hardware
-from zero_ext.plan.simulation.timeline import Timeline
-from zero_ext.plan.simulation.training import Training
+from zero_ext.plan.simulation.task_timeline import Timeline
+from zero_ext.plan.simulation.training_setup import Training
 
 COMPUTE, LINK, TO_DEVICE, TO_HOST = "compute", "collectives", "to device", "to host"
 READ, WRITE, HOST = "NVMe read", "NVMe write", "host update"

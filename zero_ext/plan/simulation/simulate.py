@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from zero_ext.plan.simulation.costs import Costs
 from zero_ext.plan.simulation.hardware import Hardware
-from zero_ext.plan.simulation.memory import MemoryNeeds, Shortfall, memory_needs
+from zero_ext.plan.simulation.model_cost import ModelCost
 from zero_ext.plan.simulation.resources import COMPUTE
-from zero_ext.plan.simulation.schedule import StepSchedule
-from zero_ext.plan.simulation.shapes import ModelCost
-from zero_ext.plan.simulation.timeline import Timeline
-from zero_ext.plan.simulation.training import Training
+from zero_ext.plan.simulation.run_memory import MemoryNeeds, Shortfall, memory_needs
+from zero_ext.plan.simulation.step_schedule import StepSchedule
+from zero_ext.plan.simulation.task_timeline import Timeline
+from zero_ext.plan.simulation.training_setup import Training
 
 
 @dataclass(frozen=True)

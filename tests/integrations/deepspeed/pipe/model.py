@@ -11,7 +11,7 @@ from torch import nn
 from tests.multi.rank import World
 from zero_ext.integrations import deepspeed
 from zero_ext.integrations.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from zero_ext.integrations.deepspeed.pipe.engine import PipelineEngine
+from zero_ext.integrations.deepspeed.pipe.pipeline_engine import PipelineEngine
 
 WIDTH, WORDS, LENGTH, BLOCKS, SAMPLES, MICRO_BATCHES = 8, 16, 5, 4, 2, 3
 RATE = 1e-2

@@ -1,4 +1,4 @@
-"""``deepspeed.ops.aio``: file I/O that goes on while the caller does, on the engine of ``zero_ext.ops.aio``.
+"""``deepspeed.ops.aio``: asynchronous file I/O on the engine of ``zero_ext.ops.storage.aio``.
 
 Unlike DeepSpeed's, every result is checked: short transfers are continued, errors raise ``RuntimeError`` with
 path, offset and reason.
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zero_ext import ops
-from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, names_of
+from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError, names_of
 
 _ALIGNMENT = 4096
 _HANDLES = 2**62

@@ -1,7 +1,7 @@
 """``deepspeed.pipe``: pipelines by DeepSpeed's names, on ``zero_ext.parallel.pipeline``."""
 
-from zero_ext.integrations.deepspeed import topology
-from zero_ext.integrations.deepspeed.refused import names_of
+from zero_ext.integrations.deepspeed import process_topology as topology
+from zero_ext.integrations.deepspeed.unsupported import names_of
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec", "topology"]
 

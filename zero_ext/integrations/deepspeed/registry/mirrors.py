@@ -10,25 +10,27 @@ from zero_ext.integrations.deepspeed.registry.names import ROOT
 _PACKAGE = "zero_ext.integrations.deepspeed"
 _FOLDER = Path(__file__).parents[1]
 _ELSEWHERE = {
-    "checkpoint.utils": "saved_tensors",
-    "ops.adagrad": "ops.optimizers",
-    "ops.adam": "ops.optimizers",
-    "ops.lamb": "ops.optimizers",
-    "ops.lion": "ops.optimizers",
+    "checkpoint.utils": "checkpoint.clone_tensors",
+    "ops.adagrad": "ops.optimizer_classes",
+    "ops.adam": "ops.optimizer_classes",
+    "ops.lamb": "ops.optimizer_classes",
+    "ops.lion": "ops.optimizer_classes",
     "ops.op_builder": "ops.aio",
     "runtime.activation_checkpointing.checkpointing": "checkpointing",
-    "runtime.base_optimizer": "zero.optimizers",
-    "runtime.engine": "engine",
+    "runtime.base_optimizer": "zero.zero_optimizer_types",
+    "runtime.engine": "deepspeed_engine",
     "runtime.pipe": "pipe",
-    "runtime.pipe.topology": "topology",
+    "runtime.pipe.engine": "pipe.pipeline_engine",
+    "runtime.pipe.module": "pipe.pipeline_module",
+    "runtime.pipe.topology": "process_topology",
     "runtime.zero": "zero",
     "runtime.zero.config": "runtime.config",
-    "runtime.zero.parameter_offload": "zero.optimizers",
+    "runtime.zero.parameter_offload": "zero.zero_optimizer_types",
     "runtime.zero.offload_config": "runtime.config",
     "utils.init_on_device": "utils.on_device",
-    "utils.tensor_fragment": "utils.state",
+    "utils.tensor_fragment": "utils.safe_get_set",
     "utils.z3_leaf_module": "utils.leaf_modules",
-    "utils.zero_to_fp32": "checkpoint_weights",
+    "utils.zero_to_fp32": "checkpoint.checkpoint_weights",
 }
 
 

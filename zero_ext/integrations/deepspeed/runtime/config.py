@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict
 from zero_ext.config import ConfigError, ZeroConfig
 from zero_ext.config.deepspeed import load_deepspeed_config
 from zero_ext.integrations.deepspeed.arguments import given_json
-from zero_ext.integrations.deepspeed.refused import names_of
-from zero_ext.integrations.deepspeed.settings import SettingsQuestions
+from zero_ext.integrations.deepspeed.engine_accessors import SettingsQuestions
+from zero_ext.integrations.deepspeed.unsupported import names_of
 
 DeepSpeedConfigError = ConfigError
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
-from zero_ext.integrations.deepspeed.refused import names_of
+from zero_ext.integrations.deepspeed.unsupported import names_of
 from zero_ext.optim import schedulers
-from zero_ext.optim.one_cycle import SECOND_BETA
-from zero_ext.optim.schedule_base import Schedule, count
+from zero_ext.optim.schedulers.one_cycle import SECOND_BETA
+from zero_ext.optim.schedulers.schedule_base import Schedule, count
 
 __all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "get_lr_from_config"]
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from zero_ext.integrations.deepspeed.refused import names_of
+from zero_ext.integrations.deepspeed.unsupported import names_of
 from zero_ext.integrations.deepspeed.utils.logging import log_dist
-from zero_ext.monitor.memory import resident_bytes
-from zero_ext.parallel.partition import split_stages
+from zero_ext.monitor.sources.process_memory import resident_bytes
+from zero_ext.parallel.pipeline.stages.stage_partition import split_stages
 
 
 def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] = (0,)) -> None:

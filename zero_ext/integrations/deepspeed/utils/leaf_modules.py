@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from zero_ext.integrations.deepspeed.refused import names_of
+from zero_ext.integrations.deepspeed.unsupported import names_of
 
 _MARK = "_z3_leaf"
 

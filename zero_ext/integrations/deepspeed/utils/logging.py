@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from zero_ext.integrations.deepspeed.refused import names_of
+from zero_ext.integrations.deepspeed.unsupported import names_of
 
 logger = logging.getLogger("zero_ext")
 _LOGGED: set[str] = set()

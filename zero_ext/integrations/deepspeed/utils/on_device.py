@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from zero_ext.integrations.deepspeed.refused import names_of
+from zero_ext.integrations.deepspeed.unsupported import names_of
 
 
 @contextlib.contextmanager

@@ -1,7 +1,13 @@
 """``deepspeed.zero``: models born sharded, parameters made whole, tiles, memory estimates."""
 
-from zero_ext.integrations.deepspeed.parameters import ZeroParamStatus, ZeroParamType
-from zero_ext.integrations.deepspeed.refused import names_of
+from zero_ext.integrations.deepspeed.param_attributes import ZeroParamStatus, ZeroParamType
+from zero_ext.integrations.deepspeed.unsupported import names_of
+from zero_ext.integrations.deepspeed.zero.constructor_patch import (
+    _orig_torch_arange,
+    get_accelerator,
+    zero_wrapper_for_fp_tensor_constructor,
+)
+from zero_ext.integrations.deepspeed.zero.deepspeed_init import Init
 from zero_ext.integrations.deepspeed.zero.estimates import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
@@ -10,21 +16,15 @@ from zero_ext.integrations.deepspeed.zero.estimates import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from zero_ext.integrations.deepspeed.zero.gathered import (
+from zero_ext.integrations.deepspeed.zero.gathered_parameters import (
     GatheredParameters,
     register_external_parameter,
     unwrap_model_for_generation,
 )
-from zero_ext.integrations.deepspeed.zero.init import Init
-from zero_ext.integrations.deepspeed.zero.optimizers import (
+from zero_ext.integrations.deepspeed.zero.tiling import TiledLinear
+from zero_ext.integrations.deepspeed.zero.zero_optimizer_types import (
     DeepSpeedZeroOptimizer,
     DeepSpeedZeroOptimizer_Stage3,
-)
-from zero_ext.integrations.deepspeed.zero.tiling import TiledLinear
-from zero_ext.integrations.deepspeed.zero.wrappers import (
-    _orig_torch_arange,
-    get_accelerator,
-    zero_wrapper_for_fp_tensor_constructor,
 )
 
 __all__ = [

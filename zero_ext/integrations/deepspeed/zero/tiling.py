@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_ext.integrations.deepspeed.refused import DeepSpeedFeatureError, names_of
+from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError, names_of
 from zero_ext.zero.tiling import TiledLinear as NativeTiledLinear
 
 

@@ -1,0 +1,125 @@
+"""Records in the order of their calls: what is fetched ahead, what is present, and what all of that costs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.activation.blocks import fresh_seed, noted_records
+from tests.opcodes import count_opcodes
+from zero_ext.activation import Checkpointing
+from zero_ext.activation.activation_storage import MemoryRoom
+from zero_ext.activation.offloader import Keeper, Record, State
+from zero_ext.activation.ordered_weak_list import Line
+from zero_ext.config import ActivationPolicy
+from zero_ext.offload import CPU
+
+
+class Item:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def test_a_line_is_a_list_without_those_that_are_gone() -> None:
+    draw, line, plain = random.Random(fresh_seed()), Line[Item](), list[Item]()
+    for number in range(1, 2000):
+        if plain and draw.random() < 0.45:
+            del plain[draw.randrange(len(plain))]
+        else:
+            plain.append(Item(number))
+            line.add(plain[-1])
+        assert len(line) == len(plain)
+        if plain:
+            place = draw.randrange(len(plain))
+            assert list(line.before(plain[place])) == plain[:place][::-1]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_the_calls_before_are_fetched_while_one_is_computed(prefetch: int) -> None:
+    checkpointing = Checkpointing(ActivationPolicy(tier="host", prefetch=prefetch))
+    records: list[Record] = []
+    seen: list[list[State]] = []
+
+    def noting(x: torch.Tensor) -> torch.Tensor:
+        seen.append([record.state for record in records])
+        return x.sin()
+
+    hidden = torch.ones(64, 64, requires_grad=True) * 1
+    with noted_records(records):
+        for _ in range(4):
+            hidden = checkpointing(noting, hidden)
+    del seen[:]
+    hidden.sum().backward()
+    for last, states in zip((3, 2, 1, 0), seen, strict=True):
+        ahead = min(prefetch, last)
+        wanted = [State.KEPT] * (last - ahead) + [State.FETCHING] * ahead
+        assert states[:last] == wanted and states[last:] == [State.KEPT] * (4 - last)
+
+
+def test_an_argument_given_twice_is_fetched_once() -> None:
+    """(x, y, x): all three come of one fetch, and nothing is left on the device when they were handed out."""
+    torch.manual_seed(fresh_seed())
+    checkpointing, heard = Checkpointing(ActivationPolicy(tier="host", profile=True)), []
+    checkpointing.bus.subscribe(heard.append)
+    first, second = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
+    records: list[Record] = []
+    with noted_records(records):
+        out = checkpointing(lambda x, y, z: x * y.sin() * z, x := first * 1, second * 1, x)
+    del x
+    for _ in range(2):
+        slopes = torch.autograd.grad(out.sum(), (first, second), retain_graph=True)
+        assert torch.allclose(slopes[1], first.detach().square() * second.detach().cos())
+        assert torch.allclose(slopes[0], 2 * first.detach() * second.detach().sin())
+        assert [each.state for each in records] == [State.KEPT]
+    assert [event.what for event in heard].count("fetch") == 2
+
+
+def test_a_record_costs_the_same_however_many_are_kept() -> None:
+    """What autograd saves in one forward may be thousands of tensors."""
+    keeper, values = Keeper(MemoryRoom("host", CPU), torch.device("cpu")), torch.zeros(16)
+    kept: list[Record] = []
+
+    def keep() -> None:
+        kept.append(keeper.keep([values], "many"))
+
+    def fetch() -> None:
+        keeper.fetch(kept[at], 0)
+
+    keeping = []
+    for number in range(4000):
+        if number % 1000 == 999:
+            keeping.append(count_opcodes(keep))
+        else:
+            keep()
+    assert max(keeping) < 1.5 * min(keeping), keeping
+    fetching = []
+    for at in reversed(range(len(kept))):
+        if at % 1000 == 500:  # the first one among 4000, the last one with 500 before it
+            fetching.append(count_opcodes(fetch))
+        else:
+            fetch()
+    assert max(fetching) < 1.5 * min(fetching), fetching
+
+
+def test_saved_tensors_cost_the_same_however_many_there_are() -> None:
+    values = {"mode": "saved_tensors", "tier": "host", "smallest_bytes": 0}
+    checkpointing = Checkpointing(ActivationPolicy(**values))
+    found: list[int] = []
+    hidden = torch.zeros(16, requires_grad=True)
+
+    def save() -> None:
+        nonlocal hidden
+        hidden = hidden.sin()
+
+    with checkpointing.saved_tensors():
+        for number in range(4000):
+            # Now and then it looks through all: what counts is the sum of a stretch.
+            if number % 1000 < 500:
+                save()
+            else:
+                found.append(count_opcodes(save))
+    stretches = [sum(found[begin : begin + 500]) for begin in range(0, 2000, 500)]
+    assert max(stretches) < 1.5 * min(stretches), stretches
+    hidden.sum().backward()

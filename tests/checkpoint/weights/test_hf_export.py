@@ -1,0 +1,201 @@
+"""Export: logical order, compute precision, shards and index as transformers reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.checkpoint.boundaries import fail_at
+from tests.checkpoint.fake_source import MIXED, SMALL, FakeSource, dense, random_buffers, random_state
+from tests.multi.pool import RankPool
+from tests.multi.rank import World
+from zero_ext.checkpoint import CheckpointError, export_huggingface, save_checkpoint
+from zero_ext.checkpoint.weights import weight_files
+
+HERE = "tests.checkpoint.weights.test_hf_export"
+ROOT = Path(__file__).parents[3]
+
+
+def expected(state: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """The model's state dict by torch's own strides and casts."""
+    found = {}
+    for name, entry in MIXED.items():
+        flat = random_state(MIXED, state)["master", name]
+        logical = torch.empty_strided(entry.shape, entry.stride, dtype=flat.dtype)
+        torch.as_strided(logical, (entry.numel,), (1,)).copy_(flat)
+        found[name] = logical.to(dtype or getattr(torch, entry.dtype))
+    return found | random_buffers(state)
+
+
+def check(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].shape == tensor.shape, name
+        assert torch.equal(found[name], tensor), name
+
+
+def save_on_rank(world: World, directory: str, state: int) -> None:
+    save_checkpoint(directory, FakeSource(MIXED, state, world.rank, world.size, world.group))
+
+
+def test_one_file(rank_pool: RankPool, tmp_path: Path, seed: int) -> None:
+    rank_pool.run(3, f"{HERE}:save_on_rank", {"directory": str(tmp_path / "run"), "state": seed})
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    assert export_huggingface(tmp_path / "run", tmp_path / "hf") == [tmp_path / "hf" / "model.safetensors"]
+    check(load_file(tmp_path / "hf" / "model.safetensors"), expected(seed))
+    with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, "float16", "bfloat16"])
+def test_another_precision(tmp_path: Path, seed: int, dtype: torch.dtype | str) -> None:
+    save_checkpoint(tmp_path / "run", FakeSource(MIXED, seed))
+    export_huggingface(tmp_path / "run" / f"step-{seed:06d}", tmp_path / "hf", dtype)
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    check(load_file(tmp_path / "hf" / "model.safetensors"), expected(seed, wanted))
+
+
+def test_weights_too_large_for_float16(tmp_path: Path) -> None:
+    source = FakeSource(SMALL, 1)
+    source.held["master", "a.weight"][7] = 70_000.0
+    save_checkpoint(tmp_path / "run", source)
+    with pytest.raises(ValueError, match=r"'a.weight' holds values beyond float16"):
+        export_huggingface(tmp_path / "run", tmp_path / "hf", "float16")
+    source.held["master", "a.weight"][7] = float("inf")
+    save_checkpoint(tmp_path / "run", source)
+    export_huggingface(tmp_path / "run", tmp_path / "hf", "float16")
+    assert load_file(tmp_path / "hf" / "model.safetensors")["a.weight"][1, 0] == float("inf")
+
+
+@pytest.mark.parametrize("limit", [1, 3000, 1_420_000])
+def test_shards_and_index(tmp_path: Path, seed: int, limit: int) -> None:
+    save_checkpoint(tmp_path / "run", FakeSource(MIXED, seed))
+    paths = export_huggingface(tmp_path / "run", tmp_path / "hf", None, limit)
+    shards, index = paths[:-1], json.loads(paths[-1].read_text())
+    assert paths[-1].name == "model.safetensors.index.json"
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    assert [path.name for path in shards] == names
+    found: dict[str, torch.Tensor] = {}
+    for path in shards:
+        tensors = load_file(path)
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= limit or len(tensors) == 1
+        assert {name for name, file in index["weight_map"].items() if file == path.name} == tensors.keys()
+        found |= tensors
+    check(found, expected(seed))
+    assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in found.values())}
+
+
+def test_an_earlier_export_is_not_mixed_with(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "run", FakeSource(SMALL, 1))
+    export_huggingface(tmp_path / "run", tmp_path / "hf")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors exists; remove"):
+        export_huggingface(tmp_path / "run", tmp_path / "hf", None, 10)
+
+
+def test_damage_stops_it_and_leaves_nothing(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "run", FakeSource(SMALL, 1))
+    path = tmp_path / "run" / "step-000001" / "rank-00000.safetensors"
+    manifest = json.loads((path.parent / "manifest.json").read_text())
+    piece = next(piece for piece in manifest["pieces"] if piece["kind"] == "master")
+    data = bytearray(path.read_bytes())
+    data[piece["offset"]] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="damaged: bytes"):
+        export_huggingface(tmp_path / "run", tmp_path / "hf", None, 100)
+    assert not list((tmp_path / "hf").iterdir())
+
+
+def test_a_full_disk_at_any_point_leaves_no_half_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path / "run", FakeSource(SMALL, 1))
+    boundary, failed = 0, True
+    while failed:
+        out = tmp_path / f"hf{boundary}"
+        storage = fail_at(boundary, 28, lambda name: not name.startswith("remove"))
+        monkeypatch.setattr(weight_files, "Storage", lambda storage=storage: storage)
+        try:
+            export_huggingface(tmp_path / "run", out, None, 400)
+            failed = False
+        except OSError as error:
+            assert error.errno == 28
+            left = {path.name for path in out.iterdir()} if out.exists() else set()
+            assert not any(name.startswith(".partial") for name in left)
+            assert "model.safetensors.index.json" not in left or len(left) == 3
+        boundary += 1
+    assert boundary > 8
+
+
+@pytest.mark.parametrize(
+    "bad", [{"dtype": "int8"}, {"dtype": torch.bool}, {"max_shard_bytes": 0}, {"max_shard_bytes": 1e9}]
+)
+def test_bad_arguments(tmp_path: Path, bad: dict[str, object]) -> None:
+    save_checkpoint(tmp_path / "run", FakeSource(SMALL, 1))
+    with pytest.raises(ValueError, match=f"{next(iter(bad))} is"):
+        export_huggingface(tmp_path / "run", tmp_path / "hf", **bad)  # type: ignore[arg-type]
+    assert not (tmp_path / "hf").exists()
+
+
+def test_transformers_reads_it(tmp_path: Path) -> None:
+    """A tied Llama and its logits, through ``from_pretrained``."""
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    table = {
+        name: dense(*weight.shape, dtype="float32", kinds={"master": torch.float32},
+                    aliases=("lm_head.weight",) if name == "model.embed_tokens.weight" else ())
+        for name, weight in model.named_parameters()
+    }  # fmt: skip
+    source = FakeSource(table, 1)
+    source.live_buffers = {}
+    for name, weight in model.named_parameters():
+        source.held["master", name] = weight.detach().reshape(-1).clone()
+    save_checkpoint(tmp_path / "run", source)
+    config.save_pretrained(tmp_path / "hf")
+    export_huggingface(tmp_path / "run", tmp_path / "hf", None, 4000)
+    loaded, problems = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path / "hf", output_loading_info=True
+    )
+    assert not any(problems.values()), problems
+    tokens = torch.randint(61, (2, 9))
+    assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)
+
+
+MEMORY_PROGRAM = """
+import re, sys
+from zero_ext.checkpoint import export_huggingface
+from pathlib import Path
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+export_huggingface(sys.argv[1], sys.argv[2] + "-first", step=1)
+Path("/proc/self/clear_refs").write_text("5")
+before = peak()
+export_huggingface(sys.argv[1], sys.argv[2], step=2)
+print((peak() - before) * 1024)
+"""
+
+
+def test_memory_stays_flat(tmp_path: Path) -> None:
+    """192 MB of weights, 16 MB the largest of them; a first, small export pays for what stays."""
+    save_checkpoint(tmp_path / "run", FakeSource({"w": dense(10)}, 1))
+    table = {f"w{number}": dense(1 << 20, 4, kinds={"master": torch.float32}) for number in range(12)}
+    save_checkpoint(tmp_path / "run", FakeSource(table, 2))
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY_PROGRAM, tmp_path / "run", tmp_path / "hf"],
+        cwd=ROOT, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert int(done.stdout) < 48 << 20

@@ -1,0 +1,126 @@
+"""``zero-ext bench-nvme``: what it measures, writes and refuses, and that its file is gone afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import run
+from zero_ext import ops
+from zero_ext.cli.console import cleaned_up_when_ended
+from zero_ext.cli.nvme import nvme_sweep
+from zero_ext.cli.nvme.nvme_run import Cost, DeviceFile
+from zero_ext.cli.nvme.nvme_sweep import device_file
+from zero_ext.config import load_config
+
+SMALL = (
+    "--size",
+    "4MiB",
+    "--blocks",
+    "64KiB,1MiB",
+    "--depths",
+    "2,64",
+    "--submitters",
+    "1",
+    "--repeats",
+    "2",
+)
+
+
+def test_best_section_is_one_that_the_configuration_reads(tmp_path: Path) -> None:
+    device, output = tmp_path / "device", tmp_path / "aio.json"
+    device.mkdir()
+    text = run("bench-nvme", str(device), *SMALL, "--output", str(output))
+    section = json.loads(output.read_text())["aio"]
+    policy = load_config(output).aio
+    assert (policy.backend, policy.block_bytes) == (section["backend"], section["block_bytes"])
+    assert policy.block_bytes in (1 << 16, 1 << 20) and policy.queue_depth in (2, 64)
+    available = [name for name, reason in ops.aio_backends().items() if not reason]
+    assert policy.backend in available
+    assert f"{3 * len(available)} settings, each written and read 2 ×:" in text
+    assert f"{len(available)} settings left out: they keep more than 4 MiB in flight" in text
+    for name in available:
+        assert len(re.findall(rf"^│ {name} +│", text, re.MULTILINE)) == 3
+    assert re.search(r"^│ pread/pwrite +│.*\b1\.00 │", text, re.MULTILINE)
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert list(device.iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["aio.json", "aio.png", "device"]
+
+
+def test_memory_file_systems_are_measured_and_said() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    text = run("bench-nvme", "/dev/shm", *SMALL, "--backends", "threads")
+    assert "not the device but the page cache was measured" in text
+    assert "tmpfs" in text
+    assert '{"aio": {"backend": "threads"' in text
+    left = {path for path in set(Path("/dev/shm").iterdir()) - before if f"pid{os.getpid()}-" in path.name}
+    assert left == set()
+
+
+@pytest.mark.parametrize(
+    ("place", "arguments", "named"),
+    [
+        ("absent", (), r"nvme path '.*absent' does not exist"),
+        ("file", (), r"nvme path '.*file' is not a directory"),
+        ("/proc", (), "nvme path '/proc': no directory can be made in it"),
+        ("", ("--size", "4000000GiB"), r"bytes free; [\d,]+ and [\d,]+ to spare are needed"),
+        ("", ("--size", "4194305"), "--size is 4194305 bytes; a multiple of 4096"),
+        ("", ("--size", "1MiB", "--blocks", "1MiB", "--depths", "2"), "the least .* in flight is 2 MiB"),
+        ("", ("--blocks", "1000"), "aio.block_bytes"),
+        ("", ("--depths", "4096"), "aio.queue_depth"),
+        ("", ("--depths", "four"), "--depths is 'four'"),
+        ("", ("--blocks", "a lot"), "--blocks is 'a lot'"),
+        ("", ("--backends", "posix"), r"--backends has 'posix'; it may have io_uring"),
+        ("", ("--blocks", ""), "--blocks is ''"),
+        ("", ("--output", "aio.yaml"), "--output is 'aio.yaml'"),
+        ("", ("--output", "/absent/aio.json"), "the directory '/absent' does not exist"),
+    ],
+)
+def test_refusals(tmp_path: Path, place: str, arguments: tuple[str, ...], named: str) -> None:
+    (tmp_path / "file").touch()
+    text = run("bench-nvme", str(tmp_path / place), *SMALL, *arguments, status=1)
+    assert re.search(f"error: .*{named}", text.replace("\n", " ")), text
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_backend_that_is_not_available_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ops, "aio_backends", lambda: {"io_uring": "seccomp says no", "threads": ""})
+    text = run("bench-nvme", str(tmp_path), *SMALL, "--backends", "io_uring", status=1)
+    assert "'io_uring', which is not available: seccomp says no" in text
+    text = run("bench-nvme", str(tmp_path), *SMALL, "--repeats", "1")
+    assert "io_uring is not available: seccomp says no" in text
+
+
+def test_a_failure_on_the_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(file: DeviceFile, *rest: object) -> Cost:
+        assert file.path.stat().st_size == 4 << 20
+        raise OSError(5, "Input/output error", str(file.path))
+
+    monkeypatch.setattr(nvme_sweep, "engine_pass", fail)
+    output = tmp_path / "aio.json"
+    output.write_text("kept")
+    (tmp_path / "device").mkdir()
+    text = run("bench-nvme", str(tmp_path / "device"), *SMALL, "--output", str(output), status=1)
+    assert "Input/output error" in text
+    assert list((tmp_path / "device").iterdir()) == []
+    assert output.read_text() == "kept"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signals_leave_nothing(tmp_path: Path, number: int) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs without
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)]
+    with (
+        pytest.raises((SystemExit, KeyboardInterrupt)),
+        cleaned_up_when_ended(),
+        device_file(tmp_path, 1 << 20) as (file, _),
+    ):
+        assert file.path.stat().st_blocks * 512 >= 1 << 20
+        os.kill(os.getpid(), number)
+    assert list(tmp_path.iterdir()) == []
+    assert handlers == [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)]

@@ -1,0 +1,86 @@
+"""What a ``PipelineModule`` by DeepSpeed's name makes of its arguments."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.integrations.deepspeed.pipe.model import BLOCKS, Words, layers, scores
+from tests.parallel.ranks.test_mesh import pretended
+from zero_ext.integrations.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from zero_ext.integrations.deepspeed.process_topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
+from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError
+
+
+def test_every_rank_finds_its_stage() -> None:
+    data_first = ProcessTopology(["data", "pipe"], [2, 2])
+    for rank in range(4):
+        with pretended(rank, 4):
+            counted = PipelineModule(layers(), num_stages=2)
+            given = PipelineModule(layers(), topology=data_first)
+        assert (counted.stage_id, given.stage_id) == (rank // 2, rank % 2)
+        assert counted.topology().mapping == PipeDataParallelTopology(2, 2).mapping
+        assert given.topology() is data_first and given.num_stages == given.num_pipeline_stages() == 2
+        for module in (counted, given):
+            held = [number for number in range(BLOCKS + 2) if module.stage_owner(number) == module.stage_id]
+            assert [int(number) for number in module.layers] == held
+            assert held == list(range(*module.partitions()[module.stage_id : module.stage_id + 2]))
+
+
+def test_specifications_have_deepspeeds_attributes() -> None:
+    plain = LayerSpec(nn.Linear, 4, out_features=5)
+    tied = TiedLayerSpec("words", Words, forward_fn=scores, tied_weight_attr="bias")
+    assert (plain.typename, plain.module_args, plain.module_kwargs) == (nn.Linear, (4,), {"out_features": 5})
+    assert isinstance(tied, LayerSpec) and (tied.key, tied.forward_fn) == ("words", scores)
+    assert tied.tied_weight_attr == ["bias"]
+    assert plain.build(3).weight.shape == (5, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_stages": None}, ValueError, "num_stages or topology is missing"),
+        ({"num_stages": 3}, ValueError, "pp 3 × dp 1 × cp 1 × tp 1 = 3, but there are 4 ranks"),
+        ({"topology": PipeDataParallelTopology(4, 1)}, ValueError, "num_stages is 2, but the topology"),
+        (
+            {"num_stages": None, "topology": ProcessTopology(["pipe", "data", "model"], [2, 1, 2])},
+            DeepSpeedFeatureError,
+            "axes 'pipe' and 'data' are served",
+        ),
+        ({"partition_method": "profile"}, ValueError, "partition_method: 'profile' given, 'parameters'"),
+        ({"partition_method": "type:Bloc$"}, ValueError, "finds none of the layers, which are ['Block', 'W"),
+        ({"activation_checkpoint_interval": -1}, ValueError, "activation_checkpoint_interval: -1 given"),
+        ({"seed_layers": True}, DeepSpeedFeatureError, "PipelineModule(seed_layers=...) is not served"),
+        ({"seed_fn": print}, DeepSpeedFeatureError, "leave it out"),
+        ({"activation_checkpoint_func": print}, DeepSpeedFeatureError, "checkpointing.configure sets up"),
+        ({"partition": "uniform"}, TypeError, "got 'partition'"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pretended(0, 4), pytest.raises(error, match=re.escape(message)):
+        PipelineModule(layers(), **{"num_stages": 2, **options})
+
+
+def test_what_has_no_effect() -> None:
+    from zero_ext.integrations.deepspeed.checkpointing import checkpoint
+
+    with pretended(0, 4):
+        PipelineModule(layers(), topology=PipeModelDataParallelTopology(num_pp=2, num_mp=1, num_dp=2))
+        module = PipelineModule(
+            layers(),
+            2,
+            seed_layers=False,
+            base_seed=7,
+            dynamic_shape=True,
+            activation_checkpoint_func=checkpoint,
+        )
+    with pytest.raises(ValueError, match="layer 6 of 6"):
+        module.stage_owner(6)
+    assert module.loss_fn is None and module.activation_checkpoint_interval == 0

@@ -1,0 +1,243 @@
+"""What configuration a Trainer has: filled in from its arguments, contradictions shown with both sides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Trainer
+from transformers.training_args import OptimizerNames
+
+from tests.integrations.transformers.models import Sentences, arguments, llama
+from zero_ext.config import ConfigError, ZeroConfig
+from zero_ext.integrations.transformers import ZeroTrainer
+from zero_ext.integrations.transformers.trainer_config import load_settings, resolve_settings
+from zero_ext.optim.lion import Lion
+
+DEEPSPEED: dict[str, Any] = {
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+}
+
+
+def test_what_is_left_out_comes_from_the_arguments(tmp_path: Path) -> None:
+    args = arguments(
+        tmp_path,
+        gradient_accumulation_steps=4,
+        max_grad_norm=0.3,
+        bf16=True,
+        learning_rate=0.02,
+        weight_decay=0.3,
+        adam_epsilon=1e-7,
+    )
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"stage": 1, "optimizer": {"type": "AdamW"}}))
+    deepspeed = tmp_path / "deepspeed.json"
+    deepspeed.write_text(json.dumps({**DEEPSPEED, "bf16": {"enabled": "auto"}}))
+    typed = ZeroConfig.from_mapping({"stage": 1, "optimizer": {"type": "AdamW"}})
+    for source, stage in (
+        (None, 3),
+        ({"stage": 0}, 0),
+        (typed, 1),
+        (path, 1),
+        (str(deepspeed), 2),
+        (DEEPSPEED, 2),
+    ):
+        config, _ = resolve_settings(source, args, None)
+        assert config.stage == stage and config.gradient_clipping == 0.3
+        assert config.precision.dtype == "bf16"
+        batch = config.batch
+        assert (batch.micro_batch_size, batch.gradient_accumulation_steps, batch.train_batch_size) == (
+            2,
+            4,
+            8,
+        )
+        if config.optimizer is not None:
+            params = config.optimizer.params
+            assert (params["lr"], params["weight_decay"], params["eps"]) == (0.02, 0.3, 1e-7)
+            assert list(params["betas"]) == [0.9, 0.999]
+    assert load_settings(DEEPSPEED).offload.optimizer == "host"
+    assert load_settings(str(path)).stage == 1
+
+
+CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
+    ({"gradient_clipping": 0.5}, {}, ("gradient_clipping", "0.5", "max_grad_norm = 1.0")),
+    ({"batch": {"micro_batch_size": 3}}, {}, ("micro_batch_size", "3", "per_device_train_batch_size = 2")),
+    ({"batch": {"train_batch_size": 16}}, {}, ("train_batch_size", "16", "ranks = 2")),
+    (
+        {"batch": {"gradient_accumulation_steps": 4}},
+        {"gradient_accumulation_steps": 2},
+        ("gradient_accumulation_steps", "4", "= 2"),
+    ),
+    ({"precision": {"dtype": "fp16"}}, {"bf16": True}, ("precision.dtype", "'fp16'", "bf16 = True")),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}},
+        {},
+        ("optimizer.params.lr", "1.0", "learning_rate = 0.005"),
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}},
+        {"warmup_steps": 3},
+        ("warmup_num_steps", "7", "warmup_steps = 3"),
+    ),
+    ({"checkpoint": {"asynchronous": True}}, {}, ("checkpoint.asynchronous", "older checkpoints")),
+    ({"checkpoint": {"keep_last": 2}}, {}, ("checkpoint.keep_last", "save_total_limit")),
+    ({"stage": 4}, {}, ("stage", "4")),
+    ({"stages": 3}, {}, ("stages", "stage")),
+    ({**DEEPSPEED, "gradient_clipping": 0.5}, {}, ("gradient_clipping", "0.5", "max_grad_norm = 1.0")),
+    ({**DEEPSPEED, "train_batch_size": 4}, {}, ("train_batch_size", "4", "= 2")),
+    ({**DEEPSPEED, "bf16": {"enabled": False}}, {"bf16": True}, ("bf16.enabled", "False", "bf16 = True")),
+    ({**DEEPSPEED, "fp16": {"enabled": True}}, {"bf16": True}, ("fp16.enabled", "True", "bf16 = True")),
+    (
+        {"zero_optimization": {"stage": 1}, "optimizer": {"type": "Adam", "params": {"betas": [0.8, 0.9]}}},
+        {},
+        ("betas", "[0.8, 0.9]", "[0.9, 0.999]"),
+    ),
+    (
+        {**DEEPSPEED, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 50}}},
+        {},
+        ("total_num_steps", "50", "training steps = 10"),
+    ),
+    ({**DEEPSPEED, "zero_optimization": {"stage": 2, "stag": 3}}, {}, ("zero_optimization.stag",)),
+    ({**DEEPSPEED, "sparse_gradients": True}, {}, ("sparse_gradients", "refused")),
+    (
+        {"optimizer": {"type": "AdamW"}},
+        {"optim": "sgd"},
+        ("optimizer.type", "'AdamW'", "optim = 'sgd'"),
+    ),
+    (
+        {**DEEPSPEED, "scheduler": {"type": "WarmupLR", "params": {}}},
+        {"lr_scheduler_type": "cosine"},
+        ("scheduler.type", "'WarmupLR'", "lr_scheduler_type = 'cosine'"),
+    ),
+    # Two formats in one configuration, and "auto" where nothing can say what it is.
+    ({**DEEPSPEED, "stage": 3}, {}, ("zero_config: ", "zero_optimization: is DeepSpeed's", "'stage'")),
+    ({"stage": 3, "gradient_clipping": "auto"}, {}, ("gradient_clipping: is 'auto'", "leave the key out")),
+    ({"zero_optimization": {"stage": "auto"}}, {}, ("zero_optimization.stage: is 'auto'", "write a value")),
+    (
+        {**DEEPSPEED, "optimizer": {"type": "SGD", "params": {"momentum": "auto"}}},
+        {},
+        ("optimizer.params.momentum: is 'auto'", "write a value"),
+    ),
+    ({"stag": 3}, {}, ("stag: unknown key; did you mean stage?",)),
+    # What only the optimizer's class can refuse is refused as early.
+    ({"optimizer": {"type": "AdamW", "params": {"lrr": 1}}}, {}, ("optimizer.params.lrr", "AdamW takes no")),
+]
+
+
+@pytest.mark.parametrize(("config", "changes", "words"), CONTRADICTIONS)
+def test_contradictions_are_refused_with_both_sides(
+    tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    args = arguments(tmp_path, max_steps=10, **changes)
+    model = llama(0)
+    with pytest.raises(ConfigError) as caught:
+        ZeroTrainer(model=model, args=args, train_dataset=Sentences(8, 0), zero_config=config)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+    # It is an ordinary model still. Fresh arguments: accelerate keeps the precision that came first.
+    Trainer(model=model, args=arguments(tmp_path, max_steps=1), train_dataset=Sentences(8, 0)).train()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "No such file"),
+        ("", "not valid JSON at line 1, column 1"),
+        ('{"stage": 3,\n "seed": }', "not valid JSON at line 2, column 10.*seed"),
+        ("[3]", "top level is a list, wanted an object"),
+        ('{"stage": 3, "stage": 2}', "'stage' occurs twice"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, text: str | None, words: str) -> None:
+    path = tmp_path / "own.json"
+    if text is not None:
+        path.write_text(text)
+    for read in (lambda: resolve_settings(path, arguments(tmp_path), None), lambda: load_settings(path)):
+        with pytest.raises(ConfigError, match=rf"(?s)own\.json.*{words}"):
+            read()
+
+
+def test_a_configuration_of_another_type_is_refused(tmp_path: Path) -> None:
+    for wrong in (3, [("stage", 3)], b"own.json"):
+        with pytest.raises(TypeError, match="wanted a ZeroConfig, a mapping, a path"):
+            ZeroTrainer(model=llama(0), args=arguments(tmp_path), zero_config=wrong)
+
+
+def test_an_optimizer_given_beside_one_of_the_configuration_is_refused(tmp_path: Path) -> None:
+    model = llama(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    config = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR", "params": {}}}
+    settings: dict[str, Any] = {"model": model, "args": arguments(tmp_path), "zero_config": config}
+    with pytest.raises(ConfigError, match=r"(?s)optimizer.type.*'AdamW'.*SGD.*scheduler.type.*StepLR"):
+        ZeroTrainer(**settings, optimizers=(optimizer, schedule))
+    with pytest.raises(ConfigError, match=r"optimizer.type.*'AdamW'.*Lion"):
+        ZeroTrainer(**settings, optimizer_cls_and_kwargs=(Lion, {}))
+
+
+def test_every_contradiction_is_listed_at_once(tmp_path: Path) -> None:
+    config = {"gradient_clipping": 0.5, "batch": {"micro_batch_size": 3}}
+    with pytest.raises(ConfigError) as caught:
+        resolve_settings(config, arguments(tmp_path), None)
+    assert set(caught.value.paths) == {"gradient_clipping", "batch.micro_batch_size"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"torch_compile": True}, "block.compile"),
+        ({"bf16_full_eval": True}, "bf16=True"),
+        ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
+    ],
+)
+def test_arguments_that_cannot_be_served_say_what_to_do(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        ZeroTrainer(model=llama(0), args=arguments(tmp_path, **changes), train_dataset=Sentences(8, 0))
+
+
+def test_ranks_that_the_arguments_do_not_see_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(tmp_path, use_cpu=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"2 ranks were started.*sees 1.*use_cpu=True"):
+        ZeroTrainer(model=llama(0), args=args, train_dataset=Sentences(8, 0))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused(tmp_path: Path) -> None:
+    words = {f"<{number}>": number for number in range(70)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<0>")))
+    model = llama(0)
+    settings: dict[str, Any] = {"args": arguments(tmp_path), "processing_class": tokenizer}
+    with pytest.raises(ValueError, match=r"70 tokens, the model embeds 64.*resize_token_embeddings\(70\)"):
+        ZeroTrainer(model=model, **settings)
+    model.resize_token_embeddings(72)
+    ZeroTrainer(model=model, **settings)
+
+
+@pytest.mark.parametrize("optim", ["adafactor", "adamw_torch_8bit"])
+def test_a_refused_optimizer_names_what_works_instead(tmp_path: Path, optim: str) -> None:
+    with pytest.raises(ValueError, match=r"Adafactor cannot run|AdamW8bit is not known") as refusal:
+        trained(tmp_path, optim=optim)
+    text = str(refusal.value)
+    options: list[dict[str, Any]] = [{"optim": name} for name in OptimizerNames if f"'{name.value}'" in text]
+    assert len(options) == 4
+    options += [{"precision": {"moments_dtype": dtype}} for dtype in ("8bit", "bf16") if f"'{dtype}'" in text]
+    assert len(options) == 6
+    for changes in options:
+        assert trained(tmp_path, **changes).state.global_step == 1
+
+
+def trained(folder: Path, **changes: Any) -> ZeroTrainer:
+    config = {"stage": 1, "precision": changes.pop("precision", {})}
+    args = arguments(folder, max_steps=1, **changes)
+    trainer = ZeroTrainer(model=llama(1), args=args, train_dataset=Sentences(4, 1), zero_config=config)
+    trainer.train()
+    return trainer

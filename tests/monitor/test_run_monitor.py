@@ -1,0 +1,205 @@
+"""Rows from sources to writers, whatever fails and whoever goes first."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_ext
+from tests.monitor.watched import prepared, train
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from zero_ext.config.events import Event, StepEnd
+from zero_ext.monitor import CsvFile, JsonLines, Monitor, StepTimes, monitor_of, subscribe
+from zero_ext.monitor.metric_row import Row
+from zero_ext.zero import engine_of
+
+ROOT = Path(__file__).parents[2]
+
+
+class Kept:
+    """A writer that keeps rows."""
+
+    def __init__(self, fails_at: int = 0) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.closed = 0
+        self._fails_at = fails_at
+
+    def write(self, row: Row) -> None:
+        if row["step"] == self._fails_at:
+            raise OSError("No space left on device")
+        self.rows.append(dict(row))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def small() -> tuple[Any, Any]:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    return zero_ext.prepare(model, torch.optim.SGD(model.parameters(), lr=0.25))
+
+
+def step(model: Any, optimizer: Any) -> float:
+    loss = model(torch.randn(2, 3)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def test_rows_hold_what_everybody_says() -> None:
+    model, optimizer = small()
+    every, second = Kept(), Kept()
+    monitor = Monitor(engine_of(model), [every], [StepTimes()])
+    seldom = Monitor(engine_of(model), [second], every=2)
+    for number in range(1, 6):
+        monitor.log(loss=float(number), tokens=7)
+        step(model, optimizer)
+    assert [row["step"] for row in every.rows] == [1, 2, 3, 4, 5]
+    assert [row["loss"] for row in every.rows] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert all(row["tokens"] == 7 and row["time/forward"] > 0 and row["lr"] == (0.25,) for row in every.rows)
+    assert [(row["step"], row["loss"]) for row in second.rows] == [(2, None), (4, None)]
+    assert "tokens" not in second.rows[0]
+    monitor.close()
+    monitor.close()
+    step(model, optimizer)
+    assert every.closed == 1 and len(every.rows) == 5
+    seldom.close()
+    assert engine_of(model).subscribers == ()
+
+
+def test_a_failing_writer_is_left_out_and_said_once() -> None:
+    model, optimizer = small()
+    bad, good = Kept(fails_at=2), Kept()
+
+    def broken(event: Event) -> None:
+        raise ValueError("a subscriber's mistake")
+
+    class Mistaken(StepTimes):
+        def values(self, end: StepEnd) -> dict[str, Any]:
+            raise KeyError("time/forward")
+
+    monitor = Monitor(engine_of(model), [bad, good], [Mistaken()], [broken])
+    with pytest.warns(RuntimeWarning) as said:
+        for _ in range(4):
+            step(model, optimizer)
+    texts = [str(one.message) for one in said if "left out from now on" in str(one.message)]
+    assert len(texts) == 3
+    assert "function failed" in texts[0] and "ValueError: a subscriber's mistake" in texts[0]
+    assert "Mistaken failed" in texts[1] and "KeyError: 'time/forward'" in texts[1]
+    assert "Kept failed" in texts[2] and "OSError: No space left on device" in texts[2]
+    assert [row["step"] for row in bad.rows] == [1]
+    assert [row["step"] for row in good.rows] == [1, 2, 3, 4]
+    monitor.close()
+
+
+def test_nothing_keeps_the_model_and_its_end_closes_all(tmp_path: Path) -> None:
+    model, optimizer = small()
+    kept = Kept()
+    monitor = Monitor(engine_of(model), [kept], [StepTimes()], [CsvFile(tmp_path / "steps.csv")])
+    assert monitor_of(model) is monitor
+    step(model, optimizer)
+    alive = weakref.ref(model.module), weakref.ref(engine_of(model))
+    gc.disable()
+    try:
+        del model, optimizer
+        assert alive[0]() is None and alive[1]() is None  # without a cycle collection
+    finally:
+        gc.enable()
+    assert kept.closed == 1
+    assert isinstance(monitor.subscribers[0], CsvFile)
+    with pytest.raises(ValueError, match="closed"):
+        monitor.subscribers[0].write({"step": 1})
+
+
+@on_ranks(1, stand_in=True)
+def test_a_row_waits_for_what_an_accelerator_tells(world: World) -> None:
+    model, optimizer = prepared(world, 3, device="stand_in")
+    kept = Kept()
+    monitor = Monitor(engine_of(model), [kept])
+    for number in range(3):
+        train(world, model, optimizer, 1, first=number)
+        assert len(kept.rows) <= number
+        torch.accelerator.synchronize()
+    assert len(kept.rows) == 2
+    monitor.close()
+    assert [row["step"] for row in kept.rows] == [1, 2, 3]
+    assert [row["loss"] is not None for row in kept.rows] == [True, True, False]
+    assert 0 < kept.rows[0]["loss"] < 100
+    for name in ("device/forward", "device/backward", "device/step"):
+        assert [row[name] is not None for row in kept.rows] == [True, True, False]
+        assert 0 <= kept.rows[0][name] < 60
+
+
+TRAINS = """
+import sys, torch, zero_ext
+from torch import nn
+from zero_ext.monitor import Monitor, CsvFile, JsonLines
+model = nn.Linear(3, 1)
+model, optimizer = zero_ext.prepare(model, torch.optim.SGD(model.parameters(), lr=0.25), {"monitor": {
+    "folder": sys.argv[1], "csv": True, "trace": {"first_step": 1, "steps": 10**6}}})
+for step in range(int(sys.argv[2])):
+    model(torch.randn(2, 3)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 20: print("ready", flush=True)
+"""
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_files_are_whole_after_a_kill_and_after_an_exit(tmp_path: Path, killed: bool) -> None:
+    steps = 10**9 if killed else 30
+    command = [sys.executable, "-c", TRAINS, str(tmp_path), str(steps)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+    assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+    if killed:
+        os.kill(child.pid, signal.SIGKILL)
+    assert child.wait() == (-signal.SIGKILL if killed else 0)
+    child.stdout.close()
+    rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)) and len(rows) > 20
+    table = (tmp_path / "steps.csv").read_text()
+    assert table.endswith("\n") and len({line.count(",") for line in table.splitlines()}) == 1
+    trace = tmp_path / "trace-rank0.json"
+    assert trace.exists() == (not killed)
+    if not killed:
+        spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+        assert sum(span["name"] == "step" for span in spans) == 30 == len(rows)
+
+
+def test_plain_subscribers(tmp_path: Path) -> None:
+    model, optimizer = small()
+    events: list[Event] = []
+    with CsvFile(tmp_path / "steps.csv") as rows:
+        subscribe(model, rows, events.append)
+        step(model, optimizer)
+    assert events and len((tmp_path / "steps.csv").read_text().splitlines()) == 2
+
+
+def test_a_forked_child_leaves_the_files_alone(tmp_path: Path) -> None:
+    model, optimizer = small()
+    log = JsonLines(tmp_path / "log.jsonl")
+    monitor = Monitor(engine_of(model), [log])
+    step(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if child == 0:
+        monitor.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    step(model, optimizer)
+    monitor.close()
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 2

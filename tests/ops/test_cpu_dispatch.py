@@ -1,0 +1,31 @@
+"""The instruction set can be chosen, and wrong names are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ops.helpers import available_isas
+from zero_ext import ops
+from zero_ext.ops.cpu_dispatch import ISA_NAMES
+
+
+def test_every_available_level_can_be_chosen() -> None:
+    widest = ops.get_isa()
+    for name in available_isas():
+        before = ops.set_isa(name)
+        try:
+            assert ops.get_isa() == name
+        finally:
+            assert ops.set_isa(before) == name
+    assert ops.get_isa() == widest
+
+
+def test_unknown_names_and_levels_are_refused() -> None:
+    before = ops.get_isa()
+    with pytest.raises(ValueError, match="'sse9'; it must be one of scalar, avx2, avx512"):
+        ops.set_isa("sse9")
+    for level in (-1, len(ISA_NAMES)):
+        with pytest.raises(RuntimeError, match=f"level is {level}"):
+            torch.ops.zero_ext.set_isa_level(level)
+    assert ops.get_isa() == before

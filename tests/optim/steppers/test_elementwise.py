@@ -1,0 +1,111 @@
+"""torch's optimizers on segments of flat ranges: state by parameter, empty segments, live groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+
+from tests.optim.memory_range import alone, device_tiers, memory_range, step_one
+from zero_ext.optim import OwnedRange, Segment, make_stepper
+from zero_ext.optim.steppers.elementwise import ElementwiseStepper
+
+ONE = torch.ones(())
+
+
+def ranges(master: torch.Tensor, output: torch.Tensor | None = None) -> list[OwnedRange]:
+    """One range: a in [0, 5), nothing of b, c in [8, 12) of group 1."""
+    segments = (Segment("a", 0, 0, 0, 5), Segment("b", 0, 0, 0, 0), Segment("c", 1, 2, 8, 4))
+    return [memory_range(master, output, segments)]
+
+
+def momentum() -> optim.SGD:
+    given = [{"params": [nn.Parameter(torch.ones(1))]}, {"params": [nn.Parameter(torch.ones(1))], "lr": 0.5}]
+    return optim.SGD(given, lr=0.1, momentum=0.9)
+
+
+def test_steps_segments_only_and_scales_the_gradient() -> None:
+    master = torch.randn(16)
+    before, output = master.clone(), torch.full((16,), float("nan"), dtype=torch.bfloat16)
+    stepper = ElementwiseStepper(momentum(), ranges(master, output), device_tiers().staging)
+    gradient = torch.randn(16)
+    step_one(stepper, gradient, torch.tensor(2.0), frozenset({"a", "b", "c"}))
+    torch.testing.assert_close(master[:5], before[:5] - 0.2 * gradient[:5])
+    torch.testing.assert_close(master[8:12], before[8:12] - 1.0 * gradient[8:12])
+    assert torch.equal(master[5:8], before[5:8]) and torch.equal(master[12:], before[12:])
+    assert torch.equal(output[:5], master[:5].bfloat16()) and output[5:8].isnan().all()
+
+
+def test_unused_parameters_keep_value_and_state() -> None:
+    master = torch.randn(16)
+    before = master.clone()
+    stepper = ElementwiseStepper(momentum(), ranges(master), device_tiers().staging)
+    step_one(stepper, torch.ones(16), ONE, frozenset({"c"}))
+    assert torch.equal(master[:5], before[:5])
+    assert {(kind, segment.name) for kind, segment, _ in stepper.values(0)} == {("momentum_buffer", "c")}
+    step_one(stepper, torch.ones(16), ONE, frozenset({"a"}))
+    torch.testing.assert_close(master[:5], before[:5] - 0.1)
+
+
+def test_groups_are_read_live_and_the_users_optimizer_keeps_no_state() -> None:
+    master = torch.zeros(16)
+    optimizer = momentum()
+    stepper = ElementwiseStepper(optimizer, ranges(master), device_tiers().staging)
+    optimizer.param_groups[0]["lr"] = 0.0
+    step_one(stepper, torch.ones(16), ONE, frozenset({"a", "c"}))
+    assert not master[:5].any() and (master[8:12] == -0.5).all()
+    assert not optimizer.state
+    assert stepper.state_bytes() == {"device": 4 * (5 + 4)}
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, optim.NAdam, optim.ASGD, optim.RMSprop, optim.Adagrad])
+def test_state_moves_to_a_fresh_stepper(kind: type[optim.Optimizer]) -> None:
+    def make() -> tuple[torch.Tensor, ElementwiseStepper]:
+        master = torch.linspace(-1, 1, 16)
+        given = [
+            {"params": [nn.Parameter(torch.ones(1))]},
+            {"params": [nn.Parameter(torch.ones(1))], "lr": 0.02},
+        ]
+        extra = {"momentum": 0.9} if kind in (optim.SGD, optim.RMSprop) else {}
+        return master, ElementwiseStepper(
+            kind(given, lr=0.01, **extra), ranges(master), device_tiers().staging
+        )  # type: ignore[call-arg]
+
+    used = frozenset({"a", "b", "c"})
+    gradients = [torch.randn(16) for _ in range(4)]
+    master, stepper = make()
+    for gradient in gradients[:2]:
+        step_one(stepper, gradient, ONE, used)
+    copied, other = make()
+    copied.copy_(master)
+    kinds: dict[str, tuple[str, ...]] = {}
+    for name, segment, _ in stepper.values(0):
+        kinds[segment.name] = (*kinds.get(segment.name, ()), name)
+    other.make_state({**kinds, "c": (*kinds.get("c", ()), "master")})
+    other.load_scalars(stepper.scalars())
+    values = {(name, segment.name): tensor for name, segment, tensor in stepper.values(0)}
+    for name, segment, tensor in other.values(0):
+        tensor.copy_(values.pop((name, segment.name)))
+    assert not values
+    for gradient in gradients[2:]:
+        step_one(stepper, gradient, ONE, used)
+        step_one(other, gradient, ONE, used)
+    assert torch.equal(master, copied)
+
+
+def test_selection() -> None:
+    from zero_ext.optim.steppers.fused import AdamStepper
+
+    one = nn.Parameter(torch.ones(1))
+    segment = [memory_range(torch.zeros(4), None, (Segment("a", 0, 0, 0, 4),))]
+    assert isinstance(
+        make_stepper(optim.AdamW([one]), segment, torch.float32, False, device_tiers(), alone), AdamStepper
+    )
+    assert isinstance(
+        make_stepper(optim.SGD([one], 0.1), segment, torch.float32, False, device_tiers(), alone),
+        ElementwiseStepper,
+    )
+    assert isinstance(
+        make_stepper(optim.AdamW([one], amsgrad=True), segment, torch.float32, False, device_tiers(), alone),
+        ElementwiseStepper,
+    )

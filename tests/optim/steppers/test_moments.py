@@ -1,0 +1,119 @@
+"""Adam's moments in 8-bit blocks: the stepper against the op, in parts, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import zero_ext
+from tests.optim.memory_range import alone, device_tiers, memory_range, step_one
+from zero_ext import ops
+from zero_ext.config import OffloadPolicy
+from zero_ext.offload import MemoryHome, StepRooms, StepStaging, TransferLog, part_elements
+from zero_ext.optim import OwnedRange, Segment, Update, make_stepper
+from zero_ext.optim.steppers.fused import AdamStepper
+
+COUNT = 1500
+SEGMENTS = (Segment("a", 0, 0, 0, 700), Segment("b", 0, 0, 720, COUNT - 720))
+ONE = torch.ones(())
+
+
+def adamw() -> optim.AdamW:
+    return optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.01, weight_decay=0.1)
+
+
+def one_range(master: torch.Tensor, output: torch.Tensor | None = None) -> OwnedRange:
+    return memory_range(master, output, SEGMENTS)
+
+
+def test_steps_as_the_op_does_from_zeros() -> None:
+    generator = torch.Generator().manual_seed(torch.seed() & 0xFFFF)
+    master = torch.randn(COUNT, generator=generator)
+    output = torch.full((COUNT,), float("nan"), dtype=torch.bfloat16)
+    wanted, wanted_output = master.clone(), output.clone()
+    owned = one_range(master, output)
+    stepper = AdamStepper(adamw().param_groups, [owned], "8bit", device_tiers().staging)
+    exp_avg = ops.quantize_blockwise(torch.zeros(COUNT), True)
+    exp_avg_sq = ops.quantize_blockwise(torch.zeros(COUNT), False)
+    for step in range(1, 4):
+        gradient = torch.randn(COUNT, generator=generator).bfloat16()
+        step_one(stepper, gradient, ONE, frozenset({"a", "b"}))
+        segments = torch.tensor([[0, 700], [720, COUNT]])
+        hyper = torch.tensor([[0.01, 0.9, 0.999, 1e-8, 0.1, step, 1, 0]] * 2, dtype=torch.float64)
+        ops.adam_step_8bit_(wanted, exp_avg, exp_avg_sq, gradient, wanted_output, segments, hyper, ONE)
+    assert torch.equal(master, wanted)
+    inside = torch.ones(COUNT, dtype=torch.bool)
+    inside[700:720] = False
+    assert torch.equal(output[inside], wanted_output[inside]) and output[~inside].isnan().all()
+    assert owned.state.held_bytes() == 4 * COUNT + 2 * (COUNT + 4 * 6)
+
+
+def test_parts_through_staging_equal_the_whole() -> None:
+    generator = torch.Generator().manual_seed(torch.seed() & 0xFFFF)
+    start = torch.randn(COUNT, generator=generator)
+    gradients = [torch.randn(COUNT, generator=generator) for _ in range(3)]
+    results = []
+    for elements in (COUNT, 512, 256):
+        master, output = start.clone(), torch.zeros(COUNT, dtype=torch.bfloat16)
+        staging = StepStaging({"device": StepRooms(4 * elements, 0, 0)})
+        stepper = AdamStepper(adamw().param_groups, [one_range(master, output)], "8bit", staging)
+        for gradient in gradients:
+            # A gradient in another tier than the state comes in parts.
+            update = Update(0, MemoryHome("host", gradient, TransferLog()))
+            list(stepper.step([update], ONE, frozenset({"a", "b"})))
+        results.append(master)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_ring_sizes_that_the_configuration_allows_hold_whole_blocks() -> None:
+    for ring_bytes in (2**20, 2**20 + 4096):
+        elements = part_elements(OffloadPolicy(ring_bytes=ring_bytes).ring_bytes)
+        assert 0 < 8 * elements <= ring_bytes and elements % ops.BLOCK_ELEMENTS == 0
+
+
+def test_only_fused_adam_takes_them() -> None:
+    ranges = [one_range(torch.zeros(COUNT))]
+    assert isinstance(make_stepper(adamw(), ranges, "8bit", False, device_tiers(), alone), AdamStepper)
+    for other in (optim.SGD([nn.Parameter(torch.ones(1))], 0.1), optim.AdamW([torch.ones(1)], amsgrad=True)):
+        with pytest.raises(ValueError, match="moments_dtype '8bit' is for Adam and AdamW without amsgrad"):
+            make_stepper(other, ranges, "8bit", False, device_tiers(), alone)
+
+
+@pytest.mark.parametrize("moments", ["8bit", "fp32"])
+def test_a_state_dict_resumes_in_8_bits(moments: str) -> None:
+    def prepared(dtype: str) -> tuple[Any, Any]:
+        torch.manual_seed(3)
+        model = nn.Linear(20, 30)
+        config = {"stage": 3, "precision": {"moments_dtype": dtype}}
+        return zero_ext.prepare(model, optim.AdamW(model.parameters(), lr=0.01), config)
+
+    def step(model: Any, optimizer: Any, seed: int) -> None:
+        model(torch.randn(4, 20, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    saved, optimizer = prepared(moments)
+    step(saved, optimizer, 1)
+    state = optimizer.state_dict()
+    assert {entry.dtype for entry in state["shards"].values()} == {torch.float32}
+    loaded, other = prepared("8bit")
+    step(loaded, other, 7)
+    other.load_state_dict(state)
+    if moments == "8bit":
+        assert_same(other.state_dict()["shards"], state["shards"])
+        for seed in (2, 3):
+            step(saved, optimizer, seed)
+            step(loaded, other, seed)
+        assert_same(other.state_dict()["shards"], optimizer.state_dict()["shards"])
+        return
+    for key, entry in other.state_dict()["shards"].items():
+        assert (entry - state["shards"][key]).abs().max() <= 0.0071 * state["shards"][key].abs().max(), key
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(found[key], value), key

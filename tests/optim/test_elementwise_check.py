@@ -1,0 +1,125 @@
+"""Which optimizers may run on shards: by list, by trial, or not, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import zero_ext
+from zero_ext.optim.elementwise_check import ELEMENTWISE, check_elementwise, fusible
+
+
+class Lion(optim.Optimizer):
+    """A third-party optimizer that is element-wise (Chen et al. 2023)."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+                update = (0.9 * average + 0.1 * parameter.grad).sign()
+                average.lerp_(parameter.grad, 0.01)
+                parameter.sub_(update, alpha=group["lr"])
+
+
+class Normed(Lion):
+    """Divides by the norm of a whole tensor: not element-wise."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=group["lr"])
+
+
+class MyLBFGS(optim.LBFGS):
+    """A subclass does not make it element-wise."""
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(4, 4))]
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+def test_listed_classes_pass_and_really_are_element_wise(kind: type[optim.Optimizer]) -> None:
+    check_elementwise(kind(parameters()), declared=False)  # type: ignore[call-arg]
+
+    class Unlisted(kind):  # type: ignore[misc,valid-type]
+        pass
+
+    check_elementwise(Unlisted(parameters()), declared=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (optim.LBFGS, "line search"),
+        (MyLBFGS, "line search"),
+        (optim.Adafactor, "rows and columns"),
+        (optim.Muon, "orthogonalises whole matrices"),
+        (optim.SparseAdam, "sparse gradients"),
+    ],
+)
+@pytest.mark.parametrize("declared", [False, True])
+def test_classes_that_need_whole_tensors_are_refused_with_the_reason(
+    kind: type[optim.Optimizer], reason: str, declared: bool
+) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    with pytest.raises(ValueError, match=rf"{kind.__name__} cannot run on sharded state: .*{reason}"):
+        zero_ext.prepare(model, kind(model.parameters()), {"stage": 3}, elementwise=declared)  # type: ignore[call-arg]
+    assert type(model.weight) is nn.Parameter and not hasattr(model.weight, "_zero_ext_engine_ref")
+
+
+def test_an_unknown_class_needs_a_declaration_that_is_checked() -> None:
+    with pytest.raises(ValueError, match=r"Lion is not known to be element-wise(?s:.*)elementwise=True"):
+        check_elementwise(Lion(parameters()), declared=False)
+    check_elementwise(Lion(parameters()), declared=True)
+    with pytest.raises(ValueError, match=r"Normed was declared element-wise, but(?s:.*)comes out different"):
+        check_elementwise(Normed(parameters()), declared=True)
+
+
+def test_the_trial_leaves_the_users_optimizer_as_it_was() -> None:
+    optimizer = Lion(parameters(), lr=0.5)
+    before = [parameter.clone() for parameter in optimizer.param_groups[0]["params"]]
+    check_elementwise(optimizer, declared=True)
+    assert not optimizer.state
+    assert all(torch.equal(a, b) for a, b in zip(before, optimizer.param_groups[0]["params"], strict=True))
+
+
+def test_a_declared_class_trains_as_by_itself() -> None:
+    torch.manual_seed(3)
+    model, twin = nn.Linear(4, 3), nn.Linear(4, 3)
+    twin.load_state_dict(model.state_dict())
+    prepared, optimizer = zero_ext.prepare(
+        model, Lion(model.parameters(), 0.1), {"stage": 3}, elementwise=True
+    )
+    plain = Lion(twin.parameters(), 0.1)
+    for _ in range(3):
+        inputs = torch.randn(5, 4)
+        for net, stepper in ((prepared, optimizer), (twin, plain)):
+            net(inputs).square().sum().backward()
+            stepper.step()
+            stepper.zero_grad()
+    for name, value in zero_ext.full_state_dict(prepared).items():
+        assert torch.equal(value, twin.state_dict()[name])
+
+
+def test_differentiable_is_refused() -> None:
+    with pytest.raises(ValueError, match="differentiable=True is not possible on shards"):
+        check_elementwise(optim.AdamW(parameters(), differentiable=True), declared=False)
+
+
+def test_what_runs_fused() -> None:
+    assert fusible(optim.AdamW(parameters())) and fusible(optim.Adam(parameters(), maximize=True))
+    assert not fusible(optim.AdamW(parameters(), amsgrad=True))
+    assert not fusible(optim.SGD(parameters()))
+    assert not fusible(type("MyAdamW", (optim.AdamW,), {})(parameters()))

@@ -1,0 +1,349 @@
+"""Full parameters, state dicts and gradients outside forward: right at every stage, or refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.zero.models import TIME, VOCABULARY, TinyModel, language_batch, language_loss
+from tests.zero.training import adamw, configuration
+from zero_ext.zero import Engine, engine_of
+from zero_ext.zero.units.unit import UnitState
+
+
+class Everything(nn.Module):
+    """Tied weights, a module under two names, frozen and one-element parameters, buffers of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = TinyModel(layers=2, tied=True)
+        self.again = self.inner.norm
+        self.scale = nn.Parameter(torch.rand(()) + 0.5)
+        self.frozen = nn.Parameter(torch.randn(3, 5), requires_grad=False)
+        self.norm = nn.BatchNorm1d(TIME)
+        self.register_buffer("order", torch.randperm(7))
+        self.register_buffer("scratch", torch.randn(4), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.norm(self.inner(ids)) * self.scale
+        return logits
+
+
+def prepared(world: World, stage: int, model: nn.Module | None = None, **more: Any) -> tuple[Any, Any]:
+    model = Everything() if model is None else model
+    return zero_ext.prepare(
+        model,
+        adamw(p for p in model.parameters() if p.requires_grad),
+        configuration(stage, **more),
+        process_group=world.group,
+    )
+
+
+def train(world: World, model: Any, optimizer: Any, steps: int = 1) -> None:
+    for step in range(steps):
+        language_loss(model, language_batch(world.seed, step, 0, world.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def shards(model: nn.Module) -> list[torch.Tensor]:
+    engine: Engine = engine_of(model)
+    return [unit.home.read(0, unit.home.numel).clone() for unit in engine.units] + [
+        master.state.read("master", 0, master.state.numel).clone() for master in engine.masters
+    ]
+
+
+def check_unchanged(model: nn.Module, before: list[torch.Tensor]) -> None:
+    assert all(torch.equal(one, two) for one, two in zip(shards(model), before, strict=True))
+
+
+def check_released(model: nn.Module) -> None:
+    for unit in engine_of(model).units:
+        sharded = unit.placement.params
+        assert unit.state is (UnitState.RELEASED if sharded else UnitState.GATHERED) and not unit.holders
+
+
+@on_ranks(1, 2, 3)
+def test_full_values_come_back_whole(world: World) -> None:
+    for stage in range(4):
+        plain = Everything()
+        wanted = copy.deepcopy(plain.state_dict())
+        model, _ = prepared(world, stage, plain)
+        with zero_ext.gathered(model):
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter, wanted[name])
+        with zero_ext.gathered([model.scale, model.inner.blocks[1].up.weight]):
+            assert torch.equal(model.inner.blocks[1].up.weight, wanted["inner.blocks.1.up.weight"])
+        check_released(model)
+        full = zero_ext.full_state_dict(model)
+        assert full.keys() == wanted.keys() and all(torch.equal(full[name], wanted[name]) for name in wanted)
+        storages = {unit.flat.untyped_storage().data_ptr() for unit in engine_of(model).units}
+        assert not storages & {value.untyped_storage().data_ptr() for value in full.values()}
+        first = model.full_state_dict(rank0_only=True)
+        assert first.keys() == (wanted.keys() if world.rank == 0 else set())
+        assert model.state_dict().keys() == wanted.keys() if stage < 3 or world.size == 1 else True
+
+
+@on_ranks(1, 2, 3)
+def test_edits_of_one_rank_reach_all(world: World) -> None:
+    for stage in range(4):
+        for modifier in {0, world.size - 1}:
+            model, optimizer = prepared(world, stage, precision={"dtype": "bf16"})
+            train(world, model, optimizer)
+            engine = engine_of(model)
+            before = zero_ext.full_state_dict(model)
+            masters = [
+                master.state.read("master", 0, master.state.numel).clone() for master in engine.masters
+            ]
+            assert any(not torch.equal(m, m.bfloat16().float()) for m in masters)
+            with zero_ext.gathered(model, modifier_rank=modifier), torch.no_grad():
+                if world.rank == modifier:
+                    model.scale.fill_(3.0)
+                    model.inner.embedding.weight[4:6] = torch.arange(12.0)
+                    model.frozen[1, 2] = -1.0
+                else:
+                    model.inner.norm.weight.zero_()  # lost: this rank's values do not count
+            check_released(model)
+            after = zero_ext.full_state_dict(model)
+            before["scale"].fill_(3.0)
+            before["frozen"][1, 2] = -1.0
+            before["inner.embedding.weight"][4:6] = torch.arange(12.0)
+            before["inner.head.weight"][4:6] = torch.arange(12.0)
+            assert all(torch.equal(after[name], before[name]) for name in before)
+            changed = 0
+            for master, old in zip(engine.masters, masters, strict=True):
+                now = master.state.read("master", 0, master.state.numel)
+                assert torch.equal(now.bfloat16(), master.output.read(0, now.numel()))
+                changed += int((now != old).sum())
+            assert sum(world.everyone(changed)) <= 25 * (1 if stage else world.size)
+            train(world, model, optimizer)  # and it still trains
+
+
+@on_ranks(1, 2)
+def test_a_write_that_nobody_declared_raises(world: World) -> None:
+    for stage in range(4):
+        model, optimizer = prepared(world, stage)
+        before = shards(model)
+        for name in ("inner.blocks.0.down.weight", "scale"):
+            parameter = model.get_parameter("module." + name)
+            value = None
+            refusal = pytest.raises(RuntimeError, match=rf"'{name}' was written .*modifier_rank=0")
+            with refusal, zero_ext.gathered(parameter), torch.no_grad():
+                value = parameter.detach().clone()
+                parameter.mul_(2.0)
+            check_released(model)
+            if stage == 3 and world.size > 1:
+                check_unchanged(model, before)
+            else:
+                with zero_ext.gathered(parameter, modifier_rank=0), torch.no_grad():
+                    parameter.copy_(value)
+        train(world, model, optimizer)
+
+
+@on_ranks(1, 2)
+def test_an_exception_inside_releases_and_drops_the_edits(world: World) -> None:
+    for stage in range(4):
+        model, optimizer = prepared(world, stage)
+        before = shards(model)
+        for modifier in (None, 0):
+            with pytest.raises(ZeroDivisionError), zero_ext.gathered(model, modifier_rank=modifier):
+                if stage == 3 and world.size > 1:
+                    with torch.no_grad():
+                        model.scale.zero_()
+                raise ZeroDivisionError
+            check_released(model)
+            check_unchanged(model, before)
+        for wrong in (-1, world.size, 0.5, "0"):
+            with (
+                pytest.raises(ValueError, match="modifier_rank"),
+                zero_ext.gathered(model, modifier_rank=wrong),
+            ):
+                raise AssertionError("entered")
+        with pytest.raises(ValueError, match="no prepared model"), zero_ext.gathered(nn.Linear(2, 2)):
+            raise AssertionError("entered")
+        train(world, model, optimizer)
+
+
+@on_ranks(2)
+def test_nested_blocks(world: World) -> None:
+    for stage in range(4):
+        model, optimizer = prepared(world, stage)
+        weight, scale = model.inner.blocks[0].up.weight, model.scale
+        with zero_ext.gathered(model), zero_ext.gathered(weight):
+            old = weight.detach().clone()
+        with zero_ext.gathered([weight], modifier_rank=1):
+            with zero_ext.gathered(model):
+                assert torch.equal(weight, old)
+            with zero_ext.gathered(weight, modifier_rank=0), torch.no_grad():
+                weight.fill_(7.0 + world.rank)
+            assert torch.equal(weight, torch.full_like(weight, 7.0))
+            with torch.no_grad():
+                weight[0, 0] = 5.0
+            with zero_ext.gathered([weight, scale]):  # not the inner block's write
+                pass
+        with zero_ext.gathered(model):
+            assert weight[0, 0] == 5.0 and bool((weight.flatten()[1:] == 7.0).all())
+            with torch.no_grad():
+                loss = language_loss(model, language_batch(world.seed, 0, 0, world.rank))
+            assert loss.isfinite() and weight[0, 0] == 5.0
+        check_released(model)
+        train(world, model, optimizer)
+
+
+@on_ranks(2)
+def test_backward_inside_is_refused_where_it_would_read_nothing(world: World) -> None:
+    model, optimizer = prepared(world, 3)
+    with pytest.raises(RuntimeError, match="Run backward outside"), zero_ext.gathered(model, modifier_rank=0):
+        language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
+    optimizer.step()
+    check_released(model)
+
+
+@on_ranks(2)
+def test_a_block_gathers_only_what_it_names_and_nothing_stale_stays(world: World) -> None:
+    model, optimizer = prepared(world, 3, TinyModel())
+    train(world, model, optimizer, steps=2)  # the order of units is known now: prefetch is on
+    engine = engine_of(model)
+    with zero_ext.gathered(model.blocks[0].up.weight):
+        assert [unit.name for unit in engine.units if unit.state is not UnitState.RELEASED] == ["blocks.0"]
+    check_released(model)
+    zero_ext.load_full_state_dict(model, TinyModel().state_dict())
+    check_released(model)
+
+
+@on_ranks(1, 2, 3)
+def test_state_dicts_load_at_every_stage(world: World) -> None:
+    for stage in range(4):
+        model, optimizer = prepared(world, stage, precision={"dtype": "bf16"})
+        train(world, model, optimizer)
+        torch.manual_seed(world.seed + stage + 1)
+        other = Everything()
+        other.norm.num_batches_tracked.fill_(41)
+        state = {name: value.clone() for name, value in other.state_dict().items()}
+        scratch = model.scratch.clone()
+        found = model.load_state_dict(state) if stage % 2 else zero_ext.load_full_state_dict(model, state)
+        assert tuple(found) == ([], [])
+        check_released(model)
+        for name, value in zero_ext.full_state_dict(model).items():
+            assert torch.equal(value, state[name].to(value.dtype)), name
+        assert torch.equal(model.scratch, scratch)
+        for piece in engine_of(model).state.load_pieces():
+            if piece.kind == "master" and piece.name != "frozen":  # fp32 values arrive unrounded
+                whole = state[piece.name].flatten()
+                assert torch.equal(piece.tensor, whole[piece.start : piece.start + piece.tensor.numel()])
+        train(world, model, optimizer)
+
+
+@on_ranks(2)
+def test_loading_under_another_tied_name_or_in_part(world: World) -> None:
+    for stage in (1, 3):
+        model, _ = prepared(world, stage)
+        state = zero_ext.full_state_dict(model)
+        fresh = {name: torch.randn_like(state[name]) for name in ("inner.head.weight", "again.bias")}
+        del state["inner.embedding.weight"], state["inner.norm.bias"], state["order"]
+        missing, unexpected = model.load_state_dict(
+            {**state, **fresh, "strange": torch.ones(1)}, strict=False
+        )
+        assert (missing, unexpected) == (["order"], ["strange"])
+        full = zero_ext.full_state_dict(model)
+        assert torch.equal(full["inner.embedding.weight"], fresh["inner.head.weight"])
+        assert torch.equal(full["inner.norm.bias"], fresh["again.bias"])
+        assert all(torch.equal(full[name], state[name]) for name in state if name not in fresh)
+
+
+@on_ranks(1, 2)
+def test_what_does_not_fit_is_refused_before_anything_changes(world: World) -> None:
+    for stage in range(4):
+        model, optimizer = prepared(world, stage)
+        before, buffers = shards(model), copy.deepcopy(dict(model.named_buffers()))
+        good = {name: torch.zeros_like(value) for name, value in zero_ext.full_state_dict(model).items()}
+        bad: list[tuple[dict[str, Any], str]] = [
+            ({"scale": torch.zeros(1)}, r"'scale' has shape \(1,\), \(\) wanted"),
+            ({"inner.head.weight": torch.zeros(VOCABULARY)}, r"'inner.head.weight' has shape"),
+            ({"order": torch.zeros(1)}, r"'order' has shape \(1,\), \(7,\) wanted"),
+            ({"extra": torch.zeros(1)}, r"missing \[\], unexpected \['extra'\]"),
+        ]
+        for change, pattern in bad:
+            with pytest.raises(ValueError, match=pattern):
+                model.load_state_dict({**good, **change})
+        with pytest.raises(ValueError, match=r"missing \['frozen'\], unexpected \[\]"):
+            model.load_state_dict({name: value for name, value in good.items() if name != "frozen"})
+        with pytest.raises(TypeError, match="'scale' is a float, a tensor wanted"):
+            model.load_state_dict({**good, "scale": 1.0})
+        with pytest.raises(ValueError, match="assign=False"):
+            model.load_state_dict(good, assign=True)
+        check_unchanged(model, before)
+        assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+        train(world, model, optimizer)
+
+
+@on_ranks(1, 2, 4)
+def test_full_gradients_are_those_of_one_process(world: World) -> None:
+    torch.manual_seed(world.seed)
+    plain = Everything()
+    for rank in range(world.size):
+        (language_loss(plain, language_batch(world.seed, 0, 0, rank)) / world.size).backward()
+    for stage in range(4):
+        torch.manual_seed(world.seed)
+        model, optimizer = prepared(world, stage)
+        names = dict(model.named_parameters())
+        assert all(zero_ext.full_gradient(parameter) is None for parameter in names.values())
+        with model.no_sync() if stage == 2 else torch.enable_grad():
+            language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
+        for name, parameter in plain.named_parameters():
+            gradient = zero_ext.full_gradient(names[name])
+            if parameter.grad is None:
+                assert gradient is None, name
+            else:
+                assert gradient is not None and gradient.stride() == parameter.grad.stride()
+                torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
+        optimizer.zero_grad()
+    model, _ = zero_ext.prepare(TinyModel(), None, configuration(3), process_group=world.group)
+    assert zero_ext.full_gradient(next(model.parameters())) is None  # prepared without an optimizer
+
+
+@on_ranks(1, 2)
+def test_the_wrapper_lets_attributes_through(world: World) -> None:
+    for stage in (0, 3):
+        model, _ = prepared(world, stage)
+        inner = model.module
+        assert model.inner is inner.inner and model.frozen is inner.frozen and model.order is inner.order
+        assert hasattr(model, "scratch") and not hasattr(model, "nothing")
+        with pytest.raises(AttributeError, match="nothing"):
+            _ = model.nothing
+        assert {name for name, _ in model.named_parameters()} == {n for n, _ in inner.named_parameters()}
+        assert {name for name, _ in model.named_buffers()} == {n for n, _ in inner.named_buffers()}
+        assert model.eval() is model and not inner.inner.training
+        assert engine_of(model) is engine_of(inner)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_deep_copy_is_an_ordinary_model(world: World, stage: int) -> None:
+    model, optimizer = prepared(world, stage)
+    train(world, model, optimizer)
+    clone = copy.deepcopy(model.module)
+    with pytest.raises(ValueError, match="not a prepared model"):
+        engine_of(clone)
+    assert all(torch.equal(value, clone.state_dict()[name]) for name, value in model.state_dict().items())
+    reference = Everything()
+    reference.load_state_dict(clone.state_dict())
+    before = shards(model)
+    for one in (clone, reference):
+        own = adamw(p for p in one.parameters() if p.requires_grad)
+        language_loss(one, language_batch(world.seed, 7, 0, world.rank)).backward()
+        own.step()
+    assert all(
+        torch.equal(one, two) for one, two in zip(clone.parameters(), reference.parameters(), strict=True)
+    )
+    check_unchanged(model, before)
+    assert clone.half().inner.norm.weight.dtype is torch.float16
+    train(world, model, optimizer)
+    zero_ext.prepare(clone.float(), None, configuration(3), process_group=world.group)

@@ -1,0 +1,337 @@
+"""Optimizers on shards against one process: every allowed class, groups, schedulers, state round trips."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from tests.zero.models import TinyModel, language_batch, language_loss
+from tests.zero.training import (
+    Plan,
+    adamw,
+    check_against_plain,
+    check_equal,
+    configuration,
+    distance,
+    sgd,
+    train_prepared,
+)
+from zero_ext.zero import engine_of
+from zero_ext.zero.step.loss_scaler import LossScaler
+
+MakeOptimizer = Callable[[Any], optim.Optimizer]
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "AdamW": lambda p: optim.AdamW(p, 1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1),
+    "AdamW amsgrad": lambda p: optim.AdamW(p, 1e-2, eps=1e-3, amsgrad=True),
+    "AdamW maximize": lambda p: optim.AdamW(p, 1e-2, eps=1e-3, maximize=True),
+    "AdamW tensor lr": lambda p: optim.AdamW(p, torch.tensor(1e-2), eps=1e-3),
+    "AdamW foreach": lambda p: optim.AdamW(p, 1e-2, eps=1e-3, foreach=True),
+    "AdamW fused": lambda p: optim.AdamW(p, 1e-2, eps=1e-3, fused=True),
+    "Adam": lambda p: optim.Adam(p, 1e-2, eps=1e-3, weight_decay=0.1),
+    "Adam decoupled": lambda p: optim.Adam(p, 1e-2, eps=1e-3, weight_decay=0.1, decoupled_weight_decay=True),
+    "Adam amsgrad maximize": lambda p: optim.Adam(p, 1e-2, eps=1e-3, amsgrad=True, maximize=True),
+    "Adadelta": lambda p: optim.Adadelta(p, 0.5),
+    "Adagrad": lambda p: optim.Adagrad(p, 1e-2, lr_decay=0.01, eps=1e-4, initial_accumulator_value=0.1),
+    "Adamax": lambda p: optim.Adamax(p, 1e-2, eps=1e-4, weight_decay=0.1),
+    "ASGD": lambda p: optim.ASGD(p, 1e-1, t0=1),
+    "NAdam": lambda p: optim.NAdam(p, 1e-2, eps=1e-3),
+    "RAdam": lambda p: optim.RAdam(p, 1e-2, eps=1e-3),
+    "RMSprop": lambda p: optim.RMSprop(p, 1e-3, eps=1e-4, momentum=0.5, centered=True),
+    "SGD": lambda p: optim.SGD(p, 1e-1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "SGD plain": lambda p: optim.SGD(p, 1e-1),
+    "Rprop": lambda p: optim.Rprop(p, 1e-3),
+}
+
+
+@on_ranks(1, 2, 3)
+def test_every_allowed_class_at_stages_1_and_3(world: World) -> None:
+    for name, make in OPTIMIZERS.items():
+        for stage in (1, 3):
+            torch.manual_seed(world.seed)
+            # Rprop steps by the gradient's sign alone: one rounding of a zero gradient is a whole step.
+            tolerance = 2e-3 if name == "Rprop" else 5e-6
+            try:
+                check_against_plain(
+                    world, TinyModel(layers=1), language_loss, language_batch, stage, Plan(), make, tolerance
+                )
+            except AssertionError as error:
+                raise AssertionError(f"{name}, stage {stage}: {error}") from error
+
+
+@on_ranks(2)
+def test_clipping_reaches_torchs_optimizers_and_low_precision(world: World) -> None:
+    for name in ("SGD", "AdamW amsgrad"):
+        plan = Plan(clip=0.05)
+        check_against_plain(
+            world, TinyModel(layers=1), language_loss, language_batch, 3, plan, OPTIMIZERS[name], 5e-6
+        )
+        plan = Plan(clip=0.05, dtype="bf16")
+        runs = []
+        for stage in (0, 1, 2, 3):
+            torch.manual_seed(world.seed)
+            config = configuration(stage, plan)
+            model = TinyModel(layers=1)
+            runs.append(
+                train_prepared(world, model, language_loss, language_batch, config, plan, OPTIMIZERS[name])
+            )
+        for run in runs[1:]:
+            check_equal(run, runs[0])
+
+
+def two_groups(net: nn.Module) -> optim.Optimizer:
+    # With a tiny eps Adam turns the rounding of a gradient near zero into a whole step.
+    decayed = [p for p in net.parameters() if p.dim() > 1]
+    rest = [p for p in net.parameters() if p.dim() <= 1]
+    groups = [
+        {"params": decayed, "weight_decay": 0.2, "eps": 1e-4},
+        {"params": rest, "lr": 3e-3, "betas": (0.5, 0.9)},
+    ]
+    return optim.AdamW(groups, lr=1e-2, eps=1e-3, weight_decay=0.0)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("schedule", ["OneCycleLR", "LambdaLR", "Sequential"])
+def test_groups_and_live_schedulers(world: World, schedule: str) -> None:
+    makers: dict[str, Callable[[optim.Optimizer], Any]] = {
+        "OneCycleLR": lambda o: optim.lr_scheduler.OneCycleLR(o, [1e-2, 2e-2], total_steps=6),
+        "LambdaLR": lambda o: optim.lr_scheduler.LambdaLR(o, [lambda s: 1 / (s + 1), lambda s: 1.0]),
+        "Sequential": lambda o: optim.lr_scheduler.SequentialLR(
+            o,
+            [optim.lr_scheduler.LinearLR(o, 0.1, total_iters=2), optim.lr_scheduler.CosineAnnealingLR(o, 4)],
+            milestones=[2],
+        ),
+    }
+    for stage in (0, 1, 3):
+        torch.manual_seed(world.seed)
+        model = TinyModel(layers=1)
+        twin = copy.deepcopy(model)
+        model, optimizer = zero_ext.prepare(
+            model, two_groups(model), configuration(stage), process_group=world.group
+        )
+        assert isinstance(optimizer, optim.Optimizer)
+        plain = two_groups(twin)
+        ours, theirs = makers[schedule](optimizer), makers[schedule](plain)
+        for step in range(4):
+            language_loss(model, language_batch(world.seed, step, 0, world.rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for rank in range(world.size):
+                (language_loss(twin, language_batch(world.seed, step, 0, rank)) / world.size).backward()
+            plain.step()
+            plain.zero_grad()
+            ours.step()
+            theirs.step()
+            assert ours.get_last_lr() == theirs.get_last_lr()
+            assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in plain.param_groups]
+        for name, value in zero_ext.full_state_dict(model).items():
+            torch.testing.assert_close(value, twin.state_dict()[name], rtol=2e-5, atol=2e-6)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "AdamW amsgrad", "NAdam", "ASGD", "AdamW tensor lr"])
+def test_state_dict_round_trip(world: World, name: str) -> None:
+    """Two steps, state into a fresh pair, two more steps: as four steps in one go."""
+    for stage in (0, 1, 2, 3):
+        precision = {"dtype": "bf16" if stage % 2 else "keep"}
+
+        def steps(model: Any, optimizer: Any, numbers: list[int]) -> None:
+            for step in numbers:
+                language_loss(model, language_batch(world.seed, step, 0, world.rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def fresh() -> tuple[Any, Any]:
+            torch.manual_seed(world.seed)
+            model = TinyModel(layers=1)
+            return zero_ext.prepare(
+                model,
+                OPTIMIZERS[name](model.parameters()),
+                configuration(stage, precision=precision),  # noqa: B023
+                process_group=world.group,
+            )
+
+        whole = fresh()
+        steps(*whole, [0, 1, 2, 3])
+        first = fresh()
+        steps(*first, [0, 1])
+        second = fresh()
+        second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
+        steps(*second, [2, 3])
+        one, two = zero_ext.full_state_dict(whole[0]), zero_ext.full_state_dict(second[0])
+        assert all(torch.equal(one[key], two[key]) for key in one), (name, stage)
+
+
+@on_ranks(2)
+def test_a_state_of_other_ranks_stage_or_parameters_is_refused(world: World) -> None:
+    states = {}
+    for stage in (1, 3):
+        model = TinyModel(layers=1)
+        _, optimizer = zero_ext.prepare(
+            model, adamw(model.parameters()), configuration(stage), process_group=world.group
+        )
+        states[stage] = optimizer.state_dict()
+    with pytest.raises(ValueError, match=r"'stage': 1(?s:.*)'stage': 3(?s:.*)save_checkpoint"):
+        optimizer.load_state_dict(states[1])
+    changed = copy.deepcopy(states[3])
+    changed["param_groups"][0]["params"].pop()
+    with pytest.raises(ValueError, match="other param groups or parameters"):
+        optimizer.load_state_dict(changed)
+
+
+@on_ranks(1, 2)
+def test_moments_in_bf16(world: World) -> None:
+    for stage in (1, 3):
+        torch.manual_seed(world.seed)
+        config = configuration(stage, precision={"moments_dtype": "bf16"})
+        run = train_prepared(world, TinyModel(layers=1), language_loss, language_batch, config, Plan(steps=6))
+        torch.manual_seed(world.seed)
+        model, config = TinyModel(layers=1), configuration(stage)
+        exact = train_prepared(world, model, language_loss, language_batch, config, Plan(steps=6))
+        assert run.losses != exact.losses
+        for one, two in zip(run.losses, exact.losses, strict=True):
+            assert abs(one - two) <= 2e-2 * two
+        assert run.engine is not None and run.engine.optimizer_step.stepper is not None
+        moments = [tensor for _, _, tensor in run.engine.optimizer_step.stepper.values(0)]
+        assert {tensor.dtype for tensor in moments} == {torch.bfloat16}
+
+
+def same_batch(seed: int, _step: int, micro: int, rank: int) -> Any:
+    return language_batch(seed, 0, micro, rank)
+
+
+@on_ranks(2)
+def test_moments_in_8_bits_train_alike(world: World) -> None:
+    """Fifty steps on one batch: every loss stays within 2% of its value with fp32 moments."""
+    losses = []
+    for moments in ("fp32", "8bit"):
+        torch.manual_seed(world.seed)
+        config = configuration(3, precision={"moments_dtype": moments})
+        model, plan = TinyModel(layers=1), Plan(steps=50)
+        losses.append(train_prepared(world, model, language_loss, same_batch, config, plan).losses)
+    exact, quantized = losses
+    assert quantized != exact
+    assert exact[-1] < 0.6 * exact[0]
+    for one, two in zip(quantized, exact, strict=True):
+        assert abs(one - two) <= 2e-2 * two
+
+
+@on_ranks(1, 2)
+def test_step_takes_a_closure_and_profiles_as_torchs(world: World) -> None:
+    model = TinyModel(layers=1)
+    model, optimizer = zero_ext.prepare(
+        model, adamw(model.parameters()), configuration(3), process_group=world.group
+    )
+
+    def closure() -> torch.Tensor:
+        loss = language_loss(model, language_batch(world.seed, 0, 0, world.rank))
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > 0
+    assert engine_of(model).steps == 1
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    optimizer.step(closure)
+    assert seen == ["before", "after"]
+    with pytest.raises(RuntimeError, match="add_param_group after"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+@on_ranks(1, 2)
+def test_dynamic_loss_scale_skips_on_all_ranks_and_recovers(world: World) -> None:
+    for stage in (0, 1, 2, 3):
+        torch.manual_seed(world.seed)
+        model = TinyModel(layers=1)
+        config = configuration(
+            stage, precision={"dtype": "fp16"}, loss_scale={"initial_power": 8, "hysteresis": 1, "window": 2}
+        )
+        model, optimizer = zero_ext.prepare(
+            model, adamw(model.parameters()), config, process_group=world.group
+        )
+        engine = engine_of(model)
+        scales = []
+        for step in range(5):
+            before = zero_ext.full_state_dict(model)
+            loss = language_loss(model, language_batch(world.seed, step, 0, world.rank))
+            if step == 1 and world.rank == world.size - 1:
+                loss = loss * 1e30
+            model.backward(loss)
+            optimizer.step()
+            assert optimizer.step_was_skipped == (step == 1)
+            optimizer.zero_grad()
+            after = zero_ext.full_state_dict(model)
+            assert all(torch.equal(before[n], after[n]) for n in before) == (step == 1), (stage, step)
+            scales.append(engine.optimizer_step.scaler.scale)
+        alone = LossScaler(engine.config.loss_scale)
+        for step, scale in enumerate(scales):
+            alone.update(step == 1)
+            assert scale == alone.scale
+        assert scales[:2] == [256.0, 128.0] and scales[-1] == 256.0
+        assert optimizer.skipped_steps == engine.skipped_steps == 1
+
+
+@on_ranks(1, 2)
+def test_optimizer_state_that_does_not_fit_changes_nothing(world: World) -> None:
+    for make in (adamw, sgd):
+        model = TinyModel(layers=1)
+        model, optimizer = zero_ext.prepare(
+            model, make(model.parameters()), configuration(1), process_group=world.group
+        )
+        language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
+        optimizer.step()
+        before = optimizer.state_dict()["shards"]
+        first = next(iter(before))
+        for change, message in (
+            ({first: None}, f"missing .*{re.escape(first)}"),
+            ({"exp_avg/nowhere/0": torch.ones(1)}, "lacks .*nowhere"),
+            ({first: torch.ones(1)}, f"{re.escape(first)}' has shape"),
+        ):
+            state = optimizer.state_dict()
+            shards = {key: value.fill_(7.0) for key, value in state["shards"].items()} | change
+            state["shards"] = {key: value for key, value in shards.items() if value is not None}
+            with pytest.raises(ValueError, match=message):
+                optimizer.load_state_dict(state)
+            after = optimizer.state_dict()["shards"]
+            assert after.keys() == before.keys()
+            assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+@on_ranks(1, 2)
+def test_step_after_a_backward_that_raised(world: World) -> None:
+    """The message says so, and zero_grad is enough to go on."""
+    for stage in range(4):
+        model = TinyModel(layers=2)
+        twin = copy.deepcopy(model)
+        model, optimizer = zero_ext.prepare(
+            model, sgd(model.parameters()), configuration(stage), process_group=world.group
+        )
+
+        def fail(*_: object) -> None:
+            raise ValueError("on purpose")
+
+        hook = model.blocks[0].register_full_backward_hook(fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
+        hook.remove()
+        with pytest.raises(RuntimeError, match="after a backward pass that raised"):
+            optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="without gradients"):
+            optimizer.step()
+        language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
+        optimizer.step()
+        for rank in range(world.size):
+            (language_loss(twin, language_batch(world.seed, 1, 0, rank)) / world.size).backward()
+        sgd(twin.parameters()).step()
+        assert distance(zero_ext.full_state_dict(model), twin.state_dict()) < 1e-6

@@ -1,0 +1,119 @@
+"""Gradients that are added up inside each node and then over the nodes: their bits, bytes and memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.rank import World
+from zero_ext.config import ZeroConfig
+from zero_ext.config.state_placement import Placement
+from zero_ext.zero import engine_of
+from zero_ext.zero.memory.pool_replay import StagedUnit, demands_of_a_step
+
+SHAPES = ((33, 7), (5,), (64, 3))
+
+
+class Weighted(nn.Module):
+    """Its parameters' gradients are what its forward is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in SHAPES)
+
+    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        return sum(
+            (weight * gradient).sum() for weight, gradient in zip(self.weights, gradients, strict=True)
+        )
+
+
+def gradients_of(seed: int, rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed + rank)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def averaged(world: World, stage: int, passes: int, **more: Any) -> tuple[list[torch.Tensor], Any]:
+    """The averaged gradients after as many backward passes, and the engine."""
+    dtype = torch.bfloat16 if more.get("dtype") == "bf16" else torch.float32
+    config = {
+        "stage": stage,
+        "precision": {"reduction": "node_order", **more},
+        "communication": {"ranks_per_node": 2},
+        "batch": {"gradient_accumulation_steps": passes},
+    }
+    model = Weighted()
+    model, optimizer = zero_ext.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), config, process_group=world.group
+    )
+    for step in range(2):
+        for number in range(passes):
+            model(gradients_of(world.seed + 100 * (number + passes * step), world.rank, dtype)).backward()
+        found = [zero_ext.full_gradient(weight) for weight in model.weights]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, engine_of(model)
+
+
+def expected(world: World, dtype: torch.dtype, wire: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """The mean inside each node of two, rounded to ``wire``, and then over the nodes, in float32."""
+    each = [[one.to(wire).float() for one in gradients_of(seed, rank, dtype)] for rank in range(world.size)]
+    nodes = [
+        [((first + second) * 0.5).to(wire).float() for first, second in zip(*each[at : at + 2], strict=True)]
+        for at in range(0, world.size, 2)
+    ]
+    return [(first + second) * 0.5 for first, second in zip(*nodes, strict=True)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(4)
+def test_sums_are_made_in_nodes_and_then_over_them(world: World, stage: int) -> None:
+    for kind, wire in ((None, None), ("bf16", None), ("bf16", "fp32"), (None, "bf16")):
+        dtype = torch.bfloat16 if kind else torch.float32
+        names = {"bf16": torch.bfloat16, "fp32": torch.float32, None: dtype}
+        precision = {"dtype": kind} if kind else {}
+        found, _ = averaged(world, stage, 1, **precision, communication_dtype=wire)
+        for one, other in zip(found, expected(world, dtype, names[wire], world.seed + 100), strict=True):
+            assert torch.equal(one.float(), other.to(dtype).float()), (kind, wire)
+
+
+@on_ranks(4)
+def test_passes_add_up_and_memory_is_planned(world: World) -> None:
+    for stage in (2, 3):
+        found, engine = averaged(world, stage, 2)
+        sums = [expected(world, torch.float32, torch.float32, world.seed + 100 * each) for each in (2, 3)]
+        for one, first, second in zip(found, *sums, strict=True):
+            assert torch.equal(one, first + second)
+        assert engine.pool.overflow.total_bytes == 0
+
+
+@on_ranks(4)
+def test_what_crosses_is_less_than_a_rings_share(world: World) -> None:
+    _, engine = averaged(world, 2, 1)
+    wire = engine.wire
+    sent = 4 * wire.last_elements["reduce_scatter"]
+    # Of a ring over N ranks (N - 1) / N of the bytes leave each node.
+    ring = sent * (world.size - 1) // world.size // 2
+    assert wire.last_crossing_bytes["reduce_scatter"] == sent // 2 // 2 <= ring
+    assert wire.last_bytes_sent["reduce_scatter"] == sent // 2 + sent // 4
+
+
+@pytest.mark.parametrize(
+    ("reduction", "purposes"),
+    [
+        ("rank_order", {"received": 7 * 2}),
+        ("node_order", {"wire": 8 * 2}),
+        ("backend", {"received": 1 * 2}),
+    ],
+)
+def test_a_reduction_is_planned_the_memory_that_it_takes(reduction: str, purposes: dict[str, int]) -> None:
+    """Of a unit of 8 shards in 16 bits, in bytes per element of a shard."""
+    shard = 1 << 20
+    unit = StagedUnit("unit", 8 * shard, 2, 8, Placement.of_stage(3), (0, 0), 0, (0, 0))
+    demands = demands_of_a_step([unit], ZeroConfig(stage=3, precision={"reduction": reduction}))
+    found = {each.key[1]: each.nbytes for each in demands if each.key[1] in ("received", "wire")}
+    assert found == {purpose: shard * times for purpose, times in purposes.items()}

@@ -1,0 +1,300 @@
+"""One order of gathers and reductions on all ranks of a device, whenever gradients arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zero_ext
+from tests.accelerator.stand_in import BACKEND
+from tests.multi.on_ranks import on_ranks
+from tests.multi.pool import RankPool
+from tests.multi.rank import World
+from zero_ext.comm import BackendExchange
+from zero_ext.zero import engine_of
+from zero_ext.zero.gradients.reducer import GradientReducer
+from zero_ext.zero.gradients.reduction_schedule import ReductionSchedule
+
+WIDTH = 24
+BEGUN = ("gather", "all_to_all", "reduce_scatter", "broadcast", "all_reduce")
+
+
+class Block(nn.Module):
+    """Its second matrix is used only where ``uses`` says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.uses = True
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + torch.tanh(self.first(hidden))
+        return hidden + torch.tanh(self.second(hidden)) if self.uses else hidden
+
+
+class Uneven(nn.Module):
+    """Its scale gets its gradient at the beginning of backward; at the end where it is used ``early``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.early = False
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden * self.scale if self.early else hidden
+        for block in self.blocks:
+            hidden = block(hidden)
+        return (hidden if self.early else hidden * self.scale).square().mean()
+
+
+def losses(world: World, model: nn.Module, inner: Uneven) -> Iterator[torch.Tensor]:
+    """Of steps in which ranks use other matrices, and use the scale at other places."""
+    generator = torch.Generator().manual_seed(world.seed + world.rank)
+    for step in range(5):
+        inner.early = step > 0 and world.rank == 1
+        for number, block in enumerate(inner.blocks):
+            block.uses = step == 0 or (number + step) % (world.rank + 2) != 0
+        yield model(torch.randn(3, WIDTH, generator=generator).to(inner.blocks[0].first.weight.device))
+
+
+def trained_plainly(world: World) -> list[torch.Tensor]:
+    torch.manual_seed(world.seed)
+    model = Uneven()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for loss in losses(world, model, model):
+        loss.backward()
+        for parameter in model.parameters():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(gradient, group=world.group)
+            parameter.grad = gradient / world.size
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value.detach() for value in model.state_dict().values()]
+
+
+def trained(world: World, config: dict[str, Any]) -> tuple[list[torch.Tensor], list[list[str]]]:
+    """Parameters after these steps on the strict stand-in, and what each rank began there."""
+    torch.manual_seed(world.seed)
+    inner = Uneven().to("stand_in")
+    group = dist.new_group(backend=BACKEND)
+    assert isinstance(group, dist.ProcessGroup)
+    begun: list[str] = []
+    original = {name: getattr(BackendExchange, name) for name in BEGUN}
+
+    def noting(name: str) -> Any:
+        def call(exchange: BackendExchange, tensor: Any, *rest: Any) -> Any:
+            first = tensor if isinstance(tensor, torch.Tensor) else tensor[(exchange.rank + 1) % world.size]
+            begun.append(f"{name} of {first.numel()} {first.dtype}")
+            return original[name](exchange, tensor, *rest)
+
+        return call
+
+    with mock.patch.multiple(BackendExchange, **{name: noting(name) for name in BEGUN}):
+        optimizer = torch.optim.SGD(inner.parameters(), 0.1)
+        model, optimizer = zero_ext.prepare(inner, optimizer, config, process_group=group)
+        for loss in losses(world, model, inner):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        values = [value.cpu() for value in zero_ext.full_state_dict(model, rank0_only=False).values()]
+    assert engine_of(model).collectives.in_one_order
+    dist.destroy_process_group(group)
+    return values, world.everyone(begun)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(3, stand_in=True)
+def test_ranks_begin_everything_in_one_order(world: World, stage: int) -> None:
+    config = {"stage": stage, "units": {"prefetch_elements": 1, "bucket_elements": 700}}
+    found, begun = trained(world, config)
+    assert len(begun[0]) > 50
+    assert begun[1] == begun[0] and begun[2] == begun[0]
+    for one, other in zip(found, trained_plainly(world), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def without_the_schedule(world: World) -> str:
+    config = {"stage": 3, "units": {"prefetch_elements": 1}, "timeout_seconds": 20}
+    without = mock.patch.object(GradientReducer, "_make_schedule", lambda self: None)
+    with without, pytest.raises(RuntimeError) as caught:
+        trained(world, config)
+    return str(caught.value)
+
+
+def test_without_the_schedule_ranks_differ(stand_in_pool: RankPool) -> None:
+    """The test above would notice."""
+    told = stand_in_pool.run(3, f"{__name__}:without_the_schedule", {})
+    stand_in_pool.close()  # the streams of these ranks have failed
+    # Who is not told what differs is told that another rank has given up.
+    assert any("different" in each for each in told), told
+
+
+# Vectors stay gathered in the second case: no block's end says that a rank has left one out.
+UNITS = [
+    {"prefetch_elements": 1},
+    {"prefetch_elements": 1, "persistence_threshold": 100, "bucket_elements": 50},
+]
+
+
+def trained_in_host_memory(world: World, units: dict[str, int]) -> list[torch.Tensor]:
+    torch.manual_seed(world.seed)
+    inner = Uneven()
+    config = {"stage": 3, "units": units, "timeout_seconds": 100}
+    optimizer = torch.optim.SGD(inner.parameters(), 0.1)
+    model, optimizer = zero_ext.prepare(inner, optimizer, config, process_group=world.group)
+    for loss in losses(world, model, inner):
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not engine_of(model).collectives.in_one_order
+    return list(zero_ext.full_state_dict(model, rank0_only=False).values())
+
+
+@pytest.mark.parametrize("units", UNITS)
+@on_ranks(2, 3)
+def test_in_host_memory_no_rank_waits_for_what_another_has_last(world: World, units: dict[str, int]) -> None:
+    for one, other in zip(trained_in_host_memory(world, units), trained_plainly(world), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def in_the_order_of_arrival(world: World, units: dict[str, int]) -> str:
+    def adopt(reducer: GradientReducer, arrivals: list[int]) -> None:
+        reducer._outside = set()
+        original(reducer, arrivals)
+
+    original = GradientReducer._adopt_order
+    adopted = mock.patch.object(GradientReducer, "_adopt_order", adopt)
+    with adopted, pytest.raises(RuntimeError) as caught:
+        trained_in_host_memory(world, units)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("units", UNITS)
+def test_in_the_order_of_arrival_ranks_wait_for_each_other(
+    rank_pool: RankPool, units: dict[str, int]
+) -> None:
+    """The test above would notice."""
+    told = rank_pool.run(2, f"{__name__}:in_the_order_of_arrival", {"units": units})
+    rank_pool.close()
+    assert any("expected the same collective on all ranks" in each for each in told), told
+
+
+class Counts:
+    """In the place of collectives: agreements answer with the largest of some numbers."""
+
+    def __init__(self, others: list[int]) -> None:
+        self.world_size, self.rank, self.agreements = 1 + len(others), 0, 0
+        self._others = others
+
+    def gather(self, counts: torch.Tensor, own: torch.Tensor, kind: str, label: str) -> Any:
+        assert own.data_ptr() == counts.data_ptr()
+        counts[1:] = torch.tensor(self._others)
+        self.agreements += 1
+        return mock.Mock()
+
+
+def test_places_are_learned_and_kept() -> None:
+    collectives: Any = Counts([2, 0])
+    schedule = ReductionSchedule(collectives, ahead=2)
+    schedule.begin(lambda: False)
+    assert schedule.most == 2
+    assert [schedule.at_gather(begun) for begun in (0, 3)] == [2, 3] and schedule.most == 3 + 2
+    assert collectives.agreements == 2
+    schedule.learn()
+    schedule.begin(lambda: False)
+    assert schedule.most == 2  # another one waits, even where it is ready
+    assert [schedule.at_gather(begun) for begun in (0, 2)] == [2, 3] and collectives.agreements == 2
+    assert schedule.most > 1000  # no gather is expected
+    assert schedule.at_gather(5) == 5 and collectives.agreements == 3  # and one comes
+    schedule.learn()
+    schedule.begin(lambda: False)
+    assert [schedule.at_gather(0) for _ in range(3)] == [2, 3, 5] and collectives.agreements == 3
+
+
+def test_where_no_gather_was_learned_none_is_waited_for() -> None:
+    collectives: Any = Counts([2, 0])
+    schedule = ReductionSchedule(collectives, ahead=2)
+    schedule.begin(lambda: False)
+    assert schedule.most == 2
+    schedule.learn()
+    schedule.begin(lambda: False)
+    assert schedule.most > 1000 and collectives.agreements == 0
+    schedule.begin(lambda: True)
+    assert schedule.most == 2
+
+
+@pytest.mark.parametrize(("stage", "units"), [(1, {}), (2, {}), (3, {"reuse_elements": 1 << 40})])
+@on_ranks(2, stand_in=True)
+def test_without_gathers_offloaded_gradients_do_not_pile_up(
+    world: World, stage: int, units: dict[str, int]
+) -> None:
+    """The host waits for their way to its memory, and nothing in backward makes ranks agree meanwhile."""
+    torch.manual_seed(world.seed)
+    inner = Uneven().to("stand_in")
+    config = {
+        "stage": stage,
+        "offload": {"optimizer": "host"},
+        "units": {"bucket_elements": 700, **units},
+    }
+    most: list[int] = []
+    waiting: list[int] = []
+    original = GradientReducer.arrived
+
+    def arrived(reducer: GradientReducer, *rest: Any) -> None:
+        original(reducer, *rest)
+        whole = (each for each in reducer.gradients if each.complete and not each.reducing)
+        waiting.append(sum(each.has_local for each in whole))
+
+    offered = mock.patch.object(dist, "get_backend_config", lambda group: f"stand_in:{BACKEND}")
+    with offered, mock.patch.object(GradientReducer, "arrived", arrived):
+        optimizer = torch.optim.AdamW(inner.parameters(), 0.1)
+        model, optimizer = zero_ext.prepare(inner, optimizer, config, process_group=world.group)
+        assert engine_of(model).collectives.in_one_order
+        for _ in range(4):
+            waiting.clear()
+            model(torch.randn(3, WIDTH).to("stand_in")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            most.append(max(waiting))
+    assert len(engine_of(model).reducer.gradients) > 5
+    assert most[-1] <= 1, most
+
+
+@on_ranks(2, stand_in=True)
+def test_a_gather_after_a_learned_pass_without_any(world: World) -> None:
+    """Reading a weight between forward and backward releases its unit, which was kept. The host of the rank
+    whose gradients come early must not wait for what the other begins after the gather alone."""
+    torch.manual_seed(world.seed)
+    inner = Uneven().to("stand_in")
+    config = {
+        "stage": 3,
+        "offload": {"optimizer": "host", "grads": "host"},
+        "timeout_seconds": 60.0,
+        "batch": {"gradient_accumulation_steps": 2},
+        "units": {"reuse_elements": 1 << 40, "prefetch_elements": 0},
+    }
+    offered = mock.patch.object(dist, "get_backend_config", lambda group: f"stand_in:{BACKEND}")
+    with offered:
+        optimizer = torch.optim.AdamW(inner.parameters(), 0.1)
+        model, optimizer = zero_ext.prepare(inner, optimizer, config, process_group=world.group)
+        for step in range(6):
+            last = step == 5
+            model(torch.randn(3, WIDTH).to("stand_in")).backward()
+            inner.early = last and world.rank == 1
+            loss = model(torch.randn(3, WIDTH).to("stand_in"))
+            if last:
+                schedule: Any = engine_of(model).reducer._schedules
+                assert schedule._due == []
+                inner.blocks[0].first.weight.norm().item()  # on all ranks
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(schedule._due) > 0

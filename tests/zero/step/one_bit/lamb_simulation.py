@@ -1,0 +1,101 @@
+"""1-bit LAMB on all ranks in one process, written out from the paper and DeepSpeed's order of steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from tests.zero.step.one_bit.simulation import BETA1, BETA2, DECAY, EPS, LR, Simulated
+from zero_ext import ops
+
+COEFF_BETA, FACTOR_MAX, FACTOR_MIN, THRESHOLD = 0.9, 4.0, 0.5, 0.1
+
+
+class SimulatedLamb(Simulated):
+    """One flat buffer; ``ratios`` and ``factors`` are the parameters' by name."""
+
+    ratios: dict[str, float]
+    factors: dict[str, float]
+    scalings: dict[str, float]
+
+    def step(self, what: str, gradients: Sequence[torch.Tensor], used: set[str]) -> None:
+        if what == "full":
+            self.takes_part = self._mask(used)
+            total = torch.zeros(self.layout.numel)
+            for gradient in gradients:
+                total = total + gradient.float()
+            self._warm_up((total * (1 / self.ranks)).to(gradients[0].dtype).float(), used)
+            return
+        super().step(what, gradients, used)
+
+    def places(self, used: set[str] | None = None) -> list[tuple[str, slice]]:
+        return [
+            (spec.name, slice(offset, offset + spec.numel))
+            for spec, offset in zip(self.layout.specs, self.layout.offsets, strict=True)
+            if used is None or spec.name in used
+        ]
+
+    def sizes(self) -> dict[str, float]:
+        return {
+            name: norm(self.momentum[part]) / math.sqrt(part.stop - part.start)
+            for name, part in self.places()
+        }
+
+    def _raise_variance(self) -> None:
+        super()._raise_variance()
+        self.fresh = self.variance
+
+    def _floors(self) -> list[slice]:
+        return [part for _, part in self.places()]
+
+    def _warm_up(self, gradient: torch.Tensor, used: set[str]) -> None:
+        self._set_momentum(self._averaged(self.momentum, gradient))
+        variance = self.variance * BETA2 + gradient * gradient * (1 - BETA2)
+        self.variance = self.fresh = self._where(variance, self.variance)
+        self.master = self.master.clone()
+        for name, part in self.places(used):
+            update = self._update(part)[0]
+            weights, updates = norm(self.master[part]), norm(update)
+            ratio = min(max(weights / updates, 0.01), 10.0) if weights and updates else 1.0
+            if ratio != 1:
+                self.ratios[name] = COEFF_BETA * self.ratios.get(name, 0.0) + (1 - COEFF_BETA) * ratio
+            self.master[part] -= update * (LR * ratio)
+        self.parameters = [self.master.to(self.layout.dtype)] * self.ranks
+
+    def _scaled(self, gradients: list[torch.Tensor]) -> None:
+        scaling = torch.ones(self.layout.numel, dtype=torch.float64)
+        for name, part in self.places():
+            scaling[part] = self.scalings[name]
+        before = self.momentum
+        sent = [self._where((self._averaged(before, each) * scaling.float()), before) for each in gradients]
+        average = self._all_reduce(sent, self.takes_part) if self.ranks > 1 else sent[0]
+        self._set_momentum(average / scaling.float())
+        told = (self.momentum - before * BETA1) / (1 - BETA1)
+        self.fresh = self._where(self.fresh * BETA2 + told * told * (1 - BETA2), self.fresh)
+        self.master = self.master.clone()
+        for name, part in self.places():
+            if self.takes_part[part].all():
+                update, alone = self._update(part)
+                self.master[part] -= update * (LR * self._ratio(name, part, norm(update), norm(alone)))
+        self.parameters = [self.master.to(self.layout.dtype)] * self.ranks
+
+    def _ratio(self, name: str, part: slice, whole: float, alone: float) -> float:
+        factor = float(((self.variance[part].sqrt() + EPS) / (self.fresh[part].sqrt() + EPS)).max())
+        share = min(1.0, alone / whole)
+        factor = min(max(factor * share + (1 - share), FACTOR_MIN), FACTOR_MAX)
+        last = self.factors.get(name, 1.0)
+        factor = min(max(factor, last * (1 - THRESHOLD)), last * (1 + THRESHOLD))
+        self.factors[name] = factor
+        return self.ratios[name] * factor
+
+    def _update(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        alone = self.momentum[part] / (self.variance[part].sqrt() + EPS)
+        return alone + self.master[part] * DECAY, alone
+
+
+def norm(values: torch.Tensor) -> float:
+    total = torch.zeros(ops.ACCUMULATOR_ENTRIES, dtype=torch.int64)
+    ops.squared_norm_(values.contiguous(), total)
+    return float(ops.squared_norm_value(total).sqrt())

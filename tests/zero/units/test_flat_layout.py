@@ -1,0 +1,107 @@
+"""Flat layouts: every element has one place, every shard is equally long and aligned, for any parameters."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_ext.zero.units.flat_layout import ALIGNMENT_BYTES, FlatLayout, ParameterSpec, memory_order
+
+SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), min_size=1, max_size=8)
+DTYPES = st.sampled_from(
+    [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.complex128]
+)
+WORLDS = st.integers(1, 70)
+
+
+def layout_of(shapes: list[tuple[int, ...]], dtype: torch.dtype, world_size: int) -> FlatLayout:
+    specs = [
+        ParameterSpec(f"p{number}", shape, torch.empty(shape).stride(), dtype)
+        for number, shape in enumerate(shapes)
+    ]
+    return FlatLayout.build(specs, world_size)
+
+
+@given(SHAPES, DTYPES, WORLDS)
+def test_shards_are_equal_aligned_and_as_short_as_that_allows(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, world_size: int
+) -> None:
+    layout = layout_of(shapes, dtype, world_size)
+    assert layout.nbytes == layout.numel * dtype.itemsize
+    assert layout.shard_numel * world_size == layout.numel > 0
+    assert layout.shard_numel * dtype.itemsize % ALIGNMENT_BYTES == 0
+    ranges = [layout.shard_range(rank) for rank in range(world_size)]
+    assert [begin for begin, _ in ranges] == [0, *(end for _, end in ranges[:-1])]
+    assert ranges[-1][1] == layout.numel
+    padded = sum(math.ceil(math.prod(shape) * dtype.itemsize / ALIGNMENT_BYTES) for shape in shapes)
+    assert layout.nbytes == math.ceil(max(padded, 1) / world_size) * world_size * ALIGNMENT_BYTES
+
+
+@given(SHAPES, DTYPES, WORLDS)
+def test_every_element_has_exactly_one_place(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, world_size: int
+) -> None:
+    layout = layout_of(shapes, dtype, world_size)
+    owner = [-1] * layout.numel
+    for index, (spec, offset) in enumerate(zip(layout.specs, layout.offsets, strict=True)):
+        assert offset * dtype.itemsize % ALIGNMENT_BYTES == 0
+        for place in range(offset, offset + spec.numel):
+            assert owner[place] == -1
+            owner[place] = index
+    gaps = {place for begin, end in layout.gaps for place in range(begin, end)}
+    assert gaps == {place for place, index in enumerate(owner) if index == -1}
+
+
+@given(SHAPES, DTYPES, WORLDS, st.data())
+def test_overlaps_of_any_cut_tell_where_each_element_is(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, world_size: int, data: st.DataObject
+) -> None:
+    layout = layout_of(shapes, dtype, world_size)
+    cuts = sorted(data.draw(st.lists(st.integers(0, layout.numel), max_size=5)))
+    seen: dict[tuple[int, int], int] = {}
+    for begin, end in itertools.pairwise([0, *cuts, layout.numel]):
+        for overlap in layout.overlaps(begin, end):
+            assert overlap.numel > 0 and overlap.range_start + overlap.numel <= end - begin
+            for step in range(overlap.numel):
+                element = (overlap.index, overlap.parameter_start + step)
+                assert element not in seen
+                seen[element] = begin + overlap.range_start + step
+    wanted = {
+        (index, element): offset + element
+        for index, (spec, offset) in enumerate(zip(layout.specs, layout.offsets, strict=True))
+        for element in range(spec.numel)
+    }
+    assert seen == wanted
+
+
+@given(SHAPES.map(lambda shapes: max(shapes, key=len)), st.randoms(use_true_random=False))
+def test_memory_order_keeps_dense_strides_and_replaces_others(shape: tuple[int, ...], rng: object) -> None:
+    order = list(range(len(shape)))
+    rng.shuffle(order)  # type: ignore[attr-defined]
+    permuted = torch.empty([shape[dim] for dim in order]).permute(
+        [order.index(dim) for dim in range(len(shape))]
+    )
+    assert tuple(permuted.shape) == shape
+    contiguous = torch.empty(shape).stride()
+    stride = memory_order(permuted)
+    assert stride == (permuted.stride() if math.prod(shape) else contiguous)
+    if math.prod(shape) > 1:
+        assert memory_order(torch.zeros(()).expand(shape)) == contiguous
+        assert memory_order(torch.empty([*shape, 2])[..., 0]) == contiguous
+
+
+def test_mistakes_are_named() -> None:
+    single = ParameterSpec("w", (2,), (1,), torch.float32)
+    with pytest.raises(ValueError, match="world_size: 0 given, at least 1"):
+        FlatLayout.build([single], 0)
+    with pytest.raises(ValueError, match="one dtype"):
+        FlatLayout.build([single, ParameterSpec("v", (2,), (1,), torch.float16)], 2)
+    with pytest.raises(ValueError, match="one dtype"):
+        FlatLayout.build([], 2)
+    with pytest.raises(ValueError, match="rank: 2 given, 0 to 1 wanted"):
+        FlatLayout.build([single], 2).shard_range(2)

@@ -1,0 +1,298 @@
+"""Frozen parameters of packed bytes: sharded in every tier, loud while released, saved with their meaning."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import zero_ext
+from tests.multi.on_ranks import on_ranks
+from tests.multi.pool import RankPool
+from tests.multi.rank import World
+from tests.zero.training import adamw, check_close, configuration, distance, train_plain, train_prepared
+from zero_ext.zero import engine_of
+from zero_ext.zero.api.memory_breakdown import ledger_by_tier
+
+HERE = "tests.zero.units.test_quantized_params"
+WIDTH = 13
+TIERS: tuple[dict[str, Any], ...] = ({}, {"params": "host", "optimizer": "host"}, {"params": "nvme"})
+
+
+class Meaning:
+    """What a quantiser hangs on its weights."""
+
+    def __init__(self, scale: torch.Tensor, offset: torch.Tensor) -> None:
+        self.scale = scale
+        self.nested = type("Nested", (), {})()
+        self.nested.offset = offset
+
+
+class Packed(nn.Parameter):
+    """A class of its own, as quantisers have."""
+
+    def __new__(cls, data: torch.Tensor, meaning: Meaning | None = None) -> Packed:
+        made: Packed = torch.Tensor._make_subclass(cls, data, False)
+        made.meaning = meaning  # type: ignore[attr-defined]
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Packed:
+        return Packed(self.data.clone(), copy.deepcopy(self.meaning, memo))  # type: ignore[attr-defined]
+
+
+class ByteLinear(nn.Module):
+    """A frozen 8-bit linear layer [.., n] to [.., n], with a trainable adapter of rank 2."""
+
+    def __init__(self, width: int, dtype: torch.dtype = torch.uint8) -> None:
+        super().__init__()
+        codes = torch.randint(0, 256, (width, width), dtype=torch.uint8)
+        if dtype.itemsize > 1:
+            # Bytes of 4 codes in a number: all kinds of them, NaN among them.
+            codes = torch.randint(0, 256, (width, 4 * width), dtype=torch.uint8)
+            codes[0, :4] = torch.tensor([0x01, 0x02, 0xC0, 0x7F], dtype=torch.uint8)
+        meaning = Meaning(torch.rand(width, 1) / 300, torch.tensor(127.0))
+        self.weight: Any = Packed(codes.view(dtype), meaning)
+        self.bias = nn.Parameter(torch.randn(width), requires_grad=False)
+        self.down = nn.Parameter(torch.randn(2, width) / width)
+        self.up = nn.Parameter(torch.randn(width, 2))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        codes = self.weight.view(torch.uint8)[:, : features.shape[-1]]
+        meaning = self.weight.meaning
+        whole = (codes.float() - meaning.nested.offset) * meaning.scale
+        base = functional.linear(features, whole, self.bias)
+        return torch.tanh(base + functional.linear(functional.linear(features, self.down), self.up))
+
+
+def model_of(seed: int, dtype: torch.dtype = torch.uint8) -> Any:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(ByteLinear(WIDTH, dtype) for _ in range(3)), nn.Linear(WIDTH, 2))
+
+
+def loss_of(model: nn.Module, features: torch.Tensor) -> torch.Tensor:
+    return model(features).square().mean()
+
+
+def batch_of(seed: int, step: int, micro: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(hash((seed, step, micro, rank)) & 0x7FFFFFFF)
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+def trainable(parameters: Any) -> torch.optim.Optimizer:
+    return adamw([each for each in parameters if each.requires_grad])
+
+
+@on_ranks(1, 2, 3)
+def test_training_over_packed_bytes_is_that_of_one_process(world: World) -> None:
+    for dtype in (torch.uint8, torch.float32):
+        reference = train_plain(world, model_of(world.seed, dtype), loss_of, batch_of, make_optimizer=adamw)
+        frozen = model_of(world.seed, dtype)
+        for stage, offload in ((3, TIERS[0]), (3, TIERS[1]), (3, TIERS[2]), (2, TIERS[0])):
+            with tempfile.TemporaryDirectory() as folder:
+                tiers = {"nvme_paths": [folder], **offload} if "nvme" in offload.values() else offload
+                config = configuration(stage, offload=tiers, units={"persistence_threshold": 4})
+                model = model_of(world.seed + world.rank, dtype)  # rank 0's values count, scales included
+                run = train_prepared(world, model, loss_of, batch_of, config, make_optimizer=trainable)
+                assert run.engine is not None
+                for name, parameter in model.named_parameters():
+                    if name.endswith("0.weight"):
+                        assert isinstance(parameter, Packed) and parameter.dtype is dtype
+                        assert parameter.grad is None
+                _check_ledger(run.engine, model, stage, offload.get("params", "device"))
+                state = zero_ext.full_state_dict(model)
+            for number in range(3):
+                own, twin = state[f"{number}.weight"], frozen[number].weight.data
+                assert own.dtype is dtype and torch.equal(own.view(torch.uint8), twin.view(torch.uint8))
+                assert torch.equal(
+                    state[f"{number}.weight.meaning.scale"], frozen[number].weight.meaning.scale
+                )
+            parameters = {name: value for name, value in state.items() if name in reference.parameters}
+            for found in (parameters, reference.parameters):
+                for number in range(3):
+                    found[f"{number}.weight"] = torch.zeros(1)
+            # Losses fall to 4e-4, where fp32 sums in another order differ by more than 1e-6 of them.
+            check_close(run._replace(parameters=parameters), reference, tolerance=1e-5)
+
+
+def _check_ledger(engine: Any, model: nn.Module, stage: int, tier: str) -> None:
+    """Bytes are counted as bytes, in their tier, and the optimizer's are those of what is trained alone."""
+    held: dict[str, int] = {}
+    for unit in engine.units:
+        lies = tier if unit.placement.params else "device"
+        numel = unit.layout.shard_numel if unit.placement.params else unit.layout.numel
+        held[lies] = held.get(lies, 0) + numel * unit.layout.dtype.itemsize
+    found = ledger_by_tier(engine)
+    assert {name: found[name]["params"] for name in found if found[name]["params"]} == held
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    assert trained == {spec.name for master in engine.masters for spec in master.unit.layout.specs}
+    owned = sum(master.end - master.begin for master in engine.masters)
+    optimizer = sum(each["optimizer"] for each in found.values())
+    assert 2 * 4 * owned <= optimizer <= 3 * 4 * owned + 4096 * 3 * len(engine.masters)
+
+
+@on_ranks(1, 2)
+def test_a_released_parameter_of_integers_refuses_to_be_computed_with(world: World) -> None:
+    model = model_of(world.seed)
+    config = configuration(3, offload={"params": "host"}, units={"persistence_threshold": 0})
+    prepared, _ = zero_ext.prepare(model, trainable(model.parameters()), config, process_group=world.group)
+    weight = model[1].weight
+    ones = torch.ones(WIDTH)
+    uses: list[Any] = [
+        lambda: weight + 1,
+        lambda: functional.embedding(torch.tensor([0]), weight),
+        lambda: torch.ops.aten.bitwise_and(weight, weight),
+        lambda: weight.float() @ ones,
+        lambda: torch.cat([weight, weight]),
+        lambda: weight.data + 1,
+        lambda: weight.detach().sum(),
+        lambda: weight[0],
+        lambda: weight.numpy(),
+        lambda: weight.item(),
+        lambda: weight.fill_(1),
+        lambda: (model[1](ones[None]), weight.t()),
+    ]
+    for number, use in enumerate(uses):
+        with pytest.raises(RuntimeError, match=r"'1\.weight'.*zero_ext\.gathered"):
+            use()
+            raise AssertionError(f"use {number} passed")
+    assert weight.shape == (WIDTH, WIDTH) and weight.dtype is torch.uint8 and not weight.requires_grad
+    assert isinstance(weight, Packed) and repr(weight) and weight.numel() == WIDTH**2
+    with zero_ext.gathered([weight]):
+        assert type(weight) is Packed and torch.equal(weight.data, model_of(world.seed)[1].weight.data)
+    with zero_ext.gathered([weight], modifier_rank=0):
+        weight.fill_(7 + world.rank)
+    assert torch.equal(
+        prepared.full_state_dict()["1.weight"], torch.full((WIDTH, WIDTH), 7, dtype=torch.uint8)
+    )
+    assert engine_of(prepared).index[weight][0].layout.dtype is torch.uint8
+
+
+@on_ranks(2)
+def test_bytes_born_sharded(world: World) -> None:
+    for offload in ({}, {"params": "host"}):
+        torch.manual_seed(world.seed)
+        with zero_ext.Init(configuration(3, offload=offload), process_group=world.group):
+            model = nn.Sequential(*(ByteLinear(WIDTH) for _ in range(3)), nn.Linear(WIDTH, 2))
+        with pytest.raises(RuntimeError, match=r"zero_ext\.Init.*gives its bytes"):
+            model[0].weight.float()
+        assert model[0].weight.shape == (WIDTH, WIDTH)
+        zero_ext.prepare(model, None, configuration(3, offload=offload), process_group=world.group)
+        plain = model_of(world.seed)
+        assert torch.equal(zero_ext.full_state_dict(model)["2.weight"], plain[2].weight.data)
+        features = batch_of(world.seed, 0, 0, 0)
+        assert torch.equal(model(features), plain(features))
+
+
+def checkpoint(world: World, folder: str, save: bool, seed: int, tier: str) -> list[torch.Tensor]:
+    """Saves a model, or loads it into another; the outputs it gives, and those of its whole state dict."""
+    path = Path(folder) / f"tier-{world.rank}"
+    path.mkdir(exist_ok=True)
+    model = model_of(seed + (not save))
+    offload = {"params": tier, **({"nvme_paths": [str(path)]} if tier == "nvme" else {})}
+    prepared, _ = zero_ext.prepare(
+        model, trainable(model.parameters()), configuration(3, offload=offload), process_group=world.group
+    )
+    if save:
+        zero_ext.save_checkpoint(Path(folder) / "saved", prepared, step=1)
+    else:
+        zero_ext.load_checkpoint(Path(folder) / "saved", prepared)
+    features = batch_of(seed, 0, 0, 0)
+    other = model_of(seed + 2)
+    again, _ = zero_ext.prepare(other, None, configuration(3), process_group=world.group)
+    zero_ext.load_full_state_dict(again, zero_ext.full_state_dict(prepared))
+    return [model(features).detach(), again(features).detach(), model_of(seed)(features).detach()]
+
+
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_checkpoints_hold_the_bytes_and_what_they_mean(
+    rank_pool: RankPool, tmp_path: Path, tier: str
+) -> None:
+    seed = int(torch.randint(1 << 30, ()))
+    print(f"seed {seed}")
+    arguments = {"folder": str(tmp_path), "seed": seed, "tier": tier}
+    for ranks, save in ((2, True), (3, False), (1, False)):
+        for outputs in rank_pool.run(ranks, f"{HERE}:checkpoint", {**arguments, "save": save}):
+            assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[2])
+
+
+def resume(world: World, folder: str, save: bool, seed: int) -> list[float]:
+    """Two steps and a save without what is frozen, or two more after loading it; the losses of the latter."""
+    model = model_of(seed)
+    config = configuration(3, units={"persistence_threshold": 0})
+    prepared, optimizer = zero_ext.prepare(
+        model, trainable(model.parameters()), config, process_group=world.group
+    )
+    if not save:
+        with pytest.raises(ValueError, match=r"'0\.weight' is missing"):
+            zero_ext.load_checkpoint(folder, prepared)
+        zero_ext.load_checkpoint(folder, prepared, frozen=False)
+    losses = []
+    for step in range(4 if save else 2):
+        if save and step == 2:
+            zero_ext.save_checkpoint(folder, prepared, step=2, frozen=False, asynchronous=False)
+            found = zero_ext.full_state_dict(prepared, wanted=lambda name: name.endswith("up"))
+            assert sorted(found) == ["0.up", "1.up", "2.up"] and found["1.up"].shape == (WIDTH, 2)
+            assert not zero_ext.full_state_dict(prepared, wanted=lambda name: False)
+        loss = loss_of(prepared, batch_of(seed, step % 2, 0, 0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses[-2:]
+
+
+def test_a_checkpoint_without_the_frozen_base_resumes(rank_pool: RankPool, tmp_path: Path) -> None:
+    seed = int(torch.randint(1 << 30, ()))
+    print(f"seed {seed}")
+    arguments = {"folder": str(tmp_path), "seed": seed}
+    wanted = rank_pool.run(2, f"{HERE}:resume", {**arguments, "save": True})[0]
+    for ranks in (2, 1):
+        found = rank_pool.run(ranks, f"{HERE}:resume", {**arguments, "save": False})[0]
+        assert found == pytest.approx(wanted, rel=1e-5) if ranks == 1 else found == wanted
+    stored = "".join(file.read_text() for file in tmp_path.rglob("*.json"))
+    assert "0.up" in stored and "0.weight" not in stored and "0.bias" not in stored
+
+
+@on_ranks(2)
+def test_what_cannot_be_sharded_is_refused_before_anything_changes(world: World) -> None:
+    class Several(torch.Tensor):
+        """A tensor made of another one."""
+
+        @staticmethod
+        def __new__(cls, inner: torch.Tensor) -> Several:
+            made: Several = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
+            made.inner = inner  # type: ignore[assignment]
+            return made
+
+        def __tensor_flatten__(self) -> tuple[list[str], None]:
+            return ["inner"], None
+
+        @classmethod
+        def __tensor_unflatten__(cls, inner: Any, *_: Any) -> Several:
+            return cls(inner["inner"])
+
+        @classmethod
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten.detach.default:
+                return cls(args[0].inner)
+            raise NotImplementedError(str(func))
+
+    model = nn.Linear(3, 3)
+    model.weight = nn.Parameter(Several(torch.ones(3, 3)), requires_grad=False)
+    with pytest.raises(ValueError, match=r"'weight' is a Several.*bitsandbytes"):
+        zero_ext.prepare(model, adamw([model.bias]), configuration(3), process_group=world.group)
+    assert not distance({"bias": model.bias.detach()}, {"bias": model.bias.detach()})
+    # One rank that quantised in other blocks has other scales.
+    packed = model_of(world.seed)
+    if world.rank == 1:
+        packed[0].weight.meaning.scale = torch.ones(1, 1)
+    with pytest.raises(RuntimeError, match=r"Ranks \[1\] differ from rank 0"):
+        zero_ext.prepare(packed, None, configuration(3), process_group=world.group)

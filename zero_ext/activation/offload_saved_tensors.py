@@ -1,0 +1,140 @@
+"""Tensors that autograd saves, moved out of the device's memory and back: nothing is computed again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from zero_ext.activation.offloader import Keeper, Record
+from zero_ext.activation.packed_layout import elements_of, fits
+
+# Moved memory that is looked through for what is gone when it has doubled, from here on.
+_FEW = 64
+# What stays where it is: parameters, and the buffers that gathered ones lie in.
+Stays = Callable[[torch.Tensor], bool]
+
+
+class Moved:
+    """The memory of one storage, or of one tensor, that was moved; all views of it are made of one copy.
+
+    Once fetched it is present until the last view is gone.
+    """
+
+    def __init__(self, keeper: Keeper, record: Record) -> None:
+        record.add_receiver(0)
+        self._keeper = keeper
+        self._record = record
+        self._present: torch.Tensor | None = None
+
+    def flat(self) -> torch.Tensor:
+        """The tensor that was moved."""
+        if self._present is None:
+            self._present = self._keeper.fetch(self._record, 0)
+        return self._present
+
+
+@dataclass(frozen=True)
+class View:
+    """A saved tensor as a view of what was moved, ``offset`` elements from its first one."""
+
+    moved: Moved
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor as it was saved."""
+        memory = self.moved.flat()
+        if memory.storage_offset() % self.dtype.itemsize:  # a storage that begins between elements
+            memory = memory.clone()
+        flat = memory[: memory.nbytes // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
+        return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class AsItIs:
+    """A saved tensor that stays; what autograd checks where no hooks are is checked here."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> AsItIs:
+        """``tensor`` as it is now."""
+        version = 0 if tensor.is_inference() else tensor._version
+        # An op's own result, saved as it is, would hold the op's node, which holds it: a cycle that the
+        # garbage collector does not see. autograd gives what it unpacks its history back.
+        return cls(tensor if tensor.is_leaf else tensor.detach(), version)
+
+    def get(self) -> torch.Tensor:
+        """The tensor. ``RuntimeError`` if it was changed in place."""
+        now = 0 if self.tensor.is_inference() else self.tensor._version
+        if now != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.tensor.shape)} that backward needs was modified by an "
+                f"inplace operation: it is at version {now}, and was saved at version {self.version}"
+            )
+        return self.tensor
+
+
+class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """Inside, what autograd saves goes to a keeper's room and comes back in backward.
+
+    ``keeper_of`` a device keeps what is saved there. A storage is moved once, however many tensors and views
+    of it are saved. Tensors of fewer than ``smallest`` bytes, what ``stays`` and subclasses stay.
+    """
+
+    def __init__(self, keeper_of: Callable[[torch.device], Keeper], smallest: int, stays: Stays) -> None:
+        super().__init__(self._pack, _unpack)
+        self._keeper_of = keeper_of
+        self._smallest = smallest
+        self._stays = stays
+        # Moved memory by storage object, version and range; the weak reference keeps the object's address
+        # from being used again.
+        self._known: dict[tuple[int, ...], tuple[StorageWeakRef, weakref.ref[Moved]]] = {}
+        self._most_known = _FEW
+
+    def _pack(self, tensor: torch.Tensor) -> View | AsItIs:
+        if not fits(tensor) or tensor.is_inference() or tensor.nbytes < self._smallest or self._stays(tensor):
+            return AsItIs.of(tensor)
+        whole, begin = _memory_to_move(tensor)
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor._version, begin, whole.nbytes)
+        found = self._known.get(key)
+        moved = found[1]() if found is not None and not found[0].expired() else None
+        if moved is None:
+            keeper = self._keeper_of(tensor.device)
+            moved = Moved(keeper, keeper.keep([whole], "saved tensors"))
+            self._forget()
+            self._known[key] = (StorageWeakRef(storage), weakref.ref(moved))
+        offset = tensor.storage_offset() - begin // tensor.element_size()
+        return View(moved, tensor.dtype, tensor.shape, tensor.stride(), int(offset))
+
+    def _forget(self) -> None:
+        if len(self._known) < self._most_known:
+            return
+        gone = [key for key, (storage, moved) in self._known.items() if storage.expired() or moved() is None]
+        for key in gone:
+            del self._known[key]
+        self._most_known = max(_FEW, 2 * len(self._known))
+
+
+def _memory_to_move(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The bytes of the tensor's storage, or of the tensor from its first element to its last if that is less
+    than half of it; and where they begin in the storage."""
+    storage, size = tensor.untyped_storage(), tensor.element_size()
+    span = elements_of(tensor.shape, tensor.stride())
+    begin, nbytes = tensor.storage_offset() * size, span * size
+    if 2 * nbytes >= storage.nbytes():
+        begin, nbytes = 0, storage.nbytes()
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    return whole[begin : begin + nbytes], int(begin)
+
+
+def _unpack(packed: View | AsItIs) -> torch.Tensor:
+    return packed.tensor() if isinstance(packed, View) else packed.get()

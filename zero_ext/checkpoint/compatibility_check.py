@@ -1,0 +1,89 @@
+"""Does a checkpoint fit a model? The same parameters and buffers, whole for whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from zero_ext.checkpoint.format.dtypes import dtype_named
+from zero_ext.checkpoint.format.manifest import Manifest, ParameterRecord
+from zero_ext.checkpoint.format.memory_order import memory_order
+from zero_ext.checkpoint.format.state_source import ParameterDescription
+
+_MOST_PROBLEMS_SHOWN = 5
+
+
+def match_parameters(
+    manifest: Manifest, table: Mapping[str, ParameterDescription], path: Path
+) -> dict[str, str]:
+    """The name in the checkpoint of each parameter of the model; they differ only where tied names do.
+
+    ValueError lists the parameters that are missing, unexpected, tied otherwise, of another shape, or in
+    another memory order. The compute precision and whether a parameter is trained may differ.
+    """
+    by_any_name = {
+        alias: name for name, entry in manifest.parameters.items() for alias in (name, *entry.aliases)
+    }
+    found: dict[str, str] = {}
+    problems = []
+    for name, entry in table.items():
+        stored = by_any_name.get(name)
+        if stored is None:
+            problems.append(f"parameter {name!r} is missing in the checkpoint")
+            continue
+        found[name] = stored
+        problem = _difference({name, *entry.aliases}, entry, stored, manifest.parameters[stored])
+        if problem:
+            problems.append(f"parameter {name!r} {problem}")
+    unexpected = manifest.parameters.keys() - set(found.values())
+    problems.extend(f"parameter {name!r} is not in the model" for name in sorted(unexpected))
+    _refuse(problems, path)
+    return found
+
+
+def match_buffers(manifest: Manifest, buffers: Mapping[str, torch.Tensor], path: Path) -> None:
+    """ValueError lists the buffers that are missing, unexpected, of another shape or kind of dtype."""
+    problems = []
+    for name, buffer in buffers.items():
+        record = manifest.buffers.get(name)
+        if record is None:
+            problems.append(f"buffer {name!r} is missing in the checkpoint")
+        elif list(buffer.shape) != record.shape:
+            problems.append(f"buffer {name!r} has shape {record.shape}, the model's {list(buffer.shape)}")
+        elif dtype_named(record.dtype) != buffer.dtype and not (
+            dtype_named(record.dtype).is_floating_point and buffer.dtype.is_floating_point
+        ):
+            problems.append(f"buffer {name!r} is {record.dtype}, the model's {buffer.dtype}")
+    unexpected = manifest.buffers.keys() - buffers.keys()
+    problems.extend(f"buffer {name!r} is not in the model" for name in sorted(unexpected))
+    _refuse(problems, path)
+
+
+def _difference(
+    names: set[str], entry: ParameterDescription, stored: str, record: ParameterRecord
+) -> str | None:
+    if names != {stored, *record.aliases}:
+        return f"is tied as {_listed(names)}, in the checkpoint as {_listed({stored, *record.aliases})}"
+    if list(entry.shape) != record.shape:
+        return f"has shape {record.shape}, the model's {list(entry.shape)}"
+    if memory_order(entry.shape, entry.stride) != memory_order(record.shape, record.stride):
+        return (
+            f"was saved with stride {record.stride}, the model has {list(entry.stride)}; "
+            "convert the model to the same memory format first"
+        )
+    return None
+
+
+def _refuse(problems: Iterable[str], path: Path) -> None:
+    listed = list(problems)
+    if listed:
+        shown = "; ".join(listed[:_MOST_PROBLEMS_SHOWN])
+        left = len(listed) - _MOST_PROBLEMS_SHOWN
+        more = f"; and {left} more" if left > 0 else ""
+        raise ValueError(f"{path} does not fit this model: {shown}{more}")
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names))

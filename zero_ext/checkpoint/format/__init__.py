@@ -1,0 +1,1 @@
+"""The format on disk: directory, manifest, safetensors headers, JSON state, and the state it is made from."""

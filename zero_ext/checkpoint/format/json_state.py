@@ -1,0 +1,204 @@
+"""Python values as JSON and back, unchanged: what schedulers, loaders and users keep beside the tensors.
+
+Plain JSON loses tuples, non-string keys, NaN and infinities without a word. Such values are written as an
+object with one key that starts with "$"; everything else stays plain JSON.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import collections
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from zero_ext.checkpoint.files.checkpoint_error import brief, shortened
+from zero_ext.checkpoint.files.raw_buffers import byte_view, raw_view
+from zero_ext.checkpoint.format.dtypes import dtype_name, dtype_named
+
+LARGEST_TENSOR_BYTES = 16 << 20
+_DEEPEST = 100
+_MOST_DIMENSIONS = 64
+_MOST_LARGE_KEYS = 1000
+_LONGEST_PATH = 500
+_LONGEST_PART = 100
+_TOO_MANY_LARGE_KEYS = (
+    f"keys: expected at most {_MOST_LARGE_KEYS} numbers of more than 64 bits, got more. Use text as keys."
+)
+
+
+class _Place(NamedTuple):
+    """Position of a value. It becomes text only in an error: a text per item of a long list under a long
+    name takes quadratic time."""
+
+    above: _Place | str
+    pattern: str
+    key: object
+
+    def __str__(self) -> str:
+        parts: list[str] = []
+        place: _Place | str = self
+        while isinstance(place, _Place):
+            parts.append(shortened(place.pattern.format(place.key), _LONGEST_PART))
+            place = place.above
+        return shortened("".join([place, *reversed(parts)]), _LONGEST_PATH)
+
+
+_ITEM, _ATTRIBUTE, _ENTRY, _KEY = "[{}]", ".{}", "[{!r}]", " key {!r}"
+_Where = _Place | str
+
+
+def encode(value: object, path: str) -> Any:
+    """JSON for ``value``: None, bool, int, float, str, bytes, list, tuple, dict, Counter, small CPU tensors.
+
+    TypeError naming ``path`` and the type for anything else; ValueError for a tensor over 16 MiB, or nesting
+    deeper than 100 levels.
+    """
+    return _encode(value, path, 0)
+
+
+def decode(value: Any, path: str) -> Any:
+    """The value that ``encode`` was given; ValueError naming ``path`` for JSON it never writes."""
+    return _Decoder().decode(value, path)
+
+
+def _encode(value: object, path: _Where, depth: int) -> Any:
+    if depth > _DEEPEST:
+        raise ValueError(f"{path}: nested deeper than {_DEEPEST} levels (does it contain itself?)")
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if type(value) is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return _encode_sequence(value, path, depth)
+    if isinstance(value, dict) and type(value) in (dict, collections.OrderedDict, collections.Counter):
+        return _encode_mapping(value, path, depth)
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, path)
+    raise TypeError(
+        f"{path}: a {type(value).__module__}.{type(value).__qualname__} cannot be stored in a checkpoint; "
+        "give None, bool, int, float, str, bytes, list, tuple, dict or a small tensor "
+        "(an object's state_dict(), not the object)"
+    )
+
+
+def _encode_sequence(value: list[Any] | tuple[Any, ...], path: _Where, depth: int) -> Any:
+    items = [_encode(item, _Place(path, _ITEM, index), depth + 1) for index, item in enumerate(value)]
+    return items if type(value) is list else {"$tuple": items}
+
+
+def _encode_mapping(value: Mapping[Any, Any], path: _Where, depth: int) -> Any:
+    plain = all(type(key) is str and not key.startswith("$") for key in value)
+    if plain and type(value) is not collections.Counter:
+        return {key: _encode(item, _Place(path, _ATTRIBUTE, key), depth + 1) for key, item in value.items()}
+    if sum(map(_is_large, value)) > _MOST_LARGE_KEYS:
+        raise ValueError(f"{path}: {_TOO_MANY_LARGE_KEYS}")
+    pairs = [
+        [
+            _encode(key, _Place(path, _KEY, key), depth + 1),
+            _encode(item, _Place(path, _ENTRY, key), depth + 1),
+        ]
+        for key, item in value.items()
+    ]
+    return {"$counter" if type(value) is collections.Counter else "$dict": pairs}
+
+
+def _encode_tensor(value: torch.Tensor, path: _Where) -> Any:
+    if value.device.type != "cpu" or value.layout != torch.strided:
+        raise TypeError(f"{path}: a {value.layout} tensor on {value.device} cannot be stored; call .cpu()")
+    if value.nbytes > LARGEST_TENSOR_BYTES:
+        raise ValueError(
+            f"{path}: a tensor of {value.nbytes} bytes is too large to go beside the parameters "
+            f"(limit {LARGEST_TENSOR_BYTES}); make it a buffer of the model or save it in a file of its own"
+        )
+    stored = byte_view(value.contiguous())
+    data = base64.b64encode(raw_view(stored)).decode()
+    return {"$tensor": {"dtype": dtype_name(value.dtype), "shape": list(value.shape), "data": data}}
+
+
+def _is_large(value: object) -> bool:
+    """Whether `value` is a number that can share its hash with any number of others."""
+    return isinstance(value, int) and value.bit_length() > 64
+
+
+class _Decoder:
+    """One call of `decode`."""
+
+    def __init__(self) -> None:
+        self._keys = 0  # how many the value that is decoded lies in
+        self._large_keys = 0
+
+    def decode(self, value: Any, path: _Where) -> Any:
+        """The value that was encoded."""
+        if isinstance(value, list):
+            return [self.decode(item, _Place(path, _ITEM, index)) for index, item in enumerate(value)]
+        if not isinstance(value, dict):
+            self._count_large_keys(value, path)
+            return value
+        marks = [key for key in value if key.startswith("$")]
+        if not marks:
+            return {key: self.decode(item, _Place(path, _ATTRIBUTE, key)) for key, item in value.items()}
+        mark = marks[0]
+        if len(value) != 1:
+            raise ValueError(
+                f"{path}: {brief(mark)} stands beside other keys; the file is damaged or foreign"
+            )
+        try:
+            return self._decode_marked(mark, value[mark], path)
+        except (TypeError, KeyError, AttributeError, RuntimeError, binascii.Error) as error:
+            if isinstance(error, RecursionError):
+                raise
+            raise ValueError(f"{path}: {brief(mark)} does not hold what it should: {error}") from error
+
+    def _decode_marked(self, mark: str, content: Any, path: _Where) -> Any:
+        if mark == "$float":
+            if content not in ("nan", "inf", "-inf"):
+                raise ValueError(f"{path}: $float holds {brief(content)}, wanted nan, inf or -inf")
+            return float(content)
+        if mark == "$bytes":
+            return base64.b64decode(content, validate=True)
+        if mark == "$tuple":
+            if not isinstance(content, list):
+                raise ValueError(f"{path}: $tuple holds a {type(content).__name__}, wanted a list")
+            return tuple(self.decode(content, path))
+        if mark in ("$dict", "$counter"):
+            pairs = {
+                self._decode_key(key, path): self.decode(item, _Place(path, _ENTRY, key))
+                for key, item in content
+            }
+            return collections.Counter(pairs) if mark == "$counter" else pairs
+        if mark == "$tensor":
+            return _decode_tensor(content, path)
+        raise ValueError(
+            f"{path}: unknown mark {brief(mark)}; was the checkpoint written by a newer zero_ext?"
+        )
+
+    def _decode_key(self, key: Any, path: _Where) -> Any:
+        self._keys += 1
+        try:
+            return self.decode(key, path)
+        finally:
+            self._keys -= 1
+
+    def _count_large_keys(self, value: object, path: _Where) -> None:
+        if self._keys and _is_large(value):
+            self._large_keys += 1
+            if self._large_keys > _MOST_LARGE_KEYS:
+                raise ValueError(f"{path}: {_TOO_MANY_LARGE_KEYS}")
+
+
+def _decode_tensor(content: dict[str, Any], path: _Where) -> torch.Tensor:
+    dtype, shape = dtype_named(content["dtype"]), content["shape"]
+    data = base64.b64decode(content["data"], validate=True)
+    if len(shape) > _MOST_DIMENSIONS or any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"{path}: tensor shape {brief(shape)} is no list of sizes")
+    if len(data) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{path}: {len(data)} bytes do not make a {dtype} tensor of shape {brief(shape)}")
+    if not data:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)

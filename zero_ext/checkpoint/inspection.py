@@ -1,0 +1,107 @@
+"""Looking into a checkpoint without a model: its table, its sizes, and whether every byte is intact."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_ext.checkpoint.format.directory import CheckpointDirectory
+from zero_ext.checkpoint.format.manifest import MANIFEST_NAME, Manifest, read_manifest
+from zero_ext.checkpoint.format.manifest_check import check_manifest, piece_bytes
+from zero_ext.checkpoint.format.state_source import BUFFER
+from zero_ext.checkpoint.transfer.chunk_reader import (
+    ChunkReader,
+    Read,
+    header_chunk,
+    piece_chunks,
+    shard_paths,
+)
+
+
+@dataclass(frozen=True)
+class TensorSummary:
+    """One parameter or buffer: its logical shape, compute dtype, tied names, and bytes stored by kind."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    aliases: tuple[str, ...]
+    bytes_by_kind: dict[str, int]
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What ``inspect_checkpoint`` found. ``damage`` is empty if every byte is as it was written."""
+
+    path: Path
+    step: int
+    world_size: int
+    tensors: tuple[TensorSummary, ...]
+    bytes_by_kind: dict[str, int]
+    file_bytes: dict[str, int]
+    damage: tuple[str, ...]
+
+
+def checkpoint_path(directory: str | os.PathLike[str], step: int | None = None) -> Path:
+    """The directory of one checkpoint: ``directory`` itself if it is one, else its step or latest one."""
+    path = Path(directory).absolute()
+    if step is None and (path / MANIFEST_NAME).exists():
+        return path
+    root = CheckpointDirectory(path)
+    return root.committed(root.resolve(step))
+
+
+def open_checkpoint(directory: str | os.PathLike[str], step: int | None = None) -> tuple[Path, Manifest]:
+    """Path and checked manifest of a checkpoint; CheckpointError says what is wrong with it."""
+    path = checkpoint_path(directory, step)
+    manifest, _ = read_manifest(path)
+    check_manifest(manifest, path)
+    return path, manifest
+
+
+def inspect_checkpoint(directory: str | os.PathLike[str], *, step: int | None = None) -> CheckpointReport:
+    """Reads the table of a checkpoint and every byte of its files.
+
+    ``directory`` is one checkpoint, or holds several, of which ``step`` (by default the latest) is taken.
+    CheckpointError if there is none, or its manifest or the size of a file is wrong; bytes that do not have
+    their checksum are listed in the report.
+    """
+    path, manifest = open_checkpoint(directory, step)
+    stored: dict[tuple[bool, str], Counter[str]] = defaultdict(Counter)
+    totals: Counter[str] = Counter()
+    for piece in manifest.pieces:
+        totals[piece.kind] += piece_bytes(piece)
+        stored[piece.kind == BUFFER, piece.name][piece.kind] += piece_bytes(piece)
+    parameters = [
+        TensorSummary(name, tuple(entry.shape), entry.dtype, tuple(entry.aliases), dict(stored[False, name]))
+        for name, entry in manifest.parameters.items()
+    ]
+    buffers = [
+        TensorSummary(name, tuple(entry.shape), entry.dtype, (), dict(stored[True, name]))
+        for name, entry in manifest.buffers.items()
+    ]
+    return CheckpointReport(
+        path=path,
+        step=manifest.step,
+        world_size=manifest.world_size,
+        tensors=(*parameters, *buffers),
+        bytes_by_kind=dict(totals),
+        file_bytes={entry.name: entry.bytes for entry in manifest.files},
+        damage=tuple(_damage(path, manifest)),
+    )
+
+
+def _damage(path: Path, manifest: Manifest) -> list[str]:
+    chunks = [header_chunk(manifest, file) for file in range(len(manifest.files))]
+    for piece in manifest.pieces:
+        chunks.extend(piece_chunks(piece, manifest.chunk_bytes, 0, len(piece.crc32c)))
+    chunks.sort()
+    with ChunkReader(shard_paths(path, manifest)) as reader:
+        arrivals = reader.read([Read(chunk, None) for chunk in chunks])
+        return [
+            reader.damage(chunks[arrived.request], arrived.crc32c)
+            for arrived in arrivals
+            if arrived.crc32c != chunks[arrived.request].crc32c
+        ]

@@ -1,0 +1,144 @@
+"""What the saves and loads of one source share: the save in flight, and connections between the ranks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
+from zero_ext.checkpoint.format.state_source import StateSource
+
+_STORE_PREFIX = "zero_ext.checkpoint"
+
+
+class SaveHandle:
+    """A save that is done or under way. ``step`` and ``path`` say what it makes.
+
+    An error of a background save is raised by ``wait``, else by the next save or load of the same model. If
+    neither comes, it is printed to stderr when the handle is dropped or the process ends. The process ends
+    only after the save has.
+    """
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step = step
+        self.path = path
+        self._finished = threading.Event()
+        self._error: BaseException | None = None
+        # Not the error itself: its traceback leads back here, and the handle would live for ever.
+        self._unseen: list[str] = []
+        weakref.finalize(self, _report, self._unseen)
+
+    def done(self) -> bool:
+        """True once the save has ended, well or not."""
+        return self._finished.is_set()
+
+    def wait(self, timeout_seconds: float | None = None) -> Path:
+        """Blocks until the checkpoint is committed and returns its directory.
+
+        TimeoutError after ``timeout_seconds``; the save's own error if it failed.
+        """
+        if not self._finished.wait(timeout_seconds):
+            raise TimeoutError(f"{self.path}: the save is still under way after {timeout_seconds} s")
+        self._unseen.clear()
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+    def raise_unseen(self) -> None:
+        """Waits for the end of the save; CheckpointError if it failed and nobody has been told."""
+        self._finished.wait()
+        if self._unseen and self._error is not None:
+            self._unseen.clear()
+            raise CheckpointError(
+                f"the previous save, {self.path.name}, failed: {self._error}"
+            ) from self._error
+
+    def run(self, save: Callable[[], None]) -> SaveHandle:
+        """Does the save now; an error is raised here."""
+        try:
+            save()
+        finally:
+            self._finished.set()
+        return self
+
+    def run_in_background(self, save: Callable[[], None]) -> SaveHandle:
+        """Does the save on a thread that the process waits for at its end."""
+        threading.Thread(target=self._work, args=(save,), name=f"save {self.path.name}", daemon=False).start()
+        return self
+
+    def _work(self, save: Callable[[], None]) -> None:
+        # Running as a method keeps the handle, and with it the report of an error, until the end.
+        try:
+            save()
+        except BaseException as error:
+            # The frames below hold the staged copy of the state.
+            traceback.clear_frames(error.__traceback__)
+            self._error = error
+            self._unseen.append(f"zero_ext: {self.path} was not saved, and nobody has waited for it: {error}")
+        finally:
+            self._finished.set()
+
+
+def _report(unseen: list[str]) -> None:
+    for text in unseen:
+        print(text, file=sys.stderr, flush=True)
+
+
+class Session:
+    """Saves and loads of one source come one after another; this holds what they leave for the next."""
+
+    def __init__(self) -> None:
+        self.in_flight: SaveHandle | None = None
+        self._group: dist.ProcessGroupGloo | None = None
+
+    def finish_previous(self) -> None:
+        """Waits for the save in flight. CheckpointError if it failed and nobody has been told."""
+        handle, self.in_flight = self.in_flight, None
+        if handle is not None:
+            handle.raise_unseen()
+
+    def group_of(self, source: StateSource) -> dist.ProcessGroupGloo | None:
+        """The connections that the ranks of ``source`` agree over, made by all of them at the first call.
+
+        They are the session's own: a save in the background must not mix its messages with the training
+        step's, and has to end well after ``destroy_process_group``. ``new_group`` gives neither.
+        """
+        if source.world_size == 1:
+            return None
+        if source.group is None:
+            raise RuntimeError(f"a world of {source.world_size} ranks needs a process group, got None")
+        if self._group is None:
+            store = source.group.get_group_store()
+            # All ranks come here together, so the arrivals of one meeting are world_size counts in a row.
+            meeting = (store.add(_STORE_PREFIX, 1) - 1) // source.world_size
+            self._group = dist.ProcessGroupGloo(
+                dist.PrefixStore(f"{_STORE_PREFIX}/{meeting}", store),
+                source.rank,
+                source.world_size,
+                timedelta(seconds=source.config.timeout_seconds),
+            )
+        return self._group
+
+
+# A source knows nothing of checkpoints, and a save in flight has to be found again from the source alone.
+_sessions: WeakKeyDictionary[StateSource, Session] = WeakKeyDictionary()
+
+
+def session_of(source: StateSource) -> Session:
+    """The session of ``source``, which lives as long as it does."""
+    return _sessions.setdefault(source, Session())
+
+
+def save_under_way(source: StateSource) -> SaveHandle | None:
+    """The save of ``source`` that is under way in the background; None if there is none."""
+    session = _sessions.get(source)
+    handle = None if session is None else session.in_flight
+    return None if handle is None or handle.done() else handle

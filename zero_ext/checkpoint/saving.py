@@ -1,0 +1,194 @@
+"""Saving: every rank writes its pieces, all agree that every byte is on the disk, one rename commits."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from zero_ext.checkpoint.files.filesystem import Storage
+from zero_ext.checkpoint.format.directory import LARGEST_STEP, CheckpointDirectory
+from zero_ext.checkpoint.format.dtypes import dtype_name, dtype_named
+from zero_ext.checkpoint.format.json_state import encode
+from zero_ext.checkpoint.format.manifest import (
+    CHUNK_BYTES,
+    FORMAT,
+    VERSION,
+    BufferRecord,
+    Manifest,
+    ParameterRecord,
+)
+from zero_ext.checkpoint.format.memory_order import memory_order
+from zero_ext.checkpoint.format.state_source import ParameterDescription, StateSource
+from zero_ext.checkpoint.rank_consensus import Agreement
+from zero_ext.checkpoint.save_job import UNTOUCHED, SaveJob
+from zero_ext.checkpoint.save_session import SaveHandle, session_of
+from zero_ext.checkpoint.transfer.shard_file import owned_pieces
+
+_NOT_IN_BACKGROUND = (
+    "state on NVMe or in 8-bit blocks is not copied in memory for a save in the background: this one was "
+    "written before the call returned; asynchronous=False saves the same way without this warning"
+)
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    source: StateSource,
+    *,
+    step: int | None = None,
+    client_state: Any = None,
+    keep_last: int | None = None,
+    asynchronous: bool = False,
+    extra: dict[str, Any] | None = None,
+) -> SaveHandle:
+    """Saves the state of ``source`` as ``directory/step-000123``; all ranks call it together.
+
+    ``step`` defaults to the source's own count (``scalar_state()["steps"]``); a checkpoint of the same step
+    is replaced. ``client_state`` is the user's, ``extra`` holds named states such as a scheduler's; both take
+    None, numbers, text, bytes, lists, tuples, dicts and tensors up to 16 MiB, and rank 0's are kept.
+    ``keep_last`` removes older checkpoints once this one is whole. ``asynchronous`` copies the state in host
+    memory and returns; writing goes on in the background, the next save or load of the source waits for it.
+
+    State that a rank keeps in a store (``StoredValues``) is streamed from there, without a copy in memory.
+    Nothing holds its values while training changes them, so if any rank has such state, an asynchronous save
+    copies nothing, says so in a RuntimeWarning of rank 0, and has written everything when it returns.
+
+    Where ranks name different directories, rank 0's is taken, with a RuntimeWarning on the others.
+
+    Every rank must have written its part within ``config.timeout_seconds``. Errors reach every rank:
+    ValueError or TypeError for arguments, CheckpointError for everything else (disk full, a rank that died).
+    The last checkpoint stays whole whatever happens, a killed process included.
+    """
+    session = session_of(source)
+    request = _Request(directory, step, client_state, keep_last, extra)
+    group = session.group_of(source)
+    agreement = Agreement(source.rank, source.world_size, group, f"saving to {directory}")
+    jobs: list[SaveJob] = []
+
+    def prepare() -> dict[str, Any]:
+        session.finish_previous()
+        jobs.append(_prepare(request, source, agreement))
+        return {
+            "directory": str(jobs[0].directory.root),
+            "fingerprint": jobs[0].fingerprint(),
+            "reads_stores": jobs[0].reads_stores,
+        }
+
+    answers = agreement.stage(prepare, UNTOUCHED)
+    in_background = asynchronous and not any(answer["reads_stores"] for answer in answers)
+
+    def settle() -> None:
+        _check_same([answer["fingerprint"] for answer in answers])
+        jobs[0] = _in_directory(jobs[0], answers[0]["directory"])
+        if in_background:
+            jobs[0] = jobs[0].staged()
+
+    agreement.stage(settle, UNTOUCHED)
+    job = jobs[0]
+    handle = SaveHandle(job.manifest.step, job.directory.committed(job.manifest.step))
+    if in_background:
+        session.in_flight = handle
+        return handle.run_in_background(job.run)
+    handle.run(job.run)
+    # Not sooner: where warnings are errors the other ranks would wait for this one.
+    if asynchronous and source.rank == 0:
+        warnings.warn(_NOT_IN_BACKGROUND, RuntimeWarning, stacklevel=2)
+    return handle
+
+
+class _Request(NamedTuple):
+    """The arguments of ``save_checkpoint``, not yet checked."""
+
+    directory: str | os.PathLike[str]
+    step: int | None
+    client_state: Any
+    keep_last: int | None
+    extra: dict[str, Any] | None
+
+
+def _in_directory(job: SaveJob, root: str) -> SaveJob:
+    """The same save in ``root``, the directory of rank 0, with a warning if this rank was given another."""
+    own = job.directory.root
+    if str(own) == root:
+        return job
+    warnings.warn(
+        f"save_checkpoint: directory: expected the same on all ranks, got '{root}' on rank 0 and '{own}' on "
+        f"rank {job.agreement.rank}. All ranks save to that of rank 0. Pass one directory, for example "
+        "without a time or a rank in its name.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return replace(job, directory=CheckpointDirectory(Path(root)))
+
+
+def _check_same(answers: list[dict[str, Any]]) -> None:
+    for rank, answer in enumerate(answers):
+        for name in {**answers[0], **answer}:
+            first, seen = answers[0].get(name), answer.get(name)
+            if seen != first:
+                raise ValueError(f"{name} differs between ranks: {first} on rank 0, {seen} on rank {rank}")
+
+
+def _prepare(request: _Request, source: StateSource, agreement: Agreement) -> SaveJob:
+    if request.keep_last is not None and (type(request.keep_last) is not int or request.keep_last < 1):
+        raise ValueError(f"keep_last is {request.keep_last!r}; give a number from 1, or None to keep all")
+    buffers = source.buffers()
+    manifest = _describe(request, source, buffers)
+    pieces = owned_pieces(source.save_pieces(), buffers if source.rank == 0 else {})
+    return SaveJob(
+        directory=CheckpointDirectory(Path(request.directory).absolute()),
+        manifest=manifest,
+        pieces=pieces,
+        agreement=agreement,
+        keep_last=request.keep_last,
+        timeout_seconds=source.config.timeout_seconds,
+        storage=Storage(),
+    )
+
+
+def _describe(request: _Request, source: StateSource, buffers: Mapping[str, torch.Tensor]) -> Manifest:
+    scalar_state = source.scalar_state()
+    step = scalar_state.get("steps") if request.step is None else request.step
+    if type(step) is not int or not 0 <= step < LARGEST_STEP:
+        raise ValueError(f"step is {step!r}; give step= a whole number from 0 to {LARGEST_STEP - 1}")
+    extra = {} if request.extra is None else request.extra
+    if type(extra) is not dict or any(type(name) is not str or name.startswith("$") for name in extra):
+        raise TypeError("extra must be a dict from names (without '$') to states")
+    return Manifest(
+        format=FORMAT,
+        version=VERSION,
+        step=step,
+        world_size=source.world_size,
+        mesh={"dp": source.world_size},
+        chunk_bytes=CHUNK_BYTES,
+        parameters={name: _parameter(name, entry) for name, entry in source.parameter_table().items()},
+        buffers={
+            name: BufferRecord(shape=list(buffer.shape), dtype=dtype_name(buffer.dtype))
+            for name, buffer in buffers.items()
+        },
+        files=[],
+        pieces=[],
+        scalar_state=encode(scalar_state, "scalar_state"),
+        client_state=encode(request.client_state, "client_state"),
+        extra=encode(extra, "extra"),
+    )
+
+
+def _parameter(name: str, entry: ParameterDescription) -> ParameterRecord:
+    try:
+        memory_order(entry.shape, entry.stride)
+        dtype = dtype_name(dtype_named(entry.dtype))
+    except ValueError as error:
+        raise ValueError(f"parameter {name!r}: {error}") from None
+    return ParameterRecord(
+        shape=list(entry.shape),
+        stride=list(entry.stride),
+        dtype=dtype,
+        aliases=list(entry.aliases),
+        trainable=entry.trainable,
+    )

@@ -1,0 +1,64 @@
+"""The values behind a piece, in memory or in a store: size, checks, transfers whose errors name the piece."""
+
+from __future__ import annotations
+
+import torch
+
+from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
+from zero_ext.checkpoint.format.state_source import StoredValues
+
+
+def element_count(values: torch.Tensor | StoredValues) -> int:
+    """Number of elements."""
+    return values.numel() if isinstance(values, torch.Tensor) else values.numel
+
+
+def byte_count(values: torch.Tensor | StoredValues) -> int:
+    """Bytes of all elements."""
+    return element_count(values) * values.dtype.itemsize
+
+
+def check_values(values: object, label: str) -> None:
+    """TypeError or ValueError, beginning with ``label``, unless ``values`` may stand behind a piece."""
+    if isinstance(values, torch.Tensor):
+        if values.is_meta or values.dim() != 1 or not values.is_contiguous():
+            raise ValueError(
+                f"{label}: got a tensor of shape {tuple(values.shape)}, stride {values.stride()} "
+                f"on {values.device}, wanted one dimension, contiguous, in memory"
+            )
+        return
+    if not isinstance(values, StoredValues):
+        raise TypeError(f"{label}: got a {type(values).__name__}, wanted a tensor or StoredValues")
+    if type(values.numel) is not int or values.numel < 0:
+        raise ValueError(f"{label}: its store gives numel {values.numel!r}, wanted a number of elements")
+    if not isinstance(values.dtype, torch.dtype):
+        raise TypeError(f"{label}: its store gives dtype {values.dtype!r}, wanted a torch.dtype")
+
+
+def read_stored(values: StoredValues, begin: int, end: int, label: str) -> torch.Tensor:
+    """Elements [begin, end) of what ``label`` names. CheckpointError if they cannot be had."""
+    try:
+        found = values.read(begin, end)
+    except Exception as error:
+        raise CheckpointError(_failure(label, "reading", begin, end, error)) from error
+    if found.dtype != values.dtype or found.shape != (end - begin,):
+        raise CheckpointError(
+            f"{label}: its store answers a read of elements {begin} to {end} with {tuple(found.shape)} of "
+            f"{found.dtype}, wanted {(end - begin,)} of {values.dtype}; the store is at fault"
+        )
+    return found.cpu()
+
+
+def write_stored(values: StoredValues, begin: int, found: torch.Tensor, label: str) -> None:
+    """Puts ``found`` (1-D; floats convert) in the place of the elements from ``begin`` on.
+
+    CheckpointError naming ``label`` if the store cannot take them.
+    """
+    try:
+        values.write(begin, found.to(values.dtype))
+    except Exception as error:
+        raise CheckpointError(_failure(label, "writing", begin, begin + found.numel(), error)) from error
+
+
+def _failure(label: str, doing: str, begin: int, end: int, error: Exception) -> str:
+    return f"{label}: {doing} elements {begin} to {end} of its store failed: {type(error).__name__}: {error}"

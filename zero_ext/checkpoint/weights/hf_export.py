@@ -1,0 +1,105 @@
+"""Export to Hugging Face's format: safetensors shards and an index, readable without this library."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from zero_ext.checkpoint.format.dtypes import SAFETENSORS_CODES, dtype_named
+from zero_ext.checkpoint.format.manifest import BufferRecord, Manifest, ParameterRecord, PieceRecord
+from zero_ext.checkpoint.format.memory_order import is_logical_order, to_logical_order
+from zero_ext.checkpoint.format.state_source import BUFFER, MASTER
+from zero_ext.checkpoint.inspection import open_checkpoint
+from zero_ext.checkpoint.transfer.chunk_reader import ChunkReader, Read, piece_chunks, shard_paths
+from zero_ext.checkpoint.weights.weight_files import LazyTensor, write_weights
+
+
+def export_huggingface(
+    directory: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    dtype: torch.dtype | str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    *,
+    step: int | None = None,
+) -> list[Path]:
+    """Writes the model's weights of a checkpoint to ``out`` as ``from_pretrained`` reads them; the new files.
+
+    ``dtype`` is what floating-point parameters become; None gives each the precision it computes in.
+    Buffers keep theirs. A file holds ``max_shard_bytes`` of tensors at most, but one tensor at least. Of
+    tied names only the first is written. What is held in memory at a time is one tensor, or a chunk of it
+    where memory order is row-major. ``directory`` and ``step`` are those of ``inspect_checkpoint``.
+
+    ValueError for another dtype or size, or weights too large for float16; CheckpointError for a damaged
+    checkpoint or an ``out`` that holds exported weights already. No file appears under its final name unless
+    all are whole.
+    """
+    wanted = _checked_dtype(dtype)
+    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes!r}; give a number of bytes from 1")
+    path, manifest = open_checkpoint(directory, step)
+    weights = stored_weights(path, manifest)
+    if wanted is not None:
+        floats = [name for name in manifest.parameters if weights[name].dtype.is_floating_point]
+        weights |= {name: replace(weights[name], dtype=wanted) for name in floats}
+    return write_weights(weights, Path(out).absolute(), max_shard_bytes)
+
+
+def stored_weights(path: Path, manifest: Manifest) -> dict[str, LazyTensor]:
+    """Return the parameters and buffers of a checkpoint by their first names, in the precision they compute
+    in. Reading one raises ``CheckpointError`` if its bytes are damaged."""
+    pieces: dict[tuple[str, str], list[PieceRecord]] = {}
+    for piece in sorted(manifest.pieces, key=lambda piece: piece.start):
+        pieces.setdefault((piece.kind, piece.name), []).append(piece)
+    tables: list[tuple[str, Mapping[str, ParameterRecord | BufferRecord]]]
+    tables = [(MASTER, manifest.parameters), (BUFFER, manifest.buffers)]
+    found = {}
+    for kind, name, entry in ((kind, *item) for kind, table in tables for item in table.items()):
+        shape = torch.Size(entry.shape)
+        in_order = torch.empty(shape, device="meta").stride()
+        stride = entry.stride if isinstance(entry, ParameterRecord) else in_order
+        parts = partial(_parts, path, manifest, pieces.get((kind, name), ()), shape, stride)
+        found[name] = LazyTensor(shape, dtype_named(entry.dtype), parts)
+    return found
+
+
+def _checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    found = dtype_named(dtype) if isinstance(dtype, str) else dtype
+    if found not in SAFETENSORS_CODES or not found.is_floating_point:
+        raise ValueError(f"dtype is {dtype!r}; weights can go out as float32, bfloat16, float16 or float64")
+    return found
+
+
+def _parts(
+    path: Path,
+    manifest: Manifest,
+    pieces: Sequence[PieceRecord],
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> Iterable[torch.Tensor]:
+    """The tensor's elements in logical order."""
+    values = _in_memory_order(path, manifest, pieces)
+    if is_logical_order(shape, stride):
+        return values
+    whole = torch.cat([part.clone() for part in values])
+    return (to_logical_order(whole, shape, stride),)
+
+
+def _in_memory_order(path: Path, manifest: Manifest, pieces: Sequence[PieceRecord]) -> Iterator[torch.Tensor]:
+    """Verified elements, a chunk at a time, each valid until the next."""
+    chunks = [
+        (chunk, dtype_named(piece.dtype))
+        for piece in pieces
+        for chunk in piece_chunks(piece, manifest.chunk_bytes, 0, len(piece.crc32c))
+    ]
+    with ChunkReader(shard_paths(path, manifest)) as reader:
+        for arrived in reader.read([Read(chunk, None) for chunk, _ in chunks]):
+            chunk, dtype = chunks[arrived.request]
+            reader.check(chunk, arrived.crc32c)
+            yield arrived.data.view(dtype)

@@ -1,0 +1,135 @@
+"""Hugging Face's safetensors into a prepared model: every rank reads its own shards, a piece at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
+from zero_ext.checkpoint.format.memory_order import is_logical_order
+from zero_ext.checkpoint.rank_consensus import Agreement
+from zero_ext.checkpoint.save_session import session_of
+from zero_ext.checkpoint.transfer.chunk_reader import Chunk, ChunkReader
+from zero_ext.checkpoint.transfer.device_staging import DeviceStaging
+from zero_ext.checkpoint.transfer.read_plan import Fill, Wanted
+from zero_ext.checkpoint.weights.safetensors_files import find_weights
+from zero_ext.checkpoint.weights.safetensors_plan import Rename, WeightsPlan, plan_weights
+from zero_ext.zero.api.engine_lookup import engine_of
+
+# A file has no checksums whose size would say how much to read as one.
+CHUNK_BYTES = 4 << 20
+_UNCHANGED = "Nothing of the model was changed"
+_DAMAGE = "weights from safetensors were loaded only in part; load them all, or a checkpoint"
+
+
+def load_safetensors(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    rename: Rename | None = None,
+) -> tuple[list[str], list[str]]:
+    """Loads Hugging Face weights into a prepared model of any stage, tiers and ranks; a collective.
+
+    Every rank reads the bytes of its own shards and nothing else, in pieces, straight into their tiers, so
+    the model is never whole anywhere. After ``prepare(model_on_meta, values="empty")`` it never was.
+    Floating-point tensors are converted; master weights get the values of the file, in float32. Optimizer
+    state stays as it is, gradients are dropped. A tensor whose parameter is not row-major in memory is read
+    whole by every rank that has a part of it, one at a time.
+
+    Args:
+        model: what :func:`zero_ext.prepare` returned.
+        path: a folder as ``save_pretrained`` writes it (``model.safetensors``, or several files with
+            ``model.safetensors.index.json``), an index, or a single file; readable on every rank.
+        strict: raise for tensors that are missing or that the model does not have, instead of leaving them.
+            A tied parameter may come under any of its names; the last one counts, as in torch.
+        rename: from names in the files to names in the model: a mapping (others stay) or a function.
+
+    Returns:
+        The missing and the unexpected names.
+
+    Raises:
+        ValueError: names, shapes or dtypes do not fit; nothing was changed.
+        CheckpointError: a file is missing, damaged or hostile; nothing was changed. Or reading or storing
+            failed later: the model then refuses to go on until all weights or a checkpoint are loaded.
+    """
+    engine = engine_of(model)
+    state = engine.state
+    session = session_of(state)
+    if engine.optimizer_step.under_way:
+        engine.finish_updates()
+    agreement = Agreement(
+        state.rank, state.world_size, session.group_of(state), f"loading weights from {os.fspath(path)}"
+    )
+    plans: list[WeightsPlan] = []
+
+    def plan() -> str:
+        session.finish_previous()
+        if engine.optimizer_step.damage not in (None, _DAMAGE):
+            raise RuntimeError(
+                f"the optimizer's state is damaged, load a checkpoint first: {engine.optimizer_step.damage}"
+            )
+        files = find_weights(path)
+        plans.append(plan_weights(engine, files, strict, rename))
+        return files.digest()
+
+    if len(set(agreement.stage(plan, _UNCHANGED))) > 1:
+        raise CheckpointError(f"{os.fspath(path)}: the ranks see different files there. {_UNCHANGED}")
+    (planned,) = plans
+    agreement.stage(engine.follow_writes, _UNCHANGED)
+    before, engine.optimizer_step.damage = engine.optimizer_step.damage, _DAMAGE
+    agreement.stage(lambda: _fill(planned), _DAMAGE)
+    state.finish_load()
+    engine.optimizer_step.damage = before if planned.missing else None
+    agreement.raise_interrupt()
+    return planned.missing, planned.unexpected
+
+
+def _fill(plan: WeightsPlan) -> None:
+    staging = DeviceStaging()
+    with ChunkReader(plan.files.paths) as reader:
+        straight = [
+            fill
+            for name, runs in plan.runs.items()
+            if is_logical_order(*plan.orders[name])
+            for run in runs
+            for fill in _fills(plan, name, run, run.start)
+        ]
+        _read(reader, sorted(straight, key=lambda fill: fill.chunk[:2]), staging)
+        for name, runs in plan.runs.items():
+            if runs and not is_logical_order(*plan.orders[name]):
+                _fill_reordered(reader, plan, name, runs, staging)
+    with torch.no_grad():
+        for buffer, copy in plan.buffers:
+            buffer.copy_(copy.view(buffer.shape))
+
+
+def _fill_reordered(
+    reader: ChunkReader, plan: WeightsPlan, name: str, runs: Sequence[Wanted], staging: DeviceStaging
+) -> None:
+    shape, stride = plan.orders[name]
+    _, tensor = plan.stored(name)
+    values = torch.empty(tensor.entry.shape, dtype=tensor.entry.dtype, device="cpu")
+    _read(reader, list(_fills(plan, name, Wanted("weights", name, 0, values.view(-1)), 0)), staging)
+    ordered = torch.empty_strided(shape, stride, dtype=values.dtype, device="cpu").copy_(values)
+    flat = ordered.as_strided((values.numel(),), (1,))
+    for run in runs:
+        run.put(0, flat[run.start : run.start + run.numel], staging)
+
+
+def _fills(plan: WeightsPlan, name: str, run: Wanted, start: int) -> Iterator[Fill]:
+    """What to read for ``run``, which begins at element ``start`` of the stored tensor ``name``."""
+    file, (entry, offset) = plan.stored(name)
+    step = CHUNK_BYTES // entry.dtype.itemsize
+    for begin in range(0, run.numel, step):
+        end = min(begin + step, run.numel)
+        at, size = offset + (start + begin) * entry.dtype.itemsize, (end - begin) * entry.dtype.itemsize
+        yield Fill(Chunk(file, at, size, None, repr(entry.key)), entry.dtype, 0, run, begin, end)
+
+
+def _read(reader: ChunkReader, fills: Sequence[Fill], staging: DeviceStaging) -> None:
+    for arrived in reader.read([fill.read() for fill in fills]):
+        fills[arrived.request].place(arrived.data, staging)

@@ -1,0 +1,1 @@
+"""Commands that describe, measure and prepare this machine."""

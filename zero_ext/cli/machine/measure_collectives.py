@@ -1,0 +1,63 @@
+"""One rank of the measurement of collectives: gathers as the engine makes them; torchrun starts it.
+
+`python -m torch.distributed.run --nproc-per-node 2 -m zero_ext.cli.machine.measure_collectives RESULT BYTES`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from zero_ext.comm import Collectives
+from zero_ext.comm.process_group import join_world, make_collectives
+
+_PASSES = 9
+_SMALL_ELEMENTS = 4096
+_TIMEOUT_SECONDS = 120.0
+
+
+def gather_seconds(collectives: Collectives, elements: int, place: torch.device) -> float:
+    """The median time of a gather of ``elements`` in 16 bits over all ranks."""
+    flat = torch.zeros(elements, dtype=torch.bfloat16, device=place)
+    shard = flat.chunk(collectives.world_size)[collectives.rank]
+    taken = []
+    for _ in range(_PASSES):
+        dist.barrier()
+        begin = time.perf_counter()
+        collectives.gather(flat, shard, "gather", "measurement").wait()
+        if place.type != "cpu":
+            torch.accelerator.synchronize(place)
+        taken.append(time.perf_counter() - begin)
+    return median(taken[1:])
+
+
+def main(result: Path, nbytes: int) -> None:
+    """Measures a large and a small gather; rank 0 writes bytes a second that a rank receives, and latency."""
+    join_world(_TIMEOUT_SECONDS)
+    place = torch.device("cpu")
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        kind = torch.accelerator.current_accelerator()
+        place = torch.device(kind.type if kind is not None else "cpu", int(os.environ["LOCAL_RANK"]))
+    collectives = make_collectives(None, _TIMEOUT_SECONDS, place)
+    ranks = collectives.world_size
+    elements = nbytes // 2 // ranks * ranks
+    small = gather_seconds(collectives, _SMALL_ELEMENTS * ranks, place)
+    large = gather_seconds(collectives, elements, place)
+    received = 2 * (elements - _SMALL_ELEMENTS * ranks) * (ranks - 1) / ranks
+    if collectives.rank == 0:
+        found = {"bandwidth": received / max(large - small, 1e-9), "latency": small}
+        result.write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

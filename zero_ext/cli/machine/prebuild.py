@@ -1,0 +1,48 @@
+"""The extension modules compiled ahead of their first use, on a login node or into an image, say."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from zero_ext.ops import load_storage_swap, torch_swaps_storages
+from zero_ext.ops.jit.jit_build import STORAGE_MODULE, build_kernels
+from zero_ext.ops.jit.toolchain import WHEEL_ARCHITECTURES, Architecture, architectures_listed
+from zero_ext.ops.load_library import CUDA_MODULE, MODULE, kernels_are_loaded, load, present_architectures
+
+OPTION = "--cuda-architectures"
+
+
+def build_ahead(architectures: str | None) -> Iterator[str]:
+    """Builds what is missing; a line for each module when it is there.
+
+    Args:
+        architectures: compute capabilities, like ``8.0,9.0``; None: those of the GPUs here, else the wheel's.
+
+    Raises:
+        ValueError: `architectures` is malformed, names one below 8.0, or cannot have an effect.
+        RuntimeError: a module cannot be built.
+    """
+    wanted = None if architectures is None else _listed(architectures)
+    yield f"{MODULE}: {load().__file__}"
+    if not torch_swaps_storages():
+        yield f"zero_ext.{STORAGE_MODULE}: {load_storage_swap().__file__}"
+    if wanted is None and torch.version.cuda is None:
+        yield f"{CUDA_MODULE}: none, because torch {torch.__version__} is built without CUDA"
+        return
+    if kernels_are_loaded():
+        path = sys.modules[CUDA_MODULE].__file__
+        if wanted is not None:
+            raise ValueError(f"{OPTION} has no effect: this installation came with {path}; leave it out")
+        yield f"{CUDA_MODULE}: {path}"
+        return
+    yield f"{CUDA_MODULE}: {build_kernels(wanted or present_architectures() or WHEEL_ARCHITECTURES).__file__}"
+
+
+def _listed(text: str) -> set[Architecture]:
+    try:
+        return architectures_listed(text)
+    except ValueError as error:
+        raise ValueError(f"{OPTION}: {error}") from None

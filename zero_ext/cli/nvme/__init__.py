@@ -1,0 +1,1 @@
+"""``zero-ext bench-nvme``: I/O engine settings measured on a device."""

@@ -1,0 +1,107 @@
+"""The command ``zero-ext bench-nvme``: what is asked for, measured, shown and written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+
+from zero_ext import ops
+from zero_ext.cli.nvme.fio import fio_installed
+from zero_ext.cli.nvme.nvme_report import plot_sweep, sweep_table, write_section
+from zero_ext.cli.nvme.nvme_sweep import Grid, Sweep, sweep_device
+from zero_ext.config.parse_sizes import bytes_of, size_text
+
+
+def chosen_grid(backends: str, blocks: str, depths: str, submitters: str) -> Grid:
+    """The grid that the comma-separated options name; no backends means all that are available.
+
+    ValueError naming the option; RuntimeError with the reason for a backend that is not available.
+    """
+    reasons = ops.aio_backends()
+    names = _parts(backends) or tuple(name for name, reason in reasons.items() if not reason)
+    for name in names:
+        if name not in reasons:
+            raise ValueError(f"--backends has {name!r}; it may have {', '.join(reasons)}")
+        if reasons[name]:
+            raise RuntimeError(f"--backends has {name!r}, which is not available: {reasons[name]}")
+    sizes = tuple(bytes_of(part, "--blocks") for part in _parts(blocks) or ("",))
+    return Grid(names, sizes, _numbers(depths, "--depths"), _numbers(submitters, "--submitters"))
+
+
+def measure_and_report(
+    console: Console, path: Path, nbytes: int, grid: Grid, repeats: int, output: Path | None
+) -> None:
+    """Runs the sweep with a progress bar, prints the table and the best section, writes section and plot.
+
+    Errors of :func:`sweep_device`; ValueError if ``output`` is no place for the files, before measuring.
+    """
+    _check_output(output)
+    settings, left_out = grid.settings(nbytes)
+    _say_what_is_missing(console, len(left_out), nbytes)
+    passes = 2 * repeats * len(settings)
+    console.print(
+        f"{len(settings)} settings, each written and read {repeats} ×: "
+        f"{passes * nbytes / 1e9:,.1f} GB to move"
+    )
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        sweep = sweep_device(
+            path, nbytes, settings, repeats, lambda name: progress.update(task, description=name, advance=1)
+        )
+    if sweep.why_not_direct:
+        console.print(
+            f"[yellow]not the device but the page cache was measured:[/] {escape(sweep.why_not_direct)}",
+            soft_wrap=True,
+        )
+    console.print(sweep_table(sweep))
+    setting = sweep.best.setting
+    if setting is not None:
+        console.print(json.dumps({"aio": setting.section()}), soft_wrap=True)
+    if output is not None:
+        _write(console, sweep, output)
+
+
+def _say_what_is_missing(console: Console, left_out: int, nbytes: int) -> None:
+    for name, reason in ops.aio_backends().items():
+        if reason:
+            console.print(f"{name} is not available: {escape(reason)}", soft_wrap=True)
+    if not fio_installed():
+        console.print("fio is not installed, so there is no figure of its (apt-get install fio)")
+    if left_out:
+        console.print(f"{left_out} settings left out: they keep more than {size_text(nbytes)} in flight")
+
+
+def _write(console: Console, sweep: Sweep, output: Path) -> None:
+    console.print(f"wrote {escape(str(write_section(sweep, output)))}", soft_wrap=True)
+    try:
+        picture = plot_sweep(sweep, output.with_suffix(".png"))
+    except ModuleNotFoundError:
+        console.print("no plot: matplotlib is not installed (pip install matplotlib)")
+    else:
+        console.print(f"wrote {escape(str(picture))}", soft_wrap=True)
+
+
+def _check_output(output: Path | None) -> None:
+    if output is None:
+        return
+    if output.suffix != ".json" or output.is_dir():
+        raise ValueError(f"--output is '{output}'; a file whose name ends in .json is wanted")
+    if not output.absolute().parent.is_dir():
+        raise ValueError(
+            f"--output is '{output}', but the directory '{output.absolute().parent}' does not exist"
+        )
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (part.strip() for part in text.split(","))))
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in _parts(text) or ("",))
+    except ValueError:
+        raise ValueError(f"{option} is {text!r}; whole numbers separated by commas are wanted") from None

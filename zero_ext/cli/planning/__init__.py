@@ -1,0 +1,1 @@
+"""Commands that plan, simulate and tune training runs."""

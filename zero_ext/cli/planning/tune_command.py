@@ -1,0 +1,161 @@
+"""``zero-ext tune``: a script tried with many configurations, the best one written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from zero_ext.cli.console import cleaned_up_when_ended, errors_on_stderr, terminal
+from zero_ext.cli.dataclass_options import taking
+from zero_ext.config import load_config
+from zero_ext.config.parse_sizes import bytes_of, count_of
+from zero_ext.plan.cluster import DEFAULT_MACHINE, ClusterOptions
+from zero_ext.plan.models import model_named
+from zero_ext.plan.tune import Forecast, Launch, Measured, Space, Tuning, run_trial, search
+from zero_ext.plan.tune.search_space import placements_of
+
+TIERS = ("device", "host", "nvme")
+_AIO_KEYS = ("block_bytes", "queue_depth", "submitters")
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """The options of ``zero-ext tune``; they come before the script, whose own arguments follow it."""
+
+    script: Annotated[Path, typer.Argument(help="A training script that uses zero_ext.plan.Trial.")]
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None
+    config: Annotated[Path | None, typer.Option(help="JSON file with every other key.")] = None
+    ranks: Annotated[int, typer.Option(min=1, help="Processes of the script, by torchrun.")] = 1
+    stages: Annotated[str, typer.Option(help="ZeRO stages.")] = "1,2,3"
+    tiers: Annotated[str, typer.Option(help="Of device, host, nvme.")] = "device"
+    micro_batches: Annotated[str, typer.Option(help="Samples of a rank's forward.")] = "1,2,4,8"
+    unit_elements: Annotated[
+        str, typer.Option(help="Elements of buckets; in stage 3 of what is gathered ahead.")
+    ] = "16M"
+    aio: Annotated[
+        str, typer.Option(help="Block x depth x submitters, like 1MiBx32x1; for placements on NVMe.")
+    ] = ""
+    nvme_path: Annotated[list[str] | None, typer.Option(help="Folder on NVMe; may be repeated.")] = None
+    steps: Annotated[int, typer.Option(min=1, help="Measured in a trial, after two more.")] = 5
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds of a trial.")] = 300.0
+    most_trials: Annotated[int | None, typer.Option(min=1, help="By default all that are worth it.")] = None
+    model: Annotated[
+        str | None, typer.Option(help="What the script trains, as for `plan`: leaves out what cannot win.")
+    ] = None
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample, with --model.")] = None
+    machine: Annotated[str, typer.Option(help="As for `plan`, with --model.")] = DEFAULT_MACHINE
+    recomputed: Annotated[
+        bool, typer.Option("--recomputed", help="The script recomputes activations, with --model.")
+    ] = False
+    write: Annotated[Path, typer.Option(help="JSON file for the best configuration.")] = Path("tuned.json")
+    results: Annotated[Path | None, typer.Option(help="JSON file for every trial.")] = None
+
+
+@taking(TuneOptions)
+def tune(options: TuneOptions) -> None:
+    """Try a script with configurations, a process each, and write the fastest; exit status 1 if none ran."""
+    from zero_ext.cli.planning import tune_report as report
+
+    console = terminal()
+    with errors_on_stderr(), cleaned_up_when_ended():
+        space, forecast = _space(options), _forecast(options)
+        launch = _launch(options)
+        for path in (options.write, options.results):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise ValueError(f"{path}: its folder does not exist")
+
+        def tick(one: Measured) -> None:
+            console.print(report.line(one), soft_wrap=True)
+
+        found = tune_script(space, launch, forecast, options.most_trials, tick)
+        report.print_tuning(console, found)
+        if options.results is not None:
+            _write(options.results, report.tuning_as_json(found))
+        if found.best is None:
+            raise RuntimeError(f"no trial of {options.script} could be measured: {report.why_none(found)}")
+        _write(options.write, space.config(found.best.point).model_dump(mode="json", exclude_unset=True))
+        console.print(f"best configuration in {options.write}", soft_wrap=True, markup=False)
+
+
+def tune_script(
+    space: Space,
+    launch: Launch,
+    forecast: Forecast | None = None,
+    most_trials: int | None = None,
+    tick: Callable[[Measured], None] = lambda one: None,
+) -> Tuning:
+    """Searches ``space`` by trials of the script. ValueError if there is no such script."""
+    if not launch.script.is_file():
+        raise ValueError(f"SCRIPT is {str(launch.script)!r}, which is no file")
+    return search(
+        space, lambda config: run_trial(launch, config), forecast, most_trials=most_trials, tick=tick
+    )
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _launch(options: TuneOptions) -> Launch:
+    arguments = tuple(options.arguments or ())
+    return Launch(options.script, arguments, options.ranks, options.steps, options.timeout)
+
+
+def _space(options: TuneOptions) -> Space:
+    tiers, stages = _parts(options.tiers), _counts(options.stages, "--stages", 0)
+    unknown = [tier for tier in tiers if tier not in TIERS] + [str(one) for one in stages if one > 3]
+    if unknown:
+        raise ValueError(f"--tiers and --stages: {unknown[0]!r} is none of {', '.join(TIERS)}, 0 to 3")
+    if "nvme" in tiers and not options.nvme_path:
+        raise ValueError("--tiers has nvme; name at least one folder by --nvme-path")
+    base = {} if options.config is None else load_config(options.config).model_dump(exclude_unset=True)
+    return Space(
+        placements_of(stages, tiers),
+        _counts(options.micro_batches, "--micro-batches", 1),
+        _counts(options.unit_elements, "--unit-elements", 1),
+        tuple(_section(part) for part in _parts(options.aio)) or ((),),
+        base,
+        options.ranks,
+        tuple(options.nvme_path or ()),
+    )
+
+
+def _forecast(options: TuneOptions) -> Forecast | None:
+    if options.model is None:
+        return None
+    model = model_named(options.model)
+    if options.seq is not None:
+        model = model.with_sequence(options.seq)
+    hardware = ClusterOptions(options.machine).hardware()
+    return Forecast(model, hardware, options.ranks, options.recomputed)
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _counts(text: str, option: str, least: int) -> tuple[int, ...]:
+    found = []
+    for part in _parts(text):
+        count = 0 if part == "0" else count_of(part)
+        if count is None or count < least:
+            raise ValueError(f"{option} has {part!r}; whole numbers from {least} are wanted")
+        found.append(count)
+    if not found:
+        raise ValueError(f"{option} is {text!r}; at least one number is wanted")
+    return tuple(sorted(set(found)))
+
+
+def _section(text: str) -> tuple[tuple[str, int | str], ...]:
+    parts = text.lower().split("x")
+    if len(parts) != len(_AIO_KEYS):
+        raise ValueError(f"--aio has {text!r}; block x depth x submitters is wanted, like 1MiBx32x1")
+    values = [bytes_of(parts[0], "--aio"), *(count_of(part) or 0 for part in parts[1:])]
+    section = tuple(zip(_AIO_KEYS, values, strict=True))
+    load_config({"aio": dict(section)})
+    return section

@@ -1,0 +1,41 @@
+"""Sparse attention of the translation: the keys that the mode uses."""
+
+from __future__ import annotations
+
+from zero_ext.config.sections.sparse_attention import MODE_KEYS, LayoutMode
+
+from .attention_keys import SECTION
+from .resolve_auto import Settled
+from .translation_note import Note
+
+
+def set_sparse_attention(settled: Settled, native: dict[str, object], notes: list[Note]) -> None:
+    """The native `sparse_attention` section, if there is one: the keys that its mode uses, a note for others.
+
+    DeepSpeed's own documentation lists the keys of all modes beside one mode, so that none of them is a
+    mistake.
+    """
+    prefix = f"{SECTION}."
+    given = {
+        path.removeprefix(prefix): value for path, value in settled.values.items() if path.startswith(prefix)
+    }
+    if not given:
+        return
+    given = {name: value.lower() if isinstance(value, str) else value for name, value in given.items()}
+    mode: LayoutMode = next((known for known in MODE_KEYS if known == given.get("mode")), "fixed")
+    section: dict[str, object] = {"mode": mode}
+    for name, value in given.items():
+        if name in ("mode", "block", "attention", *MODE_KEYS[mode]):
+            section[name] = value
+        else:
+            notes.append(Note(f"{prefix}{name}", "no effect", f"the mode is {mode}, which does not use it"))
+    if mode == "bigbird" and "num_random_blocks" not in section:
+        section["num_random_blocks"] = 0
+        notes.append(
+            Note(
+                f"{prefix}num_random_blocks",
+                "default",
+                "not given: 0 as in DeepSpeed's JSON; the paper has 3",
+            )
+        )
+    native[SECTION] = section

@@ -1,0 +1,54 @@
+"""From whatever the user hands over to a ZeroConfig."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from zero_ext.config.schema.config_errors import ConfigError, Problem, show
+from zero_ext.config.schema.json_file import DEEPEST_NESTING, read_json_object
+
+from .zero_config import ZeroConfig
+
+ConfigSource = ZeroConfig | Mapping[str, object] | str | Path | None
+
+_ONLY_IN_DEEPSPEED = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "fp16", "bf16"})
+_IS_DEEPSPEED = Problem(
+    "",
+    "this is DeepSpeed's JSON: give it to zero_ext.initialize, or take "
+    "zero_ext.config.load_deepspeed_config(...).config",
+)
+
+
+def load_config(source: ConfigSource) -> ZeroConfig:
+    """Read a native configuration: a ZeroConfig, a mapping, the path of a JSON file, or None for the
+    defaults.
+
+    Raises ConfigError (a ValueError) that lists every unknown key, wrong value and contradiction by key
+    path, and TypeError for a source of another type.
+    """
+    if source is None:
+        return ZeroConfig()
+    if isinstance(source, ZeroConfig):
+        return source
+    if isinstance(source, Mapping):
+        return _native(_plain(source, 0), None)
+    if isinstance(source, str | Path):
+        return _native(read_json_object(source), str(source))
+    raise TypeError(f"configuration is {show(source)}, wanted a ZeroConfig, a mapping, a path or None")
+
+
+def _native(values: object, file: str | None) -> ZeroConfig:
+    """Errors name the ``file``, and say so where the keys are DeepSpeed's."""
+    try:
+        return ZeroConfig.from_mapping(values)
+    except ConfigError as error:
+        foreign = (_IS_DEEPSPEED,) if _ONLY_IN_DEEPSPEED.intersection(error.paths) else ()
+        raise ConfigError((*error.problems, *foreign), file or error.source) from None
+
+
+def _plain(value: object, depth: int) -> object:
+    """Mappings of any class as dicts, as far down as a configuration can reach."""
+    if isinstance(value, Mapping) and depth < DEEPEST_NESTING:
+        return {key: _plain(item, depth + 1) for key, item in value.items()}
+    return value

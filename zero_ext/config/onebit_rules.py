@@ -1,0 +1,60 @@
+"""What the optimizers that exchange signs ask of the rest of a configuration."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from zero_ext.config.schema.base_section import KeyProblem
+
+if TYPE_CHECKING:
+    from .zero_config import ZeroConfig
+
+ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+_LENGTHS = ("total_num_steps", "total_steps")
+
+
+def check_one_bit(name: str, config: ZeroConfig) -> None:
+    """Raises ``KeyProblem`` if the optimizer called ``name`` cannot run under ``config``; nothing is asked of
+    other optimizers."""
+    if name not in ONE_BIT:
+        return
+    if config.stage > 1:
+        sharded = "gradients are" if config.stage == 2 else "gradients and parameters are"
+        raise KeyProblem(
+            "stage",
+            f"got {config.stage}, but {name} sends signs of whole gradients for replicated parameters, and "
+            f"in stage {config.stage} {sharded} sharded; set stage to 0 or 1, or use AdamW with stage "
+            f"{config.stage}",
+        )
+    if config.stage == 1 and name == "OneBitLamb":
+        raise KeyProblem(
+            "stage",
+            "got 1, but OneBitLamb reads norms and extremes of whole parameters after every exchange, which "
+            "shards do not have; set stage to 0, or use OneBitAdam",
+        )
+    for key, value, wanted in (
+        ("offload.optimizer", config.offload.optimizer, "device"),
+        ("offload.step", config.offload.step, "after_backward"),
+        ("precision.moments_dtype", config.precision.moments_dtype, "fp32"),
+    ):
+        if value != wanted:
+            raise KeyProblem(
+                key,
+                f"got {value!r}, but {name} compresses what lies on the device in float32 once all gradients "
+                f"are there; set it to {wanted!r}, or use AdamW",
+            )
+
+
+def warn_of_late_freeze(name: str, freeze_step: float, config: ZeroConfig) -> None:
+    """Warns if the schedule of ``config`` ends before the first step that ``name`` would compress, the one
+    after ``freeze_step``."""
+    params = config.scheduler.params if config.scheduler is not None else {}
+    planned = next((params[key] for key in _LENGTHS if isinstance(params.get(key), int | float)), None)
+    if planned is not None and freeze_step >= planned:
+        warnings.warn(
+            f"{name}: the variance is frozen after step {freeze_step:g}, but the scheduler ends at step "
+            f"{planned:g}: nothing would ever be compressed. Lower freeze_step; a sixth of the run is usual",
+            RuntimeWarning,
+            stacklevel=3,
+        )

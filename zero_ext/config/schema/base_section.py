@@ -1,0 +1,147 @@
+"""Base of all configuration models: frozen, strict, and refusing by key path what it cannot use.
+
+Numbers are strict: a bool is no number, a string is no number, NaN and infinities are refused. A float with a
+whole value (JSON's 5e8) is accepted where an integer is wanted.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+from typing_extensions import Self
+
+from .config_errors import SUGGESTIONS, ConfigError, Problem, join_path, show, unknown_key
+from .type_descriptions import accepted
+
+LARGEST_COUNT = 2**62
+
+
+def whole(value: object) -> object:
+    """Turn a float with a whole value into an int; leave all else for the strict check that follows."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def as_tuple(value: object) -> object:
+    """Turn a list (what JSON has) into a tuple (what a frozen model holds)."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Count = Annotated[int, BeforeValidator(whole), Field(ge=0, le=LARGEST_COUNT)]
+Positive = Annotated[int, BeforeValidator(whole), Field(ge=1, le=LARGEST_COUNT)]
+Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(as_tuple)]
+
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
+
+
+class _PolicyMeta(ModelMetaclass):
+    """Makes direct construction raise ConfigError, so that every route to a model words its errors alike."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(cls, *args: object, **kwargs: object) -> Policy:
+            if args:
+                raise TypeError(f"{cls.__name__} takes keyword arguments, got {show(args[0])}")
+            try:
+                return super().__call__(**kwargs)
+            except ValidationError as error:
+                raise _config_error(cls, error) from None
+
+
+class Policy(BaseModel, metaclass=_PolicyMeta):
+    """A frozen group of settings. Unknown keys and wrong values raise ConfigError with the key path."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True
+    )
+
+    @classmethod
+    def from_mapping(cls, values: object) -> Self:
+        """Build from a plain mapping (as read from JSON). Raises ConfigError listing every problem."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise _config_error(cls, error) from None
+
+    def replace(self, **changes: object) -> Self:
+        """A copy with some settings changed, checked as a new one would be."""
+        said = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self).from_mapping({**said, **changes})
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain JSON-able mapping; `from_mapping` gives the same policy back."""
+        return self.model_dump(mode="json")
+
+
+def policy_type(annotation: object) -> type[Policy] | None:
+    """The policy model inside a field's annotation (`Policy`, `Policy | None`), if there is one."""
+    if isinstance(annotation, type) and issubclass(annotation, Policy):
+        return annotation
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        for member in typing.get_args(annotation):
+            found = policy_type(member)
+            if found is not None:
+                return found
+    return None
+
+
+def key_paths(model: type[Policy], prefix: str = "") -> dict[str, FieldInfo]:
+    """Every key path of a model with its pydantic field, depth first, groups before their keys."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in model.model_fields.items():
+        path = join_path(prefix, name)
+        found[path] = field
+        inner = policy_type(field.annotation)
+        if inner is not None:
+            found.update(key_paths(inner, path))
+    return found
+
+
+class KeyProblem(ValueError):
+    """Raised by validators to name a key below (or beside) the one they check."""
+
+    def __init__(self, path: str, text: str) -> None:
+        super().__init__(f"{path}: {text}")
+        self.problem = Problem(path, text)
+
+
+def _config_error(model: type[Policy], error: ValidationError) -> ConfigError:
+    known = key_paths(model)
+    problems = [
+        _problem(details, known, number < SUGGESTIONS) for number, details in enumerate(error.errors())
+    ]
+    return ConfigError(problems, model.__name__)
+
+
+def _problem(details: ErrorDetails, known: dict[str, FieldInfo], suggests: bool) -> Problem:
+    path = join_path("", *details["loc"])
+    kind = details["type"]
+    if kind == "extra_forbidden":
+        return unknown_key(path, known, suggests)
+    if kind == "missing":
+        return Problem(path, f"required key is missing, wanted {accepted(known[path])}")
+    if kind == "value_error":
+        error = details["ctx"]["error"]
+        if isinstance(error, KeyProblem):
+            inner = (path, error.problem.path) if path else ("", error.problem.path)
+            return Problem(join_path(*inner), error.problem.text)
+        return Problem(path, str(error))
+    owner = path
+    while owner not in known and owner:
+        owner = owner.rpartition(".")[0]
+    if owner in known:
+        wanted = accepted(known[owner])
+        if kind == "less_than_equal" and "of at least" in wanted:
+            wanted += f", at most {details['ctx']['le']}"
+        return Problem(path, f"got {show(details['input'])}, wanted {wanted}")
+    return Problem(path, f"got {show(details['input'])}: {details['msg']}")

@@ -1,0 +1,132 @@
+"""Reference tables of all configuration keys, written from the code itself.
+
+`python -m zero_ext.config.schema.generate_docs docs/configuration.md` rewrites the tables inside that file.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+
+from zero_ext.config.deepspeed.key import Key
+from zero_ext.config.deepspeed.key_registry import TABLE
+from zero_ext.config.optimizer_names import OPTIMIZERS, REFUSED_OPTIMIZERS, REFUSED_SCHEDULERS, SCHEDULERS
+from zero_ext.config.zero_config import ZeroConfig
+
+from .base_section import Policy, policy_type
+from .type_descriptions import accepted
+
+
+def native_table() -> str:
+    """Markdown table of the native keys: path, what it accepts, default, meaning."""
+    lines = ["| key | accepts | default | meaning |", "|---|---|---|---|"]
+    lines += [_row(*row) for row in _native_rows(ZeroConfig, "")]
+    return "\n".join(lines)
+
+
+def deepspeed_table() -> str:
+    """Markdown table of DeepSpeed's keys: path, what it accepts, what becomes of it."""
+    lines = ["| key | accepts | here | how or why |", "|---|---|---|---|"]
+    for key in TABLE:
+        names = ", ".join(f"`{path}`" for path in (key.path, *key.aliases))
+        lines.append(_row(names, key.kind.words, key.fate, _explain(key)))
+    return "\n".join(lines)
+
+
+def names_table() -> str:
+    """Markdown table of optimizer and scheduler names with those refused."""
+    lines = ["| name | of | here |", "|---|---|---|"]
+    for what, known, refused in (
+        ("optimizer", OPTIMIZERS, REFUSED_OPTIMIZERS),
+        ("scheduler", SCHEDULERS, REFUSED_SCHEDULERS),
+    ):
+        lines += [_row(f"`{name}`", what, "built") for name in known]
+        lines += [_row(f"`{name}`", what, f"refused: {why}") for name, why in refused.items()]
+    return "\n".join(lines)
+
+
+TABLES = {"native keys": native_table, "deepspeed keys": deepspeed_table, "names": names_table}
+
+
+def rewrite(text: str) -> str:
+    """`text` with what stands between `<!-- begin NAME -->` and `<!-- end NAME -->` replaced by that table.
+
+    Raises ValueError when a table's markers are missing.
+    """
+    for name, table in TABLES.items():
+        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+            raise ValueError(f"wanted {begin!r} and after it {end!r}, once each")
+        head, rest = text.split(begin)
+        text = f"{head}{begin}\n{table()}\n{end}{rest.split(end)[1]}"
+    return text
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _native_rows(model: type[Policy], prefix: str) -> list[tuple[str, str, str, str]]:
+    meanings = attribute_texts(model)
+    rows = []
+    for name, field in model.model_fields.items():
+        path = f"{prefix}{name}"
+        inner = policy_type(field.annotation)
+        if inner is None:
+            rows.append((f"`{path}`", accepted(field), _default(field), meanings[name]))
+        else:
+            rows += _native_rows(inner, f"{path}.")
+    return rows
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, tuple):
+        return f"`{json.dumps(value)}`"
+    words = {None: "`null`", True: "`true`", False: "`false`"}
+    if value is None or isinstance(value, bool):
+        return words[value]
+    return f"`{value}`"
+
+
+def _explain(key: Key) -> str:
+    parts = [key.why]
+    if key.native:
+        parts.append(f"native key `{key.native}`")
+    if key.harmless:
+        calm = ", ".join(f"`{_json(value)}`" for value in key.harmless)
+        parts.append(f"accepted in silence: {calm}")
+    if len(key.stages) < 4:
+        parts.append(f"acts in stage {', '.join(map(str, key.stages))}")
+    if key.auto:
+        parts.append('"auto" takes the default')
+    return "; ".join(parts)
+
+
+def _json(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value).replace("'", '"')
+
+
+def attribute_texts(model: type[Policy]) -> dict[str, str]:
+    """What the "Attributes:" section of a model's docstring says of each field, inherited fields included."""
+    found: dict[str, str] = {}
+    for parent in reversed(model.__mro__):
+        section = (inspect.cleandoc(parent.__doc__ or "")).partition("Attributes:\n")[2]
+        entries = re.findall(r"^    (\w[\w, ]*): (.*(?:\n     +.*)*)", section, flags=re.MULTILINE)
+        for names, text in entries:
+            found.update({name.strip(): " ".join(text.split()) for name in names.split(",")})
+    return found
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    target.write_text(rewrite(target.read_text(encoding="utf-8")), encoding="utf-8")

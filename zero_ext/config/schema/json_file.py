@@ -1,0 +1,92 @@
+"""Reading JSON files that nobody has checked yet: size-limited, no duplicate keys, errors with line and
+column."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .config_errors import ConfigError, Problem
+
+LARGEST_FILE_BYTES = 1 << 20
+DEEPEST_NESTING = 32
+
+
+def read_json_object(path: str | Path) -> dict[str, object]:
+    """Read one JSON object from a file.
+
+    Raises ConfigError naming the file for: a missing or unreadable file, more than 1 MiB, bytes that are
+        not UTF-8,
+    a syntax error (with line, column and the line's text), a duplicate key, NaN or Infinity, nesting deeper
+    than 32 levels, or a top level that is not an object.
+    """
+    path = Path(path)
+    return parse_json_object(_read_text(path), str(path))
+
+
+def parse_json_object(text: str, source: str) -> dict[str, object]:
+    """Parse one JSON object from text; `source` names it in errors, which are those of `read_json_object`."""
+    try:
+        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        line = text.splitlines()[error.lineno - 1].strip() if error.lineno <= len(text.splitlines()) else ""
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ConfigError(
+            Problem("", f"not valid JSON at {where}: {error.msg}: {line[:80]!r}"), source
+        ) from None
+    except RecursionError:
+        raise ConfigError(Problem("", f"nested deeper than {DEEPEST_NESTING} levels"), source) from None
+    except ValueError as error:
+        raise ConfigError(Problem("", str(error)), source) from None
+    if not isinstance(value, dict):
+        raise ConfigError(
+            Problem("", f"top level is a {type(value).__name__}, wanted an object {{...}}"), source
+        )
+    if _depth(value) > DEEPEST_NESTING:
+        raise ConfigError(Problem("", f"nested deeper than {DEEPEST_NESTING} levels"), source)
+    return value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(Problem("", f"cannot be read: {reason}"), str(path)) from None
+    if len(data) > LARGEST_FILE_BYTES:
+        raise ConfigError(
+            Problem("", f"larger than {LARGEST_FILE_BYTES} bytes; this is no configuration"), str(path)
+        )
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            Problem("", f"not UTF-8 text: byte {error.start} cannot be decoded"), str(path)
+        ) from None
+
+
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {key!r} occurs twice in one object; keep one")
+        found[key] = value
+    return found
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON number; write a finite one")
+
+
+def _depth(value: object) -> int:
+    deepest, level = 0, [value]
+    while level:
+        deepest += 1
+        level = [
+            inner
+            for item in level
+            if isinstance(item, dict | list)
+            for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+    return deepest

@@ -1,0 +1,123 @@
+"""What the ranks exchange in fewer bytes, and which of them share a node."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from zero_ext.config.quantization_blocks import message_bytes
+from zero_ext.config.schema.base_section import KeyProblem, Policy, Positive
+from zero_ext.config.schema.config_errors import show
+
+CodeDtype = Literal["int8", "int4"]
+ResolvedReduction = Literal["rank_order", "node_order", "backend"]
+Reduction = Literal["auto", "rank_order", "node_order", "backend"]
+CODE_BITS: dict[CodeDtype, Literal[4, 8]] = {"int8": 8, "int4": 4}
+
+
+class CommunicationPolicy(Policy):
+    """Which ranks share fast links, and how parameters and gradients travel between them (ZeRO++, Wang et
+    al., arXiv 2306.10209; MiCS, Zhang et al., arXiv 2205.00119).
+
+    Attributes:
+        ranks_per_node: ranks of a node, consecutive ones; must divide their number. None takes
+            `LOCAL_WORLD_SIZE` where a launcher set it alike everywhere and it divides the number of ranks,
+            else all ranks form one node.
+        quantized_weights: codes in which parameters are gathered in stage 3, a scale for every 256 of them
+            (qwZ, section 3.1). Masters and shards stay exact.
+        quantized_gradients: codes in which gradients are reduced, in a node and then between nodes, where
+            they are sharded: in stages 2 and 3 (qgZ, section 3.3). `precision.communication_dtype` and
+            `precision.reduction` have no say then.
+        secondary_shards: in stage 3 every node keeps all parameters, a part on each of its ranks, from their
+            gather until they change, so that other gathers stay in the node (hpZ, section 3.2).
+        sharding_ranks: ranks that share the state in stage 3, consecutive ones; the groups hold replicas of
+            it (MiCS). Must divide the number of ranks, and divide `ranks_per_node` or be a multiple. None:
+            all ranks.
+    """
+
+    ranks_per_node: Positive | None = None
+    quantized_weights: CodeDtype | None = None
+    quantized_gradients: CodeDtype | None = None
+    secondary_shards: bool = False
+    sharding_ranks: Positive | None = None
+
+    @model_validator(mode="after")
+    def _groups_hold_replicas(self) -> CommunicationPolicy:
+        for key in ("quantized_gradients", "secondary_shards"):
+            value = getattr(self, key)
+            if value and self.sharding_ranks is not None:
+                raise KeyProblem(
+                    key,
+                    f"got {show(value)} together with sharding_ranks = {self.sharding_ranks}; both shorten "
+                    f"the same ways, and are not combined: remove {key} or sharding_ranks",
+                )
+        return self
+
+    def secondary_bytes(self, shard: int, itemsize: int, nodes: int, is_float: bool = True) -> int:
+        """Bytes that each rank of `nodes` nodes keeps of a unit beside its shard of `shard` elements: one
+        from every node, in the codes or the precision that they travel in."""
+        if not self.secondary_shards or nodes == 1:
+            return 0
+        codes = self.quantized_weights if is_float else None
+        return nodes * (shard * itemsize if codes is None else message_bytes(shard, CODE_BITS[codes]))
+
+
+def resolve_reduction(
+    wanted: Reduction,
+    world_size: int,
+    ranks_per_node: int,
+    most: int | None = None,
+    backend_adds: bool = False,
+) -> ResolvedReduction:
+    """How gradients of `world_size` ranks on nodes of `ranks_per_node` are added up.
+
+    `most` is how many ranks' gradients one sum has room for, `backend_adds` whether the transport can add
+    them on the way. Raises ValueError where what is `wanted` cannot be done.
+    """
+    nodes = world_size // ranks_per_node
+    has_hops = nodes > 1 and ranks_per_node > 1
+    limit = world_size if most is None else most
+    fits: dict[Reduction, bool] = {
+        "rank_order": world_size <= limit,
+        "node_order": has_hops and max(nodes, ranks_per_node) <= limit,
+        "backend": backend_adds,
+    }
+    exact: tuple[ResolvedReduction, ...] = ("rank_order", "node_order")
+    order: dict[Reduction, tuple[ResolvedReduction, ...]] = {
+        "auto": ("node_order", *exact, "backend") if backend_adds else exact,
+        "rank_order": ("rank_order",),
+        "node_order": ("node_order",) if has_hops else ("rank_order",),
+        "backend": ("backend",) if backend_adds else exact,
+    }
+    for way in order[wanted]:
+        if fits[way]:
+            return way
+    raise ValueError(
+        f"precision.reduction is '{wanted}': expected at most {limit} ranks' gradients in one sum on this "
+        f"device, got {world_size} ranks on {nodes} nodes. Set it to 'auto'"
+        + ("." if backend_adds else ", and start torch.distributed with the device's own backend (NCCL).")
+    )
+
+
+def check_ranks_per_node(ranks_per_node: int, world_size: int) -> None:
+    """Raises ValueError where ranks do not fill their nodes."""
+    if world_size % ranks_per_node:
+        raise ValueError(
+            f"communication.ranks_per_node is {ranks_per_node}, which does not divide the {world_size} "
+            f"ranks; nodes are equally large: set it to a divisor of {world_size}, or start another number "
+            "of ranks"
+        )
+
+
+def check_sharding_ranks(ranks: int, world_size: int, ranks_per_node: int) -> None:
+    """Raises ValueError where sharding groups do not fill the world, or nodes and groups overlap."""
+    problem = ""
+    if ranks == 1:
+        problem = "a group of one rank shards nothing; set stage to 0"
+    elif world_size % ranks:
+        problem = f"it does not divide the {world_size} ranks; set it to a divisor of them"
+    elif ranks % ranks_per_node and ranks_per_node % ranks:
+        problem = f"nodes have {ranks_per_node} ranks; set it to a divisor or a multiple of them"
+    if problem:
+        raise ValueError(f"communication.sharding_ranks is {ranks}: {problem}")

@@ -1,0 +1,110 @@
+"""What is written down of a run while it trains: nothing, unless the section is there."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PlainValidator
+
+from zero_ext.config.schema.base_section import Policy, Positive
+from zero_ext.config.schema.config_errors import show
+
+
+def _place(value: object) -> object:
+    if isinstance(value, bool) or (isinstance(value, str) and value):
+        return value
+    raise ValueError(f"got {show(value)}, wanted true, false or a path")
+
+
+Text = Annotated[str, Field(min_length=1)]
+Place = Annotated[bool | str, PlainValidator(_place)]
+
+
+class WandbPolicy(Policy):
+    """A run of Weights & Biases, package wandb.
+
+    Attributes:
+        project, group, entity, name: as `wandb.init` takes them; null leaves them to wandb.
+        mode: "offline" writes to the folder only, for `wandb sync` later; null leaves it to wandb and its
+            environment variable WANDB_MODE.
+    """
+
+    project: Text | None = None
+    group: Text | None = None
+    entity: Text | None = None
+    name: Text | None = None
+    mode: Literal["online", "offline", "disabled"] | None = None
+
+
+class ProgressPolicy(Policy):
+    """A progress bar on rank 0's terminal; none where stderr is no terminal.
+
+    Attributes:
+        steps: steps of the whole run.
+        tokens_per_step: tokens that all ranks together see in a step; null shows steps a second.
+    """
+
+    steps: Positive
+    tokens_per_step: Positive | None = None
+
+
+class FlopsPolicy(Policy):
+    """Floating-point operations of the model, and which part of the device's peak they are (MFU).
+
+    Attributes:
+        peak: operations a second that one device can do, such as 989e12; null takes a table by the device's
+            name, and leaves MFU out where it is not there.
+        per_step: operations of one step on one rank; null measures the first training forward with torch's
+            flop counter and adds twice as many for backward (fewer where parameters are frozen).
+    """
+
+    peak: Annotated[float, Field(gt=0)] | None = None
+    per_step: Annotated[float, Field(gt=0)] | None = None
+
+
+class TracePolicy(Policy):
+    """Steps as a timeline that Perfetto and chrome://tracing read, one file a rank: phases, waits, gathered
+    units, memory by tier.
+
+    Attributes:
+        first_step: the first step that is recorded.
+        steps: number of steps recorded.
+        picture: draw the memory timeline as a PNG too, with matplotlib.
+    """
+
+    first_step: Positive = 2
+    steps: Positive = 5
+    picture: bool = False
+
+
+class MonitorPolicy(Policy):
+    """What rank 0 (traces: every rank) writes while training.
+
+    Attributes:
+        folder: where files go that have no path of their own.
+        every: steps between the rows of jsonl, csv, tensorboard and wandb.
+        jsonl: one JSON object a row; true for steps.jsonl in the folder, or a path.
+        csv: one CSV row each; true for steps.csv in the folder, or a path.
+        tensorboard: event files, package tensorboard; true for the folder itself, or another folder.
+        wandb: a run of Weights & Biases.
+        times: rows, and the line of `steps_per_print`, tell how a step's time divides.
+        memory: they tell the bytes in each tier and of the process.
+        comms: bytes sent and time waited by kind of collective and step; true for comms.jsonl in the folder,
+            or a path.
+        flops: rows tell operations a second and MFU.
+        trace: a timeline of some steps.
+        progress: a progress bar.
+    """
+
+    folder: Text = "zero_ext_runs"
+    every: Positive = 1
+    jsonl: Place = True
+    csv: Place = False
+    tensorboard: Place = False
+    wandb: WandbPolicy | None = None
+    times: bool = True
+    memory: bool = True
+    comms: Place = False
+    flops: FlopsPolicy | None = None
+    trace: TracePolicy | None = None
+    progress: ProgressPolicy | None = None

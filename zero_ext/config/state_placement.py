@@ -1,0 +1,73 @@
+"""Where each state kind lives: replicated or sharded, and its tier. A ZeRO stage is a named preset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from zero_ext.config.sections.offload import OffloadPolicy, Tier
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which state kinds are sharded over the ranks (ZeRO, Rajbhandari et al. 2020, section 5), and in which
+    tier the shards lie (ZeRO-Infinity, Rajbhandari et al. 2021, section 5.1). Replicated kinds lie on the
+    device."""
+
+    params: bool
+    grads: bool
+    optimizer: bool
+    params_tier: Tier = "device"
+    grads_tier: Tier = "device"
+    optimizer_tier: Tier = "device"
+
+    @staticmethod
+    def of_stage(stage: int) -> Placement:
+        """The preset of ZeRO stage 0, 1, 2 or 3; anything else raises ``ValueError``."""
+        if stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage: {stage!r} given; ZeRO has the stages 0, 1, 2 and 3")
+        return Placement(params=stage >= 3, grads=stage >= 2, optimizer=stage >= 1)
+
+    def on_tiers(self, policy: OffloadPolicy) -> Placement:
+        """The same with every kind in the tier that ``policy`` names."""
+        return replace(
+            self, params_tier=policy.params, grads_tier=policy.grads, optimizer_tier=policy.optimizer
+        )
+
+    def near(self) -> Placement:
+        """The same with optimizer and gradients on the device."""
+        return replace(self, grads_tier="device", optimizer_tier="device")
+
+    def persistent(self) -> Placement:
+        """The same with replicated parameters: for units too small to be worth gathering."""
+        return replace(self, params=False, params_tier="device")
+
+    def using_up(self, world_size: int) -> Placement:
+        """The same where a unit's gradient is used up by its update in backward: it is not replicated
+        for longer than its reduction unless a replicated optimizer needs it."""
+        return replace(self, grads=self.grads or self.optimizer or world_size == 1)
+
+    def over(self, world_size: int) -> Placement:
+        """What remains of it on ``world_size`` ranks: a single rank's shard is the whole, and is a shard in
+        its own right only if it lies elsewhere than on the device. The optimizer works on the parameters'
+        shards where there are any."""
+        if world_size > 1:
+            return self
+        return replace(
+            self,
+            params=self.params_tier != "device",
+            grads=self.grads_tier != "device",
+            optimizer={self.optimizer_tier, self.params_tier} != {"device"},
+        )
+
+
+def within(sizes: Sequence[int], ratio: float) -> frozenset[int]:
+    """Indices of ``sizes`` whose sum is at most ``ratio`` of the whole: from the largest down, each that
+    fits, of equal ones the earlier. The same on every rank that asks the same."""
+    room = ratio * sum(sizes)
+    chosen = []
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        if sizes[index] <= room:
+            chosen.append(index)
+            room -= sizes[index]
+    return frozenset(chosen)

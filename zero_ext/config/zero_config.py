@@ -1,0 +1,127 @@
+"""The whole configuration of one engine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from zero_ext.config.schema.base_section import Count, KeyProblem, Policy, Positive, whole
+from zero_ext.config.schema.config_errors import show
+from zero_ext.config.sections.activation_checkpointing import ActivationPolicy
+from zero_ext.config.sections.batch_sizes import BatchPolicy
+from zero_ext.config.sections.communication import CommunicationPolicy
+from zero_ext.config.sections.monitoring import MonitorPolicy
+from zero_ext.config.sections.offload import AioPolicy, OffloadPolicy
+from zero_ext.config.sections.sparse_attention import SparseAttentionPolicy
+from zero_ext.config.sections.training import (
+    CheckpointPolicy,
+    LossScalePolicy,
+    OptimizerPolicy,
+    PrecisionPolicy,
+    SchedulerPolicy,
+    UnitPolicy,
+)
+
+from .onebit_rules import check_one_bit
+
+# The state kinds in the order in which stages 1 to 3 shard them, with the words for what is sharded.
+_SHARDED_FROM = {
+    "optimizer": (1, "optimizer state"),
+    "grads": (2, "gradients"),
+    "params": (3, "parameters"),
+}
+# Keys of `communication`, the first stage that they act in, and why.
+_COMPRESSED_FROM = (
+    ("quantized_weights", 3, "parameters are gathered from their shards in stage 3 only"),
+    ("quantized_gradients", 2, "gradients are sharded from stage 2 on"),
+    ("secondary_shards", 3, "parameters are sharded in stage 3 only"),
+    ("sharding_ranks", 3, "sharding groups share parameters, which are sharded in stage 3 only"),
+)
+
+
+class ZeroConfig(Policy):
+    """Typed configuration. Frozen; build it from keywords, or with `load_config` from a mapping or a JSON
+    file.
+
+    Attributes:
+        stage: ZeRO stage. 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also
+            parameters (Rajbhandari et al., ZeRO, section 5).
+        precision, loss_scale, units, batch, communication, offload, aio, checkpoint: groups of settings, see
+            their classes.
+        activation_checkpointing: what is kept for backward of calls that the model checkpoints with
+            `zero_ext.checkpoint_activations`.
+        optimizer, scheduler: what `initialize` builds when the caller passes none.
+        sparse_attention: the layout that attention is computed by, see its class; `prepare` puts it into a
+            Hugging Face model. None leaves attention as it is.
+        gradient_clipping: largest global gradient norm; 0 means no clipping.
+        check_finite: refuse a step whose gradients hold NaN or infinity, before anything changes, and name
+            the parameters; report a step that leaves such values in weights or moments. False checks only
+            where a gradient norm is computed anyway: for clipping, and for the loss scale of fp16.
+        timeout_seconds: longest wait for a collective before the job is ended with the rank's name.
+        steps_per_print: steps between progress lines; None prints none.
+        monitor: what is written down of the run, see its class; None writes nothing.
+        seed: seed of the data order that `initialize(training_data=...)` uses.
+    """
+
+    stage: Annotated[int, BeforeValidator(whole), Field(ge=0, le=3)] = 3
+    precision: PrecisionPolicy = PrecisionPolicy()
+    loss_scale: LossScalePolicy = LossScalePolicy()
+    units: UnitPolicy = UnitPolicy()
+    batch: BatchPolicy = BatchPolicy()
+    communication: CommunicationPolicy = CommunicationPolicy()
+    offload: OffloadPolicy = OffloadPolicy()
+    aio: AioPolicy = AioPolicy()
+    activation_checkpointing: ActivationPolicy = ActivationPolicy()
+    optimizer: OptimizerPolicy | None = None
+    scheduler: SchedulerPolicy | None = None
+    checkpoint: CheckpointPolicy = CheckpointPolicy()
+    sparse_attention: SparseAttentionPolicy | None = None
+    gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
+    check_finite: bool = True
+    timeout_seconds: Annotated[float, Field(gt=0, le=31_536_000)] = 600.0
+    steps_per_print: Positive | None = None
+    monitor: MonitorPolicy | None = None
+    seed: Count = 0
+
+    @model_validator(mode="after")
+    def _loss_scale_has_a_use(self) -> ZeroConfig:
+        if self.precision.dtype in ("fp32", "bf16") and self.loss_scale != LossScalePolicy():
+            raise KeyProblem(
+                "loss_scale",
+                f"set, but precision.dtype is {self.precision.dtype!r} and loss scaling acts on fp16 only; "
+                "remove loss_scale or set precision.dtype to 'fp16'",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_shards_are_compressed(self) -> ZeroConfig:
+        for key, least, words in _COMPRESSED_FROM:
+            value = getattr(self.communication, key)
+            if value and self.stage < least:
+                wanted = " or ".join(str(stage) for stage in range(least, 4))
+                raise KeyProblem(
+                    f"communication.{key}",
+                    f"got {show(value)}, but stage is {self.stage} and {words}; set stage to {wanted}, or "
+                    f"remove {key}",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _only_shards_are_moved(self) -> ZeroConfig:
+        for kind, (needed, words) in _SHARDED_FROM.items():
+            tier = getattr(self.offload, kind)
+            if tier != "device" and self.stage < needed:
+                wanted = " or ".join(str(stage) for stage in range(needed, 4))
+                raise KeyProblem(
+                    f"offload.{kind}",
+                    f"got {show(tier)}, but stage is {self.stage} and {words} can leave the device only "
+                    f"when sharded; set stage to {wanted}, or leave {words} on the device",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _signs_need_replicas(self) -> ZeroConfig:
+        if self.optimizer is not None:
+            check_one_bit(self.optimizer.type, self)
+        return self

@@ -1,0 +1,81 @@
+"""What ``initialize`` makes from a configuration: optimizer, scheduler, loader."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from zero_ext.config import OptimizerPolicy, ZeroConfig
+from zero_ext.data import ShardedLoader
+from zero_ext.optim.optimizer_builder import build_optimizer, build_scheduler
+
+logger = logging.getLogger("zero_ext")
+
+Scheduler = LRScheduler | Callable[[Optimizer], LRScheduler]
+
+
+def say(message: str) -> None:
+    """A warning in rank 0's log."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning("%s", message)
+
+
+def make_optimizer(
+    optimizer: Optimizer | Callable[[Iterable[Any]], Optimizer] | None,
+    settings: ZeroConfig,
+    model: nn.Module,
+    model_parameters: Iterable[Any] | None,
+) -> Optimizer:
+    """The optimizer to prepare: what the caller gives or makes, else the configuration's, else AdamW."""
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if model_parameters is None:
+        model_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if optimizer is not None:
+        return optimizer(model_parameters)
+    if settings.optimizer is None:
+        say("no optimizer given and no 'optimizer' section: AdamW with torch's defaults is used")
+    return build_optimizer(settings.optimizer or OptimizerPolicy(type="AdamW"), model_parameters)
+
+
+def make_scheduler(given: Scheduler | None, settings: ZeroConfig, optimizer: Any) -> LRScheduler | None:
+    """The scheduler over the prepared ``optimizer``: what the caller gives or makes, else the
+    configuration's."""
+    if isinstance(given, LRScheduler):
+        return given
+    if given is not None:
+        return given(optimizer)
+    return build_scheduler(settings.scheduler, optimizer) if settings.scheduler is not None else None
+
+
+def make_loader(
+    dataset: Any,
+    settings: ZeroConfig,
+    process_group: dist.ProcessGroup | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
+) -> ShardedLoader:
+    """The loader of ``dataset``, a micro-batch at a time. ``ValueError`` without a batch size."""
+    rank, world_size = 0, 1
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    batch = settings.batch.resolve(world_size)
+    if batch.micro_batch_size is None:
+        raise ValueError(
+            "training_data needs a batch size: set train_batch_size or train_micro_batch_size_per_gpu in the "
+            "configuration"
+        )
+    return ShardedLoader(
+        dataset,
+        batch.micro_batch_size,
+        rank=rank,
+        world_size=world_size,
+        seed=settings.seed,
+        drop_last=batch.drop_last,
+        collate_fn=collate_fn,
+    )

@@ -1,0 +1,1 @@
+"""DeepSpeed checkpoints: read without running their pickles, imported, and written under DeepSpeed tags."""

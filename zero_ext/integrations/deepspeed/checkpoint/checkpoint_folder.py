@@ -1,0 +1,131 @@
+"""Checkpoints in a folder by their tags, and the files of one that DeepSpeed wrote: that none is missing or
+too many."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_ext.checkpoint import CheckpointError
+from zero_ext.checkpoint.files.safe_open import read_limited
+from zero_ext.checkpoint.format.directory import CheckpointDirectory
+from zero_ext.checkpoint.format.manifest import MANIFEST_NAME
+
+LATEST = "latest"
+CLIENT_STATE = "client"  # its key in the client_state of checkpoints that this API saves
+_LONGEST_TAG = 255
+_TAG = re.compile(rf"[^/\\\0\n]{{1,{_LONGEST_TAG}}}")
+_FILE = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_(model|optim)_states\.pt")
+_ELSEWHERE = {
+    "expert_": "experts of a mixture-of-experts model",
+    "layer_": "layers that pipeline ranks saved",
+    "expp_rank_": "optimizer state of experts",
+}
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """One checkpoint: ``path`` is its folder; the optimizer's files in rank order; the model's file, or
+    where the parameters themselves are partitioned (stage 3) one for each rank."""
+
+    path: Path
+    optimizer: tuple[Path, ...]
+    model: tuple[Path, ...]
+    model_by_rank: bool
+
+
+def tag_folder(folder: Path, tag: str | None) -> Path:
+    """The folder of the checkpoint ``folder/tag``, by default of the tag that ``folder/latest`` names.
+
+    ``folder`` may also be that of one checkpoint. CheckpointError says what is there if it is not.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    source = "tag"
+    if tag is None:
+        if is_own(folder) or any(_FILE.fullmatch(entry.name) for entry in folder.iterdir()):
+            return folder
+        latest = folder / LATEST
+        source = str(latest)
+        try:
+            tag = read_limited(latest, _LONGEST_TAG + 2).decode("utf-8", "replace").strip()
+        except OSError as error:
+            raise CheckpointError(
+                f"{latest}: cannot be read: {error.strerror}. Give tag= or the folder of one checkpoint, as "
+                f"{_folders(folder)}."
+            ) from error
+    if not is_tag(tag) or not (folder / tag).is_dir():
+        raise CheckpointError(
+            f"{source}: expected the name of a folder in {folder}, got {tag!r}. There: {_folders(folder)}."
+        )
+    return folder / tag
+
+
+def is_tag(tag: str) -> bool:
+    """Whether ``tag`` can be the name of a folder."""
+    return _TAG.fullmatch(tag) is not None and tag not in (".", "..")
+
+
+def is_own(folder: Path) -> bool:
+    """Whether ``folder`` is a checkpoint in zero_ext's format, or holds its steps."""
+    directory = CheckpointDirectory(folder)
+    steps = [directory.committed(step) for step in directory.steps()]
+    return any((path / MANIFEST_NAME).exists() for path in (folder, *steps))
+
+
+def _folders(folder: Path) -> str:
+    return ", ".join(sorted(entry.name for entry in folder.iterdir() if entry.is_dir())[:10]) or "none"
+
+
+def find_files(path: Path) -> CheckpointFiles:
+    """The files that DeepSpeed wrote to the folder of a tag.
+
+    CheckpointError names what is missing, double or of a kind that is not read (tensor, pipeline or expert
+    parallel).
+    """
+    names = sorted(entry.name for entry in path.iterdir())
+    for name in names:
+        for prefix, what in _ELSEWHERE.items():
+            if name.startswith(prefix):
+                raise CheckpointError(
+                    f"{path / name}: holds {what}, which cannot be imported; only data-parallel checkpoints "
+                    "of ZeRO stages 1 to 3 can"
+                )
+    found: dict[str, dict[int, Path]] = {"optim": {}, "model": {}, "whole model": {}}
+    for match in filter(None, map(_FILE.fullmatch, names)):
+        kind, rank = match[3] if match[1] else f"whole {match[3]}", int(match[1] or 0)
+        if int(match[2]):
+            raise CheckpointError(f"{path / match[0]}: of a tensor-parallel run, which cannot be imported")
+        if rank in found.get(kind, ()):
+            raise CheckpointError(f"{path}: {found[kind][rank].name} and {match[0]} are both of rank {rank}")
+        found.setdefault(kind, {})[rank] = path / match[0]
+    optimizer = _in_order(path, found["optim"])
+    if not optimizer:
+        raise CheckpointError(
+            f"{path}: no '*_optim_states.pt' files; a checkpoint of ZeRO stages 1 to 3 has one for each rank"
+        )
+    partitioned, whole = _in_order(path, found["model"]), tuple(found["whole model"].values())
+    if bool(partitioned) == bool(whole):
+        raise CheckpointError(
+            f"{path}: has {len(whole)} files 'mp_rank_*_model_states.pt' (stages 1 and 2) and "
+            f"{len(partitioned)} files 'zero_pp_rank_*_model_states.pt' (stage 3); files of one kind wanted. "
+            "Was one checkpoint written over another, or is it incomplete?"
+        )
+    if partitioned and len(partitioned) != len(optimizer):
+        raise CheckpointError(
+            f"{path}: {len(optimizer)} ranks have optimizer files and {len(partitioned)} model files; "
+            "a rank's save is missing"
+        )
+    return CheckpointFiles(path, optimizer, partitioned or whole, bool(partitioned))
+
+
+def _in_order(path: Path, found: dict[int, Path]) -> tuple[Path, ...]:
+    """The files of all ranks, each of which has to be there."""
+    missing = next((rank for rank in range(len(found)) if rank not in found), None)
+    if missing is not None:
+        raise CheckpointError(
+            f"{path}: {len(found)} files like {next(iter(found.values())).name}, the highest of rank "
+            f"{max(found)}; that of rank {missing} is missing"
+        )
+    return tuple(found[rank] for rank in range(len(found)))

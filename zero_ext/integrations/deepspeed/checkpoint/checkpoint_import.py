@@ -1,0 +1,205 @@
+"""Imports a checkpoint of DeepSpeed's ZeRO stages 1 to 3 as one of zero_ext's."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_ext.checkpoint import CheckpointError
+from zero_ext.checkpoint.files.filesystem import Storage
+from zero_ext.checkpoint.format.directory import LARGEST_STEP, CheckpointDirectory
+from zero_ext.checkpoint.format.dtypes import dtype_name
+from zero_ext.checkpoint.format.json_state import encode
+from zero_ext.checkpoint.format.manifest import (
+    CHUNK_BYTES,
+    FORMAT,
+    MANIFEST_NAME,
+    VERSION,
+    BufferRecord,
+    FileRecord,
+    Manifest,
+    ParameterRecord,
+    PieceRecord,
+    encode_manifest,
+)
+from zero_ext.checkpoint.format.manifest_check import check_cover, check_disjoint_bytes
+from zero_ext.checkpoint.transfer.shard_file import owned_pieces, write_shard
+from zero_ext.integrations.deepspeed.checkpoint.checkpoint_folder import find_files, tag_folder
+from zero_ext.integrations.deepspeed.checkpoint.checkpoint_pickle import verify_pickled
+from zero_ext.integrations.deepspeed.checkpoint.checkpoint_scalars import scalar_state
+from zero_ext.integrations.deepspeed.checkpoint.checkpoint_source import DeepSpeedCheckpoint, open_checkpoint
+from zero_ext.zero.api.engine_state import ShardPiece
+
+_LOCK_SECONDS = 60.0
+_COUNTERS = {"global_samples", "dp_world_size", "ds_version"}
+
+
+@dataclass(frozen=True)
+class ImportedCheckpoint:
+    """What an import has made: ``path``, the checkpoint of ``step``, from ``source``, which ``ranks`` ranks
+    saved at ``stage``; the class of its optimizer, the number of its parameters and of their elements, and
+    the bytes written."""
+
+    path: Path
+    source: Path
+    step: int
+    stage: int
+    ranks: int
+    optimizer: str
+    parameters: int
+    elements: int
+    bytes_written: int
+
+
+def import_deepspeed_checkpoint(
+    folder: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    optimizer: str | None = None,
+    verify: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> ImportedCheckpoint:
+    """Writes the DeepSpeed checkpoint ``folder/tag`` as zero_ext's ``output/step-000123``.
+
+    ``folder`` is what ``save_checkpoint`` of DeepSpeed was given, ``tag`` by default what its file ``latest``
+    says; the folder of a tag itself will do too. ``zero_ext.load_checkpoint(output, model)`` then resumes at
+    any world size and stage: fp32 masters, optimizer state, step counts, settings of the param groups, loss
+    scaler, frozen parameters and buffers are DeepSpeed's, bit for bit. The scheduler's state is what
+    ``load_checkpoint(..., scheduler=)`` restores, DeepSpeed's client state the ``client_state``.
+
+    ``optimizer`` is the name of the class that the model will be prepared with, where the checkpoint does
+    not tell it ("Adam" and "AdamW" it mostly does). ``verify`` reads every file once more beforehand to
+    compare its checksums. ``progress`` is called with ranks done and ranks in all. In memory are the tables
+    and a few MiB; tensors are mapped from one rank's file at a time.
+
+    No code from the files runs: a class or function that is pickled in them is refused by name.
+    CheckpointError names the file and what is missing, damaged, foreign or does not add up, TypeError or
+    ValueError a part of the client state that cannot be stored; nothing has been written then. An error while
+    writing removes what was written.
+    """
+    checkpoint = read_checkpoint(tag_folder(Path(folder).absolute(), tag), verify)
+    scalars = scalar_state(checkpoint, optimizer)
+    manifest = _manifest(checkpoint, scalars)
+    root = Path(output).absolute()
+    written = _write(checkpoint, manifest, root, progress)
+    entries = checkpoint.parameters.values()
+    return ImportedCheckpoint(
+        path=CheckpointDirectory(root).committed(manifest.step),
+        source=checkpoint.files.path,
+        step=manifest.step,
+        stage=checkpoint.first.file.zero_stage,
+        ranks=checkpoint.world_size,
+        optimizer=scalars["optimizer_class"],
+        parameters=len(entries),
+        elements=sum(math.prod(entry.shape) for entry in entries),
+        bytes_written=sum(entry.bytes for entry in written.files),
+    )
+
+
+def read_checkpoint(folder: Path, verify: bool = True) -> DeepSpeedCheckpoint:
+    """The tables of the checkpoint that DeepSpeed wrote to ``folder``, every file checked; errors as of
+    :func:`import_deepspeed_checkpoint`."""
+    files = find_files(folder)
+    if verify:
+        for path in (*files.optimizer, *files.model):
+            verify_pickled(path)
+    return open_checkpoint(files)
+
+
+def _manifest(checkpoint: DeepSpeedCheckpoint, scalars: dict[str, Any]) -> Manifest:
+    """The manifest without files and pieces."""
+    model, step = checkpoint.model, checkpoint.model.global_steps
+    if step >= LARGEST_STEP:
+        raise CheckpointError(f"{checkpoint.files.path}: step {step}: expected at most {LARGEST_STEP - 1}")
+    extra: dict[str, Any] = {"deepspeed": model.model_dump(include=_COUNTERS)}
+    if model.lr_scheduler is not None:
+        extra["scheduler"] = model.lr_scheduler
+    parameters = {
+        name: ParameterRecord(
+            shape=list(entry.shape),
+            stride=list(torch.empty(entry.shape, device="meta").stride()),
+            dtype=dtype_name(entry.dtype),
+            aliases=list(checkpoint.aliases.get(name, ())),
+            trainable=entry.group is not None,
+        )
+        for name, entry in checkpoint.parameters.items()
+    }
+    buffers = {
+        name: BufferRecord(shape=list(buffer.shape), dtype=dtype_name(buffer.dtype))
+        for name, buffer in checkpoint.buffers.items()
+    }
+    return Manifest(
+        format=FORMAT,
+        version=VERSION,
+        step=step,
+        world_size=checkpoint.world_size,
+        mesh={"dp": checkpoint.world_size},
+        chunk_bytes=CHUNK_BYTES,
+        parameters=parameters,
+        buffers=buffers,
+        files=[],
+        pieces=[],
+        scalar_state=encode(scalars, "scalar_state"),
+        client_state=encode(checkpoint.client_state, "client_state"),
+        extra=encode(extra, "extra"),
+    )
+
+
+def _write(
+    checkpoint: DeepSpeedCheckpoint,
+    manifest: Manifest,
+    root: Path,
+    progress: Callable[[int, int], None] | None,
+) -> Manifest:
+    """Writes ``root/step-...``, a file for each rank, and returns the manifest with its files and pieces.
+
+    Nothing remains of it after an error; OSError and CheckpointError name the file.
+    """
+    directory, storage = CheckpointDirectory(root), Storage()
+    storage.make_directory(root)
+    with directory.locked(_LOCK_SECONDS):
+        directory.clean(storage)
+        folder = directory.saving(manifest.step)
+        try:
+            storage.make_directory(folder)
+            files: list[FileRecord] = []
+            records: list[PieceRecord] = []
+            for rank in range(checkpoint.world_size):
+                owned = owned_pieces(_pieces(checkpoint, rank), checkpoint.buffers if rank == 0 else {})
+                file, written = write_shard(storage, folder, rank, owned)
+                files.append(file)
+                records += written
+                if progress is not None:
+                    progress(rank + 1, checkpoint.world_size)
+            whole = manifest.model_copy(update={"files": files, "pieces": records})
+            try:
+                check_cover(whole)
+                check_disjoint_bytes(whole)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{checkpoint.files.path}: changed while it was read: {error}"
+                ) from None
+            storage.write_file(folder / MANIFEST_NAME, encode_manifest(whole))
+            storage.sync_directory(folder)
+            directory.commit(storage, manifest.step)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                directory.discard(storage, manifest.step)
+            raise
+    return whole
+
+
+def _pieces(checkpoint: DeepSpeedCheckpoint, rank: int) -> Iterator[ShardPiece]:
+    tensors = checkpoint.rank(rank)
+    for name, entry in checkpoint.parameters.items():
+        for part in entry.fragments:
+            for kind, values in tensors.runs(name, entry, part) if part.rank == rank else ():
+                yield ShardPiece(kind, name, part.start, values)

@@ -1,0 +1,266 @@
+"""A DeepSpeed checkpoint as a whole: its parameters, where their elements lie, and everything beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_ext.checkpoint import CheckpointError
+from zero_ext.checkpoint.format.state_source import MASTER
+from zero_ext.integrations.deepspeed.checkpoint.checkpoint_fields import (
+    ModelFile,
+    client_state,
+    damaged,
+    stored_tensor,
+)
+from zero_ext.integrations.deepspeed.checkpoint.checkpoint_folder import CheckpointFiles
+from zero_ext.integrations.deepspeed.checkpoint.checkpoint_layout import (
+    Fragment,
+    joined_layout,
+    parted,
+    parted_layout,
+)
+from zero_ext.integrations.deepspeed.checkpoint.checkpoint_pickle import read_pickled
+from zero_ext.integrations.deepspeed.checkpoint.checkpoint_rank import RankState, read_rank
+
+_UNREADABLE = {
+    "mp_world_size": "of tensor parallelism",
+    "universal_checkpoint_info": "of tensor parallelism",
+    "autoep_layers": "of expert parallelism",
+    "num_experts": "of expert parallelism",
+}
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """A parameter; ``dtype`` is what it computes in. ``group`` is its param group, None if it is frozen: then
+    its values are in the model's files."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    group: int | None
+    fragments: tuple[Fragment, ...]
+
+
+@dataclass(frozen=True)
+class DeepSpeedCheckpoint:
+    """Tables of one checkpoint; ``rank`` reads the tensors. ``aliases`` are the further names of tied
+    parameters by their first name; ``buffers`` are whole; ``first`` is rank 0's optimizer file, whose
+    settings are those of all ranks; ``model`` is what the model's file says besides, ``client_state`` what
+    the user gave to ``save_checkpoint``."""
+
+    files: CheckpointFiles
+    first: RankState
+    parameters: Mapping[str, StoredParameter]
+    aliases: Mapping[str, list[str]]
+    buffers: Mapping[str, torch.Tensor]
+    model: ModelFile
+    client_state: dict[Any, Any]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that saved it."""
+        return len(self.files.optimizer)
+
+    def trained(self) -> Iterator[tuple[str, StoredParameter, int]]:
+        """Parameters that the optimizer has, with their param groups."""
+        for name, entry in self.parameters.items():
+            if entry.group is not None:
+                yield name, entry, entry.group
+
+    def rank(self, rank: int) -> RankTensors:
+        """The tensors of one rank, mapped from its files."""
+        return RankTensors(read_rank(self.files.optimizer[rank]), self.frozen_values(rank))
+
+    def frozen_values(self, rank: int) -> dict[str, torch.Tensor]:
+        """The elements of the frozen parameters that lie with ``rank``, each 1-D; padding is left out.
+
+        Each rank has one fragment of a parameter at most. CheckpointError if its file is of another step.
+        """
+        if rank >= len(self.files.model):
+            return {}
+        path = self.files.model[rank]
+        model = ModelFile.of(read_pickled(path), path)
+        if model.global_steps != self.model.global_steps:
+            raise CheckpointError(
+                f"{path}: of step {model.global_steps}, {self.files.model[0].name} of step "
+                f"{self.model.global_steps}: files of two checkpoints are mixed"
+            )
+        table, found = _frozen_table(self.files, model), {}
+        for name, entry in self.parameters.items():
+            for part in entry.fragments if entry.group is None else ():
+                if part.rank != rank:
+                    continue
+                value = stored_tensor(table, name, path).detach().contiguous().reshape(-1)
+                if value.numel() < part.numel:
+                    raise damaged(path, name, f"has {value.numel()} elements, expected {part.numel}")
+                found[name] = value[: part.numel]
+        return found
+
+
+@dataclass(frozen=True)
+class RankTensors:
+    """What lies in the files of one rank."""
+
+    state: RankState
+    frozen: Mapping[str, torch.Tensor]
+
+    def runs(self, name: str, entry: StoredParameter, part: Fragment) -> Iterator[tuple[str, torch.Tensor]]:
+        """The elements [n] of ``part``, a fragment with this rank: first their values, then the optimizer's
+        state of each kind."""
+        if entry.group is None:
+            yield MASTER, self.frozen[name]
+            return
+        for kind, flat in {
+            MASTER: self.state.file.masters[part.flat],
+            **self.state.moments[part.flat],
+        }.items():
+            yield kind, flat[part.begin : part.begin + part.numel]
+
+
+def open_checkpoint(files: CheckpointFiles) -> DeepSpeedCheckpoint:
+    """Reads the tables of all files and checks that they belong together and add up.
+
+    CheckpointError names the file and what is wrong. At any time one rank's tensors are mapped.
+    """
+    first = read_rank(files.optimizer[0])
+    _check_stage(files, first)
+    content = read_pickled(files.model[0])
+    _check_readable(content, files)
+    model = ModelFile.of(content, files.model[0])
+    if model.dp_world_size not in (None, len(files.optimizer)):
+        raise CheckpointError(
+            f"{files.model[0]}: saved by {model.dp_world_size} ranks, but there are {len(files.optimizer)} "
+            "'*_optim_states.pt' files"
+        )
+    sizes, slices = [first.sizes], [first.file.param_slice_mappings]
+    for path in files.optimizer[1:]:
+        state = read_rank(path)
+        _check_same(first, state)
+        sizes.append(state.sizes)
+        slices.append(state.file.param_slice_mappings)
+    trained = _trained(first, model, files.model[0], sizes)
+    # With round_robin_gradients DeepSpeed notes the addresses that parameters would have without it.
+    told = model.configured("zero_optimization", "round_robin_gradients") is not True
+    for rank, table in enumerate(slices):
+        if table is not None and told:
+            _check_slices(files, rank, table, trained)
+    buffers = {name: stored_tensor(model.module, name, files.model[0]) for name in model.buffer_names}
+    shared = model.shared_params or {}
+    frozen = _frozen(files, model, {*trained, *buffers, *shared})
+    for name in frozen.keys() & trained.keys():
+        raise damaged(files.model[0], "frozen_param_shapes", f"lists {name!r}, which is trained")
+    parameters = {**trained, **frozen}
+    aliases: dict[str, list[str]] = {}
+    for name, own in shared.items():
+        # Parameters without elements all begin at address 0, which DeepSpeed takes for sharing.
+        if name not in parameters and own in parameters:
+            aliases.setdefault(own, []).append(name)
+    found = DeepSpeedCheckpoint(files, first, parameters, aliases, buffers, model, client_state(content))
+    for rank in range(len(files.model)):
+        found.frozen_values(rank)
+    return found
+
+
+def _check_stage(files: CheckpointFiles, state: RankState) -> None:
+    if state.file.partition_count != len(files.optimizer):
+        raise CheckpointError(
+            f"{state.path}: saved by {state.file.partition_count} ranks, but {files.path} holds "
+            f"{len(files.optimizer)} '*_optim_states.pt' files; some are missing, or of another run"
+        )
+    if (state.file.zero_stage == 3) != files.model_by_rank:
+        raise CheckpointError(
+            f"{state.path}: is of stage {state.file.zero_stage}, but {files.model[0].name} of stage "
+            f"{'3' if files.model_by_rank else '1 or 2'}: files of two checkpoints are mixed in {files.path}"
+        )
+
+
+def _check_readable(content: Mapping[Any, Any], files: CheckpointFiles) -> None:
+    for key, what in _UNREADABLE.items():
+        value = content.get(key)
+        if value is not None and not (type(value) is int and value == 1):
+            raise CheckpointError(f"{files.model[0]}: {key}: a checkpoint {what} cannot be imported")
+
+
+def _check_same(first: RankState, state: RankState) -> None:
+    own, wanted = state.plain(), first.plain()
+    for what, value in own.items():
+        if value != wanted[what]:
+            raise CheckpointError(
+                f"{state.path}: {what}: {value!r:.200}; {first.path.name} has {wanted[what]!r:.200}: files "
+                "of two checkpoints are mixed"
+            )
+
+
+def _trained(
+    first: RankState, model: ModelFile, path: Path, sizes: list[list[int]]
+) -> dict[str, StoredParameter]:
+    if len(model.param_shapes) != len(first.flat_groups):
+        groups = f"{len(model.param_shapes)} groups, {first.path.name} {len(first.flat_groups)}"
+        raise damaged(path, "param_shapes", f"has {groups}")
+    found: dict[str, StoredParameter] = {}
+    for flat, (shapes, group) in enumerate(zip(model.param_shapes, first.flat_groups, strict=True)):
+        of_ranks = [size[flat] for size in sizes]
+        try:
+            if first.file.zero_stage == 3:
+                fragments = parted_layout(flat, shapes, of_ranks)
+            else:
+                told = first.file.param_alignment_paddings
+                gaps = [0] * len(shapes) if told is None else told[flat]
+                fragments = joined_layout(flat, shapes, gaps, of_ranks)
+        except ValueError as error:
+            raise damaged(path, "param_shapes", f"does not fit the files beside it: {error}") from None
+        for name, parts in fragments.items():
+            if name in found:
+                raise damaged(path, "param_shapes", f"lists {name!r} twice")
+            here = name in model.module
+            dtype = stored_tensor(model.module, name, path).dtype if here else torch.float32
+            found[name] = StoredParameter(shapes[name], dtype, group, tuple(parts))
+    return found
+
+
+def _check_slices(
+    files: CheckpointFiles,
+    rank: int,
+    table: list[dict[str, tuple[int, int]]],
+    trained: Mapping[str, StoredParameter],
+) -> None:
+    """The addresses that the rank wrote down are those that the shapes give."""
+    table = [{name: place for name, place in own.items() if place[1]} for own in table]
+    wanted: list[dict[str, tuple[int, int]]] = [{} for _ in table]
+    for name, entry in trained.items():
+        for part in entry.fragments:
+            if part.rank == rank:
+                wanted[part.flat][name] = (part.begin, part.numel)
+    if table != wanted:
+        flat = next(number for number, own in enumerate(table) if own != wanted[number])
+        name = next(iter(dict(table[flat].items() ^ wanted[flat].items())))
+        raise CheckpointError(
+            f"{files.optimizer[rank]}: param_slice_mappings: {name!r} of group {flat} is at "
+            f"{table[flat].get(name)} (begin, elements), by the shapes in {files.model[0].name} it is at "
+            f"{wanted[flat].get(name)}: files of two checkpoints are mixed"
+        )
+
+
+def _frozen_table(files: CheckpointFiles, model: ModelFile) -> Mapping[str, Any]:
+    return model.frozen_param_fragments or {} if files.model_by_rank else model.module
+
+
+def _frozen(files: CheckpointFiles, model: ModelFile, known: set[str]) -> dict[str, StoredParameter]:
+    table, path = _frozen_table(files, model), files.model[0]
+    if files.model_by_rank:
+        shapes = model.frozen_param_shapes or {}
+    else:
+        # All that the module holds and nobody else does: stage 1 writes no list of them.
+        rest = [name for name in table if name not in known]
+        shapes = {name: tuple(stored_tensor(table, name, path).shape) for name in rest}
+    found = {}
+    for name, shape in shapes.items():
+        dtype, fragments = stored_tensor(table, name, path).dtype, parted(math.prod(shape), len(files.model))
+        found[name] = StoredParameter(shape, dtype, None, tuple(fragments))
+    return found

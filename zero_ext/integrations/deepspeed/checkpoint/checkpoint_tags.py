@@ -1,0 +1,128 @@
+"""Checkpoints under DeepSpeed's names: ``save_dir/global_step{N}`` and a file ``latest`` with the newest tag.
+
+Each tag is a directory of zero_ext checkpoints with one step in it, so it is written, committed and checked
+as all of them are. Once it is committed, DeepSpeed's scripts that convert weights are put beside it, and
+``latest`` is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
+from zero_ext.checkpoint.files.filesystem import Storage
+from zero_ext.checkpoint.format.json_state import encode
+from zero_ext.integrations.deepspeed.checkpoint.checkpoint_folder import (
+    CLIENT_STATE,
+    LATEST,
+    is_tag,
+    tag_folder,
+)
+from zero_ext.integrations.deepspeed.checkpoint.checkpoint_weights import SCRIPT, SCRIPT_NAMES
+from zero_ext.zero.api.engine_lookup import engine_of
+from zero_ext.zero.units.collective_errors import together
+
+if TYPE_CHECKING:
+    from zero_ext.integrations.deepspeed.deepspeed_engine import DeepSpeedEngine
+
+_LONGEST_TAG = 200
+_COUNTERS = "counters"
+
+
+def save(
+    engine: DeepSpeedEngine, root: Path, tag: object, client_state: Mapping[str, Any], save_latest: bool
+) -> None:
+    """Saves ``engine`` as ``root/tag``, by default ``global_step{N}``; a collective.
+
+    ``TypeError`` naming the key for a client state that is neither JSON nor a tensor, ``ValueError`` for a
+    tag that is no file name, both before anything is written.
+    """
+    name = f"global_step{engine.global_steps}" if tag is None else _checked(str(tag))
+    if not isinstance(client_state, Mapping):
+        raise TypeError(f"client_state: a mapping wanted, {type(client_state).__name__} given")
+    encode(dict(client_state), "client_state")
+    counters = {"micro_steps": engine.micro_steps, "samples": engine._unmanaged_samples}
+    saved = save_checkpoint(
+        root / name,
+        engine,
+        scheduler=_stateful(engine.lr_scheduler),
+        loader=engine.training_dataloader,
+        client_state={CLIENT_STATE: dict(client_state), _COUNTERS: counters},
+        asynchronous=False,
+        keep_last=1,
+    )
+    root = saved.path.parents[1]  # rank 0's
+    files = dict.fromkeys(SCRIPT_NAMES, SCRIPT) | ({LATEST: name} if save_latest else {})
+    everyone = engine_of(engine).state.everyone
+    together(
+        everyone,
+        lambda: _write_beside(root, files) if everyone.rank == 0 else None,
+        f"writing to {root}",
+        f"The checkpoint {name} itself is whole.",
+    )
+
+
+def load(
+    engine: DeepSpeedEngine, root: Path, tag: object, with_scheduler: bool
+) -> tuple[str | None, dict[str, Any]]:
+    """Loads ``root/tag``, by default the one that ``latest`` names; its path and client state. A collective.
+
+    (None, {}) without a tag where there is no ``latest``. ``CheckpointError`` for anything missing, damaged
+    or foreign; nothing has changed then. Where ranks name different folders, rank 0's is taken, as in
+    :func:`save`.
+    """
+    root = _of_rank_0(engine, root.absolute())
+    if tag is None and not (root / LATEST).is_file():
+        return None, {}
+    path = tag_folder(root, None if tag is None else str(tag))
+    loaded = load_checkpoint(
+        path,
+        engine,
+        scheduler=_stateful(engine.lr_scheduler) if with_scheduler else None,
+        loader=engine.training_dataloader,
+    )
+    state = loaded.client_state if isinstance(loaded.client_state, dict) else {}
+    counters = state.get(_COUNTERS, {})
+    engine.micro_steps = int(counters.get("micro_steps", 0))
+    engine._unmanaged_samples = int(counters.get("samples", 0))
+    return str(path), dict(state.get(CLIENT_STATE, {}))
+
+
+def _of_rank_0(engine: DeepSpeedEngine, path: Path) -> Path:
+    everyone = engine_of(engine).state.everyone
+    own = torch.frombuffer(bytearray(os.fsencode(path)), dtype=torch.uint8)
+    size = everyone.broadcast_(torch.tensor([len(own)], device="cpu"), 0, "load_checkpoint")
+    if everyone.rank != 0:
+        own = own.new_zeros(int(size))
+    return Path(os.fsdecode(bytes(everyone.broadcast_(own, 0, "load_checkpoint").tolist())))
+
+
+def _stateful(scheduler: Any) -> Any:
+    """The scheduler, if it has a state to be saved."""
+    return scheduler if hasattr(scheduler, "state_dict") else None
+
+
+def _checked(tag: str) -> str:
+    if not is_tag(tag) or len(tag) > _LONGEST_TAG or tag == LATEST or tag.startswith("."):
+        raise ValueError(
+            f"tag {tag!r}: a plain folder name of at most {_LONGEST_TAG} characters wanted, no slashes, "
+            f"not beginning with a dot and not {LATEST!r}"
+        )
+    return tag
+
+
+def _write_beside(root: Path, files: Mapping[str, str]) -> None:
+    """Each file is replaced whole, in this order."""
+    storage = Storage()
+    for name, content in files.items():
+        new = root / f".{name}"
+        storage.remove(new)
+        storage.write_file(new, content.encode())
+        new.chmod(0o755 if content.startswith("#!") else 0o644)
+        storage.rename(new, root / name)
+    storage.sync_directory(root)

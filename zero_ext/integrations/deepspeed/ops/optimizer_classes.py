@@ -1,0 +1,133 @@
+"""``deepspeed.ops.adam``, ``.adagrad``, ``.lamb``, ``.lion``: optimizers by DeepSpeed's names and arguments.
+
+Making one gives torch's or zero_ext's own optimizer, which works by itself, and which ``initialize`` and
+``zero_ext.prepare`` run fused over the shards.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.optim import Adagrad, Adam, AdamW, Optimizer
+
+from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError, names_of
+from zero_ext.optim.lamb import Lamb
+from zero_ext.optim.lion import Lion
+
+_16_BIT_STATES = {"fp32_optimizer_states": "write bf16.bf16_optimizer_states in the JSON"}
+_CORRECTED = {"bias_correction": "the moments are always corrected here"}
+_AMSGRAD = {"amsgrad": "neither DeepSpeed nor zero_ext has that variant"}
+
+
+def _named(
+    name: str,
+    make: Callable[..., Optimizer],
+    fixed: Mapping[str, str],
+    parameters: str = "params",
+    **defaults: Any,
+) -> type:
+    """A class that makes another one's optimizers.
+
+    Args:
+        name: what DeepSpeed calls the class.
+        make: takes the parameters and every argument that is not fixed.
+        fixed: arguments that must be left alone, with the reason or what to do instead.
+        parameters: the first argument's name.
+        defaults: DeepSpeed's other arguments in order. ``set_grad_none`` changes nothing.
+    """
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    others = [inspect.Parameter(each, kinds, default=value) for each, value in defaults.items()]
+    signature = inspect.Signature([inspect.Parameter(parameters, kinds), *others])
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Optimizer:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        for argument, reason in fixed.items():
+            value = given.pop(argument)
+            if value != defaults[argument]:
+                raise DeepSpeedFeatureError(f"{name}({argument}={value}): {reason}")
+        given.pop("set_grad_none", None)
+        return make(given.pop(parameters), **given)
+
+    doc = f"``{name}{signature}`` makes an optimizer of torch or zero_ext. These stay as they are: "
+    members = {"__new__": new, "__signature__": signature, "__doc__": f"{doc}{', '.join(fixed) or 'none'}."}
+    return type(name, (), members | {"__module__": __name__})
+
+
+def _cpu_adam(params: Any, *, adamw_mode: bool, **given: Any) -> Optimizer:
+    return (AdamW if adamw_mode else Adam)(params, **given)
+
+
+def _fused_adam(params: Any, *, adam_w_mode: bool, **given: Any) -> Optimizer:
+    return _cpu_adam(params, adamw_mode=adam_w_mode, **given)
+
+
+DeepSpeedCPUAdam = _named(
+    "DeepSpeedCPUAdam",
+    _cpu_adam,
+    _CORRECTED | _16_BIT_STATES,
+    "model_params",
+    lr=1e-3,
+    bias_correction=True,
+    betas=(0.9, 0.999),
+    eps=1e-8,
+    weight_decay=0.0,
+    amsgrad=False,
+    adamw_mode=True,
+    fp32_optimizer_states=True,
+)
+FusedAdam = _named(
+    "FusedAdam",
+    _fused_adam,
+    _CORRECTED | _AMSGRAD,
+    lr=1e-3,
+    bias_correction=True,
+    betas=(0.9, 0.999),
+    eps=1e-8,
+    adam_w_mode=True,
+    weight_decay=0.0,
+    amsgrad=False,
+    set_grad_none=True,
+)
+DeepSpeedCPUAdagrad = _named(
+    "DeepSpeedCPUAdagrad",
+    Adagrad,
+    _AMSGRAD | _16_BIT_STATES,
+    "model_params",
+    lr=1e-2,
+    eps=1e-10,
+    weight_decay=0.0,
+    amsgrad=False,
+    fp32_optimizer_states=True,
+)
+FusedLamb = _named(
+    "FusedLamb",
+    Lamb,
+    _AMSGRAD | {"max_grad_norm": "write gradient_clipping in the JSON"},
+    lr=1e-3,
+    bias_correction=True,
+    betas=(0.9, 0.999),
+    eps=1e-8,
+    eps_inside_sqrt=False,
+    weight_decay=0.0,
+    max_grad_norm=0.0,
+    max_coeff=10.0,
+    min_coeff=0.01,
+    amsgrad=False,
+)
+FusedLion = _named("FusedLion", Lion, {}, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0, set_grad_none=True)
+DeepSpeedCPULion = _named(
+    "DeepSpeedCPULion",
+    Lion,
+    _16_BIT_STATES,
+    "model_params",
+    lr=1e-3,
+    betas=(0.9, 0.999),
+    weight_decay=0.0,
+    fp32_optimizer_states=True,
+)
+
+__getattr__ = names_of(*(f"deepspeed.ops.{name}" for name in ("adam", "adagrad", "lamb", "lion")))

@@ -1,0 +1,247 @@
+"""The engine that ``deepspeed.initialize`` returns for a pipeline: ``engine.train_batch(data_iter)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
+
+from zero_ext.data import ShardedLoader
+from zero_ext.integrations.deepspeed.deepspeed_engine import DeepSpeedEngine
+from zero_ext.integrations.deepspeed.pipe.micro_batches import joined, micro_batches_of
+from zero_ext.integrations.deepspeed.pipe.pipeline_module import PipelineError, PipelineModule
+from zero_ext.integrations.deepspeed.runtime.dataloader import RepeatingLoader
+from zero_ext.integrations.deepspeed.unsupported import DeepSpeedFeatureError, names_of
+from zero_ext.parallel.pipeline import Pipeline
+from zero_ext.zero.api.engine_lookup import engine_of
+from zero_ext.zero.api.zero_optimizer import ZeroOptimizer
+from zero_ext.zero.units.collective_errors import together
+
+Batch = tuple[tuple[torch.Tensor, ...], list[Any]]
+
+
+def _refused(name: str) -> Any:
+    def method(*_: Any, **__: Any) -> NoReturn:
+        """Raise ``PipelineError``: a pipeline runs whole batches."""
+        raise PipelineError(
+            f"engine.{name}: a pipeline runs whole batches; call engine.train_batch(data_iter) or eval_batch"
+        )
+
+    return method
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """A prepared :class:`PipelineModule` with DeepSpeed's methods, in every ZeRO stage.
+
+    ``micro_batches`` of a step are the JSON's gradient_accumulation_steps; an iterator yields one at a time,
+    ``(inputs, labels)``, on the ranks of the first stage, which read the inputs, and of the last, which read
+    the labels. Inputs are a tensor or a tuple of them, [samples, ...], of one shape in all micro-batches of
+    a batch.
+    """
+
+    module: PipelineModule
+    data_iterator: Iterator[Any] | None
+    batch_fn: Callable[[Any], Any] | None
+    _pipeline: Pipeline
+
+    def __init__(
+        self,
+        module: PipelineModule,
+        optimizer: ZeroOptimizer | None,
+        scheduler: LRScheduler | None,
+        loader: ShardedLoader | None,
+        config: dict[str, Any],
+    ) -> None:
+        super().__init__(module, optimizer, scheduler, loader, config)
+        vars(self).update(
+            data_iterator=None,
+            batch_fn=None,
+            _pipeline=Pipeline(module, optimizer, micro_batches=self.micro_batches),
+        )
+
+    # -- facts --------------------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """All ranks; ``dp_world_size`` of them see other samples."""
+        return dist.get_world_size()
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank among all."""
+        return dist.get_rank()
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return self.gradient_accumulation_steps()
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Samples of one; None if nobody said."""
+        return self.train_micro_batch_size_per_gpu()
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.module.num_stages
+
+    @property
+    def stage_id(self) -> int:
+        """The one that this rank has."""
+        return self.module.stage_id
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """The same."""
+        return self.stage_id
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank reads inputs."""
+        return self.module.is_first
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank reads labels."""
+        return self.module.is_last
+
+    # -- data ---------------------------------------------------------------------------------------------
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Where :meth:`train_batch` takes its micro-batches from now on."""
+        self.data_iterator = iterator
+
+    def set_dataloader(self, loader: Any) -> None:
+        """The same of a loader."""
+        self.set_dataiterator(iter(loader))
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """``fn`` makes ``(inputs, labels)`` of what the iterator yields."""
+        self.batch_fn = fn
+
+    def _training_data(self) -> Iterator[Any] | None:
+        """What was set, else a new pass through the loader of ``training_data``."""
+        if self.data_iterator is None and self.training_dataloader is not None:
+            self.data_iterator = RepeatingLoader(self.training_dataloader)
+        return self.data_iterator
+
+    def _read(self, data: Callable[[], Iterator[Any] | None]) -> Batch:
+        """The inputs of the next batch, whole, and its labels by micro-batch; empty where nothing is read."""
+        if not (self.is_first_stage() or self.is_last_stage()):
+            return (), []
+        pairs = micro_batches_of(data(), self.micro_batches, self.batch_fn)
+        inputs = joined([pair[0] for pair in pairs]) if self.is_first_stage() else ()
+        labels = [pair[1] for pair in pairs] if self.is_last_stage() else []
+        there: Batch = pytree.tree_map_only(torch.Tensor, lambda each: each.to(self.device), (inputs, labels))
+        return there
+
+    # -- batches ------------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """One step on the next ``micro_batches`` of ``data_iter`` (from now on; else of what was set, or of
+        ``training_data``); the scheduler follows unless the step was skipped. A collective of all ranks.
+
+        Returns the mean loss over micro-batches and data-parallel ranks, 0-d float32, on all ranks.
+
+        Raises ``RuntimeError`` on all ranks for data that ends or cannot be used on one, and if a stage
+        fails.
+        """
+        self._need_optimizer("train_batch")
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch under no_grad: leave that, or call eval_batch")
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self.module.train()
+        with self._around_step():
+            loss = self._run(self._pipeline.train_batch, self._training_data, self._loss)
+        self.micro_steps += self.micro_batches
+        return loss.to(self.device)
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """The mean loss of the next batch of ``data_iter``, without gradients; else as :meth:`train_batch`.
+
+        Without ``compute_loss``, with ``reduce_output`` None, a list of the outputs of each micro-batch,
+        where the last stage is; None elsewhere. ``return_logits`` gives a pair, with the outputs of the last
+        micro-batch, there too. The loss is on all ranks whatever ``bcast_loss`` says.
+        """
+        if num_micro_batches not in (None, self.micro_batches):
+            raise DeepSpeedFeatureError(
+                f"eval_batch(num_micro_batches={num_micro_batches}) is not served: a batch has "
+                f"gradient_accumulation_steps micro-batches, {self.micro_batches}"
+            )
+        if reduce_output != ("avg" if compute_loss else None):
+            raise DeepSpeedFeatureError(
+                f"eval_batch(compute_loss={compute_loss}, reduce_output={reduce_output!r}) is not served: "
+                "losses are reduced by 'avg', outputs not at all (compute_loss=False, reduce_output=None)"
+            )
+        kept: list[Any] = []
+
+        def loss(outputs: Any, labels: Any) -> torch.Tensor:
+            if return_logits or not compute_loss:
+                kept.append(outputs)
+            return self._loss(outputs, labels) if compute_loss else torch.zeros((), device=self.device)
+
+        mean = self._run(self._pipeline.eval_batch, lambda: data_iter, loss).to(self.device)
+        found = mean if compute_loss else (kept or None)
+        return (found, kept[-1] if kept else None) if return_logits else found
+
+    def _loss(self, outputs: Any, labels: Any) -> torch.Tensor:
+        loss: torch.Tensor = outputs if self.module.loss_fn is None else self.module.loss_fn(outputs, labels)
+        return loss
+
+    def _run(
+        self,
+        batch: Callable[..., torch.Tensor],
+        data: Callable[[], Iterator[Any] | None],
+        loss: Callable[[Any, Any], torch.Tensor],
+    ) -> torch.Tensor:
+        """What ``batch`` of the pipeline makes of the next batch of ``data``. Its targets are the
+        micro-batches' numbers, so that labels may be anything."""
+        everyone = engine_of(self).state.everyone
+        inputs, labels = together(everyone, lambda: self._read(data), "reading a batch")
+        numbers = torch.arange(self.micro_batches, device="cpu") if self.is_last_stage() else None
+        own = self.module.loss
+        self.module.loss = lambda outputs, number: loss(outputs, labels[int(number)])
+        try:
+            return batch(*inputs, targets=numbers)
+        finally:
+            self.module.loss = own
+
+    # -- what a pipeline cannot do ------------------------------------------------------------------------
+
+    forward = _refused("forward")
+    backward = _refused("backward")
+    step = _refused("step")
+    no_sync = _refused("no_sync")
+    coalesce_grad_reduction = _refused("coalesce_grad_reduction")
+    set_gradient_accumulation_boundary = _refused("set_gradient_accumulation_boundary")
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> NoReturn:
+        raise DeepSpeedFeatureError(
+            "whole weights of a pipeline are on no rank: call save_checkpoint, then 'zero-ext export'"
+        )
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
+        """See the base class; a checkpoint may come from another number of stages too."""
+        found = super().load_checkpoint(*args, **kwargs)
+        data = self.data_iterator
+        if isinstance(data, RepeatingLoader) and data.loader is self.training_dataloader:
+            self.data_iterator = None  # the next one goes on where the loader does now
+        return found
+
+
+__getattr__ = names_of("deepspeed.runtime.pipe.engine")

@@ -1,0 +1,90 @@
+"""``safe_get_*`` and ``safe_set_*``: one parameter's fp32 weights, gradient and optimizer state.
+
+The "full" ones are collectives, at every stage and tier. The "local" ones speak of what this rank owns, as a
+flat tensor; replicated state is owned by all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zero_ext.integrations.deepspeed.unsupported import names_of
+from zero_ext.offload import copy_of, count, replace
+from zero_ext.zero.api.full_parameters import full_gradient
+from zero_ext.zero.api.full_values import (
+    MASTER,
+    owned_parts,
+    replace_gradient,
+    replace_master,
+    replace_state,
+    whole_state,
+)
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """The master weights, whole, on every rank's CPU; None for a frozen parameter."""
+    return whole_state(param)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replaces the master weights; the parameter becomes their rounding."""
+    replace_master(param, value)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The averaged gradient, whole, between backward and step; None without one. Of fp16 parameters it is
+    still multiplied by the loss scale."""
+    return full_gradient(param)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replaces the averaged gradient between backward and step."""
+    replace_gradient(param, value)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """Optimizer state like "exp_avg", whole, in fp32; None where there is none (yet)."""
+    return whole_state(param, optim_state_key)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Replaces optimizer state like "exp_avg"."""
+    replace_state(param, optim_state_key, value)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of the master weights [numel], a copy; None if it owns none."""
+    return _local(param, MASTER)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replaces this rank's part of the master weights; the parameter follows with the next step."""
+    _set_local(param, MASTER, value)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's part of optimizer state like "exp_avg" [numel], a copy; None if it owns none."""
+    return _local(param, optim_state_key)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Replaces this rank's part of optimizer state like "exp_avg"."""
+    _set_local(param, optim_state_key, value)
+
+
+def _local(param: nn.Parameter, kind: str) -> torch.Tensor | None:
+    parts = [copy_of(values) for _, values in owned_parts(param, kind)]
+    return torch.cat(parts) if parts else None
+
+
+def _set_local(param: nn.Parameter, kind: str, value: torch.Tensor) -> None:
+    parts = [values for _, values in owned_parts(param, kind)]
+    wanted = sum(count(values) for values in parts)
+    if value.numel() != wanted:
+        raise ValueError(f"{kind}: this rank owns {wanted} elements of the parameter, {value.numel()} given")
+    for values, own in zip(parts, value.reshape(-1).split([count(v) for v in parts]), strict=True):
+        replace(values, own.float())
+
+
+__getattr__ = names_of("deepspeed.utils.tensor_fragment")

@@ -1,0 +1,183 @@
+"""Lightning's checkpoints as folders: the engine's own format, with Lightning's state in its manifest."""
+
+from __future__ import annotations
+
+import enum
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_ext.checkpoint import loading as loading
+from zero_ext.checkpoint import saving as saving
+from zero_ext.checkpoint.api import load_checkpoint, save_checkpoint
+from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
+from zero_ext.checkpoint.format.json_state import decode
+from zero_ext.checkpoint.format.state_source import MASTER
+from zero_ext.checkpoint.inspection import open_checkpoint
+from zero_ext.config import ZeroConfig
+from zero_ext.zero.api.engine_lookup import engine_of
+from zero_ext.zero.api.engine_state import EngineState, ParameterInfo, ShardPiece
+from zero_ext.zero.engine import Engine
+
+_LIGHTNING = "lightning"
+# What Lightning's dictionary holds of parameters and optimizers: the shards' business.
+_STREAMED = ("state_dict", "optimizer_states")
+
+
+def save(folder: Path, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Saves ``module`` and the dictionary that Lightning made of everything else as ``folder``; a collective.
+
+    Without ``optimizer_states`` in the dictionary (``save_weights_only``) no optimizer state is saved. An
+    older checkpoint in the folder goes once this one is whole. Raises ``ValueError`` and ``TypeError`` naming
+    the key of what cannot be stored, ``CheckpointError`` for all else.
+    """
+    extra = list(checkpoint["state_dict"])
+    if extra:
+        raise ValueError(
+            f"on_save_checkpoint added {extra[:3]} to checkpoint['state_dict'], through which sharded "
+            "parameters never pass; put it under a key of its own, or register it as a buffer"
+        )
+    rest = {key: _plain(value) for key, value in checkpoint.items() if key not in _STREAMED}
+    state = {_LIGHTNING: rest}
+    step = int(checkpoint["global_step"])
+    if "optimizer_states" in checkpoint:
+        save_checkpoint(folder, module, step=step, client_state=state, keep_last=1, asynchronous=False)
+        return
+    engine = engine_of(module)
+    engine.finish_updates()
+    saving.save_checkpoint(folder, WeightsAlone(engine), step=step, client_state=state, keep_last=1)
+
+
+def load(folder: Path, module: nn.Module, training: bool) -> dict[str, Any]:
+    """Fills the prepared ``module`` from ``folder`` and returns Lightning's dictionary; a collective.
+
+    Saved at any world size and stage. Only in ``training`` with its optimizer's state. Raises ``ValueError``
+    or ``CheckpointError``, with nothing changed, for what is no checkpoint of a ``ZeroStrategy``, is damaged
+    or of another model.
+    """
+    state = _lightning_state(folder)
+    engine = engine_of(module)
+    if training:
+        if "optimizer_states" not in state:
+            raise ValueError(
+                f"{folder}: holds weights only (save_weights_only=True); training can only go on from a "
+                "checkpoint with optimizer state"
+            )
+        load_checkpoint(folder, module)
+    else:
+        engine.finish_updates(replaced=True)
+        loading.load_checkpoint(folder, WeightsAlone(engine))
+    return {"state_dict": {}, **state}
+
+
+def remove(folder: Path) -> None:
+    """Removes a checkpoint; nothing happens if there is none."""
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink(missing_ok=True)
+        return
+    if folder.is_dir():
+        # What is half removed must not pass for a checkpoint: it loses its name first.
+        doomed = folder.with_name(f".removed-{folder.name}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+class WeightsAlone:
+    """The state of an engine without its optimizer's: what ``save_weights_only`` keeps, and what evaluation
+    loads. A source of checkpoints (``zero_ext.checkpoint.StateSource``)."""
+
+    trains = False
+
+    def __init__(self, engine: Engine) -> None:
+        self._state: EngineState = engine.state
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._state.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._state.world_size
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The engine's process group."""
+        return self._state.group
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The engine's configuration."""
+        return self._state.config
+
+    def parameter_table(self) -> Mapping[str, ParameterInfo]:
+        """Every parameter by its first name."""
+        return self._state.parameter_table()
+
+    def save_pieces(self) -> Iterator[ShardPiece]:
+        """This rank's shard of the weights."""
+        return (piece for piece in self._state.save_pieces() if piece.kind == MASTER)
+
+    def load_pieces(self) -> Iterator[ShardPiece]:
+        """The weights that this rank needs."""
+        return (piece for piece in self._state.load_pieces() if piece.kind == MASTER)
+
+    def scalar_state(self) -> dict[str, Any]:
+        """The engine's, without an optimizer."""
+        return {**self._state.scalar_state(), "optimizer": None, "optimizer_class": None, "param_groups": []}
+
+    def load_scalar_state(self, state: dict[str, Any]) -> None:
+        """Nothing: steps and loss scale belong to the training."""
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The module's persistent buffers."""
+        return self._state.buffers()
+
+    def finish_load(self) -> None:
+        """Parameters follow the loaded weights, on all ranks."""
+        self._state.finish_load()
+
+
+def _lightning_state(folder: Path) -> dict[str, Any]:
+    if folder.is_file():
+        raise ValueError(
+            f"{folder}: is a file that another strategy wrote by pickle, which is never read here. Load its "
+            "weights into the LightningModule with that strategy's tools before fit, and start without "
+            "ckpt_path."
+        )
+    _, manifest = open_checkpoint(folder)
+    try:
+        state = decode(manifest.client_state, "client_state")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    found = state.get(_LIGHTNING) if isinstance(state, dict) else None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{folder}: holds no state of Lightning, so no ZeroStrategy saved it; load it with "
+            "zero_ext.load_checkpoint(folder, module) in on_fit_start instead of ckpt_path"
+        )
+    if manifest.scalar_state.get("optimizer") is not None:
+        found["optimizer_states"] = []
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with the types that a checkpoint stores in the place of their relatives."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, enum.Enum):
+        return _plain(value.value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item) for item in value)
+    return value

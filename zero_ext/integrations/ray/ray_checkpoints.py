@@ -1,0 +1,64 @@
+"""A checkpoint that all workers write straight into the storage of a Ray Train run, and Ray keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray.train
+from torch import nn
+
+from zero_ext.checkpoint.api import Stateful, load_checkpoint, save_checkpoint
+from zero_ext.checkpoint.loading import LoadedCheckpoint
+from zero_ext.zero.api.engine_lookup import engine_of
+
+
+def report(
+    metrics: Mapping[str, Any],
+    model: nn.Module,
+    *,
+    scheduler: Stateful | None = None,
+    loader: Stateful | None = None,
+    client_state: Any = None,
+) -> None:
+    """``ray.train.report`` with a checkpoint of ``model``; all workers call it.
+
+    Every worker writes its shards into ``storage_path/name/checkpoint-000123`` (the number is that of the
+    optimizer steps), nothing is copied or uploaded afterwards, and ``CheckpointConfig(num_to_keep=...)``
+    counts it. ``scheduler``, ``loader`` and ``client_state`` are those of ``zero_ext.save_checkpoint``.
+
+    Raises ``ValueError`` if the run's storage is no directory that all workers see, and what
+    ``zero_ext.save_checkpoint`` does.
+    """
+    storage = ray.train.get_context().get_storage()
+    if storage.storage_filesystem.type_name != "local":
+        raise ValueError(
+            f"RunConfig(storage_path=...) is on '{storage.storage_filesystem.type_name}'; the workers "
+            "write their shards to files: give a directory that all of them see, as on NFS"
+        )
+    engine = engine_of(model)
+    folder = Path(storage.experiment_fs_path) / f"checkpoint-{engine.steps:06d}"
+    save_checkpoint(
+        folder, model, scheduler=scheduler, loader=loader, client_state=client_state, asynchronous=False
+    )
+    ray.train.report(
+        dict(metrics),
+        checkpoint=ray.train.Checkpoint.from_directory(folder) if engine.rank == 0 else None,
+        checkpoint_dir_name=folder.name,
+        checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+    )
+
+
+def resume(
+    model: nn.Module, *, scheduler: Stateful | None = None, loader: Stateful | None = None
+) -> LoadedCheckpoint | None:
+    """Loads the newest checkpoint that this run has reported, at any number of workers; None if it has none.
+
+    All workers call it. Raises what ``zero_ext.load_checkpoint`` does.
+    """
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return None
+    with checkpoint.as_directory() as folder:
+        return load_checkpoint(folder, model, scheduler=scheduler, loader=loader)

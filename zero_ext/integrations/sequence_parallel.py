@@ -1,0 +1,80 @@
+"""Models whose sequences lie over ranks: those of transformers, and sparse attention in any model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero_ext.integrations.sparse_attention_setup import outermost_models
+
+if TYPE_CHECKING:
+    from zero_ext.attention import SparseSelfAttention
+    from zero_ext.parallel.sequence.ulysses import SequenceExchange
+
+
+def split_sequence(model: nn.Module, mesh: DeviceMesh, *, timeout_seconds: float = 600.0) -> SequenceExchange:
+    """Puts an exchange of sequences for heads over mesh["cp"] around all attention of ``model``, in place.
+
+    All models of transformers in it that look their attention up in transformers' registry, and all
+    :class:`zero_ext.attention.SparseSelfAttention`: afterwards each rank gives the model its part of the
+    tokens, as :func:`zero_ext.parallel.cut_batch` cuts them. A collective of the ranks along "cp", after
+    attention was made sparse and tensors were split, before :func:`zero_ext.prepare`. ``timeout_seconds``:
+    longest wait for the other ranks. Returns the exchange that all layers share, whose ``wire`` counts.
+
+    Raises ``ValueError``, with nothing changed, for a mesh without "cp", a model with neither or with its
+    sequences over ranks already, and layouts that differ from head to head; models of transformers with
+    cross-attention, several configurations (vision and text), a head that may look at several tokens, layers
+    that mix tokens in other ways, no ``position_ids``, attention "eager", or heads that do not divide by cp
+    and tp.
+
+    Source: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509), section 3.
+    """
+    from zero_ext.attention import SparseSelfAttention
+    from zero_ext.parallel.sequence.sequence_attention import SequenceAttention
+    from zero_ext.parallel.sequence.ulysses import SequenceExchange, part_of
+
+    part_of(mesh)
+    found = outermost_models(model)
+    served = {module for each in found.values() for module in each.modules()}
+    sparse = [module for module in model.modules() if isinstance(module, SparseSelfAttention)]
+    own = [module for module in sparse if module not in served]
+    name = type(model).__name__
+    if not (found or own):
+        raise ValueError(
+            f"{name} is no model of transformers and has no SparseSelfAttention; put "
+            "zero_ext.parallel.sequence_attention around its attention function"
+        )
+    if any("forward" in vars(module) for module in own):
+        raise ValueError(f"{name} has its sequences over ranks already")
+    for module in sparse:
+        _check_layouts(module)
+    if found:
+        from zero_ext.integrations.transformers.config_copy import own_configurations
+        from zero_ext.integrations.transformers.sequence_interface import check_sequences, exchange_sequences
+
+        for each in found.values():
+            check_sequences(each, mesh)
+    exchange = SequenceExchange(mesh, timeout_seconds)
+    if exchange.size == 1:
+        return exchange
+    if found:
+        own_configurations(model)  # of all at once: what is around them holds them too
+    for each in found.values():
+        exchange_sequences(each, exchange)
+    for module in own:
+        module.__dict__["forward"] = SequenceAttention(module.forward, exchange)
+    return exchange
+
+
+def _check_layouts(module: SparseSelfAttention) -> None:
+    if module.layout is not None:
+        layouts = module.layout.heads
+    else:
+        layouts = 1 if module.policy is None else module.policy.layout_heads(2)
+    if layouts > 1:
+        raise ValueError(
+            "the layouts of SparseSelfAttention differ from head to head, but a rank has some of the heads "
+            "only; set different_layout_per_head to false, or give a layout of one head"
+        )

@@ -1,0 +1,261 @@
+"""Sparse attention in Hugging Face models: through transformers' registry, or in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    bidirectional_mask_function,
+    causal_mask_function,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from zero_ext.attention import BlockLayout, SparseSelfAttention, extend_positions
+from zero_ext.config import SparseAttentionPolicy
+from zero_ext.config.sections.sparse_attention import AttentionBackend
+from zero_ext.integrations.transformers.bloom_attention import ALIBI_NAME, exchange_bloom, exchangeable_bloom
+from zero_ext.integrations.transformers.config_copy import own_configurations
+
+NAME = "zero_ext_sparse"
+_UNSUPPORTED = ("softcap", "sliding_window", "s_aux", "head_mask")
+_LEARNT_POSITIONS = ("position_embeddings", "wpe")
+
+
+def sparsify_attention(
+    model: PreTrainedModel,
+    config: SparseAttentionPolicy | Mapping[str, Any] | BlockLayout,
+    backend: AttentionBackend | None = None,
+) -> SparseSelfAttention:
+    """Makes all self-attention of a model sparse, in place; parameters and state_dict keys stay.
+
+    The model gets configuration objects of its own, so that others that share them stay as they are.
+    `model.set_attn_implementation("eager")` makes it dense again. What `save_pretrained` writes does not
+    say that attention was sparse.
+
+    Models that look their attention up in transformers' registry (BERT, RoBERTa, GPT-2, Llama, T5's encoder
+    and most others) find it there; BLOOM's attention modules, which add ALiBi, are changed in place. Masks of
+    length × length are no longer made: an attention mask that came as [batch, length] stays that small. A
+    token of padding attends as any other, and no other attends to it.
+
+    Generation with a cache of keys gives each token what a forward of the whole sequence gives it where the
+    layout is unidirectional; under a bidirectional one, made causal by the model, its blocks at or before the
+    token. Caches of fixed size are refused, since their length is not that of the tokens.
+
+    Args:
+        model: any PreTrainedModel, before `prepare` or after.
+        config: a policy, a mapping of its keys, or a layout for one length; of as many heads as the model's,
+            where heads differ.
+        backend: as of `SparseSelfAttention`. With "flex", attention that drops weights in training, or that
+            learns a bias of its scores (T5), is refused at its first forward.
+
+    Returns:
+        The attention that all layers share.
+
+    Raises:
+        TypeError: `config` is none of these.
+        ValueError: the model has cross-attention, no attention that may be exchanged, or fewer than all; or
+            `backend` does not take the layout.
+    """
+    sparse = SparseSelfAttention(config, backend)  # which refuses what is wrong before anything has changed
+    if sparse.policy is not None:
+        sparse = SparseSelfAttention(sparse.policy.in_a_model())
+    exchangeable_attention(model)
+    own_configurations(model)
+    exchange_attention(model, sparse)
+    return sparse
+
+
+def exchange_attention(model: PreTrainedModel, sparse: SparseSelfAttention) -> None:
+    """Has all layers of a model, whose configuration no other model holds, attend by `sparse`."""
+    attentions, blooms = exchangeable_attention(model)
+    if attentions:
+        model.set_attn_implementation(NAME)
+    exchange_bloom(model)
+    for module in (*attentions, *blooms):
+        module.sparse_attention = sparse
+
+
+def exchangeable_attention(
+    model: PreTrainedModel,
+) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
+    """The attention modules that ask transformers' registry, and those of BLOOM; changes nothing.
+
+    Raises ValueError where `sparsify_attention` does.
+    """
+    attentions = registry_attentions(model)
+    blooms = exchangeable_bloom(model)
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False) or any(map(is_cross, attentions)):
+        raise ValueError(
+            f"{name} has cross-attention, and a layout is of tokens that attend to each other; "
+            "give its encoder or decoder alone"
+        )
+    if not (attentions or blooms):
+        raise ValueError(
+            f"{name} has no attention that transformers' registry serves; call SparseSelfAttention in it"
+        )
+    if attentions:
+        if any(hasattr(module, "sequence_exchange") for module in attentions):
+            raise ValueError(
+                f"{name} has its sequences over ranks already; make its attention sparse first, then call "
+                "split_sequence"
+            )
+        _refuse_what_stays_dense(model)
+    return attentions, blooms
+
+
+def registry_attentions(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The attention modules that ask transformers' registry."""
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "is_causal")
+        and hasattr(module, "config")
+        and not isinstance(module, PreTrainedModel)
+    ]
+
+
+def is_cross(module: torch.nn.Module) -> bool:
+    """Whether a module attends to the tokens of another sequence."""
+    return getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
+
+
+def _refuse_what_stays_dense(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    if not model._can_set_attn_implementation():
+        raise ValueError(f"{name} does not look its attention up in transformers' registry")
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    window = getattr(model.config, "sliding_window", None)
+    if kinds != {"full_attention"} or window:
+        raise ValueError(
+            f"{name} has layers of its own sparse kind ({', '.join(sorted(kinds))}, window {window}); "
+            "set them to full attention in its configuration"
+        )
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls: [batch, heads, length, head dim] in, [batch, length, heads, head dim] out."""
+    sparse = getattr(module, "sparse_attention", None)
+    if sparse is None:
+        raise RuntimeError(
+            f"{type(module).__name__} was set to {NAME!r} without a layout; "
+            "call sparsify_attention(model, config)"
+        )
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} passes {name}, which sparse attention does not know")
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            "output_attentions is true, but sparse attention never has the weights; set it to false"
+        )
+    if attention_mask is not None and not (
+        attention_mask.dtype == torch.bool or attention_mask.is_floating_point()
+    ):
+        raise TypeError(
+            f"attention_mask is {attention_mask.dtype} of shape {tuple(attention_mask.shape)}, wanted "
+            "torch.bool (True may be attended) or a float to add; where 1 means that it may be attended pass "
+            "attention_mask.bool()"
+        )
+    two = attention_mask is not None and attention_mask.ndim == 2
+    width = value.shape[3]
+    if width < query.shape[3]:  # latent attention, as of DeepSeek-V3
+        value = F.pad(value, (0, query.shape[3] - width))
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    found = sparse(
+        query,
+        key,
+        value,
+        None if two else attention_mask,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scaling,
+        enable_gqa=True,
+        key_padding=attention_mask if two else None,
+        bias=kwargs.get("position_bias"),
+    )
+    return found[..., :width].transpose(1, 2).contiguous(), None
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    **more: Any,
+) -> torch.Tensor | None:
+    """The padding of the keys, bool [batch, key length], or None; never a mask of length × length."""
+    config: Any = more.get("config")
+    if getattr(config, "model_type", None) == "bloom" and config._attn_implementation == NAME:
+        raise RuntimeError(
+            f"a BLOOM model was set to {NAME!r} without a layout; call sparsify_attention(model, config)"
+        )
+    if mask_function not in (causal_mask_function, bidirectional_mask_function):
+        raise ValueError(
+            "the model wants a mask of its own (packed sequences, a window, or an overlay), which sparse "
+            "attention does not know; pass an attention_mask of [batch, length] and one sequence a row"
+        )
+    if mask_function is causal_mask_function and (kv_offset or int(q_offset) + q_length != kv_length):
+        raise ValueError(
+            f"queries {int(q_offset)} to {int(q_offset) + q_length} against {kv_length} keys from "
+            f"{kv_offset}: a cache of fixed size holds keys that are not there; use a DynamicCache"
+        )
+    mask: torch.Tensor | None = more.get("attention_mask")
+    if mask is None:
+        return None
+    if tuple(mask.shape) != (batch_size, kv_length):
+        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, wanted {(batch_size, kv_length)}")
+    return mask.bool()
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ALIBI_NAME, _mask)
+
+
+def extend_position_embedding(model: PreTrainedModel, positions: int) -> None:
+    """Lengthens a model's learnt position embedding (BERT, RoBERTa, GPT-2) in place, its configuration too.
+
+    Args:
+        model: a model with one learnt position embedding.
+        positions: tokens that it shall take; see `zero_ext.attention.extend_positions`.
+
+    Raises:
+        ValueError: it has none (rotary embeddings and ALiBi need no lengthening), or fewer are wanted.
+    """
+    owners = [
+        (module, name, child)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if name in _LEARNT_POSITIONS and isinstance(child, torch.nn.Embedding)
+    ]
+    if not owners:
+        raise ValueError(f"{type(model).__name__} has no learnt position embedding to lengthen")
+    for module, _, embedding in owners:
+        padding = getattr(embedding, "padding_idx", None)
+        reserved = 0 if padding is None else padding + 1
+        extend_positions(embedding, positions, reserved)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if name == "position_ids":
+                ids = torch.arange(embedding.num_embeddings, device=buffer.device)
+                module.register_buffer(name, ids.expand((1, -1)).clone(), persistent=False)
+            elif name == "token_type_ids":
+                zeros = buffer.new_zeros(1, embedding.num_embeddings)
+                module.register_buffer(name, zeros, persistent=False)
+        model.config.max_position_embeddings = embedding.num_embeddings

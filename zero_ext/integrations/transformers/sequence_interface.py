@@ -1,0 +1,228 @@
+"""Sequences over ranks in Hugging Face models, through transformers' registry of attention."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, find_packed_sequence_indices
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from zero_ext.integrations.transformers.attention_interface import is_cross, registry_attentions
+from zero_ext.parallel.sequence.ulysses import SequenceExchange, part_of
+
+_LAYERS = {"full_attention", "sliding_attention"}
+_OF_HEADS = ("position_bias", "s_aux", "head_mask")  # given to attention for all heads
+
+
+def check_sequences(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Raises ``ValueError`` unless a model's attention may see sequences that lie over ranks; see
+    :func:`zero_ext.integrations.split_sequence`."""
+    config: Any = model.config
+    attentions = registry_attentions(model)
+    attention = config._attn_implementation
+    kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
+    parts = [name for name in config.sub_configs if getattr(config, name, None) is not None]
+    problem = ""
+    if not attentions or not model._can_set_attn_implementation():
+        problem = "does not look its attention up in transformers' registry"
+    elif any(hasattr(module, "sequence_exchange") for module in attentions):
+        problem = "has its sequences over ranks already"
+    elif getattr(config, "is_encoder_decoder", False) or any(map(is_cross, attentions)):
+        problem = "has cross-attention to another sequence; give its encoder or decoder alone"
+    elif parts:
+        problem = f"has several configurations ({', '.join(parts)}); give its language model alone"
+    elif kinds - _LAYERS:
+        problem = f"has layers of the kind {min(kinds - _LAYERS)!r}; only {sorted(_LAYERS)} are exchanged"
+    elif not (model.can_generate() or model.base_model is model or _is_masked(model)) or _looks_around(model):
+        problem = "has a head that may look at several tokens; give its base model, without a pooler"
+    elif getattr(config, "output_router_logits", False):
+        problem = "has output_router_logits, whose loss needs the tokens of all ranks; set it to False"
+    elif _by_length(config):
+        problem = (
+            f"has rotary embeddings of the type {_by_length(config)!r}, which depend on the whole length"
+        )
+    elif "position_ids" not in inspect.signature(model.forward).parameters:
+        problem = "takes no position_ids, which say where a part of the sequence lies"
+    elif attention not in ALL_MASK_ATTENTION_FUNCTIONS or attention not in ALL_ATTENTION_FUNCTIONS:
+        problem = f"has attention {attention!r}; call model.set_attn_implementation('sdpa') first"
+    ranks = part_of(mesh)[1]
+    tensors = mesh["tp"].size() if "tp" in (mesh.mesh_dim_names or ()) else 1
+    heads = getattr(config, "num_attention_heads", None)
+    if not problem and isinstance(heads, int) and heads % (ranks * tensors):
+        problem = (
+            f"has {heads} heads, which do not divide by cp {ranks} × tp {tensors}; use a divisor of them"
+        )
+    if problem:
+        raise ValueError(f"{type(model).__name__} {problem}")
+
+
+def _looks_around(model: Any) -> bool:
+    return getattr(model, "pooler", None) is not None or hasattr(model, "multiple_choice_head")
+
+
+def _by_length(config: Any) -> str:
+    """The type of rotary embeddings that a part of a sequence would turn otherwise than the whole."""
+    given = getattr(config, "rope_parameters", None) or {}
+    every = [given, *(each for each in given.values() if isinstance(each, dict))]
+    kinds = {str(each.get("rope_type") or each.get("type")) for each in every}
+    return min(kinds & {"dynamic", "longrope"}, default="")
+
+
+def _is_masked(model: Any) -> bool:
+    """Whether a model predicts masked tokens, each by its own hidden state."""
+    return bool(model.loss_type == "ForMaskedLM")
+
+
+def _padding_positions(model: torch.nn.Module) -> int | None:
+    """The position of padding in a model that counts positions from it, as RoBERTa does."""
+    for module in model.modules():
+        positions = getattr(module, "position_embeddings", None)
+        if isinstance(positions, torch.nn.Embedding) and positions.padding_idx is not None:
+            return positions.padding_idx
+    return None
+
+
+def exchange_sequences(model: PreTrainedModel, exchange: SequenceExchange) -> None:
+    """Puts ``exchange`` around the attention of a model whose configuration no other model holds."""
+    inner = model.config._attn_implementation
+    name = f"zero_ext_sequence_{exchange.size}_{inner}"
+    ALL_ATTENTION_FUNCTIONS.register(name, functools.partial(_attend, inner))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, functools.partial(_mask, inner, exchange.size))
+    model.set_attn_implementation(name)
+    attentions: list[Any] = registry_attentions(model)
+    for module in attentions:
+        module.sequence_exchange = exchange
+    parameters = list(inspect.signature(model.forward).parameters)
+    masked, padding = _is_masked(model), _padding_positions(model)
+
+    def check(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        _agree(exchange, {name: value for name, value in given.items() if value is not None}, masked, padding)
+
+    model.register_forward_pre_hook(check, with_kwargs=True)
+    if masked:
+        _sum_masked_losses(model, parameters)
+
+
+def _sum_masked_losses(model: Any, parameters: list[str]) -> None:
+    """Make a model that predicts masked tokens divide its summed losses by ``num_items_in_batch``.
+
+    BERT and its kin ignore that number and return the mean over a rank's own tokens.
+    """
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def with_loss(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        labels, items = given.pop("labels", None), given.pop("num_items_in_batch", None)
+        output = forward(**given)
+        if labels is None:
+            return output
+        logits = output[0] if isinstance(output, tuple) else output.logits
+        total = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="sum")
+        loss = total / items
+        return (loss, *output) if isinstance(output, tuple) else type(output)(loss=loss, **output)
+
+    model.forward = with_loss
+
+
+def _agree(exchange: SequenceExchange, given: dict[str, Any], masked: bool, padding: int | None) -> None:
+    """Raises ``ValueError`` on all ranks unless all give parts of one batch. ``masked`` models have labels of
+    tokens where they are, and some count positions from that of ``padding``."""
+    tokens = given.get("input_ids", given.get("inputs_embeds"))
+    if tokens is None:
+        exchange.agree((0, 0), "batch and length", "neither input_ids nor inputs_embeds given")
+        return
+    whole = exchange.size * tokens.shape[1]
+    positions, mask, cache = (
+        given.get(name) for name in ("position_ids", "attention_mask", "past_key_values")
+    )
+    seen = () if mask is None else tuple(mask.shape)
+    square, problem = len(seen) == 4, ""
+    if positions is None:
+        problem = "position_ids are missing, so that the model would take every part for the first one"
+    elif padding is not None and int(positions.min()) < padding:
+        problem = f"position_ids: expected at least {padding}, got {int(positions.min())}. Give cut_batch "
+        problem += f"padding_idx={padding}, from which this model counts"
+    elif masked and "shift_labels" in given:
+        problem = "labels: expected those of the tokens themselves, got shift_labels. Give cut_batch "
+        problem += "shift_labels=False"
+    elif "labels" in given and not masked and "shift_labels" not in given:
+        problem = "labels given without shift_labels: a part does not know the first label of the next one"
+    elif "labels" in given and "num_items_in_batch" not in given:
+        problem = "labels given without num_items_in_batch: a mean over a part's own labels is another loss"
+    elif seen and seen[-1] != whole:
+        problem = f"attention_mask is {seen}, wanted that of all {whole} tokens of the sequence"
+    elif square and seen[1:3] != (1, whole):
+        problem = f"attention_mask is {seen}, wanted [batch, 1, {whole}, {whole}]"
+    elif padding is None and not square and find_packed_sequence_indices(positions) is not None:
+        problem = "position_ids begin anew (packed sequences), which needs an attention_mask of 4 dimensions"
+    elif cache is not None and cache.get_seq_length():
+        problem = f"past_key_values hold {cache.get_seq_length()} tokens; over ranks there is no generation"
+    if problem:
+        problem += ". zero_ext.parallel.cut_batch makes what is wanted of a whole batch"
+    exchange.agree(tokens.shape[:2], "batch and length", problem)
+
+
+class _Regrouped:
+    """An attention module with other groups of query heads: some of its heads, keys repeated."""
+
+    def __init__(self, module: torch.nn.Module, groups: int) -> None:
+        self._module = module
+        self.num_key_value_groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _attend(
+    inner: str,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls: [batch, heads, length / cp, head dim] in, [batch, length / cp, heads, head
+    dim] out."""
+    exchange: SequenceExchange | None = getattr(module, "sequence_exchange", None)
+    if exchange is None:
+        raise RuntimeError(
+            f"{type(module).__name__} was set to attend to sequences over ranks without any; call "
+            "split_sequence(model, mesh)"
+        )
+    for name in _OF_HEADS:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} passes {name}, of heads that other ranks attend with")
+    kwargs.pop("position_ids", None)  # of a part, where flash attention looks for packed sequences
+    whole = exchange.enter(query, key, value)
+    groups = whole[0].shape[1] // whole[1].shape[1]
+    if getattr(module, "num_key_value_groups", groups) != groups:
+        module = _Regrouped(module, groups)
+    with exchange.together():
+        found, _ = ALL_ATTENTION_FUNCTIONS[inner](module, *whole, attention_mask, **kwargs)
+    return exchange.leave(found.transpose(1, 2)).transpose(1, 2).contiguous(), None
+
+
+def _mask(
+    inner: str,
+    ranks: int,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int | torch.Tensor = 0,
+    **more: Any,
+) -> Any:
+    """The mask of the whole sequence, which ``attention_mask`` is one of already."""
+    length = ranks * q_length
+    return ALL_MASK_ATTENTION_FUNCTIONS[inner](
+        batch_size=batch_size, q_length=length, kv_length=length, q_offset=0, kv_offset=0, **more
+    )

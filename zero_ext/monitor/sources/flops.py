@@ -1,0 +1,207 @@
+"""Floating-point operations: counted or by formula, a second, and as a part of the device's peak."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from zero_ext.config.events import Event, PhaseEnd, StepEnd
+from zero_ext.monitor.metric_row import Value
+from zero_ext.zero.engine import Engine
+
+# Dense operations a second in 16 bits with sums in 32, by a part of the device's name: the makers' data
+# sheets. The first that fits counts.
+PEAKS: Mapping[str, float] = MappingProxyType(
+    {
+        "B200": 2250e12,
+        "H200": 989e12,
+        "H100 PCIe": 756e12,
+        "H100": 989e12,
+        "A100": 312e12,
+        "A40": 149.7e12,
+        "A10": 125e12,
+        "L40S": 362e12,
+        "L4": 121e12,
+        "V100": 125e12,
+        "T4": 65e12,
+        "RTX 4090": 165.2e12,
+        "RTX 3090": 71e12,
+        "MI300X": 1307e12,
+        "MI250X": 383e12,
+    }
+)
+_log = logging.getLogger("zero_ext")
+
+
+def peak_of(name: str) -> float | None:
+    """Operations a second of the device called ``name``, None if the table does not have it."""
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+
+def transformer_flops(
+    parameters: int, tokens: int, *, layers: int = 0, hidden: int = 0, sequence: int = 0
+) -> int:
+    """Operations of forward and backward of a decoder: 6 for each parameter and token, and
+    12 × layers × hidden × sequence for each token's attention (Chowdhery et al., PaLM, appendix B).
+
+    ``parameters`` are those that take part in matrix products, without embeddings that are looked up.
+    """
+    return 6 * parameters * tokens + 12 * layers * hidden * sequence * tokens
+
+
+def count_flops(call: Callable[[], object]) -> int:
+    """Operations of the matrix products, convolutions and attentions that ``call`` runs, such as a forward
+    and a backward, recomputed ones included; counted by torch's formulas (``torch.utils.flop_counter``)."""
+    with _Counting() as counting:
+        call()
+    return counting.flops
+
+
+class _Counting(TorchDispatchMode):
+    """Adds up what torch's registry says of each operator.
+
+    torch's own counter follows modules by global hooks, so it cannot begin between a module's hooks.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        packet = getattr(func, "_overloadpacket", None)
+        formula = flop_registry.get(packet)
+        if packet is not None and formula is None and packet is not torch.ops.prim.device:
+            with self:
+                out = func.decompose(*args, **given)
+            if out is not NotImplemented:
+                return out
+        out = func(*args, **given)
+        if formula is not None:
+            self.flops += int(formula(*args, **given, out_val=out))
+        elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+            self.flops += int(sdpa_flop_count(*(each.shape for each in args[:3])))
+        return out
+
+
+class Flops:
+    """Source of a rank's operations a second: ``flops/step``, ``flops/teraflops`` and ``flops/mfu``, the part
+    of ``peak``.
+
+    They are the model's: what activation checkpointing computes again does not count. Without ``per_step``
+    the first training forward of the whole model is counted, by torch's formulas; backward counts as twice
+    that, and as once for the share of the parameters that is frozen. All training forwards of a step count
+    alike, so inputs of varying shape need ``per_step``. ``flops/mfu`` is None without a peak.
+
+    Args:
+        engine: whose model it is, held weakly.
+        peak: operations a second of the device; None looks its name up in `PEAKS`.
+        per_step: operations of one step on this rank.
+    """
+
+    def __init__(self, engine: Engine, peak: float | None = None, per_step: float | None = None) -> None:
+        self._peak = peak or _peak_of_device(engine.device)
+        self._given = per_step
+        self._forwards = 0
+        self._last_forwards = 0
+        self._measured: _OneForward | None = None
+        if per_step is None:
+            sizes = [(p.numel(), p.requires_grad) for p in engine.index]
+            share = sum(size for size, trained in sizes if trained) / sum(size for size, _ in sizes)
+            self._factor = 2.0 + share
+            self._measured = _OneForward(engine.model)
+
+    @property
+    def per_step(self) -> float | None:
+        """Operations of the last step on this rank; None before they were counted."""
+        if self._measured is None:
+            return self._given
+        forward = self._measured.flops
+        return None if forward is None else forward * self._factor * self._last_forwards
+
+    def __call__(self, event: Event) -> None:
+        """See :class:`Source`."""
+        if isinstance(event, PhaseEnd):
+            self._forwards += event.phase == "forward" and event.trains
+        elif isinstance(event, StepEnd):
+            self._last_forwards, self._forwards = self._forwards, 0
+            if self._measured is not None and self._measured.flops is not None:
+                self._measured.remove()
+
+    def values(self, end: StepEnd) -> dict[str, Value]:
+        """See :class:`Source`."""
+        flops = self.per_step
+        rate = flops / end.seconds if flops is not None and end.seconds > 0 else None
+        return {
+            "flops/step": flops,
+            "flops/teraflops": None if rate is None else rate * 1e-12,
+            "flops/mfu": None if rate is None or self._peak is None else rate / self._peak,
+        }
+
+
+def _peak_of_device(device: torch.device) -> float | None:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    peak = peak_of(name)
+    if peak is None:
+        _log.warning(
+            "MFU is left out: the peak of device '%s' is not known; set monitor.flops.peak to its "
+            "operations a second",
+            name,
+        )
+    return peak
+
+
+class _OneForward:
+    """Counts the operations of the next training forward of ``model``, then is gone from it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.flops: int | None = None
+        self._counting: _Counting | None = None
+        weak = weakref.ref(self)
+
+        def before(module: nn.Module, args: object) -> None:
+            alive = weak()
+            if alive is not None:
+                alive.begin()
+
+        def after(module: nn.Module, args: object, output: object) -> None:
+            alive = weak()
+            if alive is not None:
+                alive.end(raised=output is None)
+
+        self._hooks = [
+            model.register_forward_pre_hook(before, prepend=True),
+            model.register_forward_hook(after, always_call=True),
+        ]
+
+    def begin(self) -> None:
+        """Before the model's forward."""
+        if self.flops is None and self._counting is None and torch.is_grad_enabled():
+            self._counting = _Counting()
+            self._counting.__enter__()
+
+    def end(self, raised: bool) -> None:
+        """After it; one that raised does not count."""
+        if self._counting is None:
+            return
+        self._counting.__exit__(None, None, None)
+        if not raised:
+            self.flops = self._counting.flops
+        self._counting = None
+
+    def remove(self) -> None:
+        """Leaves the model as it was."""
+        for hook in self._hooks:
+            hook.remove()

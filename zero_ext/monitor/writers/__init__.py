@@ -1,0 +1,1 @@
+"""Where metrics go: files, terminals, TensorBoard, Weights & Biases."""

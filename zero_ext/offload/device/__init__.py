@@ -1,0 +1,1 @@
+"""The training device and the host memory next to it: copies, side streams, pinned buffers, NUMA."""

@@ -1,0 +1,261 @@
+"""Optimizer state on NVMe: it streams through one ring of memory whose size does not depend on the model."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from zero_ext import ops
+from zero_ext.config import Tier
+from zero_ext.config.events import Bus
+from zero_ext.offload.nvme.nvme_shard_storage import StoredHome
+from zero_ext.offload.nvme.nvme_store import NvmeStore
+from zero_ext.offload.optimizer_state_storage import MASTER, StateField
+from zero_ext.offload.shard_storage import ShardHome
+from zero_ext.offload.storage_range import StoredRun, Values
+from zero_ext.offload.transfer_stats import TransferLog
+
+_READ, _WRITTEN = (ops.STREAM_COUNTERS.index(name) for name in ("bytes_read", "bytes_written"))
+_WAITING = [ops.STREAM_COUNTERS.index(f"nanoseconds_waiting_for_{what}") for what in ("reads", "writes")]
+
+
+class StateStream:
+    """The ring, and the kinds of state that pass through it: ``kinds``, beside the master weights.
+
+    ``ring_bytes`` of memory are allocated here; ``bus`` hears how long storage is waited for. Raises
+    ``RuntimeError`` naming the smallest ring if it is too small.
+    """
+
+    def __init__(
+        self,
+        store: NvmeStore,
+        ring_bytes: int,
+        kinds: Mapping[str, StateField],
+        transfers: TransferLog,
+        bus: Bus | None = None,
+    ) -> None:
+        self.store = store
+        self.kinds = {MASTER: StateField(torch.float32), **kinds}
+        self.handle = uuid.uuid4().int >> 65
+        self.ring_bytes = ring_bytes
+        self.transfers = transfers
+        self._bus = Bus() if bus is None else bus
+        sizes = [field.dtype.itemsize for field in self.kinds.values()]
+        elements = [field.elements for field in self.kinds.values()]
+        ops.state_stream_open(self.handle, store.handle, ring_bytes, sizes, elements)
+        weakref.finalize(self, ops.state_stream_close, self.handle)
+        self.chunk_elements = ops.state_stream_chunk_elements(self.handle)
+        self.chunk_bytes = self.extent_bytes(self.chunk_elements)
+
+    def extent_bytes(self, numel: int) -> int:
+        """Bytes in the store of the state of ``numel`` elements."""
+        return ops.state_stream_extent_bytes(self.handle, numel)
+
+    @contextlib.contextmanager
+    def counters(self) -> Iterator[torch.Tensor]:
+        """Room for an op's counters; the bytes it moved are recorded, and what it waited for is told."""
+        began = self._bus.now()
+        counters = torch.zeros(len(ops.STREAM_COUNTERS), dtype=torch.int64, device="cpu")
+        yield counters
+        self.transfers.record("nvme", "host", int(counters[_READ]))
+        self.transfers.record("host", "nvme", int(counters[_WRITTEN]))
+        self._bus.waited("storage", began, int(counters[_WAITING].sum()) * 1e-9)
+
+
+class NvmeState:
+    """State of ``numel`` elements in one extent of the store: a :class:`StateHome`.
+
+    With ``shadow`` there is a second extent, so that a step may be taken back: it reads from ``offset`` and
+    writes to ``target``, and what counts is the choice between the two.
+    """
+
+    tier: Tier = "nvme"
+
+    def __init__(self, stream: StateStream, numel: int, shadow: bool = False) -> None:
+        self.stream = stream
+        self.numel = numel
+        self.offset = stream.store.allocate(stream.extent_bytes(numel))
+        self.target = self.offset
+        self._shadow = stream.store.allocate(stream.extent_bytes(numel)) if shadow else None
+
+    def add(self, kind: str, field: StateField) -> None:
+        """See :class:`StateHome`: the kinds are those of the stream, zero from the start."""
+        if self.stream.kinds.get(kind) != field:
+            raise AssertionError(f"state '{kind}' as {field} is not among {self.stream.kinds}")
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """See :class:`StateHome`: chunks that move in one transfer."""
+        for begin in range(0, self.numel, self.stream.chunk_elements):
+            yield begin, min(begin + self.stream.chunk_elements, self.numel)
+
+    def read(self, kind: str, begin: int, end: int) -> torch.Tensor:
+        """See :class:`StateHome`: a copy."""
+        return self.read_kinds([kind], begin, end)[0]
+
+    def read_kinds(
+        self, kinds: Sequence[str], begin: int, end: int, into: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """See :class:`StateHome`: copies, in ``into`` if given."""
+        fields = [self.stream.kinds[kind] for kind in kinds]
+        values = list(into or ()) or [
+            torch.empty(field.entries(end - begin), dtype=field.dtype, device="cpu") for field in fields
+        ]
+        with self.stream.counters() as counters:
+            ops.state_stream_read_(
+                self.stream.handle, self.offset, self.numel, begin, end, self._fields(kinds), values, counters
+            )
+        return values
+
+    def write_kinds(self, kinds: Sequence[str], begin: int, end: int, values: Sequence[torch.Tensor]) -> None:
+        """See :class:`StateHome`; between :meth:`keep` and what ends it all of a state must be replaced."""
+        with self.stream.counters() as counters:
+            ops.state_stream_write_(
+                self.stream.handle, self.target, self.numel, begin, end, self._fields(kinds), values, counters
+            )
+
+    def run(self, kind: str, begin: int, end: int) -> Values:
+        """See :class:`StateHome`."""
+        return _StateRun(self, kind, begin, end - begin)
+
+    @contextlib.contextmanager
+    def edit(self, kind: str, begin: int, end: int) -> Iterator[torch.Tensor]:
+        """See :class:`StateHome`."""
+        values = self.read(kind, begin, end)
+        yield values
+        self.write_kinds([kind], begin, end, [values])
+
+    def keep(self) -> None:
+        """See :class:`StateHome`: nothing moves, the step writes to the other extent."""
+        if self._shadow is None:
+            raise AssertionError("no room was reserved for state after a step that may be taken back")
+        self.target = self._shadow
+
+    def settle(self) -> None:
+        """See :class:`StateHome`: the extents change places."""
+        if self.target != self.offset:
+            self._shadow, self.offset = self.offset, self.target
+
+    def take_back(self) -> None:
+        """See :class:`StateHome`."""
+        self.target = self.offset
+
+    def held_bytes(self) -> int:
+        """See :class:`StateHome`: padding to whole blocks included; the ring is staging."""
+        return self.stream.extent_bytes(self.numel) * (1 if self._shadow is None else 2)
+
+    def part(self, begin: int, end: int) -> StatePlace:
+        """Where the state of the elements [begin, end) lies; ``begin`` is a multiple of the stream's
+        ``chunk_elements``, and so is ``end`` or it is the range's."""
+        before = begin // self.stream.chunk_elements * self.stream.chunk_bytes
+        return _StatePart(self.stream, end - begin, self.offset + before, self.target + before)
+
+    def _fields(self, kinds: Sequence[str]) -> list[int]:
+        order = list(self.stream.kinds)
+        return [order.index(kind) for kind in kinds]
+
+
+@dataclass
+class _StatePart:
+    stream: StateStream
+    numel: int
+    offset: int
+    target: int
+
+
+class _StateRun:
+    """A :class:`StoredRun` of one kind of state."""
+
+    def __init__(self, state: NvmeState, kind: str, begin: int, numel: int) -> None:
+        self.numel = numel
+        self.dtype = state.stream.kinds[kind].dtype
+        self._state = state
+        self._kind = kind
+        self._begin = begin
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        return self._state.read(self._kind, self._begin + begin, self._begin + end)
+
+    def write(self, begin: int, values: torch.Tensor) -> None:
+        first = self._begin + begin
+        self._state.write_kinds([self._kind], first, first + values.numel(), [values])
+
+    def part(self, begin: int, end: int) -> StoredRun:
+        return _StateRun(self._state, self._kind, self._begin + begin, end - begin)
+
+
+class StatePlace(Protocol):
+    """Where the state of ``numel`` elements lies in the store: at ``offset``, and after a step at
+    ``target``."""
+
+    stream: StateStream
+    numel: int
+    offset: int
+    target: int
+
+
+class AdamWork(NamedTuple):
+    """What one step does to one range: its gradient [n], element ranges and the hyper-parameters of each, as
+    of :func:`zero_ext.ops.adam_step_`. Gradient and output lie in storage or in host memory."""
+
+    state: StatePlace
+    gradient: ShardHome
+    output: ShardHome | None
+    bounds: Sequence[tuple[int, int]]
+    rows: Sequence[Sequence[float]]
+
+
+def stream_adam(
+    works: Sequence[AdamWork], scale: torch.Tensor, non_finite: torch.Tensor | None = None
+) -> None:
+    """Make one Adam step over all ``works``, which share one stream, as one pipeline.
+
+    Reads, updates and writes of different chunks are in flight simultaneously. ``non_finite`` is the flag of
+    :func:`zero_ext.ops.adam_step_`.
+    """
+    ranges: list[list[int]] = []
+    gradients: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
+    bounds: list[tuple[int, int]] = []
+    rows: list[Sequence[float]] = []
+    for work in works:
+        source, gradient = _place_of(work.gradient)
+        target, output = _place_of(work.output)
+        moved = work.state.target if work.state.target != work.state.offset else -1
+        ranges.append([work.state.numel, work.state.offset, source, target, len(work.bounds), moved])
+        gradients.append(gradient)
+        outputs.append(output)
+        bounds += work.bounds
+        rows += work.rows
+    if not bounds and all(work.state.target == work.state.offset for work in works):
+        return
+    stream = works[0].state.stream
+    with stream.counters() as counters:
+        ops.state_stream_adam_(
+            stream.handle,
+            torch.tensor(ranges, dtype=torch.int64, device="cpu"),
+            outputs,
+            gradients,
+            torch.tensor(bounds, dtype=torch.int64, device="cpu").view(-1, 2),
+            torch.tensor(rows, dtype=torch.float64, device="cpu").view(-1, 8),
+            scale,
+            counters,
+            non_finite,
+        )
+
+
+def _place_of(home: ShardHome | None) -> tuple[int, torch.Tensor]:
+    """Offset in the store, or -1, and the memory or an empty tensor of the stored dtype."""
+    if home is None:
+        return -1, torch.empty(0, device="cpu")
+    if isinstance(home, StoredHome):
+        return home.offset, torch.empty(0, dtype=home.dtype, device="cpu")
+    memory = home.memory(home.tier)
+    if memory is None:
+        raise AssertionError(f"a shard in tier '{home.tier}' that is neither in memory nor in a store")
+    return -1, memory

@@ -1,0 +1,265 @@
+"""Tensors on NVMe: one file a device path, striped, removed when the process ends."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import uuid
+import warnings
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+
+from torch import Tensor
+
+from zero_ext import ops
+from zero_ext.config.events import Bus
+from zero_ext.offload.nvme.run_directory import RunDirectory
+
+_log = logging.getLogger(__name__)
+
+
+class NvmeStore:
+    """Extents of bytes on the devices behind ``paths``, which CPU tensors are written to and read from, and
+    after :meth:`open_direct` those of an accelerator too.
+
+    Each path is an existing directory on a device of its own; the store keeps one private file in a
+    :class:`RunDirectory` there. It is gone after ``close``, which the end of the ``with`` block, the garbage
+    collector and the interpreter's exit call too, and after a crash once the next store on the path opens.
+    The address space is striped over the paths, ``stripe_bytes`` at a time.
+
+    With ``block_devices`` each path is a block device instead, which is overwritten. It is refused if
+    anything uses it or if its first or last MiB holds anything but zeros or a crashed store's mark.
+
+    Whoever listens to ``bus`` hears how long transfers are waited for.
+
+    Args:
+        paths: one or more directories, or block devices.
+        backend: 'io_uring', 'libaio', 'threads', or 'auto' for the best that works here; where that is not
+            the first of these, a log line says why, once a process.
+        queue_depth, block_bytes, submitters: of the I/O engine: blocks in flight a submitter, bytes a block
+            (a multiple of 4096), and queues with a thread each.
+        stripe_bytes: a multiple of :attr:`alignment`.
+        checksum: keep the CRC32C of every 4096 bytes written (4 bytes of host memory each) and verify all
+            that is read.
+        reserve_bytes: as by :meth:`reserve`.
+        block_devices: see above.
+
+    Raises:
+        RuntimeError: a path is missing, read-only, full, in use or listed twice, or the backend is not there.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        backend: str = "auto",
+        queue_depth: int = 32,
+        block_bytes: int = 1 << 20,
+        submitters: int = 1,
+        stripe_bytes: int = 1 << 20,
+        checksum: bool = False,
+        reserve_bytes: int = 0,
+        block_devices: bool = False,
+    ) -> None:
+        _check_distinct(paths)
+        self._handle = uuid.uuid4().int >> 65
+        self._tickets = itertools.count()
+        self._direct = False
+        self.row_bytes = stripe_bytes * len(paths)
+        self.bus = Bus()
+        directories: list[RunDirectory] = []
+        self._finalizer = weakref.finalize(self, _close, self._handle, directories, os.getpid())
+        try:
+            if not block_devices:
+                for path in paths:
+                    directories.append(RunDirectory(path))
+            ops.store_open(
+                self._handle,
+                paths if block_devices else [directory.data_path for directory in directories],
+                backend,
+                (queue_depth, block_bytes, submitters),
+                stripe_bytes,
+                checksum,
+                block_devices,
+            )
+            facts = self.facts()
+            self._alignment = facts.alignment
+            if reserve_bytes > 0:
+                self.reserve(reserve_bytes)
+        except BaseException:
+            self.close()
+            raise
+        _warn_of_buffered(facts)
+        if backend == "auto":
+            _log_fallback(facts.backend)
+
+    @property
+    def handle(self) -> int:
+        """The number under which ops know this store."""
+        return self._handle
+
+    @property
+    def alignment(self) -> int:
+        """What offsets and sizes of transfers are multiples of, in bytes."""
+        return self._alignment
+
+    def facts(self) -> ops.StoreFacts:
+        """Paths, capacity and counters; see :class:`zero_ext.ops.StoreFacts`."""
+        return ops.store_facts(self._handle)
+
+    def reserve(self, nbytes: int, zeros: bool = True) -> None:
+        """Raises the capacity to ``nbytes``, allocated and written with zeros: no later write finds it full.
+
+        Without ``zeros`` it is only allocated, for what is written once. Raises RuntimeError with the path,
+        the bytes wanted and the bytes free; nothing has changed then.
+        """
+        ops.store_reserve(self._handle, nbytes, zeros)
+
+    def allocate(self, nbytes: int) -> int:
+        """The offset of a new extent of ``nbytes``, rounded up to :attr:`alignment`.
+
+        Raises RuntimeError if no free range of what was reserved is large enough.
+        """
+        return ops.store_allocate(self._handle, nbytes)
+
+    def release(self, offset: int) -> None:
+        """Frees the extent at ``offset``; wait for its transfers first."""
+        ops.store_release(self._handle, offset)
+
+    def read(self, offset: int, tensor: Tensor) -> Transfer:
+        """Starts to fill ``tensor`` (contiguous, any dtype and shape) with the bytes from ``offset`` on.
+
+        Its size is a multiple of :attr:`alignment`; it may lie anywhere inside one extent. Memory that the
+        device cannot reach (see :func:`zero_ext.ops.host_buffer`) costs a pass through the page cache.
+        """
+        ticket = next(self._tickets)
+        if self._goes_directly(tensor):
+            ops.store_read_direct_(self._handle, tensor, offset, ticket)
+        else:
+            ops.store_read_(self._handle, tensor, offset, ticket)
+        return Transfer(self._handle, ticket, self.bus)
+
+    def write(self, offset: int, tensor: Tensor) -> Transfer:
+        """Starts to write ``tensor``, which must not change until the transfer is complete; see ``read``."""
+        ticket = next(self._tickets)
+        if self._goes_directly(tensor):
+            ops.store_write_direct(self._handle, tensor, offset, ticket)
+        else:
+            ops.store_write(self._handle, tensor, offset, ticket)
+        return Transfer(self._handle, ticket, self.bus)
+
+    def open_direct(self) -> None:
+        """Lets :meth:`read` and :meth:`write` take tensors of the accelerator that is current in this thread,
+        once what uses them has ended. RuntimeError as by :func:`zero_ext.ops.store_open_direct`."""
+        ops.store_open_direct(self._handle)
+        self._direct = True
+
+    def close_direct(self) -> None:
+        """Ends what :meth:`open_direct` began, after the transfers under way."""
+        self._direct = False
+        ops.store_close_direct(self._handle)
+
+    def _goes_directly(self, tensor: Tensor) -> bool:
+        if tensor.device.type != "cpu" and not self._direct:
+            raise AssertionError(f"a transfer of memory on {tensor.device}: it goes through the host's")
+        return tensor.device.type != "cpu"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether :meth:`close` is still to come."""
+        return self._finalizer.alive
+
+    def close(self) -> None:
+        """Ends all transfers and removes the files; calling it again does nothing."""
+        self._finalizer()
+
+    def __enter__(self) -> NvmeStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Transfer:
+    """A read or write under way. Each must be waited for: that is where failures are reported."""
+
+    def __init__(self, handle: int, ticket: int, bus: Bus) -> None:
+        self._handle = handle
+        self._ticket = ticket
+        self._bus = bus
+        self._waited = False
+        self._failure: RuntimeError | None = None
+
+    def wait(self) -> None:
+        """Returns when every byte was transferred and, if asked for, verified; each call ends alike.
+
+        Raises:
+            RuntimeError: the transfer failed, with path, offset, length and the kernel's reason; or what was
+                read is not what was written, with path, offset and the CRC32C expected and found.
+        """
+        if not self._waited:
+            self._waited = True
+            began = self._bus.now()
+            try:
+                ops.store_wait(self._handle, self._ticket)
+            except RuntimeError as error:
+                self._failure = error
+            self._bus.waited("storage", began)
+        if self._failure is not None:
+            raise self._failure
+
+    def let_go(self) -> None:
+        """Returns when the transfer has ended, well or not: :meth:`wait` tells."""
+        with contextlib.suppress(RuntimeError):
+            self.wait()
+
+    def followed(self) -> contextlib.AbstractContextManager[object]:
+        """Waits, and needs nothing to follow it."""
+        self.wait()
+        return contextlib.nullcontext()
+
+
+def _check_distinct(paths: Sequence[str | Path]) -> None:
+    if isinstance(paths, (str, Path)):
+        raise TypeError(f"paths is {str(paths)!r}; a sequence of paths is wanted: [{str(paths)!r}]")
+    seen: set[Path] = set()
+    for path in map(Path, paths):
+        real = path.resolve()
+        if real in seen:
+            raise RuntimeError(f"nvme path '{path}' is listed twice; list each device once")
+        seen.add(real)
+
+
+def _warn_of_buffered(facts: ops.StoreFacts) -> None:
+    for device in facts.devices:
+        if device.why_not_direct:
+            warnings.warn(
+                f"'{device.path}' is read and written through the page cache, which takes memory beside the "
+                f"state kept there: {device.why_not_direct}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+@cache
+def _log_fallback(chosen: str) -> None:
+    refused = [f"{name} is not available: {why}" for name, why in ops.aio_backends().items() if why]
+    if refused:
+        _log.warning("aio.backend 'auto' takes '%s' here; %s", chosen, "; ".join(refused))
+
+
+def _close(handle: int, directories: list[RunDirectory], process: int) -> None:
+    if os.getpid() != process:
+        return
+    ops.store_close(handle)
+    for directory in directories:
+        directory.close()

@@ -1,0 +1,1 @@
+"""Python face of the quantization and sign compression ops."""

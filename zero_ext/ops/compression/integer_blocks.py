@@ -1,0 +1,184 @@
+"""Block-wise quantization to integers of 4 or 8 bits, sums of what is quantized, and both in one pass.
+
+A message of n elements in a :class:`BlockFormat` is uint8 [``format.message_bytes(n)``]: the codes, padded to
+a multiple of 8 elements, then for each block its scale in float32 and, if asymmetric, its lowest element.
+
+Symmetric: scale = largest magnitude / (2^(bits-1) - 1), and an element is round(x / scale) * scale: zeros
+stay zeros. Asymmetric: scale = (highest - lowest) / (2^bits - 1), and an element is
+lowest + round((x - lowest) / scale) * scale: constant blocks stay as they are. Rounding is to nearest even,
+so that the error is half a scale at most, up to float32's rounding. Where the codes lie is said in
+csrc/core/compression/integer_block_formula.h.
+
+A block with a NaN or an infinity, or whose range is beyond float32's, reads back as NaN throughout. One whose
+scale is below 2^-126 reads back as zeros (symmetric) or its lowest element (asymmetric).
+
+Everything is computed in float32, with the same bits on every device and for any number of threads.
+
+Source: Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit optimizers via block-wise quantization" (arXiv
+2110.02861), section 2.1; Wang, Qin, Jacobs et al., "ZeRO++" (arXiv 2306.10209), sections 3.1 and 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from zero_ext.ops.load_library import check_one_device, fake_kernel, op
+
+PADDING = 8
+BLOCK_UNIT = 128
+HIGHEST_BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """How elements are quantized: `bits` 4 or 8, and `block` elements to a scale.
+
+    Raises:
+        ValueError: `bits` is neither, or `block` is no multiple of 128 from 128 to 4,096.
+    """
+
+    bits: Literal[4, 8]
+    symmetric: bool
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ValueError(f"BlockFormat: bits is {self.bits!r}; it must be 4 or 8")
+        if not (0 < self.block <= HIGHEST_BLOCK and self.block % BLOCK_UNIT == 0):
+            raise ValueError(
+                f"BlockFormat: block is {self.block}; it must be a multiple of {BLOCK_UNIT} elements from "
+                f"{BLOCK_UNIT} to {HIGHEST_BLOCK}"
+            )
+
+    def message_bytes(self, numel: int) -> int:
+        """Bytes of the message of `numel` elements, a multiple of 4."""
+        codes = -(-numel // PADDING) * PADDING * self.bits // 8
+        return codes + (4 if self.symmetric else 8) * -(-numel // self.block)
+
+
+def quantise_(
+    messages: Tensor,
+    values: Tensor,
+    format: BlockFormat,
+    parts: int,
+    order: Sequence[int] | None = None,
+) -> None:
+    """Quantizes `values` in equal parts, each a message of its own.
+
+    Args:
+        messages: uint8 [parts * format.message_bytes(n / parts)], aligned to 4 bytes; overwritten.
+        values: float32, bfloat16 or float16 [n].
+        format: of the messages.
+        parts: it must divide n.
+        order: message p holds part ``order[p]`` of the values; part p by default.
+
+    All tensors are contiguous, on one device, the CPU or a CUDA one, and share no memory.
+
+    Raises:
+        RuntimeError: an argument has the wrong dtype, device, layout, size or alignment, memory overlaps,
+            `parts` does not divide n, or `order` does not name each part once; nothing has been changed.
+    """
+    op("quantise_")(messages, values, format.bits, format.symmetric, format.block, parts, list(order or ()))
+    torch.autograd.graph.increment_version(messages)
+
+
+def dequantise_(out: Tensor, messages: Tensor, format: BlockFormat, parts: int) -> None:
+    """Writes what `messages` stand for to `out`.
+
+    Args:
+        out: float32, bfloat16 or float16 [n].
+        messages: uint8 [parts * format.message_bytes(n / parts)], of the parts of `out` in order.
+        format: of the messages.
+        parts: it must divide n.
+
+    Errors as for :func:`quantise_`.
+    """
+    op("dequantise_")(out, messages, format.bits, format.symmetric, format.block, parts)
+    torch.autograd.graph.increment_version(out)
+
+
+def sum_quantised_(
+    out: Tensor, messages: Tensor, format: BlockFormat, factor: float, accumulate: bool
+) -> None:
+    """Writes factor * (sum of what `messages` stand for) to `out`, plus its old value if `accumulate`.
+
+    Args:
+        out: float32 [m].
+        messages: uint8 [k * format.message_bytes(m)], k messages of the same elements, added in order.
+        format: of the messages.
+        factor: finite, for example 1 / world size.
+        accumulate: add to `out` instead of replacing it.
+
+    Errors as for :func:`quantise_`; RuntimeError, too, when `factor` is not finite.
+    """
+    op("sum_quantised_")(out, messages, format.bits, format.symmetric, format.block, factor, accumulate)
+    torch.autograd.graph.increment_version(out)
+
+
+def requantise_(
+    messages_out: Tensor,
+    messages_in: Tensor,
+    format: BlockFormat,
+    out_format: BlockFormat | None,
+    factor: float,
+    parts: int,
+) -> None:
+    """For each part, quantizes factor * (sum of what its k messages stand for), in one pass.
+
+    Args:
+        messages_out: uint8 [parts * out_format.message_bytes(m)], aligned to 4 bytes; overwritten.
+        messages_in: uint8 [k * parts * format.message_bytes(m)]: `parts` messages of the first sender, then
+            those of the second, and so on; added in the order of senders.
+        format: of `messages_in`.
+        out_format: of `messages_out`, with blocks of the same size; None: `format`.
+        factor: finite, for example 1 / senders.
+        parts: messages of each sender.
+
+    Errors as for :func:`quantise_`; RuntimeError, too, when `factor` is not finite or the blocks differ.
+    """
+    to = out_format or format
+    source = (format.bits, format.symmetric, format.block)
+    target = (to.bits, to.symmetric, to.block)
+    op("requantise_")(messages_out, messages_in, *source, *target, factor, parts)
+    torch.autograd.graph.increment_version(messages_out)
+
+
+@fake_kernel("quantise_")
+def _quantise_(
+    messages: Tensor,
+    values: Tensor,
+    bits: int,
+    symmetric: bool,
+    block: int,
+    parts: int,
+    order: Sequence[int],
+) -> None:
+    check_one_device("quantise_", [messages, values])
+
+
+@fake_kernel("dequantise_")
+def _dequantise_(out: Tensor, messages: Tensor, bits: int, symmetric: bool, block: int, parts: int) -> None:
+    check_one_device("dequantise_", [out, messages])
+
+
+@fake_kernel("sum_quantised_")
+def _sum_quantised_(
+    out: Tensor,
+    messages: Tensor,
+    bits: int,
+    symmetric: bool,
+    block: int,
+    factor: float,
+    accumulate: bool,
+) -> None:
+    check_one_device("sum_quantised_", [out, messages])
+
+
+@fake_kernel("requantise_")
+def _requantise_(messages_out: Tensor, messages_in: Tensor, *formats_factor_and_parts: object) -> None:
+    check_one_device("requantise_", [messages_out, messages_in])

@@ -1,0 +1,1 @@
+"""Python face of the ops on flat buffers."""

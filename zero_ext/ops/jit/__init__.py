@@ -1,0 +1,1 @@
+"""Just-in-time builds of the extension modules: toolchain, nvcc, compiler jobs, cache."""

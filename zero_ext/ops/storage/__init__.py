@@ -1,0 +1,1 @@
+"""Python face of asynchronous I/O, stores, optimizer state in stores, and host memory."""

@@ -1,0 +1,62 @@
+"""Whether an optimizer that exchanges signs fits a configuration, before anything is sharded."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+
+from zero_ext.config import ZeroConfig
+from zero_ext.config.onebit_rules import check_one_bit, warn_of_late_freeze
+from zero_ext.optim.one_bit.onebit_adam import OneBitAdam
+from zero_ext.optim.one_bit.onebit_lamb import OneBitLamb
+from zero_ext.optim.one_bit.onebit_optimizer import OneBitOptimizer
+from zero_ext.optim.one_bit.zero_one_adam import ZeroOneAdam
+
+# Of the mean that it grows towards: below this a frozen variance makes steps more than 1.15 times as long.
+_GROWN = 0.75
+
+
+def check_one_bit_optimizer(
+    optimizer: torch.optim.Optimizer | None, config: ZeroConfig, in_parts: bool = False
+) -> None:
+    """Raises ``ValueError`` if ``optimizer`` is of the one-bit family and ``config`` does not serve it, or
+    the model is ``in_parts`` on several ranks; warns if it would never compress, and if its variance would be
+    frozen before it is that of the gradients. Nothing is asked of others."""
+    if not isinstance(optimizer, OneBitOptimizer):
+        return
+    name = type(optimizer).__name__
+    if in_parts:
+        raise ValueError(
+            f"{name} with a model whose parts are on several ranks (the mesh has a 'pp', 'tp' or 'ep' axis): "
+            "where signs are exchanged, ranks that all have the same parameters agree on whether gradients "
+            "overflow. Use torch.optim.AdamW, or a mesh with 'dp' only"
+        )
+    check_one_bit(name, config)
+    if config.stage == 1 and isinstance(optimizer, ZeroOneAdam) and optimizer.local_step_clipper > 1:
+        raise ValueError(
+            f"ZeroOneAdam: local_step_clipper is {optimizer.local_step_clipper}, but in stage 1 moments are "
+            "shared out over the ranks, and no rank can step alone; set local_step_clipper to 1 (signs are "
+            "exchanged in every step), or stage to 0"
+        )
+    if isinstance(optimizer, OneBitAdam | OneBitLamb):
+        warn_of_late_freeze(name, optimizer.freeze_step, config)
+    if isinstance(optimizer, OneBitAdam):
+        _warn_of_early_freeze(optimizer)
+
+
+def _warn_of_early_freeze(optimizer: OneBitAdam) -> None:
+    beta2 = max(group["betas"][1] for group in optimizer.param_groups)
+    steps = optimizer.freeze_step
+    grown = 1 - beta2**steps
+    if grown < _GROWN:
+        warnings.warn(
+            f"OneBitAdam: the variance is frozen after step {steps:g}, when with a second beta of {beta2:g} "
+            f"it has grown to {grown:.0%} of what it averages. Its bias is not corrected, so all later steps "
+            f"are {1 / math.sqrt(grown):.2g} times as long as Adam's. Set freeze_step to at least "
+            f"{math.ceil(math.log(1 - _GROWN) / math.log(beta2))}, or the second beta to at most "
+            f"{math.floor(1000 * (1 - _GROWN) ** (1 / steps)) / 1000:g}",
+            RuntimeWarning,
+            stacklevel=3,
+        )

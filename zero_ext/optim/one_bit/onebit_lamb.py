@@ -1,0 +1,73 @@
+"""1-bit LAMB as a torch optimizer."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from zero_ext.optim.one_bit.compression_phase import Phase
+from zero_ext.optim.one_bit.onebit_optimizer import OneBitOptimizer
+
+
+class OneBitLamb(OneBitOptimizer):
+    """LAMB whose variance is frozen after ``freeze_step`` steps; from then on the ranks exchange the signs of
+    the momentum, and a parameter's trust ratio is that of the warm-up, adapted by what can be told of the
+    variance.
+
+    The first ``freeze_step`` steps are LAMB's without bias correction; its trust ratios, clamped to
+    [``min_coeff``, ``max_coeff``], are averaged with ``coeff_beta``. Later that average is multiplied by a
+    factor: the largest ratio of the roots of the frozen variance and of one made of gradients that are
+    reconstructed from the momentum. It lies in [``factor_min``, ``factor_max``] and changes by at most
+    ``factor_threshold`` of itself a step. For the exchange, momenta are scaled to one magnitude.
+
+    Names and defaults are DeepSpeed's; ``cuda_aware`` and ``comm_backend_name`` have no effect. ZeRO stage 0.
+    Raises ``ValueError`` naming the hyper-parameter that is out of range.
+
+    Source: Li et al., "1-bit LAMB" (arXiv 2104.06069), algorithm 1.
+    """
+
+    freeze_step: float
+    coefficients: tuple[float, float]
+    factors: tuple[float, float]
+    coeff_beta: float
+    factor_threshold: float
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        freeze_step: float = 100000,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        *,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+        variance_floor: float = 0.5,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, variance_floor, freeze_step=freeze_step)
+        for name, low, high in (("coeff", min_coeff, max_coeff), ("factor", factor_min, factor_max)):
+            if not (0 <= low <= high and math.isfinite(high)):
+                names = (f"min_{name}", f"max_{name}") if name == "coeff" else (f"{name}_min", f"{name}_max")
+                raise ValueError(f"{names[0]}: {low} given, between 0 and {names[1]}, {high}, wanted")
+        for name, value in (("coeff_beta", coeff_beta), ("factor_threshold", factor_threshold)):
+            if not 0 <= value < 1:
+                raise ValueError(f"{name}: {value} given, a number in [0, 1) wanted")
+        self._keep(
+            coefficients=(min_coeff, max_coeff),
+            factors=(factor_min, factor_max),
+            coeff_beta=coeff_beta,
+            factor_threshold=factor_threshold,
+        )
+
+    def phase(self, step: int, sharded: bool) -> Phase:
+        """See :class:`OneBitOptimizer`."""
+        return Phase.FULL if step <= self.freeze_step else Phase.SCALED

@@ -1,0 +1,73 @@
+"""What the optimizers that exchange signs have in common as torch optimizers."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from zero_ext.optim.one_bit.compression_phase import Phase
+
+
+class OneBitOptimizer(torch.optim.Optimizer, ABC):
+    """Hyper-parameters of Adam without bias correction, with decoupled weight decay (Loshchilov & Hutter,
+    arXiv 1711.05101). It steps where :func:`zero_ext.prepare` has put it, as it needs the other ranks.
+
+    ``policy`` says by attribute when what is exchanged, in whole steps, the same for all parameters.
+    ``variance_floor``: signs give all elements of a block one step, over the root of the variance of each.
+    Where gradients are rare, as of seldom words, that goes too far by orders of magnitude, and training
+    diverges. So when signs follow upon a step in full precision, that root is raised to at least this times
+    the root mean square of the block's momentum; 0 leaves it as it is in the papers. Raises ``ValueError``
+    naming the hyper-parameter that is out of range.
+    """
+
+    variance_floor: float
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        variance_floor: float,
+        **policy: float,
+    ) -> None:
+        for name, steps in policy.items():
+            if isinstance(steps, bool) or not (steps >= 1 and (math.isinf(steps) or steps == int(steps))):
+                raise ValueError(f"{name}: {steps!r} given, a whole number of steps of at least 1 wanted")
+        self._policy: dict[str, Any] = {}
+        self._keep(variance_floor=variance_floor, **policy)
+        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "variance_floor": variance_floor}
+        for name, value in numbers.items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}: {float(value)} given, a finite number of at least 0 wanted")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas: {betas} given, two numbers in [0, 1) wanted")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def _keep(self, **settings: Any) -> None:
+        """Attributes that copies have as well."""
+        vars(self).update(settings)
+        self._policy.update(settings)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's own leaves out what a class adds, and with it copies would.
+        return {**super().__getstate__(), **self._policy, "_policy": self._policy}
+
+    @abstractmethod
+    def phase(self, step: int, sharded: bool) -> Phase:
+        """What the ranks exchange in step number ``step``, from 1 on; ``sharded`` says that the moments are
+        shared out over them."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Refused: the exchange needs the ranks."""
+        raise RuntimeError(
+            f"{type(self).__name__}.step() before zero_ext.prepare: it exchanges signs with the other ranks. "
+            "Step the optimizer that model, optimizer = zero_ext.prepare(model, optimizer, {'stage': 0}) "
+            "returns"
+        )

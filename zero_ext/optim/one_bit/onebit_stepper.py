@@ -1,0 +1,164 @@
+"""Adam without bias correction on flat ranges, and the pieces of its steps with a frozen variance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from zero_ext import ops
+from zero_ext.offload import MASTER, StepStaging
+from zero_ext.optim.one_bit.onebit_optimizer import OneBitOptimizer
+from zero_ext.optim.steppers.fused import AdamStepper
+from zero_ext.optim.steppers.stepper import OwnedRange, Segment
+
+# The fused op corrects the bias by 1 - beta**step, which is 1 here for every beta below 1.
+_NO_BIAS = 2.0**1000
+# Several operations pass over a piece while it lies in the cache.
+_PIECE_ELEMENTS = 1 << 18
+
+
+class Run(NamedTuple):
+    """Elements [begin, end) of a range that the same hyper-parameters hold for. ``rate`` is the sum of the
+    learning rates of local steps."""
+
+    begin: int
+    end: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    rate: float
+
+    def pieces(self) -> Iterator[slice]:
+        """The run in parts that fit the cache."""
+        for begin in range(self.begin, self.end, _PIECE_ELEMENTS):
+            yield slice(begin, min(begin + _PIECE_ELEMENTS, self.end))
+
+
+class OneBitStepper(AdamStepper):
+    """Steps of a :class:`OneBitOptimizer`. :meth:`step` is Adam's without bias correction; with a frozen
+    variance the engine exchanges what it needs between :meth:`average` and :meth:`descend`.
+
+    ``names`` are the parameters', ``rates`` the sums of their learning rates since the ranks last met, in
+    0/1 Adam's local steps.
+    """
+
+    reads_scale_on_device = False
+
+    def __init__(
+        self,
+        optimizer: OneBitOptimizer,
+        groups: list[dict[str, Any]],
+        ranges: Sequence[OwnedRange],
+        staging: StepStaging,
+    ) -> None:
+        super().__init__(groups, ranges, torch.float32, staging)
+        self.optimizer = optimizer
+        self.names = frozenset(self._steps)
+        self.rates: dict[str, float] = {}
+
+    def state(self, index: int, kind: str) -> torch.Tensor:
+        """The live state of one kind, float32 [n]; the masters' kind is "master"."""
+        owned = self._ranges[index].state
+        return owned.read(kind, 0, owned.numel)
+
+    def runs(self, index: int, used: frozenset[str]) -> list[Run]:
+        """The elements of the parameters named in ``used``."""
+        found: list[Run] = []
+        for segment in self._ranges[index].segments:
+            if segment.name not in used or not segment.numel:
+                continue
+            group = self._groups[segment.group]
+            rate = self.rates.get(segment.name, 0.0)
+            numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], rate)
+            hyper = tuple(float(number) for number in numbers)
+            end = segment.begin + segment.numel
+            if found and found[-1].end == segment.begin and found[-1][2:] == hyper:
+                found[-1] = found[-1]._replace(end=end)
+            else:
+                found.append(Run(segment.begin, end, *hyper))
+        return found
+
+    def count(self, used: frozenset[str]) -> None:
+        """A step was made for the parameters named in ``used`` by other means than :meth:`step`."""
+        for name in used & self._steps.keys():
+            self._steps[name] += 1
+
+    def add_rates(self, used: frozenset[str]) -> None:
+        """A local step was made for the parameters named in ``used``."""
+        for segment in {each.name: each for owned in self._ranges for each in owned.segments}.values():
+            if segment.name in used:
+                lr = float(self._groups[segment.group]["lr"])
+                self.rates[segment.name] = self.rates.get(segment.name, 0.0) + lr
+
+    def raise_variance(self, index: int, message: int) -> None:
+        """The variance has just been updated, and signs will follow, in messages of ``message`` elements of
+        the range. No element's root stays below the optimizer's ``variance_floor`` x the root mean square of
+        the momentum in its block, for all of which they will have one scale."""
+        momentum, variance = self.state(index, "exp_avg"), self.state(index, "exp_avg_sq")
+        floor = self.optimizer.variance_floor
+        for part, raised in zip(momentum.split(message), variance.split(message), strict=True):
+            for block, elements in zip(part.split(ops.SIGN_BLOCK), raised.split(ops.SIGN_BLOCK), strict=True):
+                elements.clamp_(min=(floor * norm(block)) ** 2 / block.numel())
+
+    def average(
+        self, momentum: torch.Tensor, gradient: torch.Tensor, scale: float, runs: Sequence[Run]
+    ) -> None:
+        """``momentum`` [n] becomes beta1 x momentum + (1 - beta1) x scale x ``gradient`` [n] (any float
+        dtype)."""
+        for run in runs:
+            for piece in run.pieces():
+                brought = (gradient[piece].float() * scale).mul_(1 - run.beta1)
+                momentum[piece].mul_(run.beta1).add_(brought)
+
+    def descend(self, index: int, runs: Sequence[Run]) -> None:
+        """The masters decay and step along the momentum over the root of the frozen variance."""
+        master, exp_avg = self.state(index, MASTER), self.state(index, "exp_avg")
+        variance = self.state(index, "exp_avg_sq")
+        for run in runs:
+            for piece in run.pieces():
+                update = exp_avg[piece] / denominator(variance[piece], run.eps)
+                decay_(master[piece], run)
+                self.look(master[piece].sub_(update.mul_(run.lr)))
+
+    def look(self, values: torch.Tensor) -> None:
+        """Raise the flag of :meth:`watch` if ``values`` [n], which were just written, are not all finite."""
+        if self._flag is not None:
+            self._flag.look(values)
+
+    def scalars(self) -> dict[str, Any]:
+        """See :class:`Stepper`."""
+        return {**super().scalars(), "rates": dict(self.rates)}
+
+    def load_scalars(self, state: dict[str, Any]) -> None:
+        """See :class:`Stepper`; Adam's do."""
+        super().load_scalars(state)
+        self.rates = dict(state.get("rates", {}))
+
+    def _hyper_parameters(self, segment: Segment) -> list[float]:
+        group = self._groups[segment.group]
+        beta1, beta2 = group["betas"]
+        numbers = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+        decoupled, maximize = 1.0, 0.0
+        return [*map(float, numbers), _NO_BIAS, decoupled, maximize]
+
+
+def norm(values: torch.Tensor) -> float:
+    """The 2-norm, of an exact sum: alike on all ranks and devices."""
+    accumulator = torch.zeros(ops.ACCUMULATOR_ENTRIES, dtype=torch.int64, device=values.device)
+    ops.squared_norm_(values, accumulator)
+    return float(ops.squared_norm_value(accumulator.cpu()).sqrt())
+
+
+def denominator(variance: torch.Tensor, eps: float) -> torch.Tensor:
+    """What Adam divides the momentum by, a new tensor."""
+    return variance.sqrt().add_(eps)
+
+
+def decay_(master: torch.Tensor, run: Run) -> None:
+    """Decoupled weight decay of one step."""
+    if run.weight_decay:
+        master.mul_(1 - run.lr * run.weight_decay)

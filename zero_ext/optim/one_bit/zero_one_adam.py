@@ -1,0 +1,85 @@
+"""0/1 Adam as a torch optimizer."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from zero_ext.optim.one_bit.compression_phase import Phase
+from zero_ext.optim.one_bit.onebit_optimizer import OneBitOptimizer
+
+
+class ZeroOneAdam(OneBitOptimizer):
+    """Adam whose variance is updated ever more seldom, and which sends one bit an element, or nothing.
+
+    Until ``var_freeze_step`` the variance is updated from gradients in full precision at the multiples of an
+    interval, which is 1 and doubles after every ``var_update_scaler`` updates; in the steps between, the
+    ranks exchange the signs of their gradients. Then the variance is frozen and a rank steps by its own
+    momentum: only at the multiples of another interval the ranks exchange the signs of what these steps did.
+    That interval is 1 and doubles after every ``local_step_scaler`` steps, up to ``local_step_clipper``.
+
+    Names and defaults are DeepSpeed's; ``cuda_aware`` and ``comm_backend_name`` have no effect. ZeRO stage 0,
+    and stage 1 with ``local_step_clipper`` 1: without its momentum no rank can step alone.
+
+    Raises ``ValueError`` naming the hyper-parameter that is out of range.
+
+    Source: Lu et al., "Maximizing communication efficiency for large-scale training via 0/1 Adam"
+    (arXiv 2202.06009), algorithm 1 and section 6 (the policies).
+    """
+
+    var_freeze_step: float
+    var_update_scaler: int
+    local_step_scaler: int
+    local_step_clipper: int
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        var_freeze_step: float = 100000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32678,
+        local_step_clipper: int = 16,
+        *,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+        variance_floor: float = 0.5,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            variance_floor,
+            var_freeze_step=var_freeze_step,
+            var_update_scaler=var_update_scaler,
+            local_step_scaler=local_step_scaler,
+            local_step_clipper=local_step_clipper,
+        )
+
+    def phase(self, step: int, sharded: bool) -> Phase:
+        """See :class:`OneBitOptimizer`."""
+        if step <= self.var_freeze_step:
+            return Phase.GRADIENT if step % self.variance_interval(step) else Phase.FULL
+        if sharded:
+            return Phase.GRADIENT
+        return Phase.LOCAL if step % self.local_interval(step) else Phase.DRIFT
+
+    def variance_interval(self, step: int) -> int:
+        """The interval between updates of the variance around step number ``step``."""
+        interval, last = 1, 0
+        while True:
+            last = (last // interval + self.var_update_scaler) * interval
+            if step <= last:
+                return interval
+            interval *= 2
+
+    def local_interval(self, step: int) -> int:
+        """The interval between exchanges around step number ``step``, after ``var_freeze_step``."""
+        doublings = (step - int(self.var_freeze_step) - 1) // self.local_step_scaler
+        # Beyond 62 doublings no run gets anywhere, and the clipper may be infinite.
+        return int(min(self.local_step_clipper, 2 ** min(doublings, 62)))

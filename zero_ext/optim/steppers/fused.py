@@ -1,0 +1,306 @@
+"""Optimizers in one pass over flat shards: Adam and AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019), Lion
+(Chen et al. 2023)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from zero_ext.config import Tier
+from zero_ext.offload import (
+    MASTER,
+    AdamWork,
+    MemoryHome,
+    NvmeState,
+    ShardHome,
+    StepPart,
+    StepStaging,
+    TransferLog,
+    Values,
+    stream_adam,
+)
+from zero_ext.optim.elementwise_check import plain_scalars
+from zero_ext.optim.lion import lion_row
+from zero_ext.optim.steppers.moments import EightBitMoments, FloatMoments, LionMoments, Moments, MomentsDtype
+from zero_ext.optim.steppers.non_finite_flag import NonFiniteFlag, flag_on
+from zero_ext.optim.steppers.stepper import OwnedRange, Segment, Update
+
+Row = TypeVar("Row")
+
+
+class FusedStepper(ABC):
+    """A fused optimizer over owned ranges in memory: unscale, clip, update, cast to compute precision in one
+    pass of memory. Hyper-parameters are read from the live ``groups`` at each step.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        ranges: Sequence[OwnedRange],
+        moments: Moments,
+        staging: StepStaging,
+    ) -> None:
+        self._groups = groups
+        self._ranges = tuple(ranges)
+        self._staging = staging
+        self._moments = moments
+        self._flag: NonFiniteFlag | None = None
+
+    @property
+    def reads_scale_on_device(self) -> bool:
+        """See :class:`Stepper`: where state and parameters are all there. What goes through staging memory
+        goes on, whatever the kernels left in it."""
+        return all(
+            owned.state.tier == "device" and (owned.output is None or owned.output.tier == "device")
+            for owned in self._ranges
+        )
+
+    def watch(self, flag: NonFiniteFlag) -> None:
+        """Raise ``flag`` for results that are not finite. See :meth:`Stepper.watch`."""
+        self._flag = self._moments.flag = flag
+
+    def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
+        """See :class:`Stepper`. Gradients may be fp32, bf16 or fp16."""
+        for number, update in enumerate(updates):
+            owned = self._ranges[update.index]
+            bounds, rows = self._rows(owned, used)
+            output, tier = owned.output, owned.state.tier
+            then = self._near_range(updates[number + 1 : number + 2], tier)
+            for part in self._staging.parts(tier, update.gradient, output, then=then):
+                self._step_part(update.index, part, bounds, rows, scale)
+            yield update.index
+
+    def _near_range(
+        self, following: Sequence[Update], tier: Tier
+    ) -> tuple[ShardHome, ShardHome | None] | None:
+        """Gradient and output of the range that comes next, if its state lies in memory of ``tier``."""
+        for update in following:
+            if self._ranges[update.index].state.tier == tier:
+                return update.gradient, self._ranges[update.index].output
+        return None
+
+    def _rows(
+        self, owned: OwnedRange, used: frozenset[str]
+    ) -> tuple[list[tuple[int, int]], list[list[float]]]:
+        """Element ranges to step and the hyper-parameters of each."""
+        bounds: list[tuple[int, int]] = []
+        rows: list[list[float]] = []
+        for segment in owned.segments:
+            if segment.name not in used or not segment.numel:
+                continue
+            row = self._hyper_parameters(segment)
+            begin, end = segment.begin, segment.begin + segment.numel
+            if rows and rows[-1] == row and bounds[-1][1] == begin:
+                bounds[-1] = (bounds[-1][0], end)
+            else:
+                bounds.append((begin, end))
+                rows.append(row)
+        return bounds, rows
+
+    def _step_part(
+        self,
+        index: int,
+        part: StepPart,
+        bounds: list[tuple[int, int]],
+        rows: list[list[float]],
+        scale: torch.Tensor,
+    ) -> None:
+        covers, kept = inside(part.begin, part.end, bounds, rows)
+        covered = sum(end - begin for begin, end in covers)
+        if part.staged is not None and covered < part.end - part.begin:
+            # All of it goes back, so elements that the step leaves alone need the value they have.
+            part.staged.copy_(self._ranges[index].state.read(MASTER, part.begin, part.end))
+        if kept:
+            segments = torch.tensor(covers, dtype=torch.int64, device="cpu")
+            hyper = torch.tensor(kept, dtype=torch.float64, device="cpu")
+            tier = self._ranges[index].state.tier
+            self._moments.update(index, part, *self._staging.beside(tier, segments, hyper, scale))
+
+    def _host_flag(self) -> torch.Tensor | None:
+        return flag_on(self._flag, torch.device("cpu"))
+
+    @abstractmethod
+    def _hyper_parameters(self, segment: Segment) -> list[float]:
+        """A row of ``hyper`` as the op takes it."""
+
+    def keep(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        self._ranges[index].state.keep()
+
+    def settle(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        self._ranges[index].state.settle()
+
+    def take_back(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        self._ranges[index].state.take_back()
+
+    def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
+        """See :class:`Stepper`: the moments."""
+        return self._moments.values(index)
+
+    @abstractmethod
+    def scalars(self) -> dict[str, Any]:
+        """See :class:`Stepper`."""
+
+    @abstractmethod
+    def load_scalars(self, state: dict[str, Any]) -> None:
+        """See :class:`Stepper`."""
+
+    def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
+        """See :class:`Stepper`; the moments exist from the start."""
+        return lambda: None
+
+    def state_bytes(self) -> Mapping[Tier, int]:
+        """See :class:`Stepper`: none, the moments lie beside the master weights."""
+        return {}
+
+
+class AdamStepper(FusedStepper):
+    """Adam and AdamW, on state in memory and on NVMe. Every parameter counts its own steps, as torch's do.
+    Moments are fp32, bf16 or "8bit"."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        ranges: Sequence[OwnedRange],
+        moments_dtype: MomentsDtype,
+        staging: StepStaging,
+    ) -> None:
+        moments: Moments = (
+            EightBitMoments(ranges) if moments_dtype == "8bit" else FloatMoments(ranges, moments_dtype)
+        )
+        super().__init__(groups, ranges, moments, staging)
+        self._steps = {segment.name: 0 for owned in ranges for segment in owned.segments}
+        self._kept_steps: dict[int, dict[str, int]] = {}
+
+    def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
+        """See :class:`Stepper`. Gradients may be fp32, bf16 or fp16."""
+        in_memory = [each for each in updates if self._ranges[each.index].state.tier != "nvme"]
+        yield from super().step(in_memory, scale, used)
+        stored: list[AdamWork] = []
+        in_storage: list[int] = []
+        for update in updates:
+            owned = self._ranges[update.index]
+            if not isinstance(owned.state, NvmeState):
+                continue
+            in_storage.append(update.index)
+            gradient, output, rows = update.gradient, owned.output, self._rows(owned, used)
+            if self._staging.reaches(gradient, "host") and self._staging.reaches(output, "host"):
+                stored.append(AdamWork(owned.state, gradient, output, *rows))
+            else:
+                self._step_far(owned.state, gradient, output, rows, scale)
+        if stored:
+            # All ranges in one pipeline: between two of them nothing has to drain.
+            stream_adam(stored, scale, self._host_flag())
+        yield from in_storage
+
+    def _rows(
+        self, owned: OwnedRange, used: frozenset[str]
+    ) -> tuple[list[tuple[int, int]], list[list[float]]]:
+        for name in {segment.name for segment in owned.segments if segment.name in used}:
+            self._steps[name] += 1
+        return super()._rows(owned, used)
+
+    def _step_far(
+        self,
+        state: NvmeState,
+        gradient: ShardHome,
+        output: ShardHome | None,
+        settings: tuple[list[tuple[int, int]], list[list[float]]],
+        scale: torch.Tensor,
+    ) -> None:
+        """Steps a range whose state streams through the host, which does not reach its gradient or its
+        parameters: these come and leave in parts."""
+        reached = self._staging.reaches(gradient, "host")
+        near_output = output if self._staging.reaches(output, "host") else None
+        # Where the gradient is read by the step itself, values that take no memory stand for it.
+        brought = _in_host(torch.zeros(1, device="cpu").expand(gradient.numel)) if reached else gradient
+        far_output = None if near_output is output else output
+        for part in self._staging.parts("host", brought, far_output, state.stream.chunk_elements):
+            span, (bounds, rows) = (part.begin, part.end), inside(part.begin, part.end, *settings)
+            source = gradient.part(*span) if reached else _in_host(part.gradient)
+            target = near_output.part(*span) if near_output is not None else None
+            if part.staged is not None:
+                target = _in_host(part.staged)
+            work = AdamWork(state.part(*span), source, target, bounds, rows)
+            stream_adam([work], scale, self._host_flag())
+            part.sent.extend(bounds or [(0, 0)])
+
+    def _hyper_parameters(self, segment: Segment) -> list[float]:
+        group = self._groups[segment.group]
+        beta1, beta2 = group["betas"]
+        decoupled = group.get("decoupled_weight_decay", False)
+        return [
+            float(group["lr"]),
+            float(beta1),
+            float(beta2),
+            float(group["eps"]),
+            float(group["weight_decay"]),
+            float(self._steps[segment.name]),
+            float(bool(decoupled)),
+            float(bool(group["maximize"])),
+        ]
+
+    def keep(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        owned = self._ranges[index]
+        self._kept_steps[index] = {segment.name: self._steps[segment.name] for segment in owned.segments}
+        super().keep(index)
+
+    def take_back(self, index: int) -> None:
+        """See :class:`Stepper`."""
+        self._steps.update(self._kept_steps[index])
+        super().take_back(index)
+
+    def scalars(self) -> dict[str, Any]:
+        """See :class:`Stepper`: the number of steps of every parameter."""
+        return {"step": dict(self._steps)}
+
+    def load_scalars(self, state: dict[str, Any]) -> None:
+        """See :class:`Stepper`."""
+        for name in self._steps:
+            self._steps[name] = int(state["step"][name])
+
+
+class LionStepper(FusedStepper):
+    """Lion on state in memory, its moment fp32 or bf16."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        ranges: Sequence[OwnedRange],
+        moments_dtype: torch.dtype,
+        staging: StepStaging,
+    ) -> None:
+        super().__init__(groups, ranges, LionMoments(ranges, moments_dtype), staging)
+
+    def _hyper_parameters(self, segment: Segment) -> list[float]:
+        return lion_row(self._groups[segment.group])
+
+    def scalars(self) -> dict[str, Any]:
+        """See :class:`Stepper`: there are none, in the form that the element-wise steppers give them."""
+        return {segment.name: plain_scalars({}) for owned in self._ranges for segment in owned.segments}
+
+    def load_scalars(self, state: dict[str, Any]) -> None:
+        """See :class:`Stepper`."""
+
+
+def inside(
+    first: int, last: int, bounds: Sequence[tuple[int, int]], rows: Sequence[Row]
+) -> tuple[list[tuple[int, int]], list[Row]]:
+    """The element ranges ``bounds`` within [first, last), counted from ``first``, and the row of each."""
+    found = [
+        ((max(begin, first) - first, min(end, last) - first), row)
+        for (begin, end), row in zip(bounds, rows, strict=True)
+        if begin < last and first < end
+    ]
+    return [bound for bound, _ in found], [row for _, row in found]
+
+
+def _in_host(memory: torch.Tensor) -> ShardHome:
+    """Host memory as the home of a shard that never moves."""
+    return MemoryHome("host", memory, TransferLog())

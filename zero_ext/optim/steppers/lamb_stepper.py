@@ -1,0 +1,216 @@
+"""LAMB (You et al., arXiv 1904.00962) over owned ranges: norms of all layers, one sum over the ranks, the
+step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from zero_ext import ops
+from zero_ext.config import Tier
+from zero_ext.offload import MASTER, NvmeState, StateChunk, StepStaging, visit_chunks
+from zero_ext.optim.lamb import MOMENTS, LambBuffers, lamb_row, trust_ratio
+from zero_ext.optim.steppers.fused import FusedStepper, inside
+from zero_ext.optim.steppers.moments import LambMoments
+from zero_ext.optim.steppers.param_writeback import send_chunk
+from zero_ext.optim.steppers.stepper import OwnedRange, Segment, Total, Update
+
+
+class _Place(NamedTuple):
+    """A parameter in the step's table of norms, and its hyper-parameters."""
+
+    number: int
+    row: list[float]
+
+
+class _Chunk(NamedTuple):
+    """A chunk of state in storage with its buffers in host memory, and room for its parameters on their way
+    to storage."""
+
+    state: StateChunk
+    buffers: LambBuffers
+    room: torch.Tensor
+
+
+class _Norms:
+    """Sums of squares [parameters, 2, 33] of weights and of updates; each device adds up what it holds."""
+
+    def __init__(self, parameters: int) -> None:
+        self._shape = (parameters, 2, ops.ACCUMULATOR_ENTRIES)
+        self._tables: dict[torch.device, torch.Tensor] = {}
+
+    def add(self, numbers: torch.Tensor, norms: torch.Tensor) -> None:
+        """Adds ``norms`` [n, 2, 33] to those of the parameters ``numbers`` [n]."""
+        if norms.device not in self._tables:
+            self._tables[norms.device] = torch.zeros(self._shape, dtype=torch.int64, device=norms.device)
+        self._tables[norms.device].index_add_(0, numbers, norms)
+
+    def total(self) -> torch.Tensor:
+        """All of it in host memory; waits for the devices."""
+        total = torch.zeros(self._shape, dtype=torch.int64, device="cpu")
+        for table in self._tables.values():
+            total += table.cpu()
+        return total
+
+
+class LambStepper(FusedStepper):
+    """LAMB on state in memory and on NVMe, its moments fp32 or bf16. State is read twice a step: for the
+    norms, whose exact sums over all ranks ``total`` makes, and for the step, which writes it.
+
+    The norms are those of whole parameters, whatever ranges these are cut into.
+    """
+
+    reads_scale_on_device = False
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        ranges: Sequence[OwnedRange],
+        moments_dtype: torch.dtype,
+        staging: StepStaging,
+        total: Total,
+    ) -> None:
+        super().__init__(groups, ranges, LambMoments(ranges, moments_dtype), staging)
+        self._total = total
+        self._steps = {segment.name: 0 for owned in ranges for segment in owned.segments}
+        self._ratios: dict[str, float] = {}
+
+    def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
+        """See :class:`Stepper`; a collective, before anything changes. Gradients may be fp32, bf16 or
+        fp16."""
+        stepped = {
+            segment.name: segment
+            for update in updates
+            for segment in self._ranges[update.index].segments
+            if segment.name in used
+        }
+        for name in stepped:
+            self._steps[name] += 1
+        self._ratios = dict.fromkeys(stepped, 1.0)
+        norms = self._total(lambda: self._own_norms(updates, scale, stepped))
+        for (name, segment), each in zip(stepped.items(), norms, strict=True):
+            self._ratios[name] = trust_ratio(self._groups[segment.group], each)
+        in_memory, stored = self._split(updates)
+        yield from super().step(in_memory, scale, used)
+        yield from self._step_stored(stored, scale, used)
+
+    def _hyper_parameters(self, segment: Segment) -> list[float]:
+        name = segment.name
+        return lamb_row(self._groups[segment.group], self._steps[name], self._ratios[name])
+
+    def _split(self, updates: Sequence[Update]) -> tuple[list[Update], list[Update]]:
+        """Those of state in memory, and those of state in storage."""
+        stored = [each for each in updates if self._ranges[each.index].state.tier == "nvme"]
+        return [each for each in updates if each not in stored], stored
+
+    def _own_norms(
+        self, updates: Sequence[Update], scale: torch.Tensor, stepped: dict[str, Segment]
+    ) -> torch.Tensor:
+        norms = _Norms(len(stepped))
+        numbers = {name: number for number, name in enumerate(stepped)}
+        places = {update.index: self._places(self._ranges[update.index], numbers) for update in updates}
+        in_memory, stored = self._split(updates)
+        for update in in_memory:
+            state = self._ranges[update.index].state
+            for part in self._staging.parts(state.tier, update.gradient, None):
+                master, exp_avg, exp_avg_sq = state.read_kinds((MASTER, *MOMENTS), part.begin, part.end)
+                buffers = LambBuffers(master, exp_avg, exp_avg_sq, part.gradient)
+                found = inside(part.begin, part.end, *places[update.index])
+                self._add_norms(norms, state.tier, buffers, found, scale)
+        with contextlib.closing(self._chunks(stored)) as chunks:
+            for chunk, buffers, _ in chunks:
+                found = inside(chunk.begin, chunk.end, *places[chunk.index])
+                self._add_norms(norms, "host", buffers, found, scale)
+        return norms.total()
+
+    def _places(
+        self, owned: OwnedRange, numbers: dict[str, int]
+    ) -> tuple[list[tuple[int, int]], list[_Place]]:
+        """Element ranges to step, one a parameter, and what is to be known of it."""
+        bounds, places = [], []
+        for segment in owned.segments:
+            if segment.name in numbers and segment.numel:
+                bounds.append((segment.begin, segment.begin + segment.numel))
+                places.append(_Place(numbers[segment.name], self._hyper_parameters(segment)))
+        return bounds, places
+
+    def _add_norms(
+        self,
+        norms: _Norms,
+        tier: Tier,
+        buffers: LambBuffers,
+        found: tuple[list[tuple[int, int]], list[_Place]],
+        scale: torch.Tensor,
+    ) -> None:
+        bounds, places = found
+        if not bounds:
+            return
+        segments, hyper, factor, numbers = self._staging.beside(
+            tier,
+            torch.tensor(bounds, dtype=torch.int64, device="cpu"),
+            torch.tensor([place.row for place in places], dtype=torch.float64, device="cpu"),
+            scale,
+            torch.tensor([place.number for place in places], dtype=torch.int64, device="cpu"),
+        )
+        part = torch.zeros(len(bounds), 2, ops.ACCUMULATOR_ENTRIES, dtype=torch.int64, device=segments.device)
+        ops.lamb_norms_(*buffers, segments, hyper, factor, part)
+        norms.add(numbers, part)
+
+    def _chunks(self, stored: Sequence[Update]) -> Generator[_Chunk]:
+        """The chunks of state in storage; one is valid until the next."""
+        if not stored:
+            return
+        gradients = {update.index: update.gradient for update in stored}
+        states = [(update.index, _stored(self._ranges[update.index])) for update in stored]
+        stream = states[0][1].stream
+        rooms = self._staging.chunk_rooms(stream.chunk_bytes, stream.chunk_elements)
+        with contextlib.closing(visit_chunks(stream, states, rooms.buffers)) as chunks:
+            for chunk in chunks:
+                home = gradients[chunk.index]
+                near: Tier = "host" if home.tier == "nvme" else home.tier
+                gradient = self._staging.bring(home, chunk.begin, chunk.end, near)
+                if gradient.device != rooms.gradient.device:
+                    stream.transfers.record("device", "host", gradient.nbytes)
+                    gradient = rooms.gradient[: chunk.end - chunk.begin].copy_(gradient)
+                master, exp_avg, exp_avg_sq = (chunk.values[kind] for kind in (MASTER, *MOMENTS))
+                yield _Chunk(chunk, LambBuffers(master, exp_avg, exp_avg_sq, gradient), rooms.output)
+
+    def _step_stored(
+        self, stored: Sequence[Update], scale: torch.Tensor, used: frozenset[str]
+    ) -> Iterator[int]:
+        settings = {update.index: self._rows(self._ranges[update.index], used) for update in stored}
+        with contextlib.closing(self._chunks(stored)) as chunks:
+            for chunk, buffers, room in chunks:
+                bounds, rows = inside(chunk.begin, chunk.end, *settings[chunk.index])
+                if not bounds:
+                    continue
+                ops.lamb_step_(
+                    *buffers,
+                    None,
+                    torch.tensor(bounds, dtype=torch.int64, device="cpu"),
+                    torch.tensor(rows, dtype=torch.float64, device="cpu"),
+                    scale,
+                    self._host_flag(),
+                )
+                chunk.changed = True
+                output = self._ranges[chunk.index].output
+                send_chunk(output, chunk.begin, buffers.master, bounds, room)
+        yield from settings
+
+    def scalars(self) -> dict[str, Any]:
+        """See :class:`Stepper`: the number of steps of every parameter."""
+        return {"step": dict(self._steps)}
+
+    def load_scalars(self, state: dict[str, Any]) -> None:
+        """See :class:`Stepper`."""
+        for name in self._steps:
+            self._steps[name] = int(state["step"][name])
+
+
+def _stored(owned: OwnedRange) -> NvmeState:
+    if not isinstance(owned.state, NvmeState):
+        raise AssertionError(f"state in tier '{owned.state.tier}' does not stream")
+    return owned.state

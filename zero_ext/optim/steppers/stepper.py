@@ -1,0 +1,96 @@
+"""What the engine asks of an optimizer that works on flat shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from zero_ext.config import Tier
+from zero_ext.offload import ShardHome, StateHome, Values
+from zero_ext.optim.steppers.non_finite_flag import NonFiniteFlag
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter's elements inside a rank's owned range of a unit; possibly none of them."""
+
+    name: str  # the parameter's full name
+    group: int  # index of its param group
+    start: int  # first element, counted in the parameter's memory order
+    begin: int  # first element within the owned range
+    numel: int
+
+
+@dataclass(frozen=True)
+class OwnedRange:
+    """What a rank's optimizer owns of a unit: state [n] that begins as fp32 master weights, the parameters
+    [n] that follow them or None where they are the masters, segments."""
+
+    state: StateHome
+    output: ShardHome | None
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class Update:
+    """A range to be stepped and its gradient [n], where it lies."""
+
+    index: int
+    gradient: ShardHome
+
+
+# The sum over all ranks of int64 values in host memory that the given call finds on each; a collective that
+# fails on all of them if the call fails on one. What all ranks hold alike counts once.
+Total = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
+
+
+class Stepper(Protocol):
+    """Updates owned ranges. ``index`` counts the ranges given at construction.
+
+    ``reads_scale_on_device`` says that :meth:`step` takes a ``scale`` in the device's memory, and changes
+    nothing but its scalars where that is not finite. Else ``scale`` is finite and in host memory.
+    """
+
+    @property
+    def reads_scale_on_device(self) -> bool:
+        """See above."""
+
+    def step(self, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str]) -> Iterator[int]:
+        """One optimizer step on some ranges: gradients times ``scale`` (0-d float32), for the parameters
+        named in ``used`` only; the others keep value and state, as torch's do without a gradient.
+
+        Yields the index of a range as soon as its parameters are in place.
+        """
+
+    def watch(self, flag: NonFiniteFlag) -> None:
+        """Raise ``flag`` from now on in every step that makes a master weight or moment NaN or infinite."""
+
+    def keep(self, index: int) -> None:
+        """Before a step on one range that may be taken back: keeps what it changes, the parameters that
+        follow the master weights left out. Every such step ends by :meth:`settle` or :meth:`take_back`."""
+
+    def settle(self, index: int) -> None:
+        """The step on a range since :meth:`keep` counts. Nothing happens if there is none."""
+
+    def take_back(self, index: int) -> None:
+        """State and scalars of a range are what they were at :meth:`keep`, bit for bit."""
+
+    def values(self, index: int) -> Iterator[tuple[str, Segment, Values]]:
+        """State of a range beside the master weights, by segment: torch's name for it, segment, its values
+        where they lie."""
+
+    def scalars(self) -> dict[str, Any]:
+        """JSON-able per-parameter state, equal on all ranks."""
+
+    def load_scalars(self, state: dict[str, Any]) -> None:
+        """Restores :meth:`scalars`."""
+
+    def make_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
+        """Makes state tensors exist that are created late, for the kinds named for each parameter, as far as
+        this optimizer has such a kind. Returns what undoes it."""
+
+    def state_bytes(self) -> Mapping[Tier, int]:
+        """Bytes of memory of the state that this stepper keeps beside the ranges' own, by their tier."""

@@ -1,0 +1,1 @@
+"""How a pipeline runs: schedules, their runners, timelines and replays."""

@@ -1,0 +1,77 @@
+"""A pipeline's step again with other durations: what its order of slots costs where slots take so long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from zero_ext.parallel.pipeline.schedule.pipeline_timeline import Slot
+
+Seconds = Callable[[Slot], float]
+
+
+def replay(
+    ranks: Sequence[Sequence[Slot]], seconds: Seconds, exchange_seconds: float = 0.0
+) -> list[list[Slot]]:
+    """The slots of every rank of a pipeline, in each rank's order, as they would lie from 0 on if a slot took
+    ``seconds(slot)`` and a result ``exchange_seconds`` to another rank.
+
+    ``ranks`` hold all slots of a step, as ``Pipeline.slots`` of each rank. A forward waits for that of the
+    stage before, a backward for that of the stage after and for its own forward, a weight gradient for its
+    own backward. Raises ``ValueError`` for orders that wait for one another, or for a slot that is missing.
+    """
+    last = max(slot.stage for slots in ranks for slot in slots)
+    holders = {slot.stage: rank for rank, slots in enumerate(ranks) for slot in slots}
+    ended: dict[tuple[str, int, int], float] = {}
+    done: list[list[Slot]] = [[] for _ in ranks]
+    moved = True
+    while moved:
+        moved = False
+        for rank, slots in enumerate(ranks):
+            while len(done[rank]) < len(slots):
+                slot = slots[len(done[rank])]
+                needed = _needed(slot, last)
+                if any(key not in ended for key in needed):
+                    break
+                after = [ended[key] + exchange_seconds * (holders[key[1]] != rank) for key in needed]
+                own = done[rank][-1] if done[rank] else None
+                began = max([own.began + own.seconds if own else 0.0, *after])
+                placed = replace(slot, began=began, seconds=seconds(slot))
+                done[rank].append(placed)
+                ended[slot.what, slot.stage, slot.micro_batch] = began + placed.seconds
+                moved = True
+    for rank, slots in enumerate(ranks):
+        if len(done[rank]) < len(slots):
+            raise ValueError(
+                f"rank {rank} waits for ever at {slots[len(done[rank])]}: the slots of all ranks of one "
+                "step, in the order each ran them, are wanted"
+            )
+    return done
+
+
+def busy_part(ranks: Sequence[Sequence[Slot]]) -> float:
+    """The part of the step, from its first slot to the end of its last, that ranks spend in slots."""
+    slots = [slot for each in ranks for slot in each]
+    span = max(slot.began + slot.seconds for slot in slots) - min(slot.began for slot in slots)
+    return sum(slot.seconds for slot in slots) / (len(ranks) * span)
+
+
+def bubble_bound(ranks: Sequence[Sequence[Slot]]) -> float:
+    """The :func:`busy_part` that the order of these slots allows: all of a kind take what they take on the
+    average, and results travel in no time: m / (m + p - 1) in GPipe and 1F1B, of p stages and m
+    micro-batches (Narayanan et al., arXiv 2104.04473, section 2.2)."""
+    kinds: dict[str, list[float]] = {}
+    for slots in ranks:
+        for slot in slots:
+            kinds.setdefault(slot.what, []).append(slot.seconds)
+    return busy_part(replay(ranks, lambda slot: sum(kinds[slot.what]) / len(kinds[slot.what])))
+
+
+def _needed(slot: Slot, last: int) -> list[tuple[str, int, int]]:
+    stage, micro_batch = slot.stage, slot.micro_batch
+    if slot.what == "forward":
+        return [("forward", stage - 1, micro_batch)] if stage else []
+    if slot.what == "weights":
+        return [("backward", stage, micro_batch)]
+    after = [("backward", stage + 1, micro_batch)] if stage < last else []
+    return [("forward", stage, micro_batch), *after]

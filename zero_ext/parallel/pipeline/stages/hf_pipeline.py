@@ -1,0 +1,160 @@
+"""A model of transformers as a pipeline: a stage runs the model's own forward, without what is elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero_ext.parallel.pipeline.stages.hf_layers import Parts, check_passage, parts_of
+from zero_ext.parallel.pipeline.stages.stage_layers import weights_of
+from zero_ext.parallel.pipeline.stages.stage_module import Loss, StagedModule
+from zero_ext.zero.units.shared_params import shared_names, tie
+
+
+def split_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    loss: Loss | None = None,
+    schedule: str = "1f1b",
+    chunks: int | None = None,
+    split: str | Sequence[float] = "parameters",
+    inputs: Sequence[str] = ("input_ids",),
+) -> StagedModel:
+    """This rank's stages of ``model``, one of transformers with a head (Llama, Qwen, Mistral, GPT-2, BLOOM,
+    BERT and others that have ``base_model_pp_plan``), for :func:`zero_ext.prepare` and :class:`Pipeline`.
+
+    Every stage keeps its layers, the first the embeddings too, the last the norm and the head; parameters
+    keep their names in the whole model, so checkpoints and exports are those of the whole. Masks, positions
+    and rotary embeddings are computed in every stage. Shared embeddings stay one parameter. Split tensors
+    (:func:`zero_ext.parallel.split_tensors`) before. ``model`` stays as it is: let go of it.
+
+    ``inputs`` name, as the model's forward does, what ``train_batch`` is given: token ids, then what goes to
+    every stage, as "attention_mask" [batch, length]. ``loss`` is called with the logits and the targets;
+    None is the model's own, to which targets are labels [batch, length]. ``split`` is "parameters",
+    "uniform", or a weight for what comes before the layers, each layer, and what comes behind them;
+    ``schedule`` and ``chunks`` are those of :class:`PipelineModule`.
+
+    Raises ``ValueError`` on all ranks alike for a model without a plan, without a head for words, with
+    parameters in none of its parts, or one that changes hidden states between its parts; for a mesh with
+    "cp" or a mixture that balances its experts, without a ``loss``; and as :class:`PipelineModule`.
+    """
+    return StagedModel(model, mesh, loss, schedule, chunks, split, inputs)
+
+
+class StagedModel(StagedModule):
+    """See :func:`split_model`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        loss: Loss | None,
+        schedule: str,
+        chunks: int | None,
+        split: str | Sequence[float],
+        inputs: Sequence[str],
+    ) -> None:
+        _check(model, mesh, loss, inputs)
+        parts = parts_of(model)
+        check_passage(model, _cut(model, parts, [], parts.stand_in).get_submodule(parts.base))
+        pieces = [[model.get_submodule(name) for name in names] for names in parts.pieces]
+        weights = weights_of([nn.ModuleList(piece) for piece in pieces], split)
+        super().__init__(mesh, _own_loss(model) if loss is None else loss, schedule, chunks, weights)
+        if self.kind.made is None:
+            raise ValueError(
+                f"split_model: schedule {schedule!r} needs layers that are called one after another; give "
+                "them to PipelineModule as a list"
+            )
+        self.inputs = tuple(inputs)
+        self._base, self._path = parts.base, parts.path
+        held = [self.ranges[stage] for stage in self.stages]
+        self._names = [[name for piece in some for name in parts.pieces[piece]] for some in held]
+        self._views = [_cut(model, parts, some, parts.stand_in) for some in held]
+        here = _cut(model, parts, [piece for some in held for piece in some], lambda name: None)
+        for name, child in here.named_children():
+            self.add_module(name, child)
+        for names in shared_names(model):
+            ranks = sorted({*self.model_ranks([self.holders[parts.piece_of(name)] for name in names])})
+            if len(ranks) > 1:
+                tie(model.get_parameter(names[0]), names[0], ranks)
+
+    def forward(self, chunk: int, *inputs: Any) -> Any:
+        """Runs this rank's stage number ``chunk``: token ids to hidden states to logits."""
+        stage, view = self.stages[chunk], self._views[chunk]
+        for name in self._names[chunk]:  # a module may have been replaced, as by tiles
+            owner, _, last = name.rpartition(".")
+            view.get_submodule(owner)._modules[last] = self.get_submodule(name)
+        for shell in self._path:
+            view.get_submodule(shell).training = self.training
+        named = dict(zip(self.inputs, inputs, strict=True))
+        if stage > 0:
+            named["inputs_embeds"] = named.pop(self.inputs[0])
+        if stage == len(self.ranges) - 1:
+            return view(**named, use_cache=False).logits
+        hidden = view.get_submodule(self._base)(**named, use_cache=False).last_hidden_state
+        if hidden._is_view():  # GPT-2's is; torch's zero-bubble schedules detach outputs in place
+            hidden = hidden.clone()
+        return (hidden, *inputs[1:]) if inputs[1:] else hidden
+
+    def chunk_parameters(self, chunk: int) -> Iterator[nn.Parameter]:
+        """See the base class."""
+        return nn.ModuleList(self.get_submodule(name) for name in self._names[chunk]).parameters()
+
+
+def _cut(
+    model: nn.Module, parts: Parts, held: Sequence[int], stand_in: Callable[[str], nn.Module | None]
+) -> nn.Module:
+    """``model`` with the pieces ``held`` as they are, others replaced, or left out where None stands in."""
+    elsewhere = {name for piece, names in enumerate(parts.pieces) if piece not in held for name in names}
+
+    shells: dict[str, nn.Module] = {}
+    for name in reversed(parts.path):
+        module = model.get_submodule(name)
+        children: dict[str, nn.Module | None] = {}
+        for child, held_module in module.named_children():
+            full = f"{name}.{child}" if name else child
+            chosen = stand_in(full) if full in elsewhere else shells.get(full, held_module)
+            if chosen is not None:
+                children[child] = chosen
+        shells[name] = copy.copy(module)
+        shells[name]._modules = children
+    return shells[""]
+
+
+def _own_loss(model: Any) -> Loss:
+    # transformers goes by the class's name, and shifts labels where that says nothing.
+    if not model.can_generate() and model.loss_type != "ForMaskedLM":
+        raise ValueError(
+            f"split_model: the loss of {type(model).__name__} is not told by its name, which has no "
+            "'ForMaskedLM' in it; give a 'loss' of your own"
+        )
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model_loss(logits=logits, labels=labels, vocab_size=vocabulary)
+        return found
+
+    model_loss, vocabulary = model.loss_function, model.config.get_text_config().vocab_size
+    return loss
+
+
+def _check(model: nn.Module, mesh: DeviceMesh, loss: Loss | None, inputs: Sequence[str]) -> None:
+    if "token_type_ids" in inputs:
+        raise ValueError(
+            f"split_model: inputs {list(inputs)}; 'token_type_ids' are embedded, which stages behind the "
+            "first cannot do: leave them out"
+        )
+    if loss is not None:
+        return
+    what = ""
+    if "cp" in (mesh.mesh_dim_names or ()) and mesh["cp"].size() > 1:
+        what = f"the mesh has 'cp' {mesh['cp'].size()}, and the model's own loss knows no parts of sequences"
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        what = "the configuration has output_router_logits, whose loss needs the routers of all stages"
+    if what:
+        raise ValueError(f"split_model: {what}; give a 'loss' of your own")

@@ -1,0 +1,124 @@
+"""What each layer of a pipeline costs on this device, as measured: weights for cutting it into stages."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_ext.parallel.pipeline.stages.layers import Layer, LayerSpec, TiedLayerSpec
+from zero_ext.parallel.pipeline.stages.stage_layers import layer_seed
+
+
+def layer_seconds(
+    layers: nn.Sequential | Sequence[Layer],
+    *inputs: torch.Tensor,
+    repeats: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Seconds of forward and backward of every layer, for ``PipelineModule(..., split=...)``.
+
+    ``layers`` are those of :class:`PipelineModule`, ``inputs`` one micro-batch on the device to measure on.
+    Where torch.distributed runs this is a collective of all ranks: rank 0 measures, all return the same. It
+    has one layer at a time, whole and in the precision it is built in; layers given as modules are copied and
+    stay as they are, random numbers too. The shortest of ``repeats`` counts, after one that warms up. The
+    loss is not measured.
+
+    Raises ``ValueError`` for less than one repeat, ``RuntimeError`` on all ranks for a layer that fails.
+    """
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+        raise ValueError(f"repeats: {repeats!r} given, a whole number of at least 1 wanted")
+    several = dist.is_available() and dist.is_initialized()
+    told: list[Any] = [[], ""]
+    cause: Exception | None = None
+    if not several or dist.get_rank() == 0:
+        try:
+            told[0] = _measure_all(layers, inputs, repeats, clock)
+        except Exception as error:
+            told[1], cause = str(error), error
+    if several:
+        dist.broadcast_object_list(told, src=0)
+    if told[1]:
+        raise RuntimeError(told[1]) from cause
+    return list(told[0])
+
+
+def _measure_all(
+    layers: nn.Sequential | Sequence[Layer],
+    inputs: tuple[Any, ...],
+    repeats: int,
+    clock: Callable[[], float],
+) -> list[float]:
+    """Every layer's seconds, called with what the one before returned."""
+    if not inputs:
+        raise ValueError("no inputs given on rank 0; the first layer's are wanted, one micro-batch of them")
+    found, values, device = [], inputs, inputs[0].device
+    with torch.random.fork_rng():
+        for number, layer in enumerate(layers):
+            try:
+                seconds, values = _measure(number, layer, values, device, repeats, clock)
+            except Exception as error:
+                raise RuntimeError(
+                    f"layer {number}, {layer!r}, failed while it was timed: {error}. Give layers that fit "
+                    "together, and a micro-batch that the first one takes"
+                ) from error
+            found.append(seconds)
+    return found
+
+
+def _measure(
+    number: int,
+    layer: Layer,
+    values: tuple[Any, ...],
+    device: torch.device,
+    repeats: int,
+    clock: Callable[[], float],
+) -> tuple[float, tuple[Any, ...]]:
+    """The layer's seconds, and what the next one is called with."""
+    module = layer.build(layer_seed(number)) if isinstance(layer, LayerSpec) else copy.deepcopy(layer)
+    call: Callable[..., Any] = module
+    trained: list[torch.Tensor] = []
+    if isinstance(module, nn.Module):
+        module.to(device)
+        trained = [each for each in module.parameters() if each.requires_grad]
+        if isinstance(layer, TiedLayerSpec) and layer.forward is not None:
+            call = partial(layer.forward, module)
+    trained += [each for each in values if isinstance(each, torch.Tensor) and each.requires_grad]
+    taken = []
+    for _ in range(repeats + 1):
+        began = _now(device, clock)
+        outputs = _forward_and_backward(call, values, trained)
+        taken.append(_now(device, clock) - began)
+    return min(taken[1:]), tuple(_cut_off(each) for each in outputs)
+
+
+def _forward_and_backward(
+    call: Callable[..., Any], values: tuple[Any, ...], trained: Sequence[torch.Tensor]
+) -> tuple[Any, ...]:
+    """The layer's outputs; gradients are made and thrown away."""
+    made = call(*values)
+    outputs = made if isinstance(made, tuple) else (made,)
+    roots = [each for each in outputs if isinstance(each, torch.Tensor) and each.requires_grad]
+    if roots and trained:
+        ones = [torch.ones_like(each) for each in roots]
+        torch.autograd.grad(roots, trained, ones, allow_unused=True)
+    return outputs
+
+
+def _cut_off(value: Any) -> Any:
+    """An output as another stage receives it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().requires_grad_(value.is_floating_point())
+
+
+def _now(device: torch.device, clock: Callable[[], float]) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return clock()

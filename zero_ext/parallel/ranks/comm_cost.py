@@ -1,0 +1,71 @@
+"""What the ranks of each axis send one another in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from zero_ext.config.state_placement import Placement
+
+
+@dataclass(frozen=True)
+class AxisTraffic:
+    """The exchanges along one axis in one step.
+
+    ``line`` "all": collectives over all ranks of the axis, of buffers of ``nbytes`` bytes together, each of
+    which every rank ends up with or contributes to (an all-reduce counts twice: a reduce-scatter and a
+    gather). "next": every rank but the last sends ``nbytes`` bytes to the one that follows it, and as many
+    come back. ``messages`` counts the exchanges, for their latency.
+    """
+
+    line: Literal["all", "next"]
+    nbytes: float
+    messages: int = 0
+
+
+@dataclass(frozen=True)
+class TransformerStep:
+    """What a step computes: a transformer of so many ``parameters`` and ``layers`` of width ``hidden`` on
+    ``micro_batches`` times ``micro_batch`` sequences of ``sequence`` tokens a replica, in ``itemsize`` bytes
+    an element. ``recomputes``: the forward of a layer runs again in backward."""
+
+    parameters: float
+    layers: int
+    hidden: int
+    sequence: int
+    micro_batch: int = 1
+    micro_batches: int = 1
+    itemsize: int = 2
+    recomputes: bool = True
+
+
+def transformer_traffic(
+    sizes: Mapping[str, int], step: TransformerStep, stage: int
+) -> dict[str, AxisTraffic]:
+    """The traffic of ``step`` on each axis of ``sizes`` ("pp", "dp", "cp", "tp").
+
+    Tensor parallelism: two all-reduces of the activations a layer in forward and in backward each, and in a
+    recomputed forward (Shoeybi et al., arXiv 1909.08053, section 3). Sequence parallelism: four all-to-alls
+    of a rank's activations, in forward, backward and a recomputed forward (Jacobs et al., arXiv 2309.14509,
+    section 3.2). Pipeline: a micro-batch's activations to the next stage, their gradient back. Data: the
+    gradients reduced, and parameters gathered as the ZeRO ``stage`` wants, per step where they are not
+    sharded, per micro-batch where they are. ``ValueError`` for an axis "ep".
+    """
+    if "ep" in sizes:
+        raise ValueError(
+            "axis 'ep': what experts exchange depends on the model and is not counted; leave it out"
+        )
+    tp, pp, cp = (sizes.get(axis, 1) for axis in ("tp", "pp", "cp"))
+    own_layers = step.layers / pp
+    activation = step.itemsize * step.hidden * step.sequence * step.micro_batch / cp
+    passes = (3 if step.recomputes else 2) * own_layers * step.micro_batches
+    own_parameters = step.itemsize * step.parameters / (tp * pp)
+    gathers = 2 * step.micro_batches if Placement.of_stage(stage).params else 1
+    found = {
+        "tp": AxisTraffic("all", 2 * 2 * passes * activation, round(2 * passes)),
+        "cp": AxisTraffic("all", 4 * passes * activation / tp, round(4 * passes)),
+        "pp": AxisTraffic("next", step.micro_batches * activation, 2 * step.micro_batches),
+        "dp": AxisTraffic("all", (1 + gathers) * own_parameters, round((1 + gathers) * own_layers)),
+    }
+    return {axis: found[axis] for axis in sizes}

@@ -1,0 +1,78 @@
+"""The meshes of a world whose ranks stand in a grid: torch's, one dimension an axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping as Sizes
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero_ext.parallel.ranks.rank_mapping import Mapping, naive_mapping
+from zero_ext.zero.units.rank_groups import MESH_AXES
+
+
+def make_mesh(
+    sizes: Sizes[str, int] | None = None,
+    *,
+    mapping: Mapping | None = None,
+    device_type: str | None = None,
+    **lengths: int,
+) -> DeviceMesh:
+    """A mesh of all ranks with dimensions "pp" (pipeline stages), "dp" (replicas that ZeRO shards over), "cp"
+    (parts of a sequence) and "tp" (parts of a tensor), those of length 1 too, and where it is given "ep"
+    between "dp" and "cp" (ranks with different experts, over which ZeRO shards all else too); a collective of
+    all ranks.
+
+    ``make_mesh(pp=2, tp=2)``: lengths by name or as a mapping; "dp" takes what is left over where it is not
+    given. Ranks count with "tp" fastest, then "cp", "dp", "pp", so that tensor parallelism stays inside a
+    node, unless ``mapping`` (:func:`zero_ext.parallel.best_mapping`) places them otherwise. ``device_type``
+    is the accelerator's, or "cpu" where there is none.
+
+    Raises ``ValueError`` on all ranks alike for an unknown axis, a length below 1, lengths that do not
+    multiply to the number of ranks and a ``mapping`` of other lengths; ``RuntimeError`` before
+    torch.distributed runs.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "make_mesh before torch.distributed runs: call torch.distributed.init_process_group() first, in "
+            "a script that torchrun started"
+        )
+    world_size = dist.get_world_size()
+    whole = full_sizes({**(sizes or {}), **lengths}, world_size)
+    if mapping is None:
+        mapping = naive_mapping(whole)
+    elif {axis: mapping.sizes.get(axis, 1) for axis in whole} != whole or set(mapping.axes) - set(whole):
+        raise ValueError(f"the mapping is one of {mapping.sizes}, but the lengths wanted are {whole}")
+    else:
+        mapping = Mapping(tuple(whole), mapping.digits)
+    ranks = torch.tensor(mapping.grid().ranks, dtype=torch.int64, device="cpu").view(*whole.values())
+    return DeviceMesh(device_type or _device_type(), ranks, mesh_dim_names=tuple(whole))
+
+
+def full_sizes(sizes: Sizes[str, int], world_size: int) -> dict[str, int]:
+    """``sizes`` on all axes, on "ep" if it is given; "dp" is what the others leave over where it is not
+    given. ``ValueError`` as :func:`make_mesh`."""
+    unknown = sorted(set(sizes) - set(MESH_AXES))
+    if unknown:
+        raise ValueError(f"no axis {unknown[0]!r}; there are {list(MESH_AXES)}")
+    for axis, length in sizes.items():
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ValueError(f"{axis}: {length!r} given, a whole number of at least 1 wanted")
+    others = math.prod(length for axis, length in sizes.items() if axis != "dp")
+    whole = {axis: sizes.get(axis, 1) for axis in MESH_AXES if axis != "ep" or axis in sizes}
+    if "dp" not in sizes:
+        whole["dp"] = max(1, world_size // others)
+    if math.prod(whole.values()) != world_size:
+        product = " × ".join(f"{axis} {length}" for axis, length in whole.items())
+        raise ValueError(
+            f"{product} = {math.prod(whole.values())}, but there are {world_size} ranks; the lengths of the "
+            "axes must multiply to that. Change one of them or the number of ranks"
+        )
+    return whole
+
+
+def _device_type() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type

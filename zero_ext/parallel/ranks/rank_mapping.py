@@ -1,0 +1,271 @@
+"""Which rank takes which place in the grid, by what the links between them cost.
+
+Axes are laid into the counting order of the ranks as digits of a number are, the fastest last. An axis may be
+cut into several digits, so that a part of it lies inside a node and the rest between nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from collections.abc import Mapping as Sizes
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import permutations, product
+
+import numpy as np
+import numpy.typing as npt
+
+from zero_ext.parallel.ranks.comm_cost import AxisTraffic
+from zero_ext.parallel.ranks.link_topology import Level, Topology
+from zero_ext.parallel.ranks.rank_grid import RankGrid
+
+Digit = tuple[str, int]  # axis, length
+_INNERMOST_FIRST = ("tp", "cp", "ep", "dp", "pp")
+_MOST_ORDERS = 10_000
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """Digits from the slowest to the fastest, whose lengths multiply to the number of ranks."""
+
+    axes: tuple[str, ...]
+    digits: tuple[Digit, ...]
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Length of every axis."""
+        found = dict.fromkeys(self.axes, 1)
+        for axis, length in self.digits:
+            found[axis] *= length
+        return found
+
+    def strides(self, axis: str) -> tuple[tuple[int, int], ...]:
+        """(length, distance in ranks) of the digits of ``axis``, from the slowest."""
+        found, stride = [], 1
+        for name, length in reversed(self.digits):
+            if name == axis:
+                found.append((length, stride))
+            stride *= length
+        return tuple(reversed(found))
+
+    def grid(self) -> RankGrid:
+        """The ranks at their places, axes in their given order."""
+        ranks = np.zeros((1,), dtype=np.int64)
+        for axis in self.axes:
+            ranks = (ranks[:, None] + _offsets(self.strides(axis))[None, :]).reshape(-1)
+        return RankGrid(self.sizes, tuple(int(rank) for rank in ranks))
+
+    def seconds(self, topology: Topology, traffic: Sizes[str, AxisTraffic]) -> dict[str, float]:
+        """What the exchanges of each axis take in a step, one axis after another."""
+        return {
+            axis: _seconds(topology, traffic[axis], self.strides(axis)) if axis in traffic else 0.0
+            for axis in self.axes
+        }
+
+    def __str__(self) -> str:
+        return " × ".join(f"{axis}{length}" for axis, length in self.digits) or "one rank"
+
+
+def naive_mapping(sizes: Sizes[str, int], *order: str) -> Mapping:
+    """Whole axes in ``order`` from the slowest to the fastest (as ``sizes`` lists them by default)."""
+    names = order or tuple(sizes)
+    if set(names) != set(sizes):
+        raise ValueError(f"an order of {sorted(sizes)} wanted, {list(names)} given")
+    return Mapping(tuple(sizes), tuple((axis, sizes[axis]) for axis in names if sizes[axis] > 1))
+
+
+def best_mapping(
+    sizes: Sizes[str, int], topology: Topology, traffic: Sizes[str, AxisTraffic]
+) -> tuple[Mapping, float]:
+    """The cheapest mapping found and its seconds a step. Among equals tensor parallelism is innermost, then
+    sequence, data and pipeline parallelism.
+
+    Every order of prime digits is tried where there are up to some thousand. Beyond that each level's width
+    is shared out among the axes in every way that fills it, and whole axes are laid out in every order.
+    ``ValueError`` for sizes that do not multiply to the number of ranks.
+    """
+    _check(sizes, topology)
+    if _orders(sizes) <= _MOST_ORDERS:
+        candidates = list(all_mappings(sizes))
+    else:
+        candidates = [
+            *_filling(sizes, topology),
+            *(naive_mapping(sizes, *each) for each in permutations(sizes)),
+        ]
+    best = min(candidates, key=lambda mapping: (_total(mapping, topology, traffic), _looks(mapping)))
+    return best, _total(best, topology, traffic)
+
+
+def all_mappings(sizes: Sizes[str, int]) -> Iterator[Mapping]:
+    """Every order of the prime digits of all axes: exhaustive, for worlds of up to some hundred ranks."""
+    left = {axis: _primes(length) for axis, length in sizes.items()}
+
+    def orders(left: dict[str, tuple[int, ...]], digits: tuple[Digit, ...]) -> Iterator[tuple[Digit, ...]]:
+        if not any(left.values()):
+            yield digits
+        for axis, primes in left.items():
+            for prime in sorted(set(primes)):
+                rest = list(primes)
+                rest.remove(prime)
+                yield from orders({**left, axis: tuple(rest)}, (*digits, (axis, prime)))
+
+    for digits in orders(left, ()):
+        yield Mapping(tuple(sizes), _merged(digits))
+
+
+def _merged(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
+    """Neighbouring digits of one axis as one."""
+    found: list[Digit] = []
+    for axis, length in digits:
+        if found and found[-1][0] == axis:
+            length *= found.pop()[1]
+        found.append((axis, length))
+    return tuple(found)
+
+
+def _orders(sizes: Sizes[str, int]) -> int:
+    """How many :func:`all_mappings` gives."""
+    primes = {axis: _primes(length) for axis, length in sizes.items()}
+    count = math.factorial(sum(map(len, primes.values())))
+    for digits in primes.values():
+        for prime in set(digits):
+            count //= math.factorial(digits.count(prime))
+    return count
+
+
+def _check(sizes: Sizes[str, int], topology: Topology) -> None:
+    volume = math.prod(sizes.values())
+    if any(length < 1 for length in sizes.values()) or volume != topology.world_size:
+        raise ValueError(
+            f"{' × '.join(f'{axis} {length}' for axis, length in sizes.items())} = {volume}, but there are "
+            f"{topology.world_size} ranks; the lengths of the axes must multiply to that"
+        )
+
+
+def _filling(sizes: Sizes[str, int], topology: Topology) -> Iterator[Mapping]:
+    """Mappings whose digits fill each level exactly, from the innermost outwards."""
+    widths = []
+    for inner, outer in zip(topology.levels, topology.levels[1:], strict=False):
+        widths.append(min(outer.ranks, topology.world_size) // inner.ranks)
+    filled = math.prod(widths)
+    if topology.world_size % filled:
+        return
+    widths.append(topology.world_size // filled)
+
+    def fill(left: dict[str, int], widths: list[int], digits: tuple[Digit, ...]) -> Iterator[Mapping]:
+        if not widths:
+            yield Mapping(tuple(sizes), digits)
+            return
+        for shares in product(*(_divisors(left[axis]) for axis in left)):
+            if math.prod(shares) != widths[0]:
+                continue
+            rest = {axis: left[axis] // share for axis, share in zip(left, shares, strict=True)}
+            here = [(axis, share) for axis, share in zip(left, shares, strict=True) if share > 1]
+            for order in permutations(here):
+                yield from fill(rest, widths[1:], (*order, *digits))
+
+    yield from fill(dict(sizes), widths, ())
+
+
+def _total(mapping: Mapping, topology: Topology, traffic: Sizes[str, AxisTraffic]) -> float:
+    # Rounded, so that equals are equal whatever the order of their sum.
+    return float(f"{math.fsum(mapping.seconds(topology, traffic).values()):.9e}")
+
+
+def _looks(mapping: Mapping) -> list[tuple[int, int]]:
+    """Smaller for mappings that people would draw: the chattiest axes innermost, in few digits."""
+    ranking = {axis: place for place, axis in enumerate(_INNERMOST_FIRST)}
+    return [(len(mapping.digits), 0)] + [
+        (ranking.get(axis, len(ranking)), -length) for axis, length in reversed(mapping.digits)
+    ]
+
+
+@lru_cache(maxsize=65536)
+def _seconds(topology: Topology, traffic: AxisTraffic, strides: tuple[tuple[int, int], ...]) -> float:
+    """Seconds of one axis's exchanges: at every level the busiest link, one level after another.
+
+    Collectives are hierarchical: whatever the number of a group's ranks below a link, its bytes come through
+    it once (as :mod:`zero_ext.comm` sends them).
+    """
+    count = math.prod(length for length, _ in strides)
+    if count == 1:
+        return 0.0
+    offsets = _offsets(strides)
+    ranks = np.arange(topology.world_size)
+    place, first = _places(ranks, strides)
+    total = 0.0
+    for level in topology.levels:
+        if traffic.line == "all":
+            load = _collective_load(topology, level, first, count) * traffic.nbytes
+        else:
+            load = _chain_load(topology, level, place, ranks, offsets) * traffic.nbytes
+        if load:
+            total += load / level.bandwidth + level.latency * traffic.messages
+    return total
+
+
+def _collective_load(topology: Topology, level: Level, first: npt.NDArray[np.int64], count: int) -> float:
+    """Buffers that the busiest link of ``level`` carries inwards, in parts of a whole one."""
+    if level.ranks == 1:
+        return 1.0 - 1.0 / count
+    domain = np.arange(topology.world_size) // level.ranks
+    domains = int(domain[-1]) + 1
+    _, group = np.unique(first, return_inverse=True)
+    members = np.bincount(group * domains + domain, minlength=topology.world_size // count * domains)
+    missing = np.where(members > 0, 1.0 - members / count, 0.0)
+    return float(missing.reshape(-1, domains).sum(axis=0).max())
+
+
+def _chain_load(
+    topology: Topology,
+    level: Level,
+    place: npt.NDArray[np.int64],
+    ranks: npt.NDArray[np.int64],
+    offsets: npt.NDArray[np.int64],
+) -> float:
+    """Messages that the busiest link of ``level`` carries in either direction."""
+    senders = place < len(offsets) - 1
+    here = ranks[senders]
+    there = here - offsets[place[senders]] + offsets[place[senders] + 1]
+    domains = -(-topology.world_size // level.ranks)
+    crossing = here // level.ranks != there // level.ranks
+    out = np.bincount(here[crossing] // level.ranks, minlength=domains)
+    back = np.bincount(there[crossing] // level.ranks, minlength=domains)
+    # Forward goes one way and backward the other: what leaves a link in forward enters it in backward.
+    return float((out + back).max(initial=0))
+
+
+def _offsets(strides: tuple[tuple[int, int], ...]) -> npt.NDArray[np.int64]:
+    """Distance in ranks from an axis's first place to each of its places."""
+    found = np.zeros((1,), dtype=np.int64)
+    for length, stride in strides:
+        found = (found[:, None] + np.arange(length)[None, :] * stride).reshape(-1)
+    return found
+
+
+def _places(
+    ranks: npt.NDArray[np.int64], strides: tuple[tuple[int, int], ...]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Each rank's place on the axis, and the rank at the first place of its group."""
+    place, first = np.zeros_like(ranks), ranks.copy()
+    for length, stride in strides:
+        digit = ranks // stride % length
+        place = place * length + digit
+        first -= digit * stride
+    return place, first
+
+
+@lru_cache(maxsize=4096)
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(each for each in range(1, number + 1) if number % each == 0)
+
+
+def _primes(number: int) -> tuple[int, ...]:
+    found, prime = [], 2
+    while number > 1:
+        while number % prime == 0:
+            found.append(prime)
+            number //= prime
+        prime += 1
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""Sequence parallelism (Ulysses): batches sharded by sequence, attention by heads."""

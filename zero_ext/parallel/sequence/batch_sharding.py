@@ -1,0 +1,125 @@
+"""This rank's part of a batch of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from zero_ext.parallel.sequence.ulysses import part_of
+
+_IGNORED = -100
+
+
+def cut_batch(
+    batch: Mapping[str, Any],
+    mesh: DeviceMesh,
+    *,
+    shift_labels: bool = True,
+    padding_idx: int | None = None,
+) -> dict[str, Any]:
+    """Return this rank's chunk of a batch of sequences, which all ranks along mesh["cp"] hold in full.
+
+    The sum of a rank's losses over "num_items_in_batch", averaged over the ranks, is the mean over all tokens
+    with a label, whatever rank they are on. The mean over a rank's own tokens is not. Models of transformers
+    compute the sum by themselves: ``model(**cut_batch(batch, mesh)).loss``.
+
+    Args:
+        batch: Tensors [batch, length, ...], among them "input_ids" or "inputs_embeds". They are cut along the
+            length, but for "attention_mask", which stays full, as attention sees the full sequence.
+        mesh: A mesh with the dimension "cp".
+        shift_labels: Whether "labels" are moved to the token before theirs, as causal models need. They are
+            "shift_labels" then, too. "shift_labels" in ``batch`` are never moved. Give False for models that
+            predict masked tokens, whose labels are at the token itself.
+        padding_idx: The token of padding where a model counts positions from it, as RoBERTa does
+            (``model.config.pad_token_id``). Tokens of padding have it as their position, and others count on
+            from the number behind it.
+
+    Returns:
+        The chunks, and beside them "position_ids" of the full sequence where they are missing, int64 [1 or
+        batch, length / cp]. With labels also "num_items_in_batch", float: the labels of the full batch that
+        are not -100 (or the "num_items_in_batch" of ``batch``), divided by cp.
+
+    Raises:
+        ValueError: For a batch without tokens, a length that does not divide by the ranks, a mask, labels or
+            positions of another shape, and positions that begin anew (packed sequences) without a mask
+            [batch, 1, length, length] that keeps them apart.
+    """
+    rank, size = part_of(mesh)
+    whole = dict(batch)
+    tokens = whole.get("input_ids", whole.get("inputs_embeds"))
+    if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
+        raise ValueError(
+            f"the batch has {sorted(whole)}; wanted 'input_ids' [batch, length] or 'inputs_embeds' "
+            "[batch, length, width]"
+        )
+    length = tokens.shape[1]
+    if length % size:
+        raise ValueError(
+            f"sequences of {length} tokens do not divide by cp {size}; pad them to {length + -length % size} "
+            f"tokens, with {_IGNORED} as labels"
+        )
+    if whole.get("position_ids") is None:
+        whole["position_ids"] = _positions(tokens, padding_idx)
+    _check(whole, tokens, padding_idx)
+    labels = whole.get("shift_labels")
+    if labels is None and whole.get("labels") is not None:
+        labels = whole["labels"]
+        if shift_labels:
+            labels = whole["shift_labels"] = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+    if labels is not None:
+        whole["labels"] = labels
+        given = whole.get("num_items_in_batch")
+        whole["num_items_in_batch"] = ((labels != _IGNORED).sum() if given is None else given) / size
+    mask = whole.pop("attention_mask", None)
+    part = slice(rank * length // size, (rank + 1) * length // size)
+    found = {
+        name: each[:, part].contiguous() if _has_length(each, length) else each
+        for name, each in whole.items()
+    }
+    return found if mask is None else {**found, "attention_mask": mask}
+
+
+def _has_length(value: Any, length: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == length
+
+
+def _positions(tokens: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
+    """The positions of full sequences, int64 [1 or batch, length]."""
+    length = tokens.shape[1]
+    counted = torch.arange(length, dtype=torch.int64, device=tokens.device)[None]
+    if padding_idx is None:
+        return counted
+    if tokens.is_floating_point():  # embeddings, which do not say what is padding
+        return counted + padding_idx + 1
+    there = (tokens != padding_idx).long()
+    return there.cumsum(1) * there + padding_idx
+
+
+def _check(whole: Mapping[str, Any], tokens: torch.Tensor, padding_idx: int | None) -> None:
+    batch, length = tokens.shape[:2]
+    for name in ("labels", "shift_labels"):
+        found = whole.get(name)
+        if found is not None and tuple(found.shape) != (batch, length):
+            raise ValueError(f"'{name}' has shape {tuple(found.shape)}, wanted {(batch, length)}")
+    mask = whole.get("attention_mask")
+    square = mask is not None and mask.ndim == 4 and tuple(mask.shape[2:]) == (length, length)
+    if mask is not None and not square and tuple(mask.shape) != (batch, length):
+        raise ValueError(
+            f"'attention_mask' has shape {tuple(mask.shape)}, wanted {(batch, length)} or "
+            f"{(batch, 1, length, length)}: that of the whole sequence"
+        )
+    positions = whole["position_ids"]
+    if tuple(positions.shape) not in ((1, length), (batch, length)):
+        raise ValueError(f"'position_ids' has shape {tuple(positions.shape)}, wanted {(batch, length)}")
+    begun = positions.diff() != 1
+    if padding_idx is not None:
+        begun &= (positions != padding_idx)[:, 1:] & (positions != padding_idx)[:, :-1]
+    if not square and bool(begun.any()):
+        raise ValueError(
+            "'position_ids' do not count on by 1: several sequences in one row need an attention_mask "
+            f"{(batch, 1, length, length)} that keeps them apart"
+        )

@@ -1,0 +1,163 @@
+"""Parts of a sequence exchanged for whole sequences of some heads, and back, around attention."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero_ext.comm.process_group import make_collectives
+from zero_ext.comm.traffic_stats import WireLog
+
+_HEADS, _LENGTH = 1, 2
+_WHAT = "sequence exchange"
+
+
+class SequenceExchange:
+    """What the ranks along mesh["cp"] exchange around attention; made by all of them together.
+
+    Every rank has its part of a sequence with all heads, and attends to the whole one with some of them
+    (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509, section 3). ``wire`` counts the all-to-alls as
+    "sequence".
+
+    ``timeout_seconds``: longest wait for the other ranks. Raises ``ValueError`` for a mesh without "cp".
+    """
+
+    def __init__(self, mesh: DeviceMesh, timeout_seconds: float = 600.0) -> None:
+        self.rank, self.size = part_of(mesh)
+        device = torch.device(mesh.device_type)
+        if device.type != "cpu":
+            device = torch.device(device.type, torch.accelerator.current_device_index())
+        self._collectives = make_collectives(mesh["cp"].get_group(), timeout_seconds, device)
+
+    @property
+    def wire(self) -> WireLog:
+        """What was sent so far."""
+        return self._collectives.wire
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceExchange:
+        return self  # connections have no copies: a copied model has the same ranks
+
+    def agree(self, numbers: Sequence[int], what: str, problem: str = "") -> None:
+        """Raises ``ValueError`` on all ranks unless they give the same ``numbers`` and none has a
+        ``problem``; ``what`` the numbers are is for the message. A collective, of a few bytes in host
+        memory."""
+        table = torch.zeros(self.size, 1 + len(numbers), dtype=torch.int64, device="cpu")
+        table[self.rank] = torch.tensor([bool(problem), *numbers], dtype=torch.int64, device="cpu")
+        rows: list[list[int]] = self._collectives.sum_(table, "sequence agreement").tolist()
+        if problem:
+            raise ValueError(problem)
+        refused = [rank for rank, row in enumerate(rows) if row[0]]
+        if refused:
+            raise ValueError(
+                f"rank {refused[0]} of 'cp' refused its part of the sequence; its error says why"
+            )
+        if any(row != rows[0] for row in rows):
+            seen = "; ".join(f"rank {rank}: {row[1:]}" for rank, row in enumerate(rows))
+            raise ValueError(
+                f"{what} differ along 'cp': {seen}. Every rank needs an equal part of the same sequences: "
+                "cut them with zero_ext.parallel.cut_batch, padded to a multiple of the ranks"
+            )
+
+    def enter(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Whole sequences [batch, heads / cp, length, head dim] of parts [batch, heads, length / cp, head
+        dim]; the same shapes on all ranks, differentiable.
+
+        Fewer heads of keys and values than of queries are repeated until they divide by cp: so that every
+        rank has those of its queries, in order, as many queries to each.
+
+        Raises ``ValueError`` for other dimensions, and heads of queries that do not divide by cp or by those
+        of the keys.
+        """
+        if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
+            shapes = [tuple(each.shape) for each in (query, key, value)]
+            raise ValueError(
+                f"query, key and value have shapes {shapes}, wanted [batch, heads, length, head dim]"
+            )
+        heads, keys = query.shape[_HEADS], key.shape[_HEADS]
+        if heads % self.size:
+            raise ValueError(
+                f"{heads} heads of queries on this rank do not divide by cp {self.size}; use a divisor"
+            )
+        if heads % keys or value.shape[_HEADS] != keys:
+            raise ValueError(
+                f"{heads} heads of queries, {keys} of keys and {value.shape[_HEADS]} of values: wanted as "
+                "many of keys as of values, a divisor of those of queries"
+            )
+        if query.shape[_LENGTH] != key.shape[_LENGTH]:
+            raise ValueError(
+                f"{query.shape[_LENGTH]} queries and {key.shape[_LENGTH]} keys on this rank: a sequence over "
+                "ranks attends to itself alone, without a cache of keys"
+            )
+        repeats = math.lcm(keys, self.size) // keys
+        if repeats > 1:
+            key, value = (each.repeat_interleave(repeats, _HEADS) for each in (key, value))
+        return self._whole(query), self._whole(key), self._whole(value)
+
+    def leave(self, attended: torch.Tensor) -> torch.Tensor:
+        """The way back: [batch, heads, length / cp, head dim] of [batch, heads / cp, length, head dim]."""
+        return _moved(attended, self, _HEADS, _LENGTH)
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        return _moved(tensor, self, _LENGTH, _HEADS)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what only this rank computes between two exchanges: an error of its own ends it on all."""
+        try:
+            yield
+        except Exception as error:
+            self._collectives.give_up(f"rank {self.rank} of 'cp' stopped in its attention: {error}")
+            raise
+
+    def all_to_all(self, tensor: torch.Tensor, gathered: int, split: int) -> torch.Tensor:
+        """``tensor``, of one shape on all ranks, with its dimension ``split`` over the ranks and all their
+        parts of ``gathered``, in rank order."""
+        sent = torch.stack(tensor.chunk(self.size, split))
+        received = torch.empty_like(sent)
+        received[self.rank].copy_(sent[self.rank])
+        self._collectives.exchange_messages(
+            received.unbind(), sent.unbind(), "sequence", sent.numel(), _WHAT
+        ).wait()
+        return torch.cat(received.unbind(), gathered)
+
+
+class _Move(torch.autograd.Function):
+    """An all-to-all; its gradient is the one that moves everything back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, exchange: SequenceExchange, gathered: int, split: int
+    ) -> torch.Tensor:
+        ctx.way = exchange, gathered, split
+        return exchange.all_to_all(tensor, gathered, split)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        exchange, gathered, split = ctx.way
+        return _moved(gradients[0], exchange, split, gathered), None, None, None
+
+
+@torch._dynamo.disable
+def _moved(tensor: torch.Tensor, exchange: SequenceExchange, gathered: int, split: int) -> torch.Tensor:
+    if exchange.size == 1:
+        return tensor
+    moved: torch.Tensor = _Move.apply(tensor, exchange, gathered, split)
+    return moved
+
+
+def part_of(mesh: DeviceMesh) -> tuple[int, int]:
+    """Which part of a sequence this rank has, and of how many. ``ValueError`` for a mesh without "cp"."""
+    names = mesh.mesh_dim_names or ()
+    if "cp" not in names:
+        raise ValueError(
+            f"the mesh has dimensions {list(names)} and no 'cp'; make it with "
+            "zero_ext.parallel.make_mesh(cp=...)"
+        )
+    return mesh["cp"].get_local_rank(), mesh["cp"].size()

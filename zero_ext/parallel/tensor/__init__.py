@@ -1,0 +1,1 @@
+"""Tensor parallelism: plans, styles, random numbers, cross entropy."""

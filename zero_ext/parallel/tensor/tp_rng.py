@@ -1,0 +1,154 @@
+"""Random numbers of a model with split tensors: a rank's own where tensors are split, the same elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from zero_ext.activation.default_rng import DefaultGenerator
+from zero_ext.parallel.tensor.attention_styles import MultiQueryOutputs
+from zero_ext.parallel.tensor.tp_styles import InputsParallel, OutputsParallel
+
+# Training forwards with random numbers between two looks at whether the ranks draw the same.
+LOOKS_EVERY = 16
+
+
+def split_randomness(model: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> None:
+    """Has dropout and other random ops of ``model`` in training draw numbers of a rank's own from a module
+    whose outputs ``styles`` split to the next one whose inputs they split, as Megatron-LM's two streams do
+    (Shoeybi et al., arXiv 1909.08053, appendix B.2); everywhere else the default generator goes on, alike
+    on all ranks of ``mesh``.
+
+    A rank's own numbers follow from the default generator's state and the rank: what restores the default
+    generator, such as a checkpoint of activations or a resumed run, restores them.
+
+    A forward that draws random numbers raises ``RuntimeError`` on all ranks of ``mesh`` if their default
+    generators differ before it; the first and every 16th looks at that.
+    """
+    region = _SplitRegion(mesh)
+    for name, style in styles.items():
+        if _splits_outputs(style):
+            model.get_submodule(name).register_forward_hook(region.after_outputs())
+        elif _takes_split_inputs(style):
+            model.get_submodule(name).register_forward_pre_hook(region.before_inputs(), prepend=True)
+    before, after = region.around_model()
+    model.register_forward_pre_hook(before, prepend=True)
+    model.register_forward_hook(after, always_call=True)
+
+
+def _splits_outputs(style: ParallelStyle) -> bool:
+    if isinstance(style, ColwiseParallel):
+        return style.use_local_output and all(isinstance(each, Shard) for each in style.output_layouts)
+    return isinstance(style, OutputsParallel | MultiQueryOutputs)
+
+
+def _takes_split_inputs(style: ParallelStyle) -> bool:
+    if isinstance(style, RowwiseParallel):
+        return all(isinstance(each, Shard) for each in style.input_layouts)
+    return isinstance(style, InputsParallel)
+
+
+class _SplitRegion:
+    """Whether the default generator gives this rank's own numbers now, and how it gets there and back."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh, self._rank = mesh, mesh.get_local_rank()
+        self._generator = DefaultGenerator(torch.device("cpu"))
+        self._seed: int | None = None
+        self._outside = self._begun = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._forwards = 0
+
+    def enter(self, device: torch.device) -> None:
+        """The default generator of ``device`` gives this rank's own numbers, unless it does already."""
+        if self._is_inside():
+            return
+        self._generator = DefaultGenerator(device)
+        self._outside = self._generator.state()
+        self._seed = _digest(self._outside, self._rank)
+        self._generator.seed(self._seed)
+        self._begun = self._generator.state()
+
+    def leave(self) -> None:
+        """The default generator goes on where it was, a number further if some were drawn inside."""
+        if not self._is_inside():
+            return
+        drew = not torch.equal(self._begun, self._generator.state())
+        self._generator.restore(self._outside)
+        if drew:
+            torch.rand((), device=self._generator.device)
+
+    def _is_inside(self) -> bool:
+        # Asked of the generator: who runs a block again and stops early puts its state back without a word.
+        return self._seed is not None and self._generator.initial_seed() == self._seed
+
+    def after_outputs(self) -> Callable[[nn.Module, Any, torch.Tensor], None]:
+        """A hook for a module whose outputs are split."""
+
+        @torch._dynamo.disable
+        def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            if module.training and output.device.type != "meta":
+                self.enter(output.device)
+
+        return hook
+
+    def before_inputs(self) -> Callable[[nn.Module, Any], None]:
+        """A hook for a module whose inputs are."""
+
+        @torch._dynamo.disable
+        def hook(module: nn.Module, inputs: Any) -> None:
+            self.leave()
+
+        return hook
+
+    def around_model(self) -> tuple[Callable[[nn.Module, Any], None], Callable[[nn.Module, Any, Any], None]]:
+        """Hooks before and after the whole model, which end a region that an exception left open."""
+        begun: list[tuple[DefaultGenerator, torch.Tensor]] = []
+
+        @torch._dynamo.disable
+        def before(module: nn.Module, inputs: Any) -> None:
+            self.leave()
+            begun.clear()
+            parameter = next(module.parameters(), None)
+            if module.training and parameter is not None and parameter.device.type != "meta":
+                generator = DefaultGenerator(parameter.device)
+                begun.append((generator, generator.state()))
+
+        @torch._dynamo.disable
+        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+            self.leave()
+            if output is not None and begun:
+                self._look(*begun.pop())
+
+        return before, after
+
+    def _look(self, generator: DefaultGenerator, state: torch.Tensor) -> None:
+        if torch.equal(state, generator.state()):
+            return
+        self._forwards += 1
+        if self._forwards % LOOKS_EVERY != 1:
+            return
+        own = _digest(state, 0)
+        ends = torch.tensor([own, -own], dtype=torch.int64, device=generator.device)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._mesh.get_group())
+        largest, smallest = ends.tolist()
+        if largest != -smallest:
+            raise RuntimeError(
+                "the default random generators of the ranks that tensors are split over differ, so dropout "
+                "outside of the split parts would too, and with it the weights that all of these ranks "
+                'have. Give the ranks along "tp" one seed, as torch.manual_seed(seed + mesh["dp"]'
+                ".get_local_rank()), and draw random numbers on all of them alike"
+            )
+
+
+def _digest(state: torch.Tensor, rank: int) -> int:
+    """A seed, 63 bits."""
+    found = hashlib.blake2b(state.numpy().tobytes(), digest_size=8, salt=rank.to_bytes(8, "little"))
+    return int.from_bytes(found.digest(), "little") >> 1

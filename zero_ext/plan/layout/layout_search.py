@@ -1,0 +1,117 @@
+"""The fastest layouts that fit: every one is looked at, most only at the time that computing takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from zero_ext.plan.layout.layout_candidates import Wanted, layouts
+from zero_ext.plan.layout.layout_memory import RankNeeds, fullest_rank
+from zero_ext.plan.layout.layout_time import StepTime, least_seconds, step_time
+from zero_ext.plan.layout.parallel_layout import Layout
+from zero_ext.plan.simulation.training_setup import ACTIVATIONS, FIRST_STAGE, TIERS
+
+SHOWN = 5
+MOST_GPUS = 1 << 16
+_ROUNDING = 1 - 1e-9  # of sums of the same seconds in another order
+
+Lengths = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout, the time of its step, and its fullest rank."""
+
+    layout: Layout
+    time: StepTime
+    fullest: RankNeeds
+
+
+def best_layouts(wanted: Wanted, count: int = SHOWN) -> list[Found]:
+    """The ``count`` fastest lengths of pp, dp and tp, the fastest first, each with the ZeRO stage, tiers,
+    micro-batch and activations that are fastest of those that fit; of equals the nearer tiers, activations
+    that are kept, the lower stage.
+
+    Tensors are shared between nodes only if nothing else fits. Empty if nothing fits. Layouts are taken up in
+    the order of a time that they cannot fall short of, until none can be among the best any more: the result
+    is that of simulating all. Raises ``ValueError`` if the samples of a step cannot be shared out at all.
+    """
+    offered = False
+    for beyond_nodes in (False, True):
+        bounded = sorted(
+            (
+                (least_seconds(wanted.model, layout, wanted.hardware) * _ROUNDING, _plainness(layout), layout)
+                for layout in layouts(wanted, beyond_nodes)
+            ),
+            key=lambda one: one[:2],
+        )
+        offered = offered or bool(bounded)
+        best: dict[Lengths, Found] = {}
+        for least, _, layout in bounded:
+            ranking = sorted(best.values(), key=_order)
+            if len(ranking) >= count and least > ranking[count - 1].time.seconds:
+                break
+            known = best.get(lengths(layout))
+            if known is not None and least > known.time.seconds:
+                continue
+            fullest = fullest_rank(wanted.model, layout, wanted.hardware)
+            if fullest.shortfalls:
+                continue
+            found = Found(layout, step_time(wanted.model, layout, wanted.hardware), fullest)
+            if known is None or _order(found) < _order(known):
+                best[lengths(layout)] = found
+        if best:
+            return sorted(best.values(), key=_order)[:count]
+    if not offered:
+        raise ValueError(_why_none_offered(wanted))
+    return []
+
+
+def nearest_layout(wanted: Wanted) -> Found:
+    """For where nothing fits: the layout that asks least too much of the tier it lacks most of."""
+    needs = ((layout, fullest_rank(wanted.model, layout, wanted.hardware)) for layout in _smallest(wanted))
+    layout, fullest = min(needs, key=lambda one: one[1].excess)
+    return Found(layout, step_time(wanted.model, layout, wanted.hardware), fullest)
+
+
+def fewest_gpus(wanted: Wanted) -> int | None:
+    """Twice, four times, ... as many GPUs with as many samples each, until a layout fits; None beyond
+    :data:`MOST_GPUS`."""
+    more = wanted
+    while more.gpus <= MOST_GPUS // 2:
+        more = replace(more, gpus=2 * more.gpus, samples=2 * more.samples)
+        if any(not fullest_rank(more.model, one, more.hardware).shortfalls for one in _smallest(more)):
+            return more.gpus
+    return None
+
+
+def _smallest(wanted: Wanted) -> Iterator[Layout]:
+    """The layouts with the fewest samples at a time, which need least room."""
+    least = replace(wanted, micro_batch=wanted.micro_batch or 1)
+    return chain(layouts(least), layouts(least, beyond_nodes=True))
+
+
+def lengths(layout: Layout) -> Lengths:
+    """Of pp, dp and tp."""
+    return layout.pp, layout.dp, layout.tp
+
+
+def _order(found: Found) -> tuple[float, tuple[int, ...]]:
+    return found.time.seconds, _plainness(found.layout)
+
+
+def _plainness(layout: Layout) -> tuple[int, ...]:
+    training = layout.training
+    tiers = sum(TIERS.index(getattr(training, kind)) for kind in FIRST_STAGE)
+    kept = ACTIVATIONS.index(training.activations)
+    return tiers, kept, training.stage, layout.pp * layout.tp, layout.pp, training.micro_batch
+
+
+def _why_none_offered(wanted: Wanted) -> str:
+    size = f" in micro-batches of {wanted.micro_batch}" if wanted.micro_batch else ""
+    return (
+        f"{wanted.samples} samples of a step{size} cannot be shared out over {wanted.gpus} GPUs: replicas of "
+        "every layout get unlike many, or fewer micro-batches than it has pipeline stages; give a multiple "
+        f"of {wanted.gpus * (wanted.micro_batch or 1)} samples"
+    )

@@ -1,0 +1,161 @@
+"""How long a step of a layout takes, and what the time goes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from zero_ext.parallel import Level, Topology, TransformerStep, naive_mapping, transformer_traffic
+from zero_ext.plan.estimate import simulated
+from zero_ext.plan.layout.parallel_layout import Layout
+from zero_ext.plan.layout.stages import Stage, stages_of
+from zero_ext.plan.models import PlannedModel
+from zero_ext.plan.simulation.costs import Costs
+from zero_ext.plan.simulation.hardware import Hardware
+from zero_ext.plan.simulation.resources import COMPUTE, LINK
+from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES
+
+PARTS = ("compute", "bubble", "tp exchange", "pp exchange", "dp exchange", "offload")
+_MOST_UNITS = 12  # that are simulated one by one; deeper stages are continued
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by :data:`PARTS`; exchanges and offload count where computing waits for them."""
+
+    parts: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return sum(self.parts.values())
+
+    @property
+    def bound_by(self) -> str:
+        """What takes longest."""
+        return max(self.parts, key=lambda part: self.parts[part])
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One stage by itself: seconds of a further micro-batch, of that its computing, and of what is left of a
+    step; seconds of the step by resource."""
+
+    slot: float
+    computing: float
+    rest: float
+    busy: dict[str, float]
+
+
+def step_time(model: PlannedModel, layout: Layout, hardware: Hardware) -> StepTime:
+    """A step's time under 1F1B: a slot for every micro-batch and for every stage but one, as long as the
+    slowest stage takes for a micro-batch, and what reductions, updates and offload leave over.
+
+    A stage's micro-batch is the simulated step of its part of the model on the replicas' share of the nodes.
+    Exchanges of tensors' parts and between stages are not overlapped with anything.
+    """
+    runs = [_run(kind, layout, hardware) for kind in stages_of(model, layout.pp, layout.tp)]
+    slowest = max(runs, key=lambda run: run.slot)
+    longest = max(runs, key=lambda run: run.rest)
+    exchanges, steps = _exchanges(model, layout, hardware), layout.micro_batches
+    waited = longest.rest + steps * (slowest.slot - slowest.computing)
+    updates = min(waited, max(0.0, longest.busy.get(COMPUTE, 0.0) - steps * longest.computing))
+    link = longest.busy.get(LINK, 0.0)
+    moved = sum(seconds for name, seconds in longest.busy.items() if name not in (COMPUTE, LINK))
+    exchanged = (waited - updates) * (link / (link + moved) if link + moved else 1.0)
+    return StepTime(
+        {
+            "compute": steps * slowest.computing + updates,
+            "bubble": (layout.pp - 1) * (slowest.slot + sum(exchanges.values())),
+            "tp exchange": steps * exchanges["tp"],
+            "pp exchange": steps * exchanges["pp"],
+            "dp exchange": exchanged,
+            "offload": waited - updates - exchanged,
+        }
+    )
+
+
+def least_seconds(model: PlannedModel, layout: Layout, hardware: Hardware) -> float:
+    """No step of ``layout`` takes less: computing or the link in every slot, exchanges that nothing hides,
+    and the slowest resource of the updates."""
+    turns = layout.micro_batches + layout.pp - 1
+    kinds = stages_of(model, layout.pp, layout.tp)
+    share, least = layout.share_of(hardware), 0.0
+    for kind in kinds:
+        costs = Costs(share, layout.training, kind.cost.sequence)
+        least = max(least, turns * max(_busy_slot(kind, costs)) + _updates(kind, costs))
+    return least + turns * sum(_exchanges(model, layout, hardware).values())
+
+
+def _run(kind: Stage, layout: Layout, hardware: Hardware) -> _Run:
+    share, steps = layout.share_of(hardware), layout.micro_batches
+    computing, link = _busy_slot(kind, Costs(share, layout.training, kind.cost.sequence))
+
+    def run(count: int) -> tuple[float, dict[str, float]]:
+        training = replace(layout.training, accumulation_steps=count)
+        return simulated(kind.cost, training, share, _MOST_UNITS)
+
+    if steps == 1:
+        seconds, busy = run(1)
+        slot = max(computing, link)
+        return _Run(slot, computing, max(0.0, seconds - slot), busy)
+    (twice, busy_twice), (thrice, busy_thrice) = run(2), run(3)
+    slot = max(computing, link, thrice - twice)
+    busy = {
+        name: busy_twice[name] + (steps - 2) * (seconds - busy_twice[name])
+        for name, seconds in busy_thrice.items()
+    }
+    return _Run(slot, computing, max(0.0, twice - 2 * slot), busy)
+
+
+def _busy_slot(kind: Stage, costs: Costs) -> tuple[float, float]:
+    """Seconds of computing, and of the link, in a micro-batch's forward and backward."""
+    computing = link = 0.0
+    for unit, count in kind.units.items():
+        computing += count * (costs.forward(unit) + costs.backward(unit))
+        if costs.placement.params:
+            link += count * 2 * costs.collective(unit.parameters, PARAMETER_BYTES)
+        if costs.placement.grads:
+            link += count * costs.reduce(unit.parameters, PARAMETER_BYTES)
+    return computing, link
+
+
+def _updates(kind: Stage, costs: Costs) -> float:
+    """Seconds of the updates after a step's last backward at least: of the resource that is busiest."""
+    placement, training = costs.placement, costs.training
+    owned = {unit: training.owned(unit.parameters, placement.optimizer) for unit in kind.units}
+    state = sum(count * owned[unit] for unit, count in kind.units.items())
+    found = [costs.update(state)]
+    if placement.optimizer and placement.optimizer_tier == "nvme":
+        found += costs.stored_state(state)
+    if placement.optimizer and not placement.params:
+        published = (
+            count * costs.collective(unit.parameters, PARAMETER_BYTES) for unit, count in kind.units.items()
+        )
+        found.append(sum(published))
+    return max(found)
+
+
+def _exchanges(model: PlannedModel, layout: Layout, hardware: Hardware) -> dict[str, float]:
+    """Seconds of a micro-batch on the axes whose exchanges computing waits for."""
+    shape, training = model.shape, layout.training
+    layers = layout.pp * max(kind.layers for kind in stages_of(model, layout.pp, layout.tp))
+    step = TransformerStep(
+        model.parameters,
+        layers,
+        shape.hidden,
+        shape.sequence,
+        training.micro_batch,
+        recomputes=training.activations != "kept",
+    )
+    traffic = transformer_traffic(layout.sizes, step, training.stage)
+    del traffic["dp"]  # simulated with the computing that it hides behind
+    return naive_mapping(layout.sizes).seconds(_topology(layout.gpus, hardware), traffic)
+
+
+def _topology(gpus: int, hardware: Hardware) -> Topology:
+    inside, between = hardware.intra_bandwidth, hardware.inter_bandwidth
+    latency, hop = hardware.collective_seconds, hardware.hop_seconds
+    if hardware.ranks_per_node == 1:
+        return Topology(gpus, (Level("rank", 1, min(inside, between), latency + hop),))
+    node = Level("node", hardware.ranks_per_node, between, hop)
+    return Topology(gpus, (Level("rank", 1, inside, latency), node))

@@ -1,0 +1,51 @@
+"""Staging of a rank before anything runs: the very plan that ``prepare`` allocates by."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_ext.comm.process_group import alone
+from zero_ext.config import ZeroConfig, load_config
+from zero_ext.plan.state_memory import check_count
+from zero_ext.zero.construction.build_units import device_of
+from zero_ext.zero.construction.grouping import (
+    owned_parameters,
+    plan_units,
+    split_optimizer,
+    trained_by,
+)
+from zero_ext.zero.construction.model_staging import plan_staging
+from zero_ext.zero.memory.staging_sizes import Staging
+from zero_ext.zero.tiling.replace_layers import apply_tiling, plan_tiling
+
+
+def model_staging(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: ZeroConfig | Mapping[str, Any] | str | Path | None,
+    world_size: int,
+) -> Staging:
+    """What one of ``world_size`` ranks sets aside in :func:`zero_ext.prepare` with the same ``model``,
+    ``optimizer`` and ``config``.
+
+    Both are left as they are, and best live on the meta device: with ``units.tiles`` they are copied. Raises
+    ``ValueError`` for a configuration that does not fit the model.
+    """
+    check_count("world_size", world_size, 1)
+    settings = load_config(config)
+    settings = settings.replace(batch=settings.batch.resolve(world_size))
+    if settings.stage == 3 and settings.units.tiles:
+        model, optimizer = copy.deepcopy((model, optimizer))
+        apply_tiling(model, optimizer, plan_tiling(model, settings.units.tiles), alone())
+    owned = owned_parameters(model, settings.precision.dtype)
+    ranks = settings.communication.sharding_ranks or world_size
+    plans = plan_units(model, owned, settings, ranks)
+    plans = split_optimizer(plans, settings, trained_by(optimizer))
+    device = device_of(owned)
+    return plan_staging(model, optimizer, plans, owned, settings, world_size // ranks, device)

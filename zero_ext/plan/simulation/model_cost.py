@@ -1,0 +1,292 @@
+"""Transformers by their sizes: units in the order of their calls, with parameters, FLOPs and activations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from zero_ext.plan.state_memory import check_count
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """One unit. Activations are bytes a token.
+
+    Attributes:
+        name: for spans.
+        parameters: elements of the flat buffer.
+        forward_flops: of a token.
+        activations: what autograd keeps of the unit's own computing.
+        output: what it hands on; all that is kept where activations are recomputed.
+        share: of its block: one over the number of tiles.
+        recomputes: its forward runs again in backward where activations are recomputed.
+        tied, looked_up: as in :class:`TensorGroup`.
+    """
+
+    name: str
+    parameters: int
+    forward_flops: float
+    activations: float = 0.0
+    output: float = 0.0
+    share: float = 1.0
+    recomputes: bool = True
+    tied: bool = False
+    looked_up: bool = False
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """A module's parameters in elements, in the order of registration: each of ``matrices`` with its part of
+    ``vectors``.
+
+    Attributes:
+        block: it is an entry of a stack, gathered as one in stage 3.
+        tiles: units of their own that each matrix is cut into in stage 3; 1 for none.
+        tied: modules at both ends of the model use it.
+        looked_up: rows of it are taken and nothing else, so that backward does not read it.
+    """
+
+    matrices: tuple[int, ...]
+    vectors: int = 0
+    block: bool = False
+    tiles: int = 1
+    tied: bool = False
+    looked_up: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Of all of them."""
+        return sum(self.matrices) + self.vectors
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Units in the order of a forward; ``sequence`` tokens make a sample.
+
+    ``groups`` are the modules that hold the parameters; by default each unit is one, of one tensor.
+    ``derived`` remembers what planning worked out of them, by what that depends on.
+    """
+
+    name: str
+    units: tuple[UnitCost, ...]
+    sequence: int
+    groups: tuple[TensorGroup, ...] = ()
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @cached_property
+    def tensor_groups(self) -> tuple[TensorGroup, ...]:
+        """``groups``, or what the units say."""
+        return self.groups or tuple(
+            TensorGroup((unit.parameters,), block=unit.recomputes) for unit in self.units
+        )
+
+    @cached_property
+    def parameters(self) -> int:
+        """Elements of all units."""
+        return sum(unit.parameters for unit in self.units)
+
+    @cached_property
+    def activations(self) -> float:
+        """Bytes a token that autograd keeps of all units."""
+        return sum(unit.activations for unit in self.units)
+
+    @cached_property
+    def outputs(self) -> float:
+        """Bytes a token that all units hand on."""
+        return sum(unit.output for unit in self.units)
+
+    @cached_property
+    def widest_block(self) -> float:
+        """Bytes a token that autograd keeps of one block: as many tiles as make it one."""
+        return max(unit.activations / unit.share for unit in self.units)
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """Sizes of a decoder in 16-bit precision.
+
+    A layer has 4h² parameters of attention and 2hf of its feed-forward part (3hf where ``gated``), f = 4h by
+    default. A token's forward takes 2 FLOPs a parameter of matrices and 4hs of attention (Narayanan et al.
+    2021, arXiv 2104.04473, section 5.1). A layer's activations are h(34 + 5as/h) bytes a token (Korthikanti
+    et al. 2022, arXiv 2205.05198, equation 2); the second term, the attention matrix, is not kept where
+    ``fused_attention``. ``tied``: the output matrix is the embedding.
+
+    Attributes:
+        key_value_heads: heads of keys and values; 0: as many as ``heads``.
+        head_size: width of a head; 0: hidden / heads.
+        vectors: elements of a layer's biases and norms; 0: two norms without bias where ``gated``, else all
+            of both.
+        before: elements of the embedding unit beside the table: positions, token types, norms.
+        after: elements of a dense layer of the head beside the output matrix.
+        tensor_parts: ranks that share every matrix and the biases behind split outputs; norms and other
+            biases are whole on each (Shoeybi et al., arXiv 1909.08053, section 3), and so are scores of the
+            vocabulary. A layer keeps h(10 + 24/t + 5as/(ht)) bytes of activations a token (Korthikanti et
+            al., equation 2). Cost is that of one of these ranks.
+    """
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    feed_forward: int = 0
+    gated: bool = False
+    tied: bool = True
+    fused_attention: bool = False
+    tiles: int = 1
+    key_value_heads: int = 0
+    head_size: int = 0
+    vectors: int = 0
+    before: int = 0
+    after: int = 0
+    tensor_parts: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "layers", "heads", "vocabulary", "sequence", "tiles", "tensor_parts"):
+            check_count(name, getattr(self, name), 1)
+        for name in ("feed_forward", "key_value_heads", "head_size", "vectors", "before", "after"):
+            check_count(name, getattr(self, name), 0)
+
+    @property
+    def layer_matrices(self) -> tuple[int, int]:
+        """Elements of a layer's matrices: those of attention, those of its feed-forward part."""
+        heads = self.key_value_heads or self.heads
+        width = self.heads * self.head_size or self.hidden
+        attention = 2 * self.hidden * (width + width * heads // self.heads)
+        return attention, (3 if self.gated else 2) * self.hidden * self._feed_forward
+
+    @property
+    def largest_matrix(self) -> int:
+        """Elements of a layer's largest matrix."""
+        return self.hidden * max(self._feed_forward, self.heads * self.head_size or self.hidden)
+
+    @property
+    def _feed_forward(self) -> int:
+        return self.feed_forward or 4 * self.hidden
+
+    def cost(self) -> ModelCost:
+        """Embedding, layers (each cut into ``tiles`` units), output matrix."""
+        hidden, length, parts = self.hidden, self.sequence, self.tensor_parts
+        matrices = sum(self._own_matrices)
+        width = self.heads * self.head_size or hidden
+        scores = 0 if self.fused_attention else 5 * self.heads * length
+        kept = (10 + 24 / parts) * hidden + scores / parts
+        layer = [
+            UnitCost(
+                name="layer" if self.tiles == 1 else f"tile {tile} of a layer",
+                parameters=-(-(matrices + self._own_vectors) // self.tiles),
+                forward_flops=(2 * matrices + 4 * width * length / parts) / self.tiles,
+                activations=kept / self.tiles,
+                output=2 * hidden / self.tiles,
+                share=1 / self.tiles,
+            )
+            for tile in range(self.tiles)
+        ]
+        first = UnitCost(
+            "embedding",
+            self._own_table + self.before,
+            0.0,
+            output=2 * hidden,
+            recomputes=False,
+            tied=self.tied,
+            looked_up=not self.tied,
+        )
+        units = [first, *layer * self.layers]
+        # Logits in 16 bits, their softmax in 32.
+        head = (0 if self.tied else self._own_table) + (1 if self.gated else 2) * hidden + self.after
+        logits = 6 * self.vocabulary
+        flops = 2.0 * (self._own_table + self.after)
+        units.append(UnitCost("output", head, flops, activations=logits, recomputes=False))
+        return ModelCost(self.name, tuple(units), length, self._groups())
+
+    @property
+    def _own_matrices(self) -> tuple[int, int]:
+        """:attr:`layer_matrices` of one of ``tensor_parts`` ranks."""
+        attention, feed_forward = self.layer_matrices
+        return attention // self.tensor_parts, feed_forward // self.tensor_parts
+
+    @property
+    def _own_vectors(self) -> int:
+        """Elements of a layer's biases and norms on one of ``tensor_parts`` ranks."""
+        norms = (2 if self.gated else 6) * self.hidden  # and biases of outputs that are sums over the ranks
+        vectors = self.vectors or (norms if self.gated else 9 * self.hidden + self._feed_forward)
+        return min(vectors, norms) + -(-max(vectors - norms, 0) // self.tensor_parts)
+
+    @property
+    def _own_table(self) -> int:
+        return -(-self.vocabulary // self.tensor_parts) * self.hidden
+
+    @property
+    def matrix_tiles(self) -> int:
+        """Tiles of each matrix of a layer, so that none is larger than a ``tiles``-th of the layer."""
+        return math.ceil(self.largest_matrix / math.ceil(sum(self.layer_matrices) / self.tiles))
+
+    def _groups(self) -> tuple[TensorGroup, ...]:
+        hidden, table = self.hidden, self._own_table
+        width = self.heads * self.head_size or hidden
+        attention, feed_forward = self._own_matrices
+        out = hidden * width // self.tensor_parts
+        shared = (attention - 2 * out) // 2
+        # Gated models have queries, keys and values apart, the others in one matrix.
+        inputs = (out, shared, shared, out) if self.gated else (attention - out, out)
+        parts = 3 if self.gated else 2
+        layer = TensorGroup(
+            (*inputs, *[feed_forward // parts] * parts),
+            self._own_vectors,
+            block=True,
+            tiles=self.matrix_tiles if self.tiles > 1 else 1,
+        )
+        ends = [TensorGroup((), (1 if self.gated else 2) * hidden)]
+        if not self.tied:
+            ends.append(TensorGroup((table,), tiles=layer.tiles))
+        first = [TensorGroup((table,), tied=self.tied, looked_up=not self.tied)]
+        first += [TensorGroup((self.before,), looked_up=True)] if self.before else []
+        ends += [TensorGroup((self.after,))] if self.after else []
+        return (*first, *[layer] * self.layers, *ends)
+
+
+def _gpt(
+    name: str, layers: int, hidden: int, heads: int, sequence: int = 1024, tiles: int = 1
+) -> Transformer:
+    return Transformer(name, hidden, layers, heads, vocabulary=51200, sequence=sequence, tiles=tiles)
+
+
+def _llama(name: str, layers: int, hidden: int, heads: int, feed_forward: int, sequence: int) -> Transformer:
+    return Transformer(
+        name,
+        hidden,
+        layers,
+        heads,
+        32000,
+        sequence,
+        feed_forward,
+        gated=True,
+        tied=False,
+        fused_attention=True,
+    )
+
+
+TRANSFORMERS = {
+    shape.name: shape
+    for shape in (
+        _gpt("gpt-1.2b", 40, 1536, 16),
+        _gpt("gpt-10b", 50, 4096, 32),
+        _gpt("gpt-175b", 96, 12288, 96, tiles=2),
+        _gpt("gpt-530b", 105, 20480, 128, tiles=4),
+        _gpt("gpt-1t", 128, 25600, 160, tiles=8),
+        _gpt("gpt-2t", 160, 32768, 128, tiles=8),
+        _llama("llama-7b", 32, 4096, 32, 11008, 2048),
+        _llama("llama-13b", 40, 5120, 40, 13824, 2048),
+        _llama("llama-65b", 80, 8192, 64, 22016, 2048),
+    )
+}
+
+
+def transformer_named(name: str) -> Transformer:
+    """A shape of :data:`TRANSFORMERS`; ValueError with the known names otherwise."""
+    if name not in TRANSFORMERS:
+        raise ValueError(f"model: {name!r} given, one of {', '.join(TRANSFORMERS)} wanted")
+    return TRANSFORMERS[name]

@@ -1,0 +1,36 @@
+"""A real module by its units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from zero_ext.config import ZeroConfig
+from zero_ext.plan.simulation.model_cost import ModelCost, UnitCost
+from zero_ext.plan.state_memory import check_count
+from zero_ext.zero.construction.grouping import owned_parameters, plan_units
+from zero_ext.zero.unshard.hook_installation import looks_up
+
+
+def model_cost(model: nn.Module, config: ZeroConfig, world_size: int, sequence: int) -> ModelCost:
+    """The units that ``zero_ext.prepare`` makes of ``model``, in the order of registration.
+
+    A token's forward takes 2 FLOPs a parameter of every matrix but embeddings; what attention computes beside
+    its matrices, and activations, are not known and count nothing. The model may lie on the meta device.
+    """
+    check_count("sequence", sequence, 1)
+    settings = config.replace(batch=config.batch.resolve(world_size))
+    owned = owned_parameters(model, settings.precision.dtype)
+    looked_up = {
+        module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    }
+    units = []
+    for plan in plan_units(model, owned, settings, world_size):
+        parameters: Sequence[torch.Tensor] = [item.parameter for item in plan.members]
+        computed = sum(p.numel() for p in parameters if p.dim() >= 2 and p not in looked_up)
+        numel = sum(parameter.numel() for parameter in parameters)
+        rows_only = all(looks_up(owner) for item in plan.members for owner in item.owners)
+        units.append(UnitCost(plan.name, numel, 2.0 * computed, looked_up=rows_only))
+    return ModelCost(type(model).__name__, tuple(units), sequence)

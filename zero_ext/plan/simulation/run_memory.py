@@ -1,0 +1,166 @@
+"""Bytes of a run by tier, and what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from zero_ext.config import Tier
+from zero_ext.config.buffer_sizes import STORAGE_ALIGNMENT, extent_bytes
+from zero_ext.config.library_memory import communicator_bytes
+from zero_ext.plan.simulation.hardware import Hardware
+from zero_ext.plan.simulation.model_cost import ModelCost
+from zero_ext.plan.simulation.planned_units import padded_elements, unit_elements
+from zero_ext.plan.simulation.simulated_staging import staging_bytes
+from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
+from zero_ext.plan.state_memory import TrainingState, model_state_bytes
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """A tier too small for what is asked of it; bytes of a device, or of a node's host memory or NVMe."""
+
+    tier: Tier
+    needed: int
+    available: int
+
+    @property
+    def times(self) -> float:
+        """What is needed over what there is."""
+        return self.needed / self.available
+
+    def __str__(self) -> str:
+        missing = (self.needed - self.available) / 1e9
+        where = "a device" if self.tier == "device" else "a node"
+        return (
+            f"{self.tier}: {self.needed / 1e9:,.1f} GB needed, {where} has {self.available / 1e9:,.1f} GB, "
+            f"{missing:,.1f} GB too few"
+        )
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """Bytes of a rank by tier and what for; ``ranks`` of them share host memory and NVMe of a node."""
+
+    device: dict[str, int]
+    host: dict[str, int]
+    nvme: dict[str, int]
+    ranks: int
+
+    def total(self, tier: Tier) -> int:
+        """Bytes of a device, or of a node's host memory or NVMe."""
+        parts: dict[str, int] = getattr(self, tier)
+        return sum(parts.values()) * (1 if tier == "device" else self.ranks)
+
+    def shortfalls(self, hardware: Hardware) -> tuple[Shortfall, ...]:
+        """The tiers that are too small."""
+        if hardware.device_is_host:
+            rooms = {"host": self.ranks * self.total("device") + self.total("host")}
+        else:
+            rooms = {"device": self.total("device"), "host": self.total("host")}
+        rooms["nvme"] = self.total("nvme")
+        tiers: tuple[Tier, ...] = ("device", "host", "nvme")
+        return tuple(
+            Shortfall(tier, rooms[tier], getattr(hardware, f"{tier}_bytes"))
+            for tier in tiers
+            if rooms.get(tier, 0) > getattr(hardware, f"{tier}_bytes")
+        )
+
+
+def memory_needs(model: ModelCost, training: Training, hardware: Hardware) -> MemoryNeeds:
+    """Model state by :func:`model_state_bytes`, what passes through by :func:`staging_bytes`, activations,
+    and what autograd and NCCL hold on the device.
+
+    The allocator's own losses and CUDA's context are not counted.
+    """
+    found = kept_needs(model, training, hardware)
+    staging = staging_bytes(model, training, not hardware.device_is_host)
+    found.device["passing through"] = staging.pool
+    found.device["autograd"] = staging.autograd
+    if staging.rooms:
+        found.device["staging"] = staging.rooms
+    if staging.host:
+        found.host["staging"] = staging.host
+    return found
+
+
+def fits(model: ModelCost, training: Training, hardware: Hardware) -> bool:
+    """Whether every tier holds what :func:`memory_needs` asks of it."""
+    if kept_needs(model, training, hardware).shortfalls(hardware):
+        return False
+    return not memory_needs(model, training, hardware).shortfalls(hardware)
+
+
+def stored_state_bytes(elements: int, fields: Sequence[tuple[int, int]], ring_bytes: int) -> int:
+    """Bytes on NVMe of the optimizer state of a range of ``elements``: chunks, as large as eight in a ring of
+    ``ring_bytes`` can be with gradients and parameters in fp32, each in whole blocks. ``fields`` are as
+    :attr:`Training.state_fields`."""
+
+    def plain(count: int) -> int:
+        return sum(-(-count // shared) * nbytes for nbytes, shared in fields)
+
+    grain = STORAGE_ALIGNMENT // PARAMETER_BYTES
+    chunk = max(1, ring_bytes // 8 // (plain(grain) + 8 * grain)) * grain
+    whole, rest = divmod(elements, chunk)
+    return whole * extent_bytes(plain(chunk)) + extent_bytes(plain(rest))
+
+
+def kept_needs(model: ModelCost, training: Training, hardware: Hardware) -> MemoryNeeds:
+    """:func:`memory_needs` without what passes through, which takes longest to work out."""
+    placement, ranks = training.placement, min(training.world_size, hardware.ranks_per_node)
+    found = MemoryNeeds({}, {}, {}, ranks)
+    tier_of: dict[str, Tier] = {
+        kind: getattr(placement, f"{kind}_tier") if getattr(placement, kind) else "device"
+        for kind in ("params", "grads", "optimizer")
+    }
+    for kind, tier in tier_of.items():
+        getattr(found, tier)[kind] = 0
+    for elements, units in unit_elements(model, training).items():
+        kept = _kept_of(elements, tier_of, training)
+        for kind, tier in tier_of.items():
+            getattr(found, tier)[kind] += units * kept[kind]
+    if training.step == "delayed":
+        _add_delayed(found, model, training)
+    _add_activations(found, model, training)
+    if not hardware.device_is_host:
+        # The machine that plans is another one: its environment says nothing about NCCL there.
+        found.device["NCCL"] = communicator_bytes(training.world_size, hardware.ranks_per_node, {})
+    return found
+
+
+def _kept_of(elements: int, tier_of: Mapping[str, Tier], training: Training) -> dict[str, int]:
+    """Bytes of the state of one unit of ``elements``, by kind."""
+    state = TrainingState(
+        {"bf16": elements},
+        moments_dtype=training.moments_dtype,
+        accumulation_steps=training.accumulation_steps,
+    )
+    kept = asdict(model_state_bytes(training.stage, training.world_size, state))
+    if training.uses_up_gradients:
+        kept["grads"] = 0
+    elif tier_of["grads"] == "nvme":  # has room for sums in fp32, also if none are made
+        kept["grads"] = extent_bytes(training.owned(elements, training.placement.grads) * 4)
+    if tier_of["optimizer"] == "nvme":
+        owned = training.owned(elements, training.placement.optimizer)
+        kept["optimizer"] = stored_state_bytes(owned, training.state_fields, training.ring_bytes)
+    return kept
+
+
+def _add_delayed(found: MemoryNeeds, model: ModelCost, training: Training) -> None:
+    """Updates beside the next step read gradients of their own; what they make of parameters waits in host
+    memory where the masters would have to be read from storage for it."""
+    owned = padded_elements(model, training) // training.world_size
+    found.host["grads"] = found.host.get("grads", 0) + owned * training.gradient_bytes
+    if training.optimizer == "nvme":
+        found.host["optimizer"] = found.host.get("optimizer", 0) + owned * PARAMETER_BYTES
+
+
+def _add_activations(found: MemoryNeeds, model: ModelCost, training: Training) -> None:
+    tokens = training.micro_batch * model.sequence
+    if training.activations == "kept":
+        found.device["activations"] = round(training.in_flight * tokens * model.activations)
+        return
+    outputs = round(training.in_flight * tokens * model.outputs)
+    found.device["activations"] = round(tokens * model.widest_block)  # a block's own while it runs again
+    tier = found.host if training.activations == "recomputed_host" else found.device
+    tier["outputs of blocks"] = outputs

@@ -1,0 +1,149 @@
+"""What passes through a rank's memory: the engine's own formula, over the tensors of a planned model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from zero_ext.config import ZeroConfig
+from zero_ext.plan.simulation.model_cost import ModelCost, TensorGroup, UnitCost
+from zero_ext.plan.simulation.planned_units import planned_units
+from zero_ext.plan.simulation.training_setup import PARAMETER_BYTES, Training
+from zero_ext.zero.memory.pool_replay import StagedUnit, gathered_once
+from zero_ext.zero.memory.staging_sizes import StateStep, staging_of
+
+# The busiest moment of a stack of like blocks touches a few of them: deeper ones need no more.
+_UNITS_AT_ONCE = 8
+_MOST_BLOCKS = 64
+_MOST_TILES = 5  # of each matrix
+
+
+@dataclass(frozen=True)
+class StagingBytes:
+    """Bytes of a rank: the ``pool`` and ``rooms`` of steps on the device, what is in ``host`` memory, and the
+    gradients that ``autograd`` holds on the device."""
+
+    pool: int
+    rooms: int
+    host: int
+    autograd: int
+
+
+def staging_bytes(model: ModelCost, training: Training, accelerated: bool) -> StagingBytes:
+    """What :func:`zero_ext.prepare` with AdamW sets aside on one rank of ``training`` for what passes
+    through; ``accelerated``: the device is not the processor.
+
+    Stacks are cut to the blocks that a busiest moment can touch.
+    """
+    key = _what_counts(training), accelerated
+    if key not in model.derived:
+        config = _config(training)
+        placement = training.placement.using_up(training.world_size)
+        placement = placement if training.uses_up_gradients else training.placement
+        groups = tuple(_shallow(model.tensor_groups, training))
+        found = staging_of(
+            tuple(planned_units(groups, placement, training)),
+            config,
+            StateStep(True, True, tuple(nbytes for nbytes, _ in training.state_fields)),
+            used_up=training.uses_up_gradients,
+            accelerated=accelerated,
+        )
+        model.derived[key] = StagingBytes(
+            found.pool.nbytes, sum(found.rooms["device"]), found.host, found.autograd
+        )
+    return model.derived[key]
+
+
+def lengths_gathered_once(model: ModelCost, training: Training) -> Counter[int]:
+    """Elements of a unit's flat buffer: how many units that long a step gathers for forward alone."""
+    if not training.placement.params:
+        return Counter()
+    key = "gathered once", _what_counts(training)
+    if key not in model.derived:
+        groups = tuple(_shallow(model.tensor_groups, training))
+        units = tuple(planned_units(groups, training.placement, training))
+        model.derived[key] = Counter(unit.numel for unit in gathered_once(units, _config(training)))
+    return model.derived[key]
+
+
+def numbers_gathered_once(units: Sequence[UnitCost], training: Training) -> frozenset[int]:
+    """The numbers of those of ``units`` that a step gathers for forward alone, each a unit of the engine."""
+    if not training.placement.params:
+        return frozenset()
+    last = len(units) - 1
+    staged = [
+        StagedUnit(
+            str(number),
+            unit.parameters,
+            PARAMETER_BYTES,
+            training.world_size,
+            training.placement,
+            gathered=(0, last) if unit.tied else (number, number),
+            comes=number,
+            completes=(number, number),
+            rereads=not unit.looked_up,
+        )
+        for number, unit in enumerate(units)
+    ]
+    return frozenset(int(unit.name) for unit in gathered_once(staged, _config(training)))
+
+
+def _what_counts(training: Training) -> tuple[Any, ...]:
+    return (
+        training.world_size,
+        training.placement,
+        training.stage,
+        training.accumulation_steps > 1,
+        training.step,
+        training.clipping,
+        training.moments_dtype,
+        training.prefetch_elements,
+        training.reuse_elements,
+        training.bucket_elements,
+        training.live_elements,
+        training.ring_bytes,
+    )
+
+
+def _config(training: Training) -> ZeroConfig:
+    offload = {kind: getattr(training, kind) for kind in ("params", "grads", "optimizer")}
+    paths = {"nvme_paths": ["/"]} if "nvme" in offload.values() else {}
+    return ZeroConfig.from_mapping(
+        {
+            "stage": training.stage,
+            "precision": {"dtype": "bf16", "moments_dtype": training.moments_dtype},
+            "batch": {"gradient_accumulation_steps": training.accumulation_steps},
+            "gradient_clipping": float(training.clipping),
+            "units": {
+                "prefetch_elements": training.prefetch_elements,
+                "reuse_elements": training.reuse_elements,
+                "bucket_elements": training.bucket_elements,
+                "live_elements": training.live_elements,
+            },
+            "offload": {**offload, **paths, "step": training.step, "ring_bytes": training.ring_bytes},
+        }
+    )
+
+
+def _shallow(groups: Sequence[TensorGroup], training: Training) -> Iterator[TensorGroup]:
+    for group, like in groupby(groups):
+        count = len(list(like))
+        if group.block:
+            sharded = training.stage == 3
+            tiled = sharded and group.tiles > 1
+            units = 1 + len(group.matrices) * min(group.tiles, _MOST_TILES) if tiled else 1
+            ahead = training.prefetch_elements if sharded else _UNITS_AT_ONCE * training.bucket_elements
+            most = 1 + -(-_UNITS_AT_ONCE // units) + -(-ahead // max(1, group.elements))
+            count = min(count, most, _MOST_BLOCKS)
+        yield from [_with_few_tiles(group)] * count
+
+
+def _with_few_tiles(group: TensorGroup) -> TensorGroup:
+    """The same with fewer tiles of the same size."""
+    if group.tiles <= _MOST_TILES:
+        return group
+    few = tuple(-(-matrix // group.tiles) * _MOST_TILES for matrix in group.matrices)
+    return replace(group, matrices=few, tiles=_MOST_TILES)

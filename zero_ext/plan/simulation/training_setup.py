@@ -1,0 +1,160 @@
+"""How a model is trained: what a simulation needs to know beside the model and the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from zero_ext.config import Tier, ZeroConfig, load_config
+from zero_ext.config.quantization_blocks import BLOCK_ELEMENTS
+from zero_ext.config.state_placement import Placement
+from zero_ext.plan.state_memory import TrainingState, check_count
+
+Activations = Literal["kept", "recomputed", "recomputed_host"]
+ACTIVATIONS: tuple[Activations, ...] = ("kept", "recomputed", "recomputed_host")
+STEPS = ("after_backward", "in_backward", "delayed")
+TIERS = ("device", "host", "nvme")
+FIRST_STAGE = {"params": 3, "grads": 2, "optimizer": 1}
+PARAMETER_BYTES = 2
+# Bytes of an entry of each kind of moments, and how many elements share it.
+_MOMENT_FIELDS = {
+    "fp32": ((4, 1), (4, 1)),
+    "bf16": ((2, 1), (2, 1)),
+    "8bit": ((4, BLOCK_ELEMENTS), (4, BLOCK_ELEMENTS), (1, 1), (1, 1)),
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """One run: 16-bit parameters, fp32 master weights, Adam.
+
+    Attributes:
+        world_size: ranks.
+        stage: ZeRO stage, 0 to 3.
+        micro_batch: samples of a rank's forward.
+        accumulation_steps: micro-batches of a step.
+        in_flight: micro-batches whose activations wait for backward at once; several in a pipeline.
+        params, grads, optimizer: tiers, as in ``offload``.
+        step: when updates run, as ``offload.step``. Those in backward are made once, not on trial.
+        activations: kept; recomputed in backward from the outputs of blocks; these outputs in host memory
+            meanwhile (ZeRO-Infinity, section 5.1.2).
+        clipping: the step waits for the global norm.
+        moments_dtype: as in ``precision``.
+        prefetch_elements, reuse_elements, bucket_elements, live_elements: as in ``units``.
+        ring_bytes: as in ``offload``.
+    """
+
+    world_size: int
+    stage: int = 3
+    micro_batch: int = 1
+    accumulation_steps: int = 1
+    in_flight: int = 1
+    params: Tier = "device"
+    grads: Tier = "device"
+    optimizer: Tier = "device"
+    step: Literal["after_backward", "in_backward", "delayed"] = "after_backward"
+    activations: Activations = "recomputed"
+    clipping: bool = True
+    moments_dtype: str = "fp32"
+    prefetch_elements: int = 8_388_608
+    reuse_elements: int = 0
+    bucket_elements: int = 16_777_216
+    live_elements: int = 1_000_000_000
+    ring_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        for name in (
+            "world_size",
+            "micro_batch",
+            "accumulation_steps",
+            "in_flight",
+            "bucket_elements",
+            "live_elements",
+            "ring_bytes",
+        ):
+            check_count(name, getattr(self, name), 1)
+        check_count("prefetch_elements", self.prefetch_elements, 0)
+        check_count("reuse_elements", self.reuse_elements, 0)
+        Placement.of_stage(self.stage)
+        TrainingState({}, moments_dtype=self.moments_dtype)
+        for name, known in (("step", STEPS), ("activations", ACTIVATIONS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: {getattr(self, name)!r} given, one of {', '.join(known)} wanted")
+        for kind, first in FIRST_STAGE.items():
+            tier = getattr(self, kind)
+            if tier not in TIERS:
+                raise ValueError(f"{kind}: {tier!r} given, one of {', '.join(TIERS)} wanted")
+            if tier != "device" and self.stage < first:
+                raise ValueError(
+                    f"{kind}: {tier!r} given in stage {self.stage}, where they are not sharded; "
+                    f"stage {first} or 'device' wanted"
+                )
+        if self.step == "delayed" and self.optimizer == "device":
+            raise ValueError("step: 'delayed' given with the optimizer on 'device'; 'host' or 'nvme' wanted")
+
+    @classmethod
+    def of_config(
+        cls,
+        source: ZeroConfig | Mapping[str, Any] | str | None,
+        world_size: int,
+        activations: Activations = "kept",
+    ) -> Training:
+        """What a configuration says, on ``world_size`` ranks. Raises ValueError for one that does not fit."""
+        config = load_config(source)
+        batch, offload = config.batch.resolve(world_size), config.offload
+        return cls(
+            world_size=world_size,
+            stage=config.stage,
+            micro_batch=batch.micro_batch_size or 1,
+            accumulation_steps=batch.gradient_accumulation_steps,
+            params=offload.params,
+            grads=offload.grads,
+            optimizer=offload.optimizer,
+            step=offload.step,
+            activations=activations,
+            clipping=bool(config.gradient_clipping),
+            moments_dtype=config.precision.moments_dtype,
+            prefetch_elements=config.units.prefetch_elements,
+            reuse_elements=config.units.reuse_elements,
+            bucket_elements=config.units.bucket_elements,
+            live_elements=config.units.live_elements,
+            ring_bytes=config.offload.ring_bytes,
+        )
+
+    @property
+    def placement(self) -> Placement:
+        """Which state kinds are sharded, and their tiers."""
+        stage = Placement.of_stage(self.stage)
+        return Placement(
+            stage.params, stage.grads, stage.optimizer, self.params, self.grads, self.optimizer
+        ).over(self.world_size)
+
+    @property
+    def samples(self) -> int:
+        """That all ranks see in a step."""
+        return self.world_size * self.micro_batch * self.accumulation_steps
+
+    @property
+    def uses_up_gradients(self) -> bool:
+        """Whether each unit's gradient ends with its update in backward."""
+        return self.step == "in_backward" and not self.clipping and self.accumulation_steps == 1
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of an element: gradients of several micro-batches add up in fp32."""
+        return 4 if self.accumulation_steps > 1 else PARAMETER_BYTES
+
+    @property
+    def state_fields(self) -> tuple[tuple[int, int], ...]:
+        """Of master weights and each kind of moments: bytes of an entry, and how many elements share it."""
+        return (4, 1), *_MOMENT_FIELDS[self.moments_dtype]
+
+    @property
+    def state_bytes(self) -> float:
+        """Of an element's master weight and both moments."""
+        return sum(nbytes / elements for nbytes, elements in self.state_fields)
+
+    def owned(self, elements: int, sharded: bool) -> int:
+        """Elements of a rank."""
+        return -(-elements // self.world_size) if sharded else elements

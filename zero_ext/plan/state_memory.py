@@ -1,0 +1,133 @@
+"""Bytes of model state on each rank (ZeRO, Rajbhandari et al. 2020, section 3.1 and figure 1).
+
+With P parameters in 16 bits, Adam's two fp32 moments and N ranks: 16P, 4P + 12P/N, 2P + 14P/N and 16P/N
+bytes in stages 0 to 3. Activations and the buffers of units gathered for a moment are not model state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from zero_ext.config.buffer_sizes import BYTES_OF_DTYPE
+from zero_ext.config.quantization_blocks import block_count
+from zero_ext.config.sections.communication import CommunicationPolicy
+from zero_ext.config.state_placement import Placement
+
+MOMENTS = ("fp32", "bf16", "8bit")
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What training keeps of a model, in elements by compute dtype (`fp32`, `bf16` or `fp16`).
+
+    Elements are best the padded ones that the engine's units hold; then the bytes are exact. Parameters below
+    the persistence threshold in stage 3 cost what stage 2 costs: sum the two.
+
+    Attributes:
+        trainable: elements of parameters with gradients and optimizer state.
+        frozen: elements of parameters without.
+        moments: optimizer state tensors as large as their parameter (Adam 2, SGD with momentum 1, plain 0).
+        moments_dtype: dtype of these; "8bit" takes a byte an element and four for a block of 256. The engine
+            counts blocks in each unit on its own, so every further unit may add one block a moment.
+        grad_accum_dtype: dtype that gradients add up in over several micro-batches.
+        accumulation_steps: micro-batches of a step. With one, gradients stay in compute precision.
+    """
+
+    trainable: Mapping[str, int]
+    frozen: Mapping[str, int] = field(default_factory=dict)
+    moments: int = 2
+    moments_dtype: str = "fp32"
+    grad_accum_dtype: str = "fp32"
+    accumulation_steps: int = 1
+
+    def __post_init__(self) -> None:
+        for name, counts in (("trainable", self.trainable), ("frozen", self.frozen)):
+            for dtype, elements in counts.items():
+                _bytes_of(name, dtype)
+                check_count(f"{name}[{dtype!r}]", elements, 0)
+        if self.moments_dtype not in MOMENTS:
+            raise ValueError(
+                f"moments_dtype: {self.moments_dtype!r} given, one of {', '.join(MOMENTS)} wanted"
+            )
+        _bytes_of("grad_accum_dtype", self.grad_accum_dtype)
+        check_count("moments", self.moments, 0)
+        check_count("accumulation_steps", self.accumulation_steps, 1)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes on one rank by state kind; `optimizer` holds fp32 master weights and moments."""
+
+    params: int
+    grads: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all three kinds."""
+        return self.params + self.grads + self.optimizer
+
+
+def model_state_bytes(
+    stage: int, world_size: int, state: TrainingState, *, no_sync: bool = False, delayed: bool = False
+) -> StateBytes:
+    """Bytes that one rank keeps in a ZeRO stage (0 to 3) on `world_size` ranks.
+
+    A shard is a rank's N-th part, rounded up to whole elements. fp32 parameters are their own master
+    weights. Under `no_sync` (gradients reduced once a step, after all its micro-batches) each rank holds the
+    whole accumulated gradient, beside the shard that it is reduced into where gradients are sharded.
+    ``delayed`` updates read gradients of their own, and have master weights beside fp32 parameters too; the
+    room for updated parameters that they need besides with the optimizer on NVMe is not counted here.
+
+    Raises ValueError for a stage, world size, dtype or count that does not exist.
+    """
+    check_count("world_size", world_size, 1)
+    placement = Placement.of_stage(stage).over(world_size)
+    params = grads = optimizer = 0
+    for dtype, elements in state.frozen.items():
+        params += _part(elements, placement.params, world_size) * BYTES_OF_DTYPE[dtype]
+    for dtype, elements in state.trainable.items():
+        width = BYTES_OF_DTYPE[dtype]
+        accumulated = BYTES_OF_DTYPE[state.grad_accum_dtype]
+        grad_width = accumulated if state.accumulation_steps > 1 else width
+        params += _part(elements, placement.params, world_size) * width
+        grads += _part(elements, placement.grads, world_size) * grad_width
+        if no_sync and placement.grads:
+            grads += elements * accumulated
+        owned = _part(elements, placement.optimizer, world_size)
+        grads += owned * grad_width if delayed else 0
+        optimizer += state.moments * _moment_bytes(owned, state.moments_dtype)
+        optimizer += owned * 4 if dtype != "fp32" or delayed else 0
+    return StateBytes(params, grads, optimizer)
+
+
+def secondary_bytes(
+    numel: int, world_size: int, communication: CommunicationPolicy, bytes_per_element: int
+) -> int:
+    """Bytes that a rank of `world_size` keeps, beside its shard, of the parameters of a unit of `numel`
+    elements with padding: a node's part, in the codes or the precision that they travel in. Every node keeps
+    all parameters (ZeRO++, Wang et al., arXiv 2306.10209, section 3.2)."""
+    nodes = world_size // (communication.ranks_per_node or world_size)
+    return communication.secondary_bytes(numel // world_size, bytes_per_element, nodes)
+
+
+def check_count(name: str, value: object, least: int) -> None:
+    """Raises ValueError unless `value` is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}: {value!r} given, an integer of at least {least} wanted")
+
+
+def _part(elements: int, sharded: bool, world_size: int) -> int:
+    return -(-elements // world_size) if sharded else elements
+
+
+def _moment_bytes(elements: int, dtype: str) -> int:
+    if dtype != "8bit":
+        return elements * BYTES_OF_DTYPE[dtype]
+    return elements + 4 * block_count(elements)
+
+
+def _bytes_of(name: str, dtype: str) -> None:
+    if dtype not in BYTES_OF_DTYPE:
+        raise ValueError(f"{name}: {dtype!r} given, one of {', '.join(BYTES_OF_DTYPE)} wanted")

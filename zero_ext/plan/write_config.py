@@ -1,0 +1,45 @@
+"""What was planned as a configuration that trains so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zero_ext.config import ZeroConfig
+from zero_ext.plan.models import PlannedModel
+from zero_ext.plan.simulation.training_setup import Training
+
+DEFAULT_NVME_PATH = "/nvme"
+
+
+def config_of(
+    model: PlannedModel,
+    training: Training,
+    nvme_paths: tuple[str, ...] = (DEFAULT_NVME_PATH,),
+    *,
+    tiles: bool = True,
+) -> ZeroConfig:
+    """The configuration of ``training``: stage, precision, batch sizes, tiers, and ``tiles`` of large layers.
+
+    Where activations have to be recomputed, the model has to do it: no key of a configuration says so.
+    """
+    offload: dict[str, Any] = {
+        kind: getattr(training, kind)
+        for kind in ("params", "grads", "optimizer")
+        if getattr(training, kind) != "device"
+    }
+    if "nvme" in offload.values():
+        offload["nvme_paths"] = list(nvme_paths)
+    values: dict[str, Any] = {
+        "stage": training.stage,
+        "precision": {"dtype": "bf16", "moments_dtype": training.moments_dtype},
+        "batch": {
+            "train_batch_size": training.samples,
+            "micro_batch_size": training.micro_batch,
+            "gradient_accumulation_steps": training.accumulation_steps,
+        },
+        "gradient_clipping": 1.0,
+        "offload": offload,
+    }
+    if tiles and training.stage == 3 and model.shape.tiles > 1:
+        values["units"] = {"tiles": {"Linear": model.shape.matrix_tiles}}
+    return ZeroConfig.from_mapping(values)

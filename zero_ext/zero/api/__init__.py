@@ -1,0 +1,1 @@
+"""What users hold: prepare, module, optimizer, full parameters, ``param.grad``, state for checkpoints."""

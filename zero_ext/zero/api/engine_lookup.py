@@ -1,0 +1,64 @@
+"""From a model or a parameter to its engine."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import nn
+
+from zero_ext.config.schema.config_errors import show
+from zero_ext.zero.engine import Engine
+from zero_ext.zero.memory.lifetime import refuse_ended
+from zero_ext.zero.units.released_params import set_access
+
+MODULE_ATTRIBUTE = "_zero_ext_engine"
+PARAMETER_ATTRIBUTE = "_zero_ext_engine_ref"
+
+
+def attach_engine(model: nn.Module, engine: Engine) -> None:
+    """Makes ``engine`` belong to ``model``, and findable from its parameters."""
+    object.__setattr__(model, MODULE_ATTRIBUTE, engine)
+    for parameter in engine.index:
+        setattr(parameter, PARAMETER_ATTRIBUTE, weakref.ref(engine))
+        set_access(parameter, engine.access)
+
+
+def detach_engine(engine: Engine) -> None:
+    """The reverse of :func:`attach_engine`, for an engine that is about to end."""
+    vars(engine.model).pop(MODULE_ATTRIBUTE)
+    for parameter in engine.index:
+        vars(parameter).pop(PARAMETER_ATTRIBUTE)
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a model that went through :func:`zero_ext.prepare`.
+
+    Raises:
+        TypeError: something else than a module was given.
+        ValueError: the module was not prepared.
+        RuntimeError: it is a wrapper whose module was prepared again.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a prepared module, got {show(model)}. Mind the arguments' order.")
+    refuse_ended(model)
+    found = vars(model).get(MODULE_ATTRIBUTE)
+    if found is None and isinstance(vars(model).get("_modules", {}).get("module"), nn.Module):
+        found = vars(model._modules["module"]).get(MODULE_ATTRIBUTE)
+    if not isinstance(found, Engine):
+        raise ValueError(
+            f"{type(model).__name__} is not a prepared model; call model, optimizer = "
+            f"zero_ext.prepare(...) first"
+        )
+    return found
+
+
+def engine_of_parameter(parameter: nn.Parameter) -> Engine:
+    """The engine that holds ``parameter``; ``ValueError`` if none does."""
+    reference = getattr(parameter, PARAMETER_ATTRIBUTE, None)
+    engine = reference() if reference is not None else None
+    if not isinstance(engine, Engine) or parameter not in engine.index:
+        raise ValueError(
+            f"parameter of shape {tuple(parameter.shape)} belongs to no prepared model; call "
+            f"zero_ext.prepare first"
+        )
+    return engine

@@ -1,0 +1,316 @@
+"""The engine's state as checkpoints see it: 1-D pieces of live memory, and JSON-able scalars."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zero_ext.config import ZeroConfig
+from zero_ext.offload import Values, count, part_of
+from zero_ext.optim.elementwise_check import resumes_from
+from zero_ext.zero.construction.module_buffers import persistent_buffers
+from zero_ext.zero.step.auxiliary_state import Room
+from zero_ext.zero.units.dtensor_local import is_split
+from zero_ext.zero.units.quantized_params import packed_tensors
+from zero_ext.zero.units.unit import Unit
+
+if TYPE_CHECKING:
+    from zero_ext.comm import Collectives
+    from zero_ext.zero.api.model_parallel_state import PartsState
+    from zero_ext.zero.engine import Engine
+
+
+class ShardPiece(NamedTuple):
+    """A run of one state tensor: ``start`` counts elements in the parameter's memory order."""
+
+    kind: str
+    name: str
+    start: int
+    tensor: Values  # [numel], where it lies on this rank
+
+
+class ParameterInfo(NamedTuple):
+    """A parameter as a whole, the same on all ranks."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    aliases: tuple[str, ...]
+    trainable: bool
+
+
+class EngineState:
+    """Implements the checkpoint's ``StateSource`` for one engine.
+
+    Every rank saves the part of its own shard range, whatever is replicated, so that writing is shared;
+    at load a rank fills all that it owns.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.proxy(engine)
+        self.optimizer_class: str | None = None  # the user's, None without an optimizer
+        self.parts: PartsState | None = None  # of the whole model, where this is a part of it
+        self._undo: Callable[[], None] | None = None  # what a load made that has not changed anything yet
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return int(self._engine.rank)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return int(self._engine.world_size)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The engine's process group; None for a single rank."""
+        group: dist.ProcessGroup | None = self._engine.group
+        return group
+
+    @property
+    def everyone(self) -> Collectives:
+        """The collectives of all ranks with parts of the model; made by them together at first use."""
+        collectives: Collectives = self._engine.collectives
+        return collectives if self.parts is None else self.parts.everyone
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer, whose state a checkpoint has to give back."""
+        return self._engine.optimizer_step.stepper is not None
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The engine's configuration."""
+        config: ZeroConfig = self._engine.config
+        return config
+
+    def parameter_table(self) -> Mapping[str, ParameterInfo]:
+        """Every parameter by its first name."""
+        table = {}
+        for unit in self._engine.units:
+            for spec, parameter in zip(unit.layout.specs, unit.parameters, strict=True):
+                dtype = str(spec.dtype).removeprefix("torch.")
+                name, *aliases = self._engine.wholes.names(self._engine.names[parameter])
+                place = self._engine.wholes.place(spec.name)
+                shape, stride = (spec.shape, spec.stride) if place is None else (place.shape, place.stride)
+                if is_split(parameter):
+                    shape, stride = tuple(parameter.shape), tuple(parameter.stride())
+                table[name] = ParameterInfo(shape, stride, dtype, tuple(aliases), parameter.requires_grad)
+        return table
+
+    def save_pieces(self) -> Iterator[ShardPiece]:
+        """What this rank saves: exactly its shard range of every unit, unless it is a replica of an earlier
+        rank's."""
+        self._engine.follow_writes()
+        if self._engine.collectives.replicas is not None and self._engine.collectives.replicas.rank:
+            return
+        for piece, unit, begin in self._pieces():
+            first, last = unit.layout.shard_range(unit.collectives.rank)
+            low, high = max(begin, first), min(begin + count(piece.tensor), last)
+            if low < high:
+                part = part_of(piece.tensor, low - begin, high - begin)
+                yield from self._of_wholes(
+                    ShardPiece(piece.kind, piece.name, piece.start + low - begin, part)
+                )
+
+        yield from self._kept_pieces(saves=True)
+
+    def load_pieces(self) -> Iterator[ShardPiece]:
+        """What this rank needs filled: everything it owns, of which nothing is under way any more."""
+        self._engine.residency.forget_values()
+        for piece, _, _ in self._pieces():
+            if count(piece.tensor):
+                yield from self._of_wholes(piece)
+        yield from self._kept_pieces(saves=False)
+
+    def _kept_pieces(self, saves: bool) -> Iterator[ShardPiece]:
+        """What the updates keep beside the optimizer's state: what is the same on all ranks is shared out
+        over them where it is saved."""
+        updates = self._engine.optimizer_step.updates
+        for kept in updates.kept() if updates is not None else ():
+            layout = self._engine.masters[kept.number].unit.layout
+            if saves and kept.room is Room.SHARED:
+                begin, end = layout.shard_range(self.rank)
+                kept = kept._replace(begin=begin, values=kept.values[begin:end])
+            for name, start, values in kept.runs(layout):
+                yield ShardPiece(kept.kind, name, start, values)
+
+    def _of_wholes(self, piece: ShardPiece) -> Iterator[ShardPiece]:
+        """``piece`` itself, or, of a tile, its runs of the tensor that was tiled."""
+        place = self._engine.wholes.place(piece.name)
+        if place is None:
+            yield piece
+            return
+        for begin, start, numel in place.runs(piece.start, count(piece.tensor)):
+            yield ShardPiece(piece.kind, place.name, start, part_of(piece.tensor, begin, begin + numel))
+
+    def _pieces(self) -> Iterator[tuple[ShardPiece, Unit, int]]:
+        """Every owned piece with its unit and its first element's place in the unit's flat buffer."""
+        engine = self._engine
+        mastered = {master.unit for master in engine.masters}
+        for unit in engine.units:
+            if unit in mastered:
+                continue
+            rank, sharded = unit.collectives.rank, unit.placement.params
+            begin, end = unit.layout.shard_range(rank) if sharded else (0, unit.layout.numel)
+            home = unit.home if unit.placement.params else engine.tiers.in_memory(unit.flat)
+            for overlap in unit.layout.overlaps(begin, end):
+                name = unit.layout.specs[overlap.index].name
+                run = home.run(overlap.range_start, overlap.range_start + overlap.numel)
+                yield (
+                    ShardPiece("master", name, overlap.parameter_start, run),
+                    unit,
+                    begin + overlap.range_start,
+                )
+        stepper = engine.optimizer_step.stepper
+        for number, master in enumerate(engine.masters):
+            specs = master.unit.layout.specs
+            for overlap in master.overlaps:
+                piece = ShardPiece(
+                    "master", specs[overlap.index].name, overlap.parameter_start, master.part(overlap)
+                )
+                yield piece, master.unit, master.begin + overlap.range_start
+            if stepper is not None:
+                for kind, segment, values in stepper.values(number):
+                    yield (
+                        ShardPiece(kind, segment.name, segment.start, values),
+                        master.unit,
+                        master.begin + segment.begin,
+                    )
+
+    def scalar_state(self) -> dict[str, Any]:
+        """Steps, loss scaler, param groups and the optimizer's scalars."""
+        engine, step = self._engine, self._engine.optimizer_step
+        groups = []
+        for group in step.groups:
+            plain = {key: _plain(value) for key, value in group.items() if key != "params"}
+            names = engine.wholes.names(engine.names[parameter][0] for parameter in group["params"])
+            groups.append({"settings": plain, "params": names})
+        return {
+            "steps": step.steps,
+            "skipped_steps": step.skipped_steps,
+            "loss_scaler": step.scaler.state_dict(),
+            "param_groups": groups,
+            "optimizer_class": self.optimizer_class,
+            "optimizer": engine.wholes.to_wholes(step.stepper.scalars()) if step.stepper else None,
+        }
+
+    def load_scalar_state(self, state: dict[str, Any]) -> None:
+        """Restores :meth:`scalar_state`. ``ValueError``, with nothing changed, if it is of another optimizer
+        or its param groups hold other parameters."""
+        engine, step = self._engine, self._engine.optimizer_step
+        stepper = step.stepper
+        if stepper is not None:
+            self._check_optimizer(state)
+        step.scaler.load_state_dict(state["loss_scaler"])
+        self._undo = None
+        if stepper is not None:
+            stepper.load_scalars(engine.wholes.to_tiles(state["optimizer"]))
+            for live, group in zip(step.groups, state["param_groups"], strict=True):
+                for key, value in group["settings"].items():
+                    if key not in live and state["optimizer_class"] != self.optimizer_class:
+                        continue  # a setting that only the other class has
+                    live[key] = _as_before(live.get(key), value)
+        step.steps = int(state["steps"])
+        step.skipped_steps = int(state["skipped_steps"])
+
+    def _check_optimizer(self, state: dict[str, Any]) -> None:
+        own = self.scalar_state()
+        if state["optimizer"] is None:
+            raise ValueError("the checkpoint was saved without an optimizer, and this model has one")
+        if not resumes_from(own["optimizer_class"], state["optimizer_class"]):
+            raise ValueError(
+                f"the checkpoint was saved with the optimizer {state['optimizer_class']}, this model has "
+                f"{own['optimizer_class']}"
+            )
+        same = state["optimizer_class"] == own["optimizer_class"]
+        if same and state["optimizer"].keys() != own["optimizer"].keys():
+            raise ValueError(
+                f"the checkpoint's state of {own['optimizer_class']} is of another form than this model's; "
+                "was it saved with other settings, as amsgrad?"
+            )
+        # Within a group the order says nothing: all state goes by name.
+        groups, saved = ([set(group["params"]) for group in each["param_groups"]] for each in (own, state))
+        if groups != saved:
+            different = sorted(set().union(*groups) ^ set().union(*saved))
+            raise ValueError(
+                "the checkpoint's param groups hold other parameters than this optimizer's: groups of "
+                f"{[len(group) for group in saved]} parameters, here {[len(group) for group in groups]}; in "
+                f"one of both alone: {', '.join(different[:5]) or 'none, they are grouped otherwise'}"
+            )
+
+    def prepare_load(self, kinds: Mapping[str, tuple[str, ...]]) -> None:
+        """Makes lazily created optimizer state exist for the kinds of state a checkpoint holds."""
+        step = self._engine.optimizer_step
+        if step.stepper is not None and step.updates is not None:
+            tiles = self._engine.wholes.to_tiles(kinds)
+            undo = step.stepper.make_state(tiles), step.updates.make_kept(tiles)
+
+            def undo_all() -> None:
+                for each in undo:
+                    each()
+
+            self._undo = undo_all
+
+    def leaves(self, kind: str) -> bool:
+        """Whether state of this kind in a checkpoint has no place here and is left aside."""
+        updates = self._engine.optimizer_step.updates
+        return updates is not None and updates.leaves(kind)
+
+    def abandon_load(self) -> None:
+        """After a load that was refused: takes back what :meth:`prepare_load` made."""
+        if self._undo is not None:
+            self._undo()
+        self._undo = None
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The module's persistent buffers."""
+        return persistent_buffers(self._engine.model)
+
+    def finish_load(self) -> None:
+        """Parameters follow the loaded master weights, on all ranks."""
+        self._engine.optimizer_step.forget_damage()
+        self._engine.clear_gradients()
+        self._engine.refresh_parameters()
+        updates = self._engine.optimizer_step.updates
+        if updates is not None:
+            updates.restore()
+
+
+class TrainedState(EngineState):
+    """The same without the parameters that nothing trains, as the base model under adapters, and without
+    what is attached to them: a checkpoint of it is loaded into a model that has their values already."""
+
+    def parameter_table(self) -> Mapping[str, ParameterInfo]:
+        """Every trained parameter by its first name."""
+        engine = self._engine
+        trained = {
+            engine.wholes.name(spec.name) for master in engine.masters for spec in master.unit.layout.specs
+        }
+        return {name: entry for name, entry in super().parameter_table().items() if name in trained}
+
+    def _pieces(self) -> Iterator[tuple[ShardPiece, Unit, int]]:
+        trained = {master.unit for master in self._engine.masters}
+        return (each for each in super()._pieces() if each[1] in trained)
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The module's persistent buffers."""
+        attached = packed_tensors(self._engine.model)
+        return {name: buffer for name, buffer in super().buffers().items() if name not in attached}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _as_before(live: Any, saved: Any) -> Any:
+    if isinstance(live, torch.Tensor):
+        return live.fill_(saved)
+    return tuple(saved) if isinstance(live, tuple) else saved

@@ -1,0 +1,312 @@
+"""Full parameters outside forward: reading and editing them, whole state dicts, double backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_ext.zero.api.engine_lookup import engine_of, engine_of_parameter
+from zero_ext.zero.construction.gathered_presharded import gathered_born
+from zero_ext.zero.construction.module_buffers import persistent_buffers
+from zero_ext.zero.engine import Engine
+from zero_ext.zero.units.collective_errors import refuse_different
+from zero_ext.zero.units.dtensor_local import is_split, local_value, whole_of
+from zero_ext.zero.units.expert_params import expert_ranks
+from zero_ext.zero.units.flat_layout import in_memory_order
+from zero_ext.zero.units.master_weights import MasterShard, store_values
+from zero_ext.zero.units.presharded import born_shard
+from zero_ext.zero.units.unit import Unit, UnitState
+from zero_ext.zero.unshard.on_demand import held
+
+
+@contextlib.contextmanager
+def gathered(
+    parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None
+) -> Iterator[None]:
+    """Makes ``parameters`` (of prepared models, or made in :class:`zero_ext.Init`) whole inside the block, on
+    every rank; a collective.
+
+    With ``modifier_rank`` None the values are for reading and a write raises ``RuntimeError`` at the end;
+    with a rank, that rank's values become everybody's, shards and fp32 master weights included (elements
+    that were not changed keep their master's full precision). Works for every stage. If the block raises,
+    or writes what it may only read, edits of sharded parameters are dropped; those of replicated ones
+    (stages 0 to 2) stay on this rank. Raises ``ValueError`` for a parameter of neither kind, for a rank
+    that does not exist, and for an edit of experts that are spread over ranks. Values for reading are those
+    that forward uses; before an edit delayed updates are finished.
+    """
+    listed = _listed(parameters)
+    born = [parameter for parameter in listed if born_shard(parameter) is not None]
+    units = _units_of(parameter for parameter in listed if born_shard(parameter) is None)
+    with gathered_born(born, modifier_rank), _gathered_units(units, modifier_rank):
+        yield
+
+
+@contextlib.contextmanager
+def _gathered_units(units: list[tuple[Engine, Unit]], modifier_rank: int | None) -> Iterator[None]:
+    for engine, unit in units:
+        engine.optimizer_step.refuse_pending("gathered")
+        if modifier_rank is not None:
+            engine.optimizer_step.refuse_drift("a write to parameters")
+        if modifier_rank is not None and modifier_rank not in range(engine.world_size):
+            raise ValueError(
+                f"modifier_rank: {modifier_rank!r} given, a rank from 0 to {engine.world_size - 1} wanted"
+            )
+        if modifier_rank is not None and expert_ranks(unit.parameters[0]):
+            raise ValueError(
+                f"modifier_rank: {unit.describe()} holds experts, of which rank {modifier_rank} has others "
+                "than some ranks; leave them out, or use zero_ext.load_full_state_dict(strict=False)"
+            )
+    if modifier_rank is not None:
+        for engine in dict.fromkeys(engine for engine, _ in units):
+            engine.finish_updates()
+    by_engine: dict[Engine, list[Unit]] = {}
+    for engine, unit in units:
+        by_engine.setdefault(engine, []).append(unit)
+    with contextlib.ExitStack() as holding:
+        for engine, those in by_engine.items():
+            holding.enter_context(held(engine, those))
+        before = {unit: [parameter._version for parameter in unit.parameters] for _, unit in units}
+        yield
+        for engine, unit in units:
+            _check_present(unit)
+            if modifier_rank is None:
+                _check_only_read(unit, before[unit])
+            else:
+                _take_over(engine, unit, modifier_rank)
+
+
+def _listed(parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    elif isinstance(parameters, nn.Parameter):
+        parameters = [parameters]
+    return list(dict.fromkeys(parameters))
+
+
+def _units_of(parameters: Iterable[nn.Parameter]) -> list[tuple[Engine, Unit]]:
+    found: dict[Unit, Engine] = {}
+    for parameter in parameters:
+        engine = engine_of_parameter(parameter)
+        found[engine.index[parameter][0]] = engine
+    return [(engine, unit) for unit, engine in found.items()]
+
+
+def _check_present(unit: Unit) -> None:
+    if unit.state is not UnitState.GATHERED:
+        raise RuntimeError(
+            f"{unit.describe()} was released inside 'with zero_ext.gathered(...)': a backward pass ended "
+            "there. Run backward outside the block."
+        )
+
+
+def _check_only_read(unit: Unit, before: list[int]) -> None:
+    for number in unit.written():
+        if unit.parameters[number]._version != before[number]:
+            raise RuntimeError(
+                f"parameter '{unit.layout.specs[number].name}' was written to inside 'with "
+                "zero_ext.gathered(params):', which is for reading; say whose values count: "
+                "'with zero_ext.gathered(params, modifier_rank=0):'"
+            )
+
+
+def _take_over(engine: Engine, unit: Unit, modifier_rank: int) -> None:
+    engine.collectives.broadcast_(unit.flat, modifier_rank, f"edited {unit.describe()}")
+    try:
+        store_values(unit, engine.masters, engine.collectives)
+    finally:
+        unit.accept_writes()
+
+
+def _names_of(engine: Engine) -> dict[nn.Parameter, list[str]]:
+    """Every name of every parameter in the state dict, those of modules that occur twice included."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in engine.model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def full_state_dict(
+    model: nn.Module, *, rank0_only: bool = False, wanted: Callable[[str], bool] | None = None
+) -> dict[str, torch.Tensor]:
+    """Every parameter and persistent buffer, whole, as independent CPU tensors under the module's own keys;
+    a collective.
+
+    Parameters are in compute precision; tied ones are one tensor under each of their names. With
+    ``rank0_only`` the other ranks get an empty dict. Units are gathered one at a time; with ``wanted``, which
+    must answer alike on all ranks, only those of which it wants a key, and only these keys are returned.
+    """
+    engine = engine_of(model)
+    engine.finish_updates()
+    wants = wanted or (lambda _: True)
+    chosen = {
+        parameter
+        for parameter, names in _names_of(engine).items()
+        if any(wants(engine.wholes.name(name)) for name in names)
+    }
+    keep = not rank0_only or engine.rank == 0
+    whole: dict[nn.Parameter, torch.Tensor] = {}
+    tiled: dict[str, torch.Tensor] = {}
+    for unit in engine.units:
+        if chosen.isdisjoint(unit.parameters):
+            continue
+        with gathered(unit.parameters):
+            for number, parameter in enumerate(unit.parameters if keep else ()):
+                if parameter not in chosen:
+                    continue
+                place, value = engine.wholes.place(engine.names[parameter][0]), unit.view_of(number).detach()
+                if place is None or is_split(parameter):
+                    value = whole_of(parameter, value)
+                    whole[parameter] = value.to("cpu", copy=True)
+                    continue
+                if place.name not in tiled:
+                    tiled[place.name] = value.new_empty(place.shape, device="cpu")
+                place.part_of(tiled[place.name]).copy_(value)
+                whole[parameter] = tiled[place.name]
+    if not keep:
+        return {}
+    named = engine.model.named_parameters(remove_duplicate=False)
+    values = {engine.wholes.name(name): whole[parameter] for name, parameter in named if parameter in chosen}
+    for name, buffer in persistent_buffers(engine.model).items():
+        if wants(name):
+            values[name] = buffer.detach().to("cpu", copy=True)
+    return {name: value for name, value in values.items() if wants(name)}
+
+
+def load_full_state_dict(
+    model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True
+) -> tuple[list[str], list[str]]:
+    """Loads whole tensors, present on every rank, into a prepared model of any stage; a collective.
+
+    fp32 values reach the master weights without rounding. A tied parameter may come under any of its names.
+    ``strict`` raises ``ValueError``, before anything changes, for missing or unexpected keys; wrong shapes
+    always do. Returns the missing and the unexpected keys.
+    """
+    engine = engine_of(model)
+    _check_shapes(state, engine.wholes.shapes())
+    engine.finish_updates()
+    engine.optimizer_step.refuse_drift("a write to parameters")
+    state = engine.wholes.cut(state)
+    names, buffers = _names_of(engine), persistent_buffers(engine.model)
+    found = {parameter: [name for name in own if name in state] for parameter, own in names.items()}
+    missing = engine.wholes.names(own[0] for parameter, own in names.items() if not found[parameter])
+    missing += [name for name in buffers if name not in state]
+    known = {name for own in names.values() for name in own} | set(buffers)
+    unexpected = [name for name in state if name not in known]
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"state dict: missing {missing}, unexpected {unexpected}; pass strict=False to ignore them"
+        )
+    shapes = {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+    shapes |= {name: tuple(parameter.shape) for parameter, own in names.items() for name in own}
+    _check_shapes(state, shapes)
+    with torch.no_grad():
+        # The last of several names counts, as it does for torch.
+        lasts = [[found[parameter][-1:] for parameter in unit.parameters] for unit in engine.units]
+        values = [[state[name[0]] if name else None for name in names] for names in lasts]
+        for step in (refuse_different_values, fill_unit):
+            for unit, own in zip(engine.units, values, strict=True):
+                step(engine, unit, own)
+        for name, buffer in buffers.items():
+            if name in state:
+                buffer.copy_(state[name])
+    return missing, unexpected
+
+
+def _check_shapes(state: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    for name, value in state.items():
+        if name not in shapes:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"state dict: '{name}' is a {type(value).__name__}, a tensor wanted")
+        if tuple(value.shape) != shapes[name]:
+            raise ValueError(
+                f"state dict: '{name}' has shape {tuple(value.shape)}, {shapes[name]} wanted; nothing was "
+                "loaded"
+            )
+
+
+def refuse_different_values(engine: Engine, unit: Unit, values: list[torch.Tensor | None]) -> None:
+    """Raises ``RuntimeError`` on all ranks if theirs are to give a parameter of ``unit`` different whole
+    ``values``; a collective. None stands for a parameter that stays."""
+    for value, parameter, spec in zip(values, unit.parameters, unit.layout.specs, strict=True):
+        if value is not None:
+            refuse_different(
+                engine.collectives.holders(bool(expert_ranks(parameter))),
+                f"parameter '{spec.name}' was given a whole value",
+                in_memory_order(local_value(parameter, value.detach()), spec),
+                "Load the same file on all ranks, or broadcast its values.",
+            )
+
+
+def fill_unit(engine: Engine, unit: Unit, values: list[torch.Tensor | None]) -> None:
+    """Gives the parameters of ``unit`` whole ``values`` that every rank has, those that are not None, master
+    weights without rounding; a collective."""
+    with gathered(unit.parameters):
+        targets: list[Unit | MasterShard] = [
+            unit,
+            *(master for master in engine.masters if master.unit is unit),
+        ]
+        for number, (value, spec) in enumerate(zip(values, unit.layout.specs, strict=True)):
+            if value is not None:
+                flattened = in_memory_order(local_value(unit.parameters[number], value), spec)
+                for target in targets:
+                    target.put(number, 0, flattened)
+        unit.publish()
+
+
+def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The whole averaged gradient of one parameter, on every rank, before the step clips it; a collective.
+
+    None if no rank has one. Shape, device and memory order of the parameter, dtype of the reduced gradient.
+    Of fp16 parameters it is still multiplied by the loss scale.
+    """
+    engine = engine_of_parameter(parameter)
+    engine.optimizer_step.refuse_pending("full_gradient")
+    engine.settle_gradients()
+    unit, number = engine.index[parameter]
+    if unit not in {master.unit for master in engine.masters}:
+        return None
+    return engine.views.whole(engine.gradients_of(unit), number)
+
+
+@contextlib.contextmanager
+def double_backward(model: nn.Module) -> Iterator[None]:
+    """Around forward and backward of a step that differentiates twice (``create_graph=True``), or whose
+    blocks return objects in which no tensor can be found: saved parameters are gathered when autograd
+    unpacks them, whatever the order. About 10% slower on a small model. Raises ``RuntimeError`` where units
+    are updated in backward."""
+    engine = engine_of(model)
+    if engine.config.offload.step == "in_backward":
+        raise RuntimeError(
+            "double_backward: offload.step is 'in_backward', so parameters change while backward may still "
+            "need them; set it to 'after_backward'"
+        )
+    by_storage = {unit.flat.untyped_storage()._cdata: unit for unit in engine.units if unit.placement.params}
+    holder = object()
+
+    def pack(tensor: torch.Tensor) -> Any:
+        unit = by_storage.get(tensor.untyped_storage()._cdata)
+        if unit is None:
+            return tensor
+        return unit, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        unit, size, stride, offset = packed
+        engine.residency.need(unit, holder, engine.residency.backward_order)
+        view: torch.Tensor = unit.flat.as_strided(size, stride, offset)
+        return view
+
+    engine.hooks.gathers_saved_tensors = True
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        engine.hooks.gathers_saved_tensors = False
+        for unit in by_storage.values():
+            engine.residency.let_go(unit, holder)

@@ -1,0 +1,374 @@
+"""``prepare``: a model and its optimizer become sharded, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zero_ext import ops
+from zero_ext.comm import Collectives
+from zero_ext.comm.process_group import join_world, make_collectives
+from zero_ext.config import ZeroConfig, load_config
+from zero_ext.config.state_placement import Placement
+from zero_ext.offload import Device, Tiers
+from zero_ext.optim.elementwise_check import (
+    check_elementwise,
+    check_step_time,
+    exchanges_signs,
+    fusible,
+    was_stepped,
+)
+from zero_ext.optim.lamb import Lamb
+from zero_ext.optim.one_bit import check_one_bit_optimizer
+from zero_ext.zero.api.activation_hooks import activation_group_of, checkpointing_of
+from zero_ext.zero.api.close_engine import close, engines_before
+from zero_ext.zero.api.engine_lookup import attach_engine
+from zero_ext.zero.api.misuse_guards import guard_module
+from zero_ext.zero.api.model_parallel_state import PartsState
+from zero_ext.zero.api.zero_module import ZeroModule, unwrapped
+from zero_ext.zero.api.zero_optimizer import ZeroOptimizer, as_given
+from zero_ext.zero.construction.build_units import (
+    broadcast_buffers,
+    build_unit,
+    check_values,
+    device_of,
+    in_birth_order,
+    reserve_storage,
+)
+from zero_ext.zero.construction.expert_checks import check_experts
+from zero_ext.zero.construction.grouping import (
+    DTYPES,
+    Owned,
+    owned_parameters,
+    trained_by,
+    updates_on_trial,
+)
+from zero_ext.zero.construction.input_cast import cast_inputs, cast_running_statistics
+from zero_ext.zero.construction.local_module_names import without_names_elsewhere
+from zero_ext.zero.construction.materialize import leave_meta
+from zero_ext.zero.construction.model_checks import check_embeddings, check_modules
+from zero_ext.zero.construction.module_buffers import move_buffers
+from zero_ext.zero.construction.oom_report import Forecast
+from zero_ext.zero.construction.parameter_aliases import find_aliases, renew
+from zero_ext.zero.construction.rank_consistency import check_agreement
+from zero_ext.zero.engine import Engine
+from zero_ext.zero.gradients.parameter_hooks import watch_all
+from zero_ext.zero.memory.pool import BufferPool
+from zero_ext.zero.memory.pool_plan import PoolPlan
+from zero_ext.zero.tiling.replace_layers import apply_tiling, plan_tiling
+from zero_ext.zero.units.collective_errors import together
+from zero_ext.zero.units.dtensor_local import is_distributed, problem_of
+from zero_ext.zero.units.expert_params import expert_ranks
+from zero_ext.zero.units.model_parallel_sync import counted_once
+from zero_ext.zero.units.rank_groups import RankGroups, rank_groups
+from zero_ext.zero.units.shared_params import tie_of
+from zero_ext.zero.unshard.hook_installation import install, watch_reads
+
+_UNPREPARED = "The weights are as they were. Mend it and prepare the model again."
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    config: ZeroConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    wrap: bool = True,
+    elementwise: bool = False,
+    values: Literal["keep", "empty"] = "keep",
+    device: torch.device | str | None = None,
+    activation_group: dist.ProcessGroup | None = None,
+) -> tuple[Any, Any]:
+    """Shards ``model`` and ``optimizer`` in place, as ``config`` says; a collective of all ranks.
+
+    The loop stays as it was: call the model, ``loss.backward()``, ``optimizer.step()``,
+    ``optimizer.zero_grad()``. Rank 0's initial values count. Without an optimizer (inference) there are no
+    gradients, master weights or optimizer state, whatever tier ``config`` names for them, and the returned
+    optimizer is None.
+
+    A model that is prepared already gets a new engine: its weights are kept, as the parameters have them,
+    optimizer state and step counts start anew, and the engine, wrapper and optimizer of before raise
+    ``RuntimeError`` from then on. Sharded parameters are not made whole for it.
+
+    Args:
+        model: any module, built plainly or inside :class:`zero_ext.Init`, or prepared before.
+        optimizer: over the model's own parameters, not yet stepped. Adam, AdamW, Lamb and Lion run fused;
+            torch's other element-wise optimizers run unchanged on the fp32 shards. One that ``prepare``
+            returned stands for the one it was made of.
+        config: :class:`ZeroConfig`, a mapping, or the path of a JSON file; default ZeRO-3.
+        process_group: the data-parallel ranks; default all, or a single rank without a launcher. Or a mesh of
+            :func:`zero_ext.parallel.make_mesh`, where ``model`` is this rank's part of the whole: ranks along
+            "dp", "ep" and "cp" share its state, but for experts, which differ along "ep"; norms, clipping and
+            overflow are those of the parts along "pp" and "tp", and of all experts, together.
+        wrap: return the model inside :class:`ZeroModule`; False returns the user's own object.
+        elementwise: declares an unknown optimizer class to be element-wise; it is checked by trial.
+        values: "empty" skips initial values: parameters are zero until a checkpoint is loaded, and may be
+            on the meta device.
+        device: where the model trains. Default: where its parameters are, or, if they are nowhere yet (meta,
+            Init), the accelerator if there is one. Parameters move there a unit at a time.
+        activation_group: ranks that hold identical activations (tensor parallelism), for
+            ``activation_checkpointing.partition_activations``; they may not be data-parallel.
+
+    Returns:
+        The model and a :class:`ZeroOptimizer`.
+
+    Raises:
+        ValueError: bad configuration, foreign optimizer parameters, an optimizer that needs whole tensors,
+            parameters on several devices, an activation group of data-parallel ranks.
+        RuntimeError: the ranks hold different models, or the model is prepared again inside a forward,
+            between forward and backward, inside ``gathered`` or during a save in the background (raised on
+            all of them).
+    """
+    model, optimizer = unwrapped(model), as_given(optimizer)
+    settings = _settings(config, optimizer)
+    check_modules(model)
+    groups = rank_groups(process_group)
+    activation_group = activation_group_of(settings.activation_checkpointing, activation_group, groups)
+    owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
+    if not owned:
+        raise ValueError(f"{type(model).__name__} has no parameters; there is nothing to shard")
+    place = Device(device_of(owned, device))
+    collectives = _join(groups, settings, place)
+    collectives.shard_among(settings.communication.sharding_ranks)
+    settings = _resolved(settings, collectives)
+    aliases = find_aliases(model, owned)
+    before = engines_before(model, owned)
+    _check_parameters(model, owned, optimizer, groups, collectives.world_size)
+    own_settings = without_names_elsewhere(model, settings, collectives.model)
+    tiling = plan_tiling(model, own_settings.units.tiles)
+    check_experts(owned, tiling, optimizer, settings, groups)
+    _check_optimizer(optimizer, {item.parameter for item in owned}, elementwise, settings, groups)
+    in_parts = collectives.model is not None or any(expert_ranks(item.parameter) for item in owned)
+    check_one_bit_optimizer(optimizer, settings, in_parts)
+    if values == "keep":
+        check_values(owned)
+    check_agreement(owned, settings, collectives, optimizer)
+    if collectives.model is not None:
+        check_agreement((), settings, collectives.model)
+        settings = own_settings
+    _see_to_swaps(settings, collectives)
+    close(before, model)
+    if settings.stage == 3:
+        apply_tiling(model, optimizer, tiling, collectives)
+    if values == "empty":
+        leave_meta(model)
+    if any(item.parameter.device != place.device for item in owned):
+        move_buffers(model, place.device)
+    owned = in_birth_order(owned_parameters(model, settings.precision.dtype))
+    owned = counted_once(owned, collectives.model, groups.tensor_rank)
+    forecast = Forecast(model, optimizer, owned, settings, collectives, place.device)
+    with forecast.watching():
+        engine = _shard(model, owned, optimizer, forecast, place, values)
+        engine.group = (groups.data or dist.group.WORLD) if collectives.world_size > 1 else None
+        prepared = _prepared_optimizer(engine, optimizer, elementwise) if optimizer is not None else None
+    if in_parts and groups.whole is not None:
+        _join_parts(engine, owned, groups.whole)
+    renew(aliases, engine)
+    engine.hooks.checkpointing = checkpointing_of(engine, activation_group)
+    engine.tiers.transfers.clear()
+    return (ZeroModule(model) if wrap else model), prepared
+
+
+def _join_parts(engine: Engine, owned: Sequence[Owned], whole: dist.ProcessGroup) -> None:
+    """Checkpoints are of all parts of the model, which the ranks of ``whole`` have."""
+    names = {item.spec.name: tie.name for item in owned if (tie := tie_of(item.parameter)) is not None}
+    elsewhere = [item.spec.name for item in owned if not item.counted]
+    for state in (engine.state, engine.trained_state):
+        state.parts = PartsState(state, whole, names, elsewhere)
+
+
+def _join(groups: RankGroups, settings: ZeroConfig, device: Device) -> Collectives:
+    """The ranks' collectives on tensors of ``device``."""
+    join_world(settings.timeout_seconds)
+    collectives = make_collectives(
+        groups.data,
+        settings.timeout_seconds,
+        device.device,
+        reduction=settings.precision.reduction,
+        ranks_per_node=settings.communication.ranks_per_node,
+    )
+    if groups.model is not None:
+        collectives.join_model(make_collectives(groups.model, settings.timeout_seconds, device.device))
+    if groups.same_experts:
+        collectives.join_experts(groups.same_experts)
+    return collectives
+
+
+def _resolved(settings: ZeroConfig, collectives: Collectives) -> ZeroConfig:
+    """``settings`` with what follows from the ranks."""
+    batch = settings.batch.resolve(collectives.world_size)
+    precision = settings.precision.replace(reduction=collectives.reduction)
+    return settings.replace(batch=batch, precision=precision)
+
+
+def _see_to_swaps(settings: ZeroConfig, collectives: Collectives) -> None:
+    """Gathered units swap memory: what PyTorch lacks for that is compiled before anything changes."""
+    placement = Placement.of_stage(settings.stage).on_tiers(settings.offload).over(collectives.world_size)
+    if placement.params and not ops.torch_swaps_storages():
+        together(collectives, ops.load_storage_swap, "compiling zero_ext._C_storage", "Nothing was changed.")
+
+
+def _shard(
+    model: nn.Module,
+    owned: Sequence[Owned],
+    optimizer: torch.optim.Optimizer | None,
+    forecast: Forecast,
+    device: Device,
+    values: Literal["keep", "empty"],
+) -> Engine:
+    """Turns the parameters ``owned`` into units, and the model into one that an engine moves."""
+    plans, settings, collectives = forecast.plans, forecast.config, forecast.collectives
+    tiers = _make_tiers(forecast, optimizer, device)
+    pool = BufferPool(forecast.staging.pool, tiers.device)
+    built = [
+        build_unit(
+            plan,
+            collectives,
+            pool,
+            tiers,
+            settings.communication,
+            values == "keep",
+            forecast.trains(plan),
+        )
+        for plan in plans
+    ]
+    if settings.precision.dtype != "keep":
+        cast_running_statistics(model, DTYPES[settings.precision.dtype])
+    broadcast_buffers(model, collectives)
+    landings = BufferPool(PoolPlan(forecast.staging.landings, {}), device, "host")
+    engine = Engine(model, owned, built, settings, collectives, pool, landings, tiers)
+    homes = {
+        parameter: (unit, plan.home)
+        for (unit, _), plan in zip(built, plans, strict=True)
+        for parameter in unit.parameters
+        if unit.placement.params and plan.home is not None
+    }
+    install(model, engine.hooks, homes)
+    guard_module(model, homes)
+    if settings.precision.dtype != "keep":
+        cast_inputs(model, DTYPES[settings.precision.dtype])
+    attach_engine(model, engine)
+    return engine
+
+
+def _settings(
+    config: ZeroConfig | Mapping[str, Any] | str | Path | None, optimizer: torch.optim.Optimizer | None
+) -> ZeroConfig:
+    settings = load_config(config)
+    return settings if optimizer is not None else settings.replace(offload=settings.offload.of_params_alone())
+
+
+def _prepared_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, elementwise: bool) -> ZeroOptimizer:
+    watch_all(engine.index, engine)
+    if engine.config.offload.step == "in_backward":
+        trained = {parameter for master in engine.masters for parameter in master.unit.parameters}
+        watch_reads(engine.model, trained, engine.parameter_read)
+    prepared = ZeroOptimizer(engine, optimizer, elementwise)
+    engine.state.optimizer_class = type(optimizer).__qualname__
+    engine.trained_state.optimizer_class = engine.state.optimizer_class
+    # A scheduler over the user's own optimizer would warn that it never steps: the prepared one does.
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    return prepared
+
+
+def _check_parameters(
+    model: nn.Module,
+    owned: Sequence[Owned],
+    optimizer: torch.optim.Optimizer | None,
+    groups: RankGroups,
+    world_size: int,
+) -> None:
+    check_embeddings(model, world_size)
+    for item in owned:
+        name, parameter, dtype = item.spec.name, item.parameter, item.spec.dtype
+        if optimizer is not None and parameter.requires_grad and dtype.is_complex:
+            raise ValueError(
+                f"parameter '{name}': expected real numbers, got {dtype}: optimizer state, clipping and "
+                "reduction are in float32. Keep it as real numbers with a last axis of 2, and use "
+                "torch.view_as_complex(parameter) in forward; or freeze it."
+            )
+        if optimizer is not None and parameter.requires_grad and dtype not in DTYPES.values():
+            raise ValueError(
+                f"parameter '{name}' is trainable and {dtype}; sharded training is in float32, bfloat16 or "
+                "float16. Convert the model, set 'precision.dtype', or freeze the parameter."
+            )
+        ranks = dist.get_process_group_ranks(groups.tensor) if groups.tensor is not None else []
+        problem = problem_of(parameter, ranks, dtype)
+        if problem:
+            raise ValueError(f"parameter '{name}' {problem}")
+        value: Any = parameter
+        if not is_distributed(parameter) and is_traceable_wrapper_subclass(value):
+            raise ValueError(
+                f"parameter '{name}' is a {type(value).__name__}, a tensor made of several others, which has "
+                "no flat memory to shard. Quantise with bitsandbytes, whose 4-bit weights are bytes, keep "
+                "packed weights in a uint8 parameter of your own, or prepare the model unquantised."
+            )
+
+
+def _make_tiers(forecast: Forecast, optimizer: torch.optim.Optimizer | None, device: Device) -> Tiers:
+    """The tiers with room for everything, or an error on all ranks with nothing changed."""
+    settings, plans, collectives = forecast.config, forecast.plans, forecast.collectives
+    on_trial = updates_on_trial(settings, (item.spec.dtype for plan in plans for item in plan.members))
+
+    def make() -> Tiers:
+        staging = forecast.staging
+        tiers = Tiers(
+            settings.offload,
+            settings.aio,
+            staging.rooms,
+            forecast.kinds,
+            on_trial,
+            device,
+            staging.transit,
+            collectives.bus,
+            exchanges_signs(optimizer),
+        )
+        sums = DTYPES[settings.precision.grad_accum_dtype]
+        reserve_storage(plans, tiers, trained_by(optimizer), sums)
+        return tiers
+
+    if not settings.offload.any_nvme:
+        return make()
+    return together(collectives, make, "setting up storage on NVMe", _UNPREPARED)
+
+
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer | None,
+    known: set[nn.Parameter],
+    elementwise: bool,
+    settings: ZeroConfig,
+    groups: RankGroups,
+) -> None:
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: a torch.optim.Optimizer wanted, {type(optimizer).__name__} given")
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter not in known:
+                raise ValueError(
+                    f"optimizer param group {number}, parameter {position} of shape "
+                    f"{tuple(parameter.shape)} is "
+                    "not a parameter of the model given to zero_ext.prepare; build the optimizer from "
+                    "model.parameters() of that same model, after any change to it"
+                )
+    if was_stepped(optimizer):
+        raise ValueError(
+            "the optimizer has state already; call zero_ext.prepare before its first step, and restore "
+            "training with zero_ext.load_checkpoint"
+        )
+    check_step_time(optimizer, settings.offload.step)
+    if groups.tensor is not None and isinstance(optimizer, Lamb):
+        raise ValueError(
+            "Lamb with a mesh whose 'tp' is longer than 1: a trust ratio needs the norm of a parameter, "
+            "and ranks with parts of it do not add theirs up. Use torch.optim.AdamW, or 'tp' 1"
+        )
+    if not fusible(optimizer):
+        check_elementwise(optimizer, elementwise)

@@ -1,0 +1,195 @@
+"""The optimizer the user holds: a real ``torch.optim.Optimizer`` whose step runs on the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from zero_ext.offload import Values, copy_of, count, replace
+from zero_ext.optim import Stepper, make_stepper, moments_dtype_named
+from zero_ext.optim.elementwise_check import on_other_tensors
+from zero_ext.zero.engine import Engine
+from zero_ext.zero.step.update_schedule import AfterBackward
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """Steps a prepared model. ``param_groups`` are the user's own dicts, live: schedulers may change them.
+
+    ``optimizer`` is the one that was given to ``prepare``.
+
+    ``state_dict`` holds this rank's part and fits only the same ranks and configuration; checkpoints for
+    other world sizes or stages are written by :func:`zero_ext.save_checkpoint`.
+    """
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, elementwise: bool) -> None:
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.engine = engine
+        self.optimizer = optimizer
+        self._last_skipped = False
+        moments = moments_dtype_named(engine.config.precision.moments_dtype)
+        engine.optimizer_step.attach(
+            self.param_groups,
+            self.defaults,
+            lambda ranges, groups, total: make_stepper(
+                on_other_tensors(optimizer, groups), ranges, moments, elementwise, engine.tiers, total
+            ),
+        )
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped so far because fp16 gradients overflowed."""
+        return self.engine.skipped_steps
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped because fp16 gradients overflowed; a schedule then waits."""
+        return self._last_skipped
+
+    @property
+    def overflow(self) -> bool:
+        """``step_was_skipped`` by the name that Accelerate reads from DeepSpeed's optimizers."""
+        return self._last_skipped
+
+    @property
+    def taken_back_steps(self) -> int:
+        """Steps whose updates were made in backward and taken back, since gradients had to be clipped or had
+        overflowed (``offload.step`` "in_backward")."""
+        updates = self.engine.optimizer_step.updates
+        return updates.taken_back_steps if updates is not None else 0
+
+    @property
+    def kept_steps(self) -> int:
+        """Steps whose updates were made in backward before it was known that they are right, and were."""
+        updates = self.engine.optimizer_step.updates
+        return updates.kept_steps if updates is not None else 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Unscales, clips, updates and publishes the parameters; a collective of all ranks.
+
+        With delayed updates (``offload.step``) the parameters follow the step before. Returns the closure's
+        value. Raises ``RuntimeError`` without gradients or inside backward, ``FloatingPointError`` if
+        gradients, or weights or moments after the update, are not finite (``check_finite``).
+        """
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        self._last_skipped = not self.engine.step()
+        return value
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients; memory for them is kept. ``set_to_none`` False makes them zeros, as in
+        torch."""
+        if set_to_none:
+            self.engine.clear_gradients()
+        else:
+            super().zero_grad(set_to_none=False)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after construction: the model's parameters were laid out at prepare."""
+        if hasattr(self, "engine"):
+            raise RuntimeError(
+                "add_param_group after zero_ext.prepare: give every parameter to the optimizer before "
+                "prepare; "
+                "a group with lr 0 can wait for later"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's optimizer state: ``shards`` by kind and parameter, ``scalars``, ``param_groups``. A
+        delayed update is waited for, and is in it."""
+        stepper = self._stepper()
+        self.engine.optimizer_step.wait()
+        self.engine.follow_writes()
+        shards = {key: copy_of(values) for key, values in self._live_shards().items()}
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        for group, live in zip(groups, self.param_groups, strict=True):
+            group["params"] = [self.engine.names[parameter][0] for parameter in live["params"]]
+        world = {
+            "rank": self.engine.rank,
+            "world_size": self.engine.world_size,
+            "stage": self.engine.config.stage,
+        }
+        return {"shards": shards, "scalars": stepper.scalars(), "param_groups": groups, "layout": world}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores :meth:`state_dict` of the same rank, world size, stage and model; a collective.
+
+        Else ``ValueError``, with nothing changed.
+        """
+        self.engine.finish_updates()
+        own = self.state_dict()
+        if state_dict.get("layout") != own["layout"]:
+            raise ValueError(
+                f"optimizer state of {state_dict.get('layout')} cannot be loaded as {own['layout']}; use "
+                "zero_ext.save_checkpoint and zero_ext.load_checkpoint to change ranks or stage"
+            )
+        names = [group["params"] for group in own["param_groups"]]
+        if [group["params"] for group in state_dict["param_groups"]] != names:
+            raise ValueError("optimizer state has other param groups or parameters than this optimizer")
+        stepper = self._stepper()
+        kinds: dict[str, tuple[str, ...]] = {}
+        for key in state_dict["shards"]:
+            kind, _, rest = key.partition("/")
+            name = rest.rpartition("/")[0]
+            kinds[name] = (*kinds.get(name, ()), kind)
+        undo, undo_kept = stepper.make_state(kinds), self._updates().make_kept(kinds)
+        live = self._live_shards()
+        problem = _mismatch(live, state_dict["shards"])
+        if problem is not None:
+            undo()
+            undo_kept()
+            raise ValueError(f"optimizer state: {problem}")
+        stepper.load_scalars(state_dict["scalars"])
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        for key, values in live.items():
+            replace(values, state_dict["shards"][key])
+        self.engine.refresh_parameters()
+        self._updates().restore()
+
+    def _stepper(self) -> Stepper:
+        stepper = self.engine.optimizer_step.stepper
+        if stepper is None:
+            raise AssertionError("an optimizer without a stepper")
+        return stepper
+
+    def _updates(self) -> AfterBackward:
+        updates = self.engine.optimizer_step.updates
+        if updates is None:
+            raise AssertionError("an optimizer without updates")
+        return updates
+
+    def _live_shards(self) -> dict[str, Values]:
+        """All state and master weights of this rank where they lie, by kind, parameter and first element."""
+        shards: dict[str, Values] = {}
+        for number in range(len(self.engine.masters)):
+            for kind, segment, values in self._stepper().values(number):
+                shards[f"{kind}/{segment.name}/{segment.start}"] = values
+        for master in self.engine.masters:
+            for overlap in master.overlaps:
+                name = master.unit.layout.specs[overlap.index].name
+                shards[f"master/{name}/{overlap.parameter_start}"] = master.part(overlap)
+        for kept in self._updates().kept():
+            for name, start, part in kept.runs(self.engine.masters[kept.number].unit.layout):
+                shards[f"{kept.kind}/{name}/{start}"] = part
+        return shards
+
+
+def as_given(optimizer: Any) -> Any:
+    """The optimizer that :func:`zero_ext.prepare` was given for ``optimizer``, or this one itself."""
+    return optimizer.optimizer if isinstance(optimizer, ZeroOptimizer) else optimizer
+
+
+def _mismatch(live: Mapping[str, Values], given: Mapping[str, torch.Tensor]) -> str | None:
+    """What keeps the tensors ``given`` from being loaded into ``live``; None if nothing does."""
+    if live.keys() != given.keys():
+        missing, surplus = sorted(live.keys() - given.keys()), sorted(given.keys() - live.keys())
+        return f"entries missing {missing[:3]}, entries that this optimizer lacks {surplus[:3]}"
+    for key, values in live.items():
+        if tuple(given[key].shape) != (count(values),):
+            return f"'{key}' has shape {tuple(given[key].shape)}, {(count(values),)} wanted"
+    return None

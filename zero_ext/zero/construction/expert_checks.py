@@ -1,0 +1,65 @@
+"""Whether experts that are spread over ranks can be prepared, before anything is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from zero_ext.config import ZeroConfig
+from zero_ext.optim.lamb import Lamb
+from zero_ext.zero.construction.grouping import Owned
+from zero_ext.zero.tiling.replace_layers import Tiling
+from zero_ext.zero.units.expert_params import expert_ranks
+from zero_ext.zero.units.presharded import born_shard
+from zero_ext.zero.units.quantized_params import is_packed
+from zero_ext.zero.units.rank_groups import RankGroups
+
+
+def check_experts(
+    owned: Sequence[Owned],
+    tiling: Tiling,
+    optimizer: torch.optim.Optimizer | None,
+    settings: ZeroConfig,
+    groups: RankGroups,
+) -> None:
+    """Raises ``ValueError``, alike on all ranks, for experts whose ranks are not those of the mesh given, and
+    for what takes it that the ranks have the same parameters."""
+    experts = [item for item in owned if expert_ranks(item.parameter)]
+    if not experts:
+        return
+    ranks = tuple(dist.get_process_group_ranks(groups.experts)) if groups.experts is not None else ()
+    for item in experts:
+        problem = _problem(item, tiling, ranks)
+        if problem:
+            raise ValueError(f"parameter '{item.spec.name}' belongs to an expert and {problem}")
+    if settings.communication.sharding_ranks is not None:
+        raise ValueError(
+            f"communication.sharding_ranks is {settings.communication.sharding_ranks}, and the model has "
+            "experts on several ranks, which are sharded over those with the same ones; leave it out"
+        )
+    if isinstance(optimizer, Lamb):
+        raise ValueError(
+            "Lamb with experts on several ranks: a trust ratio needs the norm of a parameter, and the ranks "
+            "have different ones. Use torch.optim.AdamW"
+        )
+
+
+def _problem(item: Owned, tiling: Tiling, ranks: tuple[int, ...]) -> str:
+    spread = expert_ranks(item.parameter)
+    if spread != ranks:
+        return (
+            f"is one of those on ranks {list(spread)}, but the mesh has 'ep' ranks {list(ranks)}; give "
+            "zero_ext.prepare, as its process_group, the mesh that MixtureOfExperts was built with"
+        )
+    if born_shard(item.parameter) is not None:
+        return (
+            "was built inside zero_ext.Init, which shards over all ranks and gives them one rank's values; "
+            "build experts outside of it"
+        )
+    if any(name.rpartition(".")[0] in tiling.splits for name in item.names):
+        return "is to be tiled (units.tiles), which experts on several ranks cannot be; name other layers"
+    if is_packed(item.parameter):
+        return "is quantised, which experts on several ranks cannot be; quantise other layers"
+    return ""

@@ -1,0 +1,137 @@
+"""Tensors of a module that share memory with its parameters, which sharding moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from zero_ext.zero.construction.grouping import Owned
+from zero_ext.zero.units.presharded import born_shard
+from zero_ext.zero.units.released_params import (
+    Extent,
+    GatheredParameter,
+    ReleasedView,
+    origin,
+    view_of_released,
+)
+
+if TYPE_CHECKING:
+    from zero_ext.zero.engine import Engine
+
+
+_WITH_MEMORY = (torch.Tensor, nn.Parameter, GatheredParameter)
+
+
+class Alias(NamedTuple):
+    """A tensor that a module keeps as an attribute, and the part of a parameter's memory that it is."""
+
+    module: nn.Module
+    attribute: str
+    parameter: nn.Parameter
+    extent: Extent  # offset from the parameter's first element
+
+
+class Memory(NamedTuple):
+    """The bytes of a storage from a tensor's first to its last element."""
+
+    storage: int
+    begin: int  # bytes
+    end: int
+
+    def overlaps(self, other: Memory) -> bool:
+        """Return whether both have a byte in common."""
+        return self.storage == other.storage and self.begin < other.end and other.begin < self.end
+
+
+def memory_of(tensor: torch.Tensor) -> Memory | None:
+    """Return the memory of a tensor; None where there is none to share."""
+    if type(tensor) not in _WITH_MEMORY or tensor.layout is not torch.strided:
+        return None
+    if tensor.is_meta or not tensor.numel():
+        return None
+    spans = ((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    return Memory(tensor.untyped_storage()._cdata, begin, begin + (1 + sum(spans)) * tensor.itemsize)
+
+
+def two_over_one_memory(first: str, second: str) -> ValueError:
+    """Return the error for two parameters that share memory."""
+    return ValueError(
+        f"parameters '{first}' and '{second}' are two over the same memory: expected one parameter under "
+        "both names, as sharded they would drift apart. Assign the parameter itself (b.weight = a.weight), "
+        "or give the second one a copy (.clone())."
+    )
+
+
+def find_aliases(model: nn.Module, owned: Sequence[Owned]) -> list[Alias]:
+    """Return the attributes of modules that share memory with a parameter.
+
+    Raises:
+        ValueError: Two parameters, or a parameter and a buffer or an item of a container, share memory: once
+            sharded they would drift apart.
+    """
+    by_storage: dict[int, list[tuple[Memory, Owned]]] = {}
+    for item in owned:
+        memory = memory_of(item.parameter) if born_shard(item.parameter) is None else None
+        if memory is None:
+            continue
+        for other, earlier in by_storage.get(memory.storage, ()):
+            if memory.overlaps(other):
+                raise two_over_one_memory(earlier.spec.name, item.spec.name)
+        by_storage.setdefault(memory.storage, []).append((memory, item))
+    found: list[Alias] = []
+    for prefix, module in model.named_modules():
+        for attribute, tensor, fixed in _kept_tensors(module):
+            if isinstance(tensor, ReleasedView) and not fixed:
+                parameter, part = origin(tensor)
+                found += [Alias(module, attribute, parameter, part)] if part is not None else []
+                continue
+            memory = memory_of(tensor)
+            for other, item in by_storage.get(memory.storage, ()) if memory is not None else ():
+                if memory is None or not memory.overlaps(other):
+                    continue
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                inside = other.begin <= memory.begin and memory.end <= other.end
+                same = tensor.dtype == item.parameter.dtype and item.parameter.stride() == item.spec.stride
+                if fixed or not inside or not same:
+                    raise ValueError(
+                        f"'{name}' shares memory with parameter '{item.spec.name}': expected memory of its "
+                        "own, as sharded they would drift apart. Give it a copy (.detach().clone()), or read "
+                        "the parameter where it is used."
+                    )
+                extent = Extent.of(tensor)._replace(offset=(memory.begin - other.begin) // tensor.itemsize)
+                found.append(Alias(module, attribute, item.parameter, extent))
+    return found
+
+
+def _kept_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Buffers and other tensors of a module by name, and whether they cannot be exchanged for a view."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            yield name, buffer, True
+    for name, value in vars(module).items():
+        if isinstance(value, nn.Parameter):
+            continue
+        if isinstance(value, torch.Tensor):
+            yield name, value, False
+        elif type(value) in (list, tuple, dict) and not name.startswith("_"):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                if isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter):
+                    yield f"{name}[{key!r}]", item, True
+
+
+def renew(aliases: Iterable[Alias], engine: Engine) -> None:
+    """Make each attribute a view of its parameter's new memory, fetched when it is used where that is
+    sharded."""
+    for module, attribute, parameter, extent in aliases:
+        unit, number = engine.index[parameter]
+        extent = extent._replace(dtype=unit.layout.dtype)
+        if unit.placement.params:
+            view: torch.Tensor = view_of_released(parameter, extent)
+        else:
+            extent = extent._replace(offset=extent.offset + unit.layout.offsets[number])
+            view = extent.in_memory_of(unit.flat)
+        setattr(module, attribute, view)

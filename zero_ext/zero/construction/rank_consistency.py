@@ -1,0 +1,173 @@
+"""Comparison of what all ranks have to share: optimizer, configuration, model and learning rates."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from zero_ext.comm import Collectives
+from zero_ext.config import ZeroConfig
+from zero_ext.config.schema.config_errors import shortened
+from zero_ext.zero.construction.grouping import Owned
+from zero_ext.zero.units.expert_params import expert_ranks
+from zero_ext.zero.units.quantized_params import packed_shapes
+
+_FIELD_BYTES = 256  # of a name or a value in an error
+_CHECKSUMS = (1 << 20) - 1
+
+
+class Fact(NamedTuple):
+    """One thing that all ranks have to share: its name and this rank's value."""
+
+    name: str
+    value: str
+
+
+def check_agreement(
+    owned: Sequence[Owned],
+    config: ZeroConfig,
+    collectives: Collectives,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Compare the optimizer, the configuration and the model of all ranks; a collective.
+
+    Experts differ by name.
+
+    Raises:
+        RuntimeError: They differ. It is raised on all ranks and names the first difference.
+    """
+    if collectives.world_size == 1:
+        return
+    groups = optimizer.param_groups if optimizer is not None else ()
+    facts = [Fact("optimizer", "none" if optimizer is None else type(optimizer).__qualname__)]
+    facts.append(Fact("optimizer param groups", str(len(groups))))
+    if optimizer is not None:
+        facts += Hyperparameters(groups, optimizer.defaults).facts()
+    facts += _configuration_facts(config)
+    group_of = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
+    facts += [_parameter_fact(number, item, group_of) for number, item in enumerate(owned)]
+    refuse_different_facts(
+        collectives,
+        facts,
+        "Build the same model and optimizer with the same configuration on every rank. Nothing was changed.",
+    )
+
+
+def _configuration_facts(config: ZeroConfig) -> Iterator[Fact]:
+    # Each rank may have devices of its own, and write down what it likes.
+    paths = {section: {"nvme_paths"} for section in ("offload", "activation_checkpointing")}
+    values = config.model_dump(mode="json", exclude={"aio": True, "monitor": True, **paths})
+    for path, value in _flattened("", values):
+        yield Fact(f"configuration key '{path}'", json.dumps(value))
+
+
+def _flattened(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        path = f"{prefix}.{key}" if prefix else key
+        if isinstance(value, dict):
+            yield from _flattened(path, value)
+        else:
+            yield path, value
+
+
+def _parameter_fact(number: int, item: Owned, group_of: Mapping[Any, int]) -> Fact:
+    parameter = item.parameter
+    value = [
+        "an expert's" if expert_ranks(parameter) else item.spec.name,
+        item.spec.shape,
+        str(parameter.dtype),
+        "trainable" if parameter.requires_grad else "frozen",
+        f"param group {group_of[parameter]}" if parameter in group_of else "in no param group",
+        *packed_shapes(parameter),
+    ]
+    return Fact(f"parameter number {number}", json.dumps(value))
+
+
+class Hyperparameters:
+    """The settings of an optimizer's live param groups that its class has defaults for.
+
+    Settings that are not plain values, or that are in a device's memory, are left out.
+    """
+
+    def __init__(self, groups: Iterable[Mapping[str, Any]], names: Iterable[str]) -> None:
+        self._groups = groups
+        self._names = tuple(names)
+
+    def checksum(self) -> int:
+        """Return a number from 1 on that is the same on ranks with the same settings."""
+        values = [[_plain(group.get(name)) for name in self._names] for group in self._groups]
+        return 1 + zlib.crc32(repr(values).encode()) % _CHECKSUMS
+
+    def facts(self) -> Iterator[Fact]:
+        """Yield each setting of each group."""
+        for number, group in enumerate(self._groups):
+            for name in self._names:
+                value = repr(_plain(group.get(name)))
+                yield Fact(f"optimizer param group {number}, '{name}'", value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.device.type == "cpu" else None
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, bool | int | float | complex | str) else None
+
+
+def refuse_different_facts(collectives: Collectives, facts: Sequence[Fact], advice: str) -> None:
+    """Raise on all ranks unless all have the same facts in the same order; a collective.
+
+    Args:
+        collectives: The ranks to compare.
+        facts: What this rank has.
+        advice: How the error ends.
+
+    Raises:
+        RuntimeError: The first rank whose facts differ from rank 0's, the first of them and both values.
+    """
+    own = torch.tensor([_digest(repr(fact)) for fact in facts], dtype=torch.int64, device="cpu")
+    totals = _of_all_ranks(collectives, torch.tensor([_digest(repr(own.tolist())), len(own)], device="cpu"))
+    heard = totals[totals[:, 1] > 0]  # One rank that simulates the others hears nothing from them.
+    if bool((heard == heard[0]).all()):
+        return
+    wanted = own if collectives.rank == 0 else torch.empty(int(totals[0, 1]), dtype=torch.int64, device="cpu")
+    collectives.broadcast_(wanted, 0, "agreement of the ranks, each fact")
+    common = min(len(own), len(wanted))
+    differing = (own[:common] != wanted[:common]).nonzero()
+    mine = int(differing[0]) if len(differing) else common if len(own) != len(wanted) else -1
+    firsts = _of_all_ranks(collectives, torch.tensor([mine], device="cpu")).flatten().tolist()
+    ranks = [rank for rank, first in enumerate(firsts) if first >= 0]
+    first = firsts[ranks[0]]
+    fact = facts[first] if first < len(facts) else Fact("nothing more", "nothing")
+    written = b"".join(_field(text) for text in fact)
+    table = _of_all_ranks(collectives, torch.frombuffer(bytearray(written), dtype=torch.uint8))
+    expected, got = (_fact_of(table[rank]) for rank in (0, ranks[0]))
+    name = got.name if got.name == expected.name else f"{got.name} where rank 0 has {expected.name}"
+    raise RuntimeError(
+        f"rank {collectives.rank}: {name}: expected {expected.value} on all ranks, as on rank 0, got "
+        f"{got.value} on rank {ranks[0]}. Ranks {ranks} differ from rank 0. {advice}"
+    )
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+
+def _field(text: str) -> bytes:
+    return shortened(text, _FIELD_BYTES).encode().ljust(_FIELD_BYTES, b"\0")
+
+
+def _fact_of(row: torch.Tensor) -> Fact:
+    return Fact(*(bytes(part.tolist()).rstrip(b"\0").decode() for part in row.chunk(2)))
+
+
+def _of_all_ranks(collectives: Collectives, own: torch.Tensor) -> torch.Tensor:
+    table = torch.zeros(collectives.world_size, len(own), dtype=own.dtype, device="cpu")
+    table[collectives.rank] = own
+    collectives.gather(table.view(-1), table[collectives.rank], "scalars", "agreement of the ranks").wait()
+    return table

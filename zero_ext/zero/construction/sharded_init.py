@@ -1,0 +1,300 @@
+"""``Init``: models that are sharded while they are built, so that no rank ever holds one whole."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules import module as registration
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from zero_ext.comm import Collectives
+from zero_ext.comm.process_group import join_world, make_collectives
+from zero_ext.config import ZeroConfig, load_config
+from zero_ext.offload import Birthplace
+from zero_ext.zero.construction.build_units import accelerator_or_cpu
+from zero_ext.zero.construction.materialize import materialise
+from zero_ext.zero.construction.parameter_aliases import memory_of, two_over_one_memory
+from zero_ext.zero.memory.trim_heap import trim_heap
+from zero_ext.zero.units.collective_errors import together
+from zero_ext.zero.units.deferred_errors import Postponed
+from zero_ext.zero.units.presharded import REBUILD, born_shard, full_value, leave_init, shard_at_birth
+from zero_ext.zero.units.released_params import METADATA, function_name
+
+WHOLE_ELEMENTS_LIMIT = 8 * 1024 * 1024
+
+
+class Init:
+    """``with zero_ext.Init(config): model = Model(...)`` builds ``Model`` born sharded; a collective.
+
+    Each parameter is made whole, initialised as always and then cut into shards, one after another, so the
+    same seed on every rank gives the same weights as plain construction, bit for bit, at every world size.
+    Code that initialises parameters again later (``module.apply(init)``) sees them whole. Whole at any time
+    are the parameters that one torch function reads, those of which views are alive, and the newest up to
+    8 Mi elements.
+
+    Parameters made on the meta device are materialised at the end by their modules' ``reset_parameters``,
+    in the order in which construction would have called them; one without any raises ``ValueError`` naming
+    its module. The weights are those of plain construction unless that draws more than its modules'
+    ``reset_parameters`` do (a weight made and then replaced by a tied one, layers made by deepcopy). Some
+    become new parameter objects: build the optimizer after the block.
+
+    Shards go to the tier that ``config`` names for parameters: to NVMe as soon as they are cut, into a store
+    of the model's own, whose files ``prepare`` reads once and removes. They are removed as well if the block
+    raises, and after a crash when the next run opens the path.
+
+    Nothing is sharded if the configured stage is not 3 (parameters are then ordinary ones of the device that
+    they are built on), or on one rank without an accelerator that keeps them on the device. Shards of the
+    device tier wait in host memory for :func:`zero_ext.prepare`, which moves them to the accelerator.
+    Between the block and prepare, which wants the same ``process_group``, the parameters are NaN
+    placeholders. Raises ``RuntimeError`` on all ranks if storage fails on any.
+    """
+
+    def __init__(
+        self,
+        config: ZeroConfig | Mapping[str, Any] | str | Path | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        settings = load_config(config)
+        with torch.device("cpu"):
+            join_world(settings.timeout_seconds)
+            collectives = make_collectives(process_group, settings.timeout_seconds)
+        # On an accelerator a single rank's parameters too have yet to get to their place.
+        moving = settings.offload.params != "device" or accelerator_or_cpu().type != "cpu"
+        sharding = collectives.world_size > 1 or moving
+        self._births = _Births(collectives, settings) if sharding and settings.stage == 3 else None
+        self._modules: dict[nn.Module, None] = {}
+        self._entered: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> Init:
+        if self._entered is not None:
+            raise RuntimeError("this zero_ext.Init is active already; make another one to nest")
+        with contextlib.ExitStack() as stack:
+            for register, hook in (
+                (registration.register_module_parameter_registration_hook, self._on_parameter),
+                (registration.register_module_buffer_registration_hook, self._on_buffer),
+                (registration.register_module_module_registration_hook, self._on_module),
+            ):
+                stack.callback(register(hook).remove)
+            if self._births is not None:
+                self._births.open()
+                stack.enter_context(_WholeOnTouch(self._births))
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        entered, self._entered = self._entered, None
+        if entered is None:
+            raise RuntimeError("this zero_ext.Init was not entered")
+        modules = list(self._modules)
+        complete = False
+        try:
+            with entered, torch.device("cpu"):
+                if kind is None:
+                    materialise(modules)
+            if self._births is not None and kind is None:
+                with torch._C.DisableTorchFunction():
+                    self._births.refuse_aliases(modules)
+                    self._births.shard_all()
+                for module in modules:
+                    for parameter in module._parameters.values():
+                        if parameter is not None:
+                            leave_init(parameter)
+            complete = kind is None
+        finally:
+            self._modules.clear()
+            if self._births is not None:
+                self._births.forget(complete)
+
+    def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        self._modules[module] = None
+        self._born(() if parameter is None else (parameter,))
+
+    def _on_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+        self._modules[module] = None
+
+    def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        self._modules[module] = None
+        if child is not None:
+            # Copies (deepcopy, a moved submodule) come with parameters that were never registered.
+            self._modules.update(dict.fromkeys(child.modules()))
+            self._born(child.parameters())
+
+    def _born(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self._births is None:
+            return
+        # Registration runs under the mode below, which must not take sharding itself for a use.
+        with torch._C.DisableTorchFunction():
+            for parameter in parameters:
+                if not is_lazy(parameter) and parameter.device.type == "cpu":
+                    self._births.add(parameter)
+
+
+class _Births:
+    """Parameters that are whole for now, oldest first; the oldest are sharded when too many are."""
+
+    def __init__(self, collectives: Collectives, settings: ZeroConfig) -> None:
+        self._collectives = collectives
+        self._settings = settings
+        self._place: Birthplace | None = None
+        self._failures = Postponed()
+        self._whole: OrderedDict[int, tuple[nn.Parameter, int]] = OrderedDict()
+        self._elements = 0  # of all that are whole, as they were when they became so
+        self._cut_elements = 0  # since freed memory was given back
+        self._by_placeholder: dict[int, weakref.ref[nn.Parameter]] = {}
+        self._by_storage: dict[int, weakref.ref[nn.Parameter]] = {}
+        self._aliases: list[tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Parameter]]] = []
+
+    def open(self) -> None:
+        """Makes the place where shards go; a collective where that is storage."""
+
+        def make() -> Birthplace:
+            return Birthplace(self._settings.offload, self._settings.aio)
+
+        self._failures = Postponed()
+        stored = self._settings.offload.params == "nvme"
+        self._place = together(self._collectives, make, "setting up storage on NVMe") if stored else make()
+
+    def add(self, parameter: nn.Parameter) -> None:
+        """``parameter`` was made."""
+        # nn.Parameter(other_parameter) shares the other's memory and is no torch function.
+        reference = self._by_placeholder.get(parameter.data_ptr()) if parameter.numel() else None
+        origin = reference() if reference is not None else None
+        if origin is not None and origin is not parameter:
+            born = born_shard(origin)
+            if born is not None and born.placeholder.data_ptr() == parameter.data_ptr():
+                self.touch([origin])
+                parameter.data = origin.data
+        if id(parameter) not in self._whole and born_shard(parameter) is None:
+            self._note_alias(parameter)
+            self._keep(parameter)
+            self._shard_oldest(1)
+
+    def _note_alias(self, parameter: nn.Parameter) -> None:
+        memory = memory_of(parameter)
+        if memory is None:
+            return
+        reference = self._by_storage.get(memory.storage)
+        other = reference() if reference is not None else None
+        seen = memory_of(other) if other is not None and other is not parameter else None
+        if other is not None and seen is not None and seen.overlaps(memory):
+            self._aliases.append((weakref.ref(other), weakref.ref(parameter)))
+        self._by_storage[memory.storage] = weakref.ref(parameter)
+
+    def refuse_aliases(self, modules: Iterable[nn.Module]) -> None:
+        """Raise ``ValueError`` if ``modules`` have two parameters that were made over the same memory."""
+        names = {
+            id(parameter): f"{type(module).__name__}.{name}"
+            for module in modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        for one, two in self._aliases:
+            first, second = names.get(id(one())), names.get(id(two()))
+            if first is not None and second is not None:
+                raise two_over_one_memory(first, second)
+
+    def touch(self, parameters: Sequence[nn.Parameter]) -> None:
+        """``parameters`` are about to be read or written, together."""
+        if not parameters:
+            return
+        for parameter in parameters:
+            if born_shard(parameter) is not None:
+                parameter.data = full_value(parameter, self._collectives)
+                self._keep(parameter)
+            elif id(parameter) in self._whole:
+                self._whole.move_to_end(id(parameter))
+        self._shard_oldest(len(parameters))
+
+    def shard_all(self) -> None:
+        """Cuts everything that is still whole."""
+        for key in list(self._whole):
+            self._shard(key)
+        self._settle()
+
+    def forget(self, complete: bool) -> None:
+        """Leaves what is whole as it is. Unless the model is ``complete``, what is stored of it goes."""
+        self._whole.clear()
+        self._by_placeholder.clear()
+        self._by_storage.clear()
+        self._aliases.clear()
+        self._elements = 0
+        # From here on the shards hold their place, which goes with the last of them.
+        place, self._place = self._place, None
+        self._failures = Postponed()
+        if place is not None and not complete:
+            place.close()
+
+    def _settle(self) -> None:
+        if self._settings.offload.params == "nvme":
+            self._failures.settle(self._collectives, "storing a parameter of zero_ext.Init", REBUILD)
+
+    def _keep(self, parameter: nn.Parameter) -> None:
+        _, before = self._whole.pop(id(parameter), (parameter, 0))
+        self._whole[id(parameter)] = parameter, parameter.numel()
+        self._elements += parameter.numel() - before
+
+    def _shard_oldest(self, spared: int) -> None:
+        if self._elements <= WHOLE_ELEMENTS_LIMIT:
+            return
+        for key in list(self._whole)[: len(self._whole) - spared]:
+            # What is written through a view would be lost: weight.data[padding] = 0, in several statements.
+            if not _has_views(self._whole[key][0]):
+                self._shard(key)
+            if self._elements <= WHOLE_ELEMENTS_LIMIT:
+                return
+
+    def _shard(self, key: int) -> None:
+        parameter, elements = self._whole.pop(key)
+        self._elements -= elements
+        self._cut_elements += elements
+        if born_shard(parameter) is None and self._place is not None:
+            shard_at_birth(parameter, self._collectives, self._place, self._failures)
+            if self._collectives.world_size == 1:
+                self._settle()
+            self._by_placeholder[parameter.data_ptr()] = weakref.ref(parameter)
+        if self._cut_elements > WHOLE_ELEMENTS_LIMIT:
+            self._cut_elements = 0
+            trim_heap()
+
+
+def _has_views(parameter: nn.Parameter) -> bool:
+    """Whether anything but ``parameter`` and the storage object asked uses its memory."""
+    storage = parameter.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2
+
+
+class _WholeOnTouch(TorchFunctionMode):
+    """Makes parameters whole before any torch function sees them, but for pure questions of metadata."""
+
+    def __init__(self, births: _Births) -> None:
+        super().__init__()
+        self._births = births
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function_name(func) not in METADATA:
+            found: dict[int, nn.Parameter] = {}
+            for value in (*args, *(kwargs or {}).values()):
+                for item in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(item, nn.Parameter):
+                        found[id(item)] = item
+            with torch._C.DisableTorchFunction():
+                self._births.touch(list(found.values()))
+        return func(*args, **(kwargs or {}))

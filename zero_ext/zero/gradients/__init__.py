@@ -1,0 +1,1 @@
+"""Gradients: accumulated, reduced, stored as shards until the step, and their norms."""

@@ -1,0 +1,176 @@
+"""Global gradient norms: exact sums of squares, independent of shards, buckets and order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from zero_ext import ops
+from zero_ext.comm import Collectives
+from zero_ext.offload import Device
+from zero_ext.zero.gradients.accumulator import UnitGradients
+from zero_ext.zero.gradients.squared_norms import Squares
+from zero_ext.zero.units.collective_errors import together
+from zero_ext.zero.units.model_parallel_sync import largest_over_model, sum_over_model
+
+Result = TypeVar("Result")
+
+
+class OwnSquares(NamedTuple):
+    """The squares of what this rank holds.
+
+    ``limbs`` int64 [:data:`zero_ext.ops.ACCUMULATOR_ENTRIES`] are their sum. ``non_finite`` int64 [n] counts,
+    for each of ``keys`` (unit and number of a parameter), the elements that are not finite. It is None where
+    the gradients themselves will still be there for whoever wants to know.
+    """
+
+    limbs: torch.Tensor
+    keys: list[tuple[int, int]]
+    non_finite: torch.Tensor | None
+
+
+class GradientNorms:
+    """Norms of the reduced gradients over all ranks; each rank adds the squares of its own shard.
+
+    The sum is an integer superaccumulator, so its value does not depend on where shards or buckets end, nor
+    on how the model is spread over ranks; parameters ``uncounted`` are counted by another one of these.
+    Gradients in an accelerator's memory are added up there, by its own collectives, and nobody waits for it.
+    Every method is a collective unless its result is known since the last :meth:`forget`.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[UnitGradients],
+        collectives: Collectives,
+        device: Device,
+        uncounted: Collection[nn.Parameter] = (),
+    ) -> None:
+        self._gradients = tuple(gradients)
+        self._collectives = collectives
+        self._device = device
+        self._uncounted = frozenset(uncounted)
+        self._total: torch.Tensor | None = None
+        self._each: dict[tuple[int, int], torch.Tensor] | None = None
+        self._largest: dict[tuple[int, int], torch.Tensor] | None = None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether all gradients are in an accelerator's memory."""
+        tiers = {gradients.home.tier for gradients in self._gradients}
+        return self._device.is_accelerator and tiers <= {"device"}
+
+    def forget(self) -> None:
+        """The gradients changed."""
+        self._total = self._each = self._largest = None
+
+    def total(self) -> torch.Tensor:
+        """The 2-norm over all gradients, 0-d float64; NaN if an element is not finite."""
+        if self._total is None:
+            limbs = self._collectives.shards.sum_(self.own().limbs, "global gradient norm")
+            if self._collectives.model is not None:
+                limbs = limbs.cpu()
+            sum_over_model(self._collectives.model, limbs, "gradient norm of the whole model")
+            self._total = ops.squared_norm_value(limbs).sqrt()
+        return self._total
+
+    def own(self) -> OwnSquares:
+        """This rank's part of the 2-norm; a collective where gradients are on NVMe."""
+        if self.on_device:
+            keys = [key for key in self._keys() if self._parameter(*key) not in self._uncounted]
+            table = self._table_of(keys)
+            return OwnSquares(table.sum(0), keys, table[:, -1])
+        return OwnSquares(self.read_together(lambda: self._own_squares().total()), [], None)
+
+    def _own_squares(self) -> Squares:
+        squares = Squares()
+        for gradients in self._gradients:
+            if self._uncounted.isdisjoint(gradients.unit.parameters):
+                if gradients.contributed:
+                    gradients.add_squared_norm(squares)
+                continue
+            for number in gradients.contributed:
+                if gradients.unit.parameters[number] not in self._uncounted:
+                    gradients.add_squared_norm(squares, number)
+        return squares
+
+    def of(self, gradients: UnitGradients, index: int) -> torch.Tensor:
+        """The 2-norm of one parameter's gradient, 0-d float64 where the model trains; of an expert's, with
+        those in its place elsewhere."""
+        if self._each is None:
+            keys = self._keys()
+            table = self.read_together(lambda: self._table_of(keys))
+            self._collectives.shards.sum_(table, "gradient norms of the parameters")
+            values = [ops.squared_norm_value(row) for row in table]
+            self._each = self._by_key(keys, torch.stack(values).sqrt() if values else table.double())
+        return self._each[self._gradients.index(gradients), index]
+
+    def _table_of(self, keys: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """The limbs of the squares that this rank holds of each of ``keys``."""
+        if self.on_device:
+            table = torch.zeros(
+                len(keys), ops.ACCUMULATOR_ENTRIES, dtype=torch.int64, device=self._device.device
+            )
+            for row, (unit, number) in zip(table, keys, strict=True):
+                self._gradients[unit].add_squared_norm(Squares(row), number)
+            return table
+        rows = []
+        for unit, number in keys:
+            squares = Squares()
+            self._gradients[unit].add_squared_norm(squares, number)
+            rows.append(squares)
+        table = torch.zeros(len(rows), ops.ACCUMULATOR_ENTRIES, dtype=torch.int64, device="cpu")
+        for row, squares in zip(table, rows, strict=True):
+            row += squares.total()
+        return table
+
+    def largest(self, gradients: UnitGradients, index: int) -> torch.Tensor:
+        """The inf-norm of one parameter's gradient, as :meth:`of` gives the 2-norm."""
+        if self._largest is None:
+            keys = self._keys()
+            own = self.read_together(lambda: self._own_largest(keys))
+            table = own.new_zeros(self._collectives.world_size, len(keys))
+            table[self._collectives.rank] = own
+            self._collectives.sum_(table, "largest gradients of the parameters")
+            self._largest = self._by_key(keys, table.amax(0))
+        return self._largest[self._gradients.index(gradients), index]
+
+    def _own_largest(self, keys: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """The largest magnitude that this rank holds of each of ``keys``, float64 [n]."""
+        where = self._device.device if self.on_device else torch.device("cpu")
+        none = torch.zeros(1, dtype=torch.float64, device=where)
+        return torch.cat([none, *(self._gradients[unit].largest(number, where) for unit, number in keys)])[1:]
+
+    def largest_of_all(self) -> float:
+        """The inf-norm over all gradients; waits for the device."""
+        own = [self.largest(self._gradients[unit], number) for unit, number in self._keys()]
+        largest = float(torch.stack(own).amax()) if own else 0.0
+        return largest_over_model(self._collectives.model, largest, "largest gradient of the whole model")
+
+    def _by_key(
+        self, keys: Sequence[tuple[int, int]], values: torch.Tensor
+    ) -> dict[tuple[int, int], torch.Tensor]:
+        """Each of ``values`` [n], where the model trains."""
+        if values.device.type == "cpu":
+            (values,) = self._device.beside("device", values)
+        return dict(zip(keys, values.unbind(0), strict=True))
+
+    def read_together(self, read: Callable[[], Result]) -> Result:
+        """The result of ``read``; where gradients lie in storage, which may fail on one rank alone, once all
+        ranks have theirs."""
+        if any(gradients.home.tier == "nvme" for gradients in self._gradients):
+            return together(self._collectives, read, "reading gradients from NVMe")
+        return read()
+
+    def _parameter(self, unit: int, number: int) -> nn.Parameter:
+        return self._gradients[unit].unit.parameters[number]
+
+    def _keys(self) -> list[tuple[int, int]]:
+        """Unit and number of the parameters that have a gradient, alike on all ranks."""
+        return [
+            (unit, number)
+            for unit, gradients in enumerate(self._gradients)
+            for number in sorted(gradients.contributed)
+        ]

@@ -1,0 +1,278 @@
+"""When gradients are reduced: in one order on all ranks, overlapped with backward, few in flight."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from zero_ext.comm import Collectives
+from zero_ext.config.events import Bus, ReduceEvent
+from zero_ext.config.overlap_limits import HOMES_UNDER_WAY, REDUCTIONS_IN_FLIGHT
+from zero_ext.offload import SideStream
+from zero_ext.zero.gradients.accumulator import UnitGradients
+from zero_ext.zero.gradients.reduction_schedule import ReductionSchedule
+from zero_ext.zero.memory.lifetime import weakly
+from zero_ext.zero.units.collective_errors import together
+
+_CHECKSUMS = (1 << 20) - 1
+
+
+class Listener(Protocol):
+    """Who hears of reductions, and has news that travels with every agreement on gradients."""
+
+    def reduced(self, gradients: UnitGradients) -> None:
+        """A reduction is finished; of one that is late, so are some others."""
+
+    def has_bad_news(self) -> bool:
+        """Return whether this rank knows that an earlier step was not made."""
+
+    def hear(self, bad: bool) -> None:
+        """Take whether any rank has ``bad`` news, as all of them hear at this point."""
+
+
+class Edits(NamedTuple):
+    """How shards of gradients were changed in place since the gradients were cleared."""
+
+    checksum: int = 0  # from 0 to 2**20 - 2, the same on ranks that made the same changes
+    last: str = ""
+
+
+class GradientReducer:
+    """Starts the reduction of each unit when it and all units before it in the order are complete.
+
+    The order must be the same on every rank although gradients may arrive in different ones (unused
+    parameters, other branches). At first it is the reverse of the registration of the units' first parameters
+    (``starts``); after the first step, rank 0's order of arrival. In host memory units of no block (-1 in
+    ``starts``) stay last. Ranks may use them at different places of their forward, and a rank that waits for
+    one of them keeps the others from gathers that they need before they have its gradients. Gradients that
+    come after their unit's reduction stay local until the next backward pass or :meth:`settle`. A unit that
+    backward has passed is not waited for: the other ranks may have its gradients, wait for this one's part,
+    and come to none of the gathers that it needs to go on.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[UnitGradients],
+        starts: Sequence[int],
+        collectives: Collectives,
+        stream: SideStream,
+        bus: Bus,
+        listener: Listener,
+    ) -> None:
+        self._stream = stream
+        self._listener = listener
+        self._agreements = 0
+        self.gradients = tuple(gradients)
+        self._collectives = collectives
+        collectives.go_on_in(stream.entered)
+        self._bus = bus
+        self._order = sorted(range(len(self.gradients)), key=starts.__getitem__, reverse=True)
+        # On a device the schedule sees to it that nobody waits for them.
+        self._outside = {
+            index for index, start in enumerate(starts) if start < 0 and not collectives.in_one_order
+        }
+        self._position = {id(unit): index for index, unit in enumerate(self.gradients)}
+        self._arrivals: list[int] | None = []
+        self._next = 0
+        self._schedule: ReductionSchedule | None = None  # in a backward pass, unless a reduction begins
+        self._schedules = self._make_schedule()
+        self._passed: set[int] = set()  # units that bring no more gradients in this backward pass
+        self._flying: deque[UnitGradients] = deque()
+        self._moving: deque[UnitGradients] = deque()
+        self.edits = Edits()
+        self.settled = False  # since the last gradient: every rank holds all and knows whose there are
+
+    def _make_schedule(self) -> ReductionSchedule | None:
+        """The schedule where gathers and reductions must keep one order."""
+        if not self._collectives.in_one_order:
+            return None
+        placements = [each.unit.placement for each in self.gradients]
+        # Only where parameters are sharded may a gather come in backward.
+        waits = any(each.params for each in placements) and any(
+            {each.grads_tier, each.optimizer_tier} != {"device"} for each in placements
+        )
+        self._collectives.before_gather = weakly(self._before_gather)
+        return ReductionSchedule(self._collectives, *[REDUCTIONS_IN_FLIGHT] * waits)
+
+    def begin_backward(self, reduces: bool, expects_gathers: Callable[[], bool]) -> None:
+        """A backward pass begins, in which gradients are reduced or not, and in which parameters are still to
+        be gathered as long as ``expects_gathers`` says so."""
+        if reduces and self._schedules is not None:
+            self._schedule = self._schedules
+            self._schedule.begin(expects_gathers)
+
+    def _before_gather(self) -> None:
+        schedule, self._schedule = self._schedule, None
+        if schedule is not None:
+            due = schedule.at_gather(self._next)
+            while self._next < due:
+                self._start_next()
+        self._schedule = schedule
+
+    def arrived(self, gradients: UnitGradients, reduces: bool) -> None:
+        """Tells that ``gradients`` is complete: autograd's are put together; and starts every reduction whose
+        turn has come, in a pass that ``reduces``."""
+        with self._stream.entered():
+            gradients.pack()
+            if not reduces:
+                return
+            index = self._position[id(gradients)]
+            if self._arrivals is not None and index not in self._arrivals:
+                self._arrivals.append(index)
+            self._start_ready()
+
+    def passed(self, gradients: UnitGradients) -> None:
+        """Tells that ``gradients`` brings no more in this backward pass; what is missing counts as zero."""
+        self._passed.add(self._position[id(gradients)])
+        self._start_ready()
+
+    def _start_ready(self) -> None:
+        most = len(self._order) if self._schedule is None else self._schedule.most
+        while self._next < min(len(self._order), most):
+            index = self._order[self._next]
+            if not (self.gradients[index].complete or index in self._passed):
+                return
+            self._start_next()
+
+    def end_backward(self, reduce: bool) -> None:
+        """At the end of a backward pass: reduces what is left of the order and waits for everything."""
+        schedule, self._schedule = self._schedule, None
+        while reduce and self._next < len(self._order):
+            self._start_next()
+        if reduce and schedule is not None and self._arrivals is None:
+            schedule.learn()
+        with self._stream.entered():
+            for gradients in self.gradients:
+                gradients.pack()
+        self._drain()
+        self._next = 0
+        self._passed.clear()
+
+    def settle(self, reduce: bool = True) -> bool:
+        """Before gradients are read, on all ranks: reduces whatever any rank still holds locally, unless
+        ``reduce`` is False. The one agreement of a step that the host waits for.
+
+        Afterwards ``contributed`` names the parameters that got a gradient on any rank. Returns whether these
+        were the same on every rank before. Raises :class:`FailedTogether` on all ranks where gradients on
+        NVMe are lost on one.
+        """
+        alike = self._settle(reduce)
+        if any(gradients.home.tier == "nvme" for gradients in self.gradients):
+            together(
+                self._collectives,
+                self._raise_failure,
+                "keeping gradients on NVMe",
+                "The gradients of this step are lost, nothing was updated: call optimizer.zero_grad() and "
+                "repeat it.",
+            )
+        self.settled = True
+        return alike
+
+    def _raise_failure(self) -> None:
+        for gradients in self.gradients:
+            if gradients.home.failure is not None:
+                raise gradients.home.failure
+
+    def _settle(self, reduce: bool) -> bool:
+        bad = self._listener.has_bad_news()
+        if self._collectives.world_size == 1:
+            self._listener.hear(bad)
+            for gradients in self.gradients:
+                if gradients.has_local:
+                    self._start(gradients)
+            self._drain()
+            return True
+        flags = [int(bad), *(int(gradients.has_local) for gradients in self.gradients)]
+        for gradients in self.gradients:
+            flags += [int(i in gradients.contributed) for i in range(len(gradients.unit.parameters))]
+        # A rank that makes one more agreement than the others must not take part in their next one.
+        self._agreements += 1
+        agreed = self._collectives.sum_(
+            torch.tensor(flags, dtype=torch.int64, device="cpu"),
+            f"agreement on gradients number {self._agreements}",
+        ).tolist()
+        self._listener.hear(bool(agreed.pop(0)))
+        position = len(self.gradients)
+        alike = all(ranks in (0, self._collectives.world_size) for ranks in agreed[position:])
+        for leftover, gradients in zip(agreed, self.gradients, strict=False):
+            count = len(gradients.unit.parameters)
+            used = agreed[position : position + count]
+            gradients.contributed.update(i for i, ranks in enumerate(used) if ranks)
+            position += count
+            if leftover and reduce:
+                self._start(gradients)
+        self._drain()
+        if self._arrivals is not None and any(agreed):
+            # Also with no arrival of its own a rank takes part: rank 0's order counts.
+            self._adopt_order(self._arrivals)
+            self._arrivals = None
+        return alike
+
+    def note_edit(self, name: str, what: str) -> None:
+        """A shard of the gradient of parameter ``name`` is changed as ``what`` says; compared between the
+        ranks by the step."""
+        checksum = zlib.crc32(f"{name} {what}".encode(), self.edits.checksum) % _CHECKSUMS
+        self.edits = Edits(checksum, f"'{name}'.grad by {what}")
+
+    def forget_edits(self) -> None:
+        """The gradients that were changed are gone."""
+        self.edits = Edits()
+
+    def _adopt_order(self, arrivals: list[int]) -> None:
+        rest = [index for index in self._order if index not in arrivals]
+        kept = sorted(arrivals + rest, key=self._outside.__contains__)
+        order = torch.tensor(kept, dtype=torch.int64, device="cpu")
+        self._order = self._collectives.broadcast_(order, 0, "agreement on the reduction order").tolist()
+
+    def _start_next(self) -> None:
+        gradients = self.gradients[self._order[self._next]]
+        self._next += 1
+        # Gathers of gradients follow from reductions, on all ranks in the same places.
+        schedule, self._schedule = self._schedule, None
+        if not gradients.frozen:
+            self._start(gradients)
+        self._schedule = schedule
+
+    def _start(self, gradients: UnitGradients) -> None:
+        with self._stream.entered():
+            while len(self._flying) >= REDUCTIONS_IN_FLIGHT:
+                self._finish_oldest()
+            gradients.start_reduction()
+            self._flying.append(gradients)
+            if not gradients.reducing:
+                self._finish_oldest()  # a single rank's
+
+    def _finish_oldest(self) -> None:
+        began = time.perf_counter()
+        gradients = self._flying.popleft()
+        gradients.finish_reduction()
+        self._moving.append(gradients)
+        while len(self._moving) > HOMES_UNDER_WAY:
+            self._settle_oldest()
+        if self._bus:
+            unit = gradients.unit
+            self._bus.publish(ReduceEvent(unit.name, unit.layout.numel, time.perf_counter() - began))
+        if not gradients.home.is_late:
+            self._listener.reduced(gradients)
+
+    def _settle_oldest(self) -> None:
+        gradients = self._moving.popleft()
+        gradients.home.settle()
+        if gradients.home.is_late:
+            # What uses it on the host would stand still with the device until it is there.
+            self._listener.reduced(gradients)
+
+    def _drain(self) -> None:
+        with self._stream.entered():
+            while self._flying:
+                self._finish_oldest()
+            while self._moving:
+                self._settle_oldest()
+            for gradients in self.gradients:
+                gradients.finish_gather()
+        self._stream.join()

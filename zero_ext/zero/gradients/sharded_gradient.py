@@ -1,0 +1,321 @@
+"""What ``param.grad`` is while a rank holds only a part of the gradient, or none of it in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zero_ext.zero.units.released_params import MEMORY, function_name
+from zero_ext.zero.units.unallocated_tensor import Extent, found_in, replaced
+
+aten = torch.ops.aten
+# torch.compile asks for the storage of param.grad, to tell tensors apart; it is empty.
+_REFUSED = (MEMORY - {"untyped_storage"}) | {"apply_", "map_", "map2_"}
+
+
+class GradientAccess(Protocol):
+    """How a placeholder reaches the gradient it stands for."""
+
+    def norm_of(self, key: object, norm_type: float) -> torch.Tensor:
+        """The norm over all ranks of one parameter's gradient, 0-d float64. A collective."""
+
+    def scale(self, key: object, factor: float, described: str) -> None:
+        """Multiplies this rank's part of one parameter's gradient, as :meth:`change` would; it may be rounded
+        later, and only once."""
+
+    def change(self, key: object, change: Callable[[torch.Tensor], object], described: str) -> None:
+        """Applies the element-wise ``change``, in place, to this rank's part of one parameter's gradient;
+        ``described`` is compared between the ranks in the next collective."""
+
+    def zero(self, key: object) -> None:
+        """Sets this rank's part of one parameter's gradient to zero."""
+
+    def read(self, key: object) -> torch.Tensor:
+        """An independent copy of one parameter's whole gradient in the dtype it is kept in. A collective."""
+
+    def write(self, key: object, value: torch.Tensor) -> None:
+        """Makes ``value``, alike on all ranks, one parameter's gradient. A collective."""
+
+
+class Source(NamedTuple):
+    """One parameter's gradient: how it is reached, the parameter's full name, and its layout as a whole."""
+
+    access: GradientAccess
+    key: object
+    name: str
+    extent: Extent
+
+
+class ShardedGradient(torch.Tensor):
+    """Stands for a gradient of which this rank holds a shard, or that lies on NVMe, or for a view of it.
+
+    Scaling, clamping and zeroing in place act on the shard, without communication. Norms (2 and inf) are the
+    global ones. Everything else fetches the whole gradient for that one call, and writes back what the call
+    changes, which must be the same on all ranks. All ranks make the same calls in the same order.
+    """
+
+    _source: Source
+    _extent: Extent
+
+    @staticmethod
+    def __new__(cls, source: Source, device: torch.device, extent: Extent | None = None) -> ShardedGradient:
+        here = extent or source.extent
+        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, here.shape, here.stride, here.offset, dtype=here.dtype, device=device, requires_grad=False
+        )
+        made._source, made._extent = source, here
+        return made
+
+    def __init__(self, source: Source, device: torch.device, extent: Extent | None = None) -> None:
+        super().__init__()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardedGradient('{self._source.name}', shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function_name(func) in _REFUSED:
+            name = next(found_in((args, kwargs or {}), ShardedGradient))._source.name
+            raise _memory_refusal(name, function_name(func))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @property
+    def key(self) -> object:
+        """What the access knows the gradient by."""
+        return self._source.key
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The gradient itself, which autograd never records."""
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise RuntimeError(
+                f"data of '{self._source.name}'.grad: expected a tensor of {tuple(self.shape)} {self.dtype}, "
+                f"got {tuple(value.shape)} {value.dtype}. Assign it to param.grad."
+            )
+        self.copy_(value)
+
+    # Torch dispatches none of these.
+    def set_(self, *_: Any, **__: Any) -> Any:
+        """Raise ``RuntimeError``: there is no memory to exchange."""
+        raise _memory_refusal(self._source.name, "set_")
+
+    def __format__(self, specification: str) -> str:
+        return format(self.clone(), specification)
+
+    def __copy__(self) -> ShardedGradient:
+        """Return the gradient itself: a shallow copy of a tensor shares its values."""
+        return self
+
+    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
+        """Return the values, read-only: a write to them would be lost."""
+        array: np.ndarray[Any, Any] = self.clone().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        """Return the values as numbers."""
+        return self.clone().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return an ordinary tensor."""
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _memory_refusal(self._source.name, "__reduce_ex__")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it stands for the gradient itself rather than for a view of it."""
+        return self._extent == self._source.extent
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if "_foreach_" in func._schema.name:
+            return _one_by_one(func, args, kwargs)
+        first = args[0] if args else None
+        if isinstance(first, ShardedGradient) and first.is_whole:
+            if func in _HANDLERS:
+                return _HANDLERS[func](*args, **kwargs)
+            if func.overloadpacket in _ELEMENTWISE and all(map(_is_number, (*args[1:], *kwargs.values()))):
+                return _change(func, first, args[1:], kwargs)
+        if func.is_view:
+            return _view(func, args, kwargs)
+        return _on_values(func, args, kwargs)
+
+
+def _memory_refusal(name: str, function: str) -> RuntimeError:
+    return RuntimeError(
+        f"'{name}'.grad has no memory on this rank: expected a use of its value, got {function}, which is "
+        "about its memory. Use param.grad.clone() or zero_ext.full_gradient(param), on all ranks."
+    )
+
+
+def _is_number(value: Any) -> bool:
+    """Whether ``value`` says the same of all elements."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and not isinstance(value, ShardedGradient)
+    return not isinstance(value, list | tuple)
+
+
+def _change(
+    func: Any, gradient: ShardedGradient, rest: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> ShardedGradient:
+    # A number may be on another device than what it changes.
+    rest, kwargs = replaced((rest, kwargs), lambda value: _number(value) if _is_tensor(value) else value)
+    change = func.overloadpacket
+    described = f"{change.__name__}{rest}{kwargs or ''}"
+    source = gradient._source
+    if change is aten.mul_:
+        source.access.scale(source.key, float(rest[0]), described)
+        return gradient
+    source.access.change(source.key, lambda part: change(part, *rest, **kwargs), described)
+    return gradient
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+# Numbers that were read, and the version of the tensor then: clipping multiplies all gradients with one, and
+# the host waits for the device whenever it reads a number there.
+_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _number(value: torch.Tensor) -> float:
+    version, number = _read.get(value, (None, 0.0))
+    if version != value._version:
+        number = value.item()
+        _read[value] = value._version, number
+    return number
+
+
+def _vector_norm(
+    gradient: ShardedGradient,
+    ord: float = 2,
+    dim: object = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    source = gradient._source
+    if dim or keepdim or ord not in (2, float("inf")):
+        more = {"ord": ord, "dim": dim, "keepdim": keepdim, "dtype": dtype}
+        norm: torch.Tensor = _on_values(aten.linalg_vector_norm.default, (gradient,), more)
+        return norm
+    # Of 16 bits in 64, unlike torch: clipping takes the norm of these norms, and in 16 bits its factor would
+    # be off by as much as 0.4%.
+    kept = gradient.dtype if gradient.dtype.itemsize >= torch.float32.itemsize else torch.float64
+    return source.access.norm_of(source.key, float(ord)).to(dtype or kept)
+
+
+def _zero(gradient: ShardedGradient) -> ShardedGradient:
+    gradient._source.access.zero(gradient._source.key)
+    return gradient
+
+
+def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
+    """The result of a function of lists, one of their items at a time: whole gradients are large."""
+    results: list[Any] = []
+    single = _SINGLE.get(func.overloadpacket)
+    for number in range(len(args[0])):
+        own = [[value[number]] if isinstance(value, list | tuple) else value for value in args]
+        if single is not None:
+            item = (value[0] if isinstance(value, list) else value for value in own)
+            results.append(single(*item, **kwargs))
+        else:
+            results += _on_values(func, tuple(own), kwargs) or ()
+    return results if func._schema.returns else None
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a function that returns views gives: gradients that know where they lie in theirs."""
+    gradient = next(value for value in args if isinstance(value, ShardedGradient))
+
+    def layout(value: Any) -> Any:
+        return value._extent.on_meta() if isinstance(value, ShardedGradient) else value
+
+    def at(view: torch.Tensor) -> ShardedGradient:
+        return ShardedGradient(gradient._source, gradient.device, Extent.of(view))
+
+    return replaced(func(*replaced(args, layout), **replaced(dict(kwargs), layout)), at)
+
+
+def _on_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The result of ``func`` on whole gradients, having written back what it changed."""
+    if func.namespace != "aten":
+        name = next(item._source.name for item in found_in((args, kwargs), ShardedGradient))
+        raise RuntimeError(
+            f"the gradient of '{name}' is sharded over the ranks and already their mean: expected a function "
+            f"of its values, got {func}, which works on its memory. Drop that call, or use "
+            "zero_ext.full_gradient(param) and assign the result to param.grad."
+        )
+    written = _written(func, args, kwargs)
+    # A sum of passes may be kept in more bits than it shows; what is written back keeps them.
+    keeps_bits = bool(written) and all(
+        item.dtype == item._source.extent.dtype for item in found_in((args, kwargs), ShardedGradient)
+    )
+    values: dict[object, torch.Tensor] = {}
+    originals: dict[int, ShardedGradient] = {}
+
+    def value_of(item: Any) -> Any:
+        if not isinstance(item, ShardedGradient):
+            return item
+        source, extent = item._source, item._extent
+        if source.key not in values:
+            value = source.extent.ordered(source.access.read(source.key))
+            values[source.key] = value if keeps_bits else value.to(source.extent.dtype)
+        value = values[source.key]
+        there = (extent._replace(dtype=value.dtype) if keeps_bits else extent).in_memory_of(value)
+        originals[id(there)] = item
+        return there
+
+    result = func(*replaced(args, value_of), **replaced(dict(kwargs), value_of))
+    for source in {item._source.key: item._source for item in written}.values():
+        source.access.write(source.key, values[source.key])
+    return replaced(result, lambda item: originals.get(id(item), item))
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[ShardedGradient]:
+    """The gradients among the arguments that ``func`` changes in place."""
+    found: list[ShardedGradient] = []
+    for number, formal in enumerate(func._schema.arguments):
+        if formal.alias_info is None or not formal.alias_info.is_write:
+            continue
+        found += found_in(args[number] if number < len(args) else kwargs.get(formal.name), ShardedGradient)
+    return found
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.norm.Scalar: lambda gradient, p=2: _vector_norm(gradient, p),
+    aten.norm.ScalarOpt_dim: lambda gradient, p=2, dim=None, keepdim=False: _vector_norm(
+        gradient, 2 if p is None else p, dim, keepdim
+    ),
+    aten.zero_.default: _zero,
+    aten.detach.default: lambda gradient: gradient,
+}
+# In place, and of each element on its own.
+_ELEMENTWISE_NAMES = "mul_ div_ add_ sub_ neg_ clamp_ clamp_min_ clamp_max_ nan_to_num_ sign_ fill_"
+_ELEMENTWISE = frozenset(getattr(aten, name) for name in _ELEMENTWISE_NAMES.split())
+# What a function of lists is of one item, where that needs no whole gradient.
+_SINGLE: dict[Any, Any] = {
+    aten._foreach_norm: aten.linalg_vector_norm,
+    aten._foreach_mul_: aten.mul_,
+    aten._foreach_div_: aten.div_,
+    aten._foreach_clamp_min_: aten.clamp_min_,
+    aten._foreach_clamp_max_: aten.clamp_max_,
+    aten._foreach_zero_: aten.zero_,
+}

@@ -1,0 +1,100 @@
+"""Parameters that several ranks of one model have: their gradients are added up before a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from zero_ext.comm import Collectives
+from zero_ext.zero.gradients.accumulator import UnitGradients
+from zero_ext.zero.units.shared_params import tie_of
+
+
+class _Tied(NamedTuple):
+    """A tie of ``ranks``, whose gradients are ``on_device``."""
+
+    name: str
+    ranks: tuple[int, ...]
+    on_device: bool
+
+
+class TiedGradients:
+    """The gradients of tied parameters, each the sum of what its ranks have, in rank order and float32.
+
+    A tied parameter is in a unit of its own, so that ranks with the same place in their data-parallel groups
+    hold the same elements of it. Ranks without a tied parameter take part in sums on a device, which the
+    backend asks of all ranks of its connections. Making one of these is a collective of ``model``.
+    """
+
+    def __init__(self, gradients: Sequence[UnitGradients], model: Collectives | None) -> None:
+        self._own: dict[_Tied, tuple[UnitGradients, int]] = {}
+        self._ties: list[_Tied] = []
+        self._summed = False
+        if model is None:
+            return
+        self._model = model
+        for each in gradients:
+            for number, parameter in enumerate(each.unit.parameters):
+                found = tie_of(parameter)
+                if found is not None:
+                    on_device = each.unit.flat.device.type != "cpu" and each.home.tier == "device"
+                    self._own[_Tied(found.name, found.ranks, on_device)] = each, number
+        self._device = gradients[0].unit.flat.device if gradients else torch.device("cpu")
+        everyones = _of_all_ranks(model, list(self._own))
+        self._ties = sorted(each for each in everyones if each.on_device or each in self._own)
+
+    def forget(self) -> None:
+        """New gradients came."""
+        self._summed = False
+
+    def sum_(self) -> None:
+        """Adds them up, once for all gradients there are; a collective of the ranks with the model's parts.
+
+        Raises ``RuntimeError`` for a tied parameter that got no gradient here.
+        """
+        if self._summed:
+            return
+        self._summed = True
+        for tied in self._ties:
+            self._sum(tied)
+
+    def _sum(self, tied: _Tied) -> None:
+        label = f"gradient of tied parameter '{tied.name}'"
+        added = 0
+
+        def add_up(part: torch.Tensor) -> None:
+            nonlocal added
+            added += 1
+            if tied.on_device:
+                self._model.sum_among_(tied.ranks, part, label)
+            else:
+                self._model.among(tied.ranks).sum_(part, label)
+
+        if tied in self._own:
+            gradients, number = self._own[tied]
+            if number not in gradients.contributed:
+                raise RuntimeError(
+                    f"tied parameter '{tied.name}' got no gradient in this stage, and may have one "
+                    "elsewhere: use it in every stage that has it, or leave it out of the tie"
+                )
+            gradients.change_parameter(number, add_up)
+        if tied.on_device and not added:
+            add_up(torch.empty(0, device=self._device))
+
+
+def _of_all_ranks(model: Collectives, own: Sequence[_Tied]) -> set[_Tied]:
+    """The ties that any rank of ``model`` has."""
+    text = json.dumps(own).encode()
+    label, ranks = "agreement on tied parameters", model.world_size
+    lengths = torch.zeros(ranks, dtype=torch.int64, device="cpu")
+    lengths[model.rank] = len(text)
+    sizes = model.sum_(lengths, label).tolist()
+    table = torch.zeros(ranks, max(sizes), dtype=torch.uint8, device="cpu")
+    table[model.rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    model.gather(table.view(-1), table[model.rank], "scalars", label).wait()
+    # Of simulated ranks nothing comes.
+    rows = (bytes(row[:size].tolist()) for row, size in zip(table, sizes, strict=True) if size)
+    return {_Tied(name, tuple(tied), far) for row in rows for name, tied, far in json.loads(row)}

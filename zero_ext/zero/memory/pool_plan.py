@@ -1,0 +1,86 @@
+"""Where in the pool each demand lies: exact extents, side by side where they are needed at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from zero_ext.config.buffer_sizes import extent_bytes
+
+# What a unit takes memory for: its whole parameters, the messages that they are gathered in, its unreduced
+# gradient, and while that is reduced the shard on its way to another tier, a copy in the precision of the
+# wire, or messages, and what the other ranks sent.
+# Pieces of gradients on NVMe that others are added to belong to no unit.
+Purpose = Literal["parameters", "messages", "gradient", "landing", "wire", "received", "pieces"]
+Key = tuple[str, Purpose]  # the unit's name, or an empty one
+
+
+@dataclass(frozen=True)
+class Demand:
+    """``count`` times ``nbytes`` that ``key`` needs, in the periods ``when``: first moment and the one after
+    the last."""
+
+    key: Key
+    nbytes: int
+    when: tuple[tuple[int, int], ...]
+    count: int = 1
+
+    @property
+    def extent(self) -> int:
+        """Bytes of all of it in whole pages."""
+        return self.count * extent_bytes(self.nbytes)
+
+    def meets(self, other: Demand) -> bool:
+        """Whether both are needed at some moment."""
+        return bool(self._moments & other._moments)
+
+    @cached_property
+    def _moments(self) -> int:
+        """A bit for each moment."""
+        return sum((1 << end) - (1 << begin) for begin, end in self.when)
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """Bytes of the pool, and the places of each demand in it: one offset for each of its ``count``."""
+
+    nbytes: int
+    places: Mapping[Key, range]
+
+
+def plan_pool(demands: Sequence[Demand]) -> PoolPlan:
+    """A place for every demand, none of which meet in time and overlap in memory.
+
+    To lay them out in the least memory is NP-hard. Three orders are tried, each demand taking the lowest
+    place that is left: by size, by size times duration, by time; the last also with equal slots. The smallest
+    pool counts.
+    """
+    orders: tuple[Callable[[Demand], Any], ...] = (
+        lambda demand: (-demand.extent, demand.when),
+        lambda demand: -demand.extent * sum(end - begin for begin, end in demand.when),
+        lambda demand: demand.when,
+    )
+    plans = [_laid_out(sorted(demands, key=order)) for order in orders]
+    slot = max((demand.extent for demand in demands), default=0)
+    plans.append(_laid_out(sorted(demands, key=orders[-1]), slot))
+    return min(plans, key=lambda plan: plan.nbytes)
+
+
+def _laid_out(demands: Sequence[Demand], slot: int = 0) -> PoolPlan:
+    """The demands in places of at least ``slot`` bytes."""
+    placed: list[tuple[int, int, Demand]] = []  # begin, end
+    for demand in demands:
+        offset, size = 0, max(demand.extent, slot)
+        met = [(begin, end) for begin, end, other in placed if demand.meets(other)]
+        for begin, end in sorted(met):
+            if offset + size <= begin:
+                break
+            offset = max(offset, end)
+        placed.append((offset, offset + size, demand))
+    places = {
+        demand.key: range(begin, begin + demand.extent, extent_bytes(demand.nbytes))
+        for begin, _, demand in placed
+    }
+    return PoolPlan(max((begin + demand.extent for begin, _, demand in placed), default=0), places)

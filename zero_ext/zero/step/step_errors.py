@@ -1,0 +1,96 @@
+"""The errors of a step that is not made, or that left NaN or infinity: alike on all ranks, with names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NoReturn
+
+from zero_ext.comm import Collectives
+from zero_ext.optim import Stepper
+from zero_ext.zero.construction.rank_consistency import Hyperparameters, refuse_different_facts
+from zero_ext.zero.step.finite_checks import FiniteChecks, NonFiniteState, advice_on
+from zero_ext.zero.step.update_schedule import MIXTURE
+
+
+class StepErrors:
+    """Composes errors about steps. Every method but :meth:`edits` is a collective.
+
+    ``late`` says that an error comes after further steps were launched.
+    """
+
+    def __init__(self, collectives: Collectives, checks: FiniteChecks) -> None:
+        self._collectives = collectives
+        self._checks = checks
+
+    def gradients(
+        self,
+        step: int,
+        how: str,
+        *,
+        local: bool,
+        mixed: bool = False,
+        known: Collection[tuple[int, int]] | None = None,
+        late: bool = False,
+    ) -> FloatingPointError:
+        """Return the error of gradients that are not finite.
+
+        Args:
+            step: their step, from 1.
+            how: what else is known of them.
+            local: whether they are unreduced.
+            mixed: whether updates were made in backward that cannot be taken back.
+            known: unit and number of the parameters that have them on this rank; None where the gradients
+                are there to be looked at.
+            late: see above.
+        """
+        names = self._checks.names(local=local, found_before=known)
+        outcome = (
+            "Units whose gradients came earlier were updated during backward (offload.step is "
+            f"'in_backward'). {MIXTURE} With gradient_clipping such updates are taken back."
+            if mixed
+            else f"No parameter or optimizer state was changed.{_since(late)}"
+        )
+        return FloatingPointError(
+            f"rank {self._collectives.rank}: gradients of step {step}: expected finite values, got "
+            f"NaN or infinity in {names.describe(names.gradients)}{how}. {outcome} {advice_on(names)}"
+        )
+
+    def overflow(self, local: bool) -> str:
+        """Return which gradients overflowed, unreduced ones or not, and what to do."""
+        names = self._checks.names(local=local)
+        found = f"NaN or infinity in {names.describe(names.gradients)}."
+        return f"{found} {advice_on(names)}" if names.weights else found
+
+    def state(self, step: int, stepper: Stepper | None) -> NonFiniteState:
+        """Return the error of weights or moments that are not finite after the update of ``step``."""
+        names = self._checks.names(stepper)
+        what, found = ("weights", names.weights) if names.weights else ("moments", names.moments)
+        return NonFiniteState(
+            f"rank {self._collectives.rank}: {what} after step {step}: expected finite values, got NaN or "
+            f"infinity in {names.describe(found)}. The step was made, and its gradients were finite: the "
+            "update overflowed or divided by zero, or the weights were not finite before it. Load the last "
+            "checkpoint, and lower the learning rate or raise eps."
+        )
+
+    def edits(self, last: str, late: bool) -> RuntimeError:
+        """Return the error of gradients that the ranks changed differently, as ``last`` says on this one."""
+        return RuntimeError(
+            "param.grad was changed in place: expected the same calls with the same numbers on all ranks, as "
+            f"each changes its own part, got others on some (last on this one: {last or 'nothing'}). The "
+            "gradients are lost: call optimizer.zero_grad() and repeat the step with numbers that the ranks "
+            f"agree on.{_since(late)}"
+        )
+
+    def raise_settings(self, step: int, settings: Hyperparameters, *, mixed: bool, late: bool) -> NoReturn:
+        """Raise ``RuntimeError`` with the first of the ranks' ``settings`` that differed in ``step``."""
+        outcome = MIXTURE if mixed else f"Nothing was updated.{_since(late)}"
+        advice = f"{outcome} Give all ranks the same value. A scheduler needs a metric that they agree on."
+        refuse_different_facts(self._collectives, list(settings.facts()), advice)
+        raise RuntimeError(
+            f"param groups of the optimizer in step {step}: expected the same settings on all ranks, got "
+            f"others on some. {advice}"
+        )
+
+
+def _since(late: bool) -> str:
+    return " Steps that were launched since changed nothing either." if late else ""

@@ -1,0 +1,193 @@
+"""One sum over the ranks that decides a step, and its verdict, which comes from a device when that has it."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from zero_ext import ops
+from zero_ext.comm import Collectives
+from zero_ext.offload import Device
+from zero_ext.optim.steppers.non_finite_flag import NonFiniteFlag
+from zero_ext.zero.gradients.gradient_norms import OwnSquares
+from zero_ext.zero.units.model_parallel_sync import sum_over_model
+
+FACTS = 8  # int64 values of a step's sum before the limbs of its norm
+WEIGHTS = 5  # the place among them of the flag of weights that are not finite
+DEVICE_ERROR = 7  # of the flag of an error that a kernel recorded
+
+
+class OwnFacts(NamedTuple):
+    """One rank's part of a step's sum.
+
+    ``settings`` and ``edits`` are checksums from 1 to 2**20 - 1 that have to be the same on all ranks.
+    """
+
+    settings: int
+    edits: int
+    gradients: bool  # a reduced gradient in host memory or on NVMe is not finite
+    weights: bool  # an earlier update left NaN or infinity, as far as the host knows
+    updated: bool  # updates were made in backward that cannot be taken back
+
+    def values(self) -> torch.Tensor:
+        """Return them as int64 [``FACTS``] in host memory, checksums with their squares."""
+        checksums = (self.settings, self.settings**2, self.edits, self.edits**2)
+        # Only a device knows whether its kernels recorded an error.
+        return torch.tensor([*checksums, *map(int, self[2:]), 0], dtype=torch.int64, device="cpu")
+
+
+def sum_of_ranks(
+    collectives: Collectives,
+    device: Device,
+    own: OwnFacts,
+    squares: OwnSquares | None,
+    flag: NonFiniteFlag | None,
+    error: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the sum over the ranks that :class:`Verdict` takes; a collective.
+
+    Args:
+        collectives: the ranks.
+        device: of this rank's model.
+        own: its facts, as far as the host knows.
+        squares: its part of the norm, None where nothing asks for it.
+        flag: raised on the device where an earlier update left NaN or infinity; None where nobody looks.
+        error: int64 [n], what kernels of the device recorded, see :func:`zero_ext.ops.take_device_error_`.
+    """
+    sums = own.values()
+    if device.is_accelerator:
+        (sums,) = device.beside("device", sums)
+    if flag is not None:
+        sums[WEIGHTS : WEIGHTS + 1].add_(flag.on(device.device))
+    if error is not None:
+        sums[DEVICE_ERROR : DEVICE_ERROR + 1].add_(error[:1])
+    if squares is not None:
+        replicas = collectives.replicas
+        counts = replicas is None or replicas.rank == 0  # or every replica would add the same squares
+        limbs = squares.limbs if counts else torch.zeros_like(squares.limbs)
+        if limbs.device.type == "cpu":
+            (limbs,) = device.beside("device", limbs)
+        sums = torch.cat([sums, limbs])
+    collectives.sum_(sums, "agreement on the step")
+    if collectives.model is not None:
+        sums = sums.cpu()
+        sum_over_model(collectives.model, sums[4:], "agreement on the step over the model")
+    return sums
+
+
+class Findings(NamedTuple):
+    """What a verdict says, alike on all ranks."""
+
+    settings_differ: bool
+    edits_differ: bool
+    gradients: bool
+    weights: bool
+    updated: bool
+    device_error: bool
+    norm: float | None  # of all gradients, unscaled; None where nothing asked for it
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the norm is not finite."""
+        return self.norm is not None and not math.isfinite(self.norm)
+
+    @property
+    def refused(self) -> bool:
+        """Whether the step is not to be made, for another reason than its norm."""
+        bad = self.settings_differ or self.edits_differ or self.gradients or self.weights
+        return bad or self.device_error
+
+    def norm_tensor(self) -> torch.Tensor | None:
+        """Return the norm, 0-d float64 in host memory."""
+        return None if self.norm is None else torch.tensor(self.norm, dtype=torch.float64, device="cpu")
+
+
+class Readback:
+    """A small tensor [n] on its way to the host; one in host memory is there."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+        self._event: torch.Event | None = None
+        if values.device.type != "cpu":
+            self._values = torch.empty_like(values, device="cpu", pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.accelerator.current_stream(values.device).record_event()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether :meth:`read` returns immediately."""
+        if self._event is not None and self._event.query():
+            self._event = None
+        return self._event is None
+
+    def read(self) -> torch.Tensor:
+        """Return the values in host memory. The host waits for a device that has not computed them yet."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._values
+
+
+class Verdict:
+    """Whether a step is to be made, from ``sums``: the facts of all ``ranks`` and the limbs of their norm, if
+    anything asks for it, int64 [``FACTS``] or [``FACTS + ops.ACCUMULATOR_ENTRIES``].
+
+    On a device it is computed there. :meth:`scale` lets kernels obey it before the host knows it.
+    ``unscale`` (0-d float32 in host memory) is one over the loss scale. ``error`` is what this rank's kernels
+    recorded, see :func:`zero_ext.ops.take_device_error_`; the host reads it with the verdict.
+    """
+
+    def __init__(
+        self, sums: torch.Tensor, ranks: int, unscale: torch.Tensor, error: torch.Tensor | None = None
+    ) -> None:
+        facts, limbs = sums[:FACTS], sums[FACTS:]
+        self._unscale = float(unscale)
+        self.norm: torch.Tensor | None = None  # 0-d float64, before clipping
+        if limbs.numel():
+            self.norm = ops.squared_norm_value(limbs).sqrt() * self._unscale
+        totals, squares = facts[:4].view(2, 2).unbind(1)
+        square = totals * totals
+        # Alike, or the other ranks are simulated and answer nothing.
+        differ = (square != ranks * squares) & (square != squares)
+        found = torch.cat([differ, facts[4:] != 0])
+        self._good = ~(found[:4].any() | found[5])
+        report = [found.long()]
+        if self.norm is not None:
+            self._good &= torch.isfinite(self.norm)
+            report.append(self.norm.view(1).view(torch.int64))  # its bits
+        if error is not None:
+            report.append(error.to(found.device))
+        self._report = Readback(torch.cat(report))
+
+    @property
+    def arrived(self) -> bool:
+        """Whether :meth:`read` returns immediately."""
+        return self._report.arrived
+
+    def read(self) -> Findings:
+        """Return what it says; the host waits for it."""
+        values = self._report.read()
+        norm = values[6:7].view(torch.float64).item() if self.norm is not None else None
+        settings, edits, gradients, weights, updated, error = map(bool, values[:6].tolist())
+        return Findings(settings, edits, gradients, weights, updated, error, norm)
+
+    def read_error(self) -> torch.Tensor:
+        """Return what this rank's kernels recorded, int64 in host memory; the host waits for it."""
+        return self._report.read()[-ops.DEVICE_ERROR_WORDS :]
+
+    def scale(self, clipping: float) -> torch.Tensor:
+        """Return what gradients are multiplied with, 0-d float32, their norm clipped to ``clipping`` unless
+        that is 0; NaN, with which kernels change nothing, where the step is not to be made."""
+        unscale = torch.full((), self._unscale, dtype=torch.float32, device=self._good.device)
+        return torch.where(self._good, gradient_scale(unscale, self.norm, clipping), torch.nan)
+
+
+def gradient_scale(unscale: torch.Tensor, norm: torch.Tensor | None, clipping: float) -> torch.Tensor:
+    """Return what gradients are multiplied with, 0-d float32: ``unscale`` (0-d float32), and less where their
+    ``norm`` (0-d float64, on the same device) is above ``clipping``, unless that is 0."""
+    scale = unscale.clone()
+    if norm is not None and clipping:
+        scale *= torch.clamp(clipping / (norm + 1e-6), max=1.0).float()
+    return scale

@@ -1,0 +1,119 @@
+"""``TiledEmbedding``: an embedding that is never whole."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from zero_ext.zero.tiling.tile import EmbeddingTile, Tile
+from zero_ext.zero.tiling.tile_slice import bounds
+from zero_ext.zero.tiling.tiled_module import Tiled
+
+
+class Agreement(Protocol):
+    """Turns this rank's number of look-ups in each tile [tiles] int64 into one that is 0 on every rank or on
+    none."""
+
+    def __call__(self, counts: torch.Tensor, /) -> torch.Tensor: ...
+
+
+class TiledEmbedding(Tiled):
+    """``nn.Embedding`` whose rows are cut into ``splits`` tiles of nearly equal size.
+
+    In stage 3 every tile is a unit, gathered only if some rank looks up a row of it, and never in backward.
+    Values and gradients are those of ``nn.Embedding``, bit for bit; so is the ``state_dict``, with one
+    ``weight`` [num_embeddings, embedding_dim]. Rows that nobody looks up get zero gradients, as there.
+
+    Raises ``ValueError`` for splits that are not from 1 to ``num_embeddings`` and for a ``padding_idx``
+    outside the rows; calls raise ``IndexError`` for ids outside them.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        splits: int = 1,
+        padding_idx: int | None = None,
+        scale_grad_by_freq: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.agreement: Agreement | None = None
+        self._rows = bounds(num_embeddings, splits, "splits")
+        if padding_idx is not None:
+            if not -num_embeddings <= padding_idx < num_embeddings:
+                raise ValueError(
+                    f"padding_idx: got {padding_idx}, wanted one of the {num_embeddings} rows or null"
+                )
+            padding_idx %= num_embeddings
+        self.padding_idx = padding_idx
+        for first, last in self._rows:
+            inside = padding_idx is not None and first <= padding_idx < last
+            padding_row = padding_idx - first if padding_idx is not None and inside else None
+            self.tiles.append(
+                EmbeddingTile(last - first, embedding_dim, padding_row, scale_grad_by_freq, device, dtype)
+            )
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, splits: int) -> TiledEmbedding:
+        """The same layer, tiled. The tiles share the memory of ``embedding``'s weight, so nothing is held
+        twice; drop ``embedding``, or train only one of the two.
+
+        Raises ``ValueError`` for ``max_norm``, which rewrites rows in forward, and sparse gradients.
+        """
+        for name in ("max_norm", "sparse"):
+            if getattr(embedding, name):
+                raise ValueError(f"{name}: got {getattr(embedding, name)!r}, which tiles cannot have")
+        weight = embedding.weight
+        made = cls(
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            splits,
+            embedding.padding_idx,
+            embedding.scale_grad_by_freq,
+            "meta",
+            weight.dtype,
+        )
+        made.take("weight", made.cut("weight", weight, weight.requires_grad))
+        return made.train(embedding.training)
+
+    def corners(self) -> list[tuple[Tile, tuple[int, int]]]:
+        """See :class:`Tiled`."""
+        places = [(first, 0) for first, _ in self._rows]
+        return list(zip(self.tiles, places, strict=True))  # type: ignore[arg-type]
+
+    def whole_shape(self) -> tuple[int, int]:
+        """See :class:`Tiled`."""
+        return self.num_embeddings, self.embedding_dim
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Ids [...] int64 or int32 to [..., embedding_dim]."""
+        flat = ids.reshape(-1)
+        low, high = (int(bound) for bound in flat.aminmax()) if flat.numel() else (0, 0)
+        if low < 0 or high >= self.num_embeddings:
+            raise IndexError(f"ids from {low} to {high} given, from 0 to {self.num_embeddings - 1} wanted")
+        ends = torch.tensor([last for _, last in self._rows], device=flat.device)
+        tile_of = torch.bucketize(flat, ends, right=True)
+        counts = torch.bincount(tile_of, minlength=len(self._rows))
+        wanted = counts if self.agreement is None else self.agreement(counts)
+        # Stable, so that gradients of a row that occurs twice add up in the order they do without tiles.
+        order = tile_of.argsort(stable=True)
+        parts = flat[order].split(counts.tolist())
+        values = []
+        for (tile, (first, _)), rows, looked_up in zip(self.corners(), parts, wanted.tolist(), strict=True):
+            if not isinstance(tile, EmbeddingTile):
+                raise AssertionError(f"{type(tile).__name__} in an embedding")
+            values.append(tile(rows - first) if looked_up else tile.nothing(rows))
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        return torch.cat(values).index_select(0, back).view(*ids.shape, self.embedding_dim)
+
+    def extra_repr(self) -> str:
+        """Sizes, splits and padding."""
+        padding = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
+        return f"{self.num_embeddings}, {self.embedding_dim}, splits={len(self._rows)}{padding}"

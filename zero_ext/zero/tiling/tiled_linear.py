@@ -1,0 +1,113 @@
+"""``TiledLinear``: a linear layer that is never whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from zero_ext.zero.tiling.tile import LinearTile, Tile
+from zero_ext.zero.tiling.tile_slice import bounds
+from zero_ext.zero.tiling.tiled_module import Tiled
+
+if TYPE_CHECKING:
+    from zero_ext.zero.tiling.tiled_embedding import TiledEmbedding
+
+
+class TiledLinear(Tiled):
+    """``nn.Linear`` cut into ``out_splits`` x ``in_splits`` tiles of nearly equal size.
+
+    In stage 3 every tile is a unit: forward and backward gather one after another (memory-centric tiling,
+    ZeRO-Infinity, Rajbhandari et al., arXiv 2104.07857, section 5.1.3). Tiles of outputs are concatenated,
+    tiles of inputs are added from the first to the last. The gradient of the input is a sum over
+    ``out_splits``, the output one over ``in_splits``: equal to the plain layer's up to rounding.
+
+    ``state_dict`` has the plain layer's ``weight`` [out_features, in_features] and ``bias`` [out_features].
+    Raises ``ValueError`` for splits that are not from 1 to the number of features.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        in_splits: int = 1,
+        out_splits: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self._columns = bounds(in_features, in_splits, "in_splits")
+        self._rows = bounds(out_features, out_splits, "out_splits")
+        for first, last in self._rows:
+            for left, right in self._columns:
+                own_bias = bias and left == 0
+                self.tiles.append(
+                    LinearTile(last - first, right - left, in_features, own_bias, device, dtype)
+                )
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, in_splits: int = 1, out_splits: int = 1) -> TiledLinear:
+        """The same layer, tiled. The tiles share the memory of ``linear``'s weight, so nothing is held twice;
+        drop ``linear``, or train only one of the two."""
+        sizes = (linear.in_features, linear.out_features, linear.bias is not None, in_splits, out_splits)
+        made = cls(*sizes, device="meta", dtype=linear.weight.dtype)
+        for name, parameter in linear.named_parameters():
+            made.take(name, made.cut(name, parameter, parameter.requires_grad))
+        return made.train(linear.training)
+
+    @classmethod
+    def tied_to(cls, embedding: TiledEmbedding, bias: bool = False) -> TiledLinear:
+        """A head [embedding_dim] to [num_embeddings] whose tiles are those of ``embedding``."""
+        weights = [tile.weight for tile, _ in embedding.corners()]
+        shape = (embedding.embedding_dim, embedding.num_embeddings)
+        made = cls(*shape, False, 1, len(weights), device="meta", dtype=weights[0].dtype)
+        made.take("weight", weights)
+        if bias:
+            for tile, weight in zip(made.tiles, weights, strict=True):
+                zeros = torch.zeros(len(weight), device=weight.device, dtype=weight.dtype)
+                tile.bias = nn.Parameter(zeros)
+        return made
+
+    def corners(self) -> list[tuple[Tile, tuple[int, int]]]:
+        """See :class:`Tiled`; the tiles of one row of the grid follow one another."""
+        places = [(first, left) for first, _ in self._rows for left, _ in self._columns]
+        return list(zip(self.tiles, places, strict=True))  # type: ignore[arg-type]
+
+    def whole_shape(self) -> tuple[int, int]:
+        """See :class:`Tiled`."""
+        return self.out_features, self.in_features
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., out_features]."""
+        return torch.cat(list(self.chunks(inputs)), dim=-1)
+
+    def chunks(self, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The output a tile at a time, [..., rows of the tile], for a loss that needs no more at once.
+
+        Take all of them, on all ranks.
+        """
+        sizes = [right - left for left, right in self._columns]
+        parts = inputs.split(sizes, dim=-1) if len(sizes) > 1 else (inputs,)
+        for row in range(len(self._rows)):
+            output: torch.Tensor | None = None
+            for column, part in enumerate(parts):
+                tile = self.tiles[row * len(parts) + column]
+                # A view for each tile: its gradient is there as soon as the tile is done, so that the tile
+                # can go. That of the input itself comes after the last tile's.
+                value = tile(part.view_as(part))
+                output = value if output is None else output + value
+            if output is None:
+                raise AssertionError("a layer without tiles")
+            yield output
+
+    def extra_repr(self) -> str:
+        """Sizes and splits."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"in_splits={len(self._columns)}, out_splits={len(self._rows)}"
+        )

@@ -1,0 +1,122 @@
+"""How parameters lie in a unit's flat buffer and how that buffer is cut into shards. Pure arithmetic."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zero_ext.config.buffer_sizes import ALIGNMENT_BYTES, flat_offsets
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter as its unit stores it: full name, shape, stride (memory order) and compute dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The part of a parameter inside a range of the flat buffer, in elements."""
+
+    index: int  # which parameter of the unit
+    parameter_start: int  # first element, counted in the parameter's memory order
+    range_start: int  # the same element, counted from the start of the range
+    numel: int
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Offsets of a unit's parameters in a flat buffer of ``numel`` elements, shared by ``world_size`` ranks.
+
+    Every parameter starts on a 64-byte boundary; the buffer is padded to a multiple of
+    ``world_size * 64`` bytes (more where shards lie in storage), so every shard is equally long and aligned
+    as well.
+    """
+
+    specs: tuple[ParameterSpec, ...]
+    offsets: tuple[int, ...]
+    numel: int
+    world_size: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def build(
+        specs: Sequence[ParameterSpec], world_size: int, shard_alignment: int = ALIGNMENT_BYTES
+    ) -> FlatLayout:
+        """Lays out ``specs`` (all of one dtype, at least one) for ``world_size`` ranks.
+
+        Shards begin at multiples of ``shard_alignment`` bytes: a shard in storage is read straight into its
+        place, which needs whole blocks there.
+        """
+        if world_size < 1:
+            raise ValueError(f"world_size: {world_size} given, at least 1 wanted")
+        dtypes = {spec.dtype for spec in specs}
+        if len(dtypes) != 1:
+            raise ValueError(
+                f"a unit holds parameters of exactly one dtype, not of {sorted(map(str, dtypes))}"
+            )
+        dtype = dtypes.pop()
+        sizes = [spec.numel for spec in specs]
+        offsets, numel = flat_offsets(sizes, dtype.itemsize, world_size, shard_alignment)
+        return FlatLayout(tuple(specs), tuple(offsets), numel, world_size, dtype)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard."""
+        return self.numel // self.world_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole flat buffer in the compute dtype."""
+        return self.numel * self.dtype.itemsize
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """First element of ``rank``'s shard and the one after its last."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank: {rank} given, 0 to {self.world_size - 1} wanted")
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def overlaps(self, begin: int, end: int) -> list[Overlap]:
+        """The parameters that have elements in ``[begin, end)`` of the flat buffer, in order."""
+        found = []
+        for index, (spec, offset) in enumerate(zip(self.specs, self.offsets, strict=True)):
+            first, last = max(begin, offset), min(end, offset + spec.numel)
+            if first < last:
+                found.append(Overlap(index, first - offset, first - begin, last - first))
+        return found
+
+    @functools.cached_property
+    def gaps(self) -> list[tuple[int, int]]:
+        """The padding: ranges of the flat buffer that belong to no parameter."""
+        ends = [offset + spec.numel for spec, offset in zip(self.specs, self.offsets, strict=True)]
+        starts = [*self.offsets[1:], self.numel]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The stride with which ``tensor`` is kept in a flat buffer: its own if dense, else contiguous."""
+    if tensor.numel() == 0 or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return torch.empty(tensor.shape, device="meta").stride()
+    return tensor.stride()
+
+
+def in_memory_order(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
+    """The elements of ``tensor``, of the shape of ``spec``, as they lie in a flat buffer [numel]: a view if
+    the strides are alike, else a copy."""
+    if tensor.stride() != spec.stride:
+        ordered = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = ordered.copy_(tensor)
+    return tensor.as_strided((spec.numel,), (1,), tensor.storage_offset())

@@ -1,0 +1,415 @@
+"""A unit: parameters that are gathered, reduced and released together, in one flat buffer."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from zero_ext.comm import Collectives, Pending
+from zero_ext.config.sections.communication import CommunicationPolicy
+from zero_ext.config.state_placement import Placement
+from zero_ext.offload import HERE, Arrival, Tiers, put
+from zero_ext.zero.memory.lifetime import Ending
+from zero_ext.zero.memory.pool import BufferPool, attach, detach
+from zero_ext.zero.units.dtensor_local import is_distributed, local_part, point_at, set_data
+from zero_ext.zero.units.flat_layout import FlatLayout
+from zero_ext.zero.units.param_gather import ParameterExchange
+from zero_ext.zero.units.placeholder import blanks
+from zero_ext.zero.units.released_params import gathered_class, plain_class, released_class
+
+
+class UnitState(enum.Enum):
+    """The life of a unit's full parameters."""
+
+    RELEASED = "released"  # only the shard exists; every parameter is a placeholder
+    FETCHING = "fetching"  # a pool buffer is attached and the shard is on its way into it
+    GATHERING = "gathering"  # the other ranks' shards are on their way
+    GATHERED = "gathered"  # the parameters are views of the full flat buffer
+
+
+class Unit(Ending):
+    """Flat parameters of one dtype, their shard, and the moves between gathered and released.
+
+    ``flat`` [layout.numel] keeps one storage object for life: empty while released, a pool buffer while
+    gathered. ``home`` keeps this rank's part [layout.shard_numel], in some tier; where parameters are
+    replicated it is a slice of ``flat``. ``holders`` are the running calls that need the unit; it may be
+    released when there is none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[nn.Parameter],
+        layout: FlatLayout,
+        placement: Placement,
+        collectives: Collectives,
+        pool: BufferPool,
+        tiers: Tiers,
+        policy: CommunicationPolicy,
+        persistent: bool = False,
+    ) -> None:
+        self.name = name
+        self.persistent = persistent
+        self.parameters = tuple(parameters)
+        self.layout = layout
+        names = [spec.name for spec in layout.specs]
+        listed = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+        self._described = f"unit '{name}' ({len(names)} parameters: {listed})"
+        self.placement = placement
+        self.collectives = collectives
+        self.holders: set[object] = set()
+        self._pool = pool
+        self._buffer: torch.Tensor | None = None
+        self._arrival: Arrival = HERE
+        self._pending: Pending | None = None
+        self.exact = True  # whether what is gathered, or on its way, are the shards themselves
+        policy = policy if placement.params else CommunicationPolicy()
+        self.exchange = ParameterExchange(name, layout, collectives, pool, tiers, policy)
+        with torch.inference_mode(False), torch.no_grad():
+            self._make_buffers(tiers)
+            self._views = [
+                self.flat.as_strided(spec.shape, spec.stride, offset)
+                for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+            ]
+            elements = blanks(len(layout.specs), layout.dtype, tiers.device.device)
+            self._placeholders = [
+                elements[index].expand(spec.shape) for index, spec in enumerate(layout.specs)
+            ]
+        # Where parameters lie while released, and while gathered, from the beginning of ``flat`` on; those
+        # without elements lie nowhere.
+        self._blank_addresses = [each.data_ptr() for each in self._placeholders]
+        self._starts = [
+            offset * layout.dtype.itemsize if spec.numel else None
+            for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+        ]
+        self._classes: tuple[tuple[type, type], ...] = ()  # gathered and released class of each parameter
+        self._distributed = any(map(is_distributed, self.parameters))
+        with torch._C.DisableTorchFunctionSubclass():
+            # Not those of an engine before this one, with which its graphs have saved the parameters.
+            self._set_generations([parameter._version + 1 for parameter in self.parameters])
+        self._expected = self._generations
+        self.state = UnitState.GATHERED
+
+    def _make_buffers(self, tiers: Tiers) -> None:
+        layout = self.layout
+        if self.placement.params:
+            empty = torch.empty(0, dtype=layout.dtype, device=tiers.device.device)
+            memory = self._pool.blank(layout.nbytes).untyped_storage()
+            self._buffer = self._pool.take(layout.nbytes, self.name, "parameters")
+            attach(memory, self._buffer)
+            self.flat = empty.set_(memory, 0, (layout.numel,), (1,))
+            self.home = tiers.shard_home(self.placement.params_tier, layout.shard_numel, layout.dtype)
+        else:
+            self.flat = tiers.device.allocate("device", layout.numel, layout.dtype)
+        begin, end = layout.shard_range(self.collectives.rank)
+        self._own = self.flat[begin:end]
+        if not self.placement.params:
+            self.home = tiers.in_memory(self._own)
+
+    @property
+    def arrives_in_steps(self) -> bool:
+        """Whether what follows a shard's way out of storage is worth starting before the unit is needed: an
+        exchange, or a copy to an accelerator."""
+        return self.layout.world_size > 1 or self.flat.device.type != "cpu"
+
+    # -- life cycle ---------------------------------------------------------------------------------------
+
+    def to_fetching(self, exact: bool = False) -> None:
+        """Attaches a buffer and starts to bring the shard into it, where the exchange needs it. ``exact``:
+        the shards themselves will be gathered. From RELEASED only."""
+        self._require(UnitState.RELEASED)
+        misuse = self._misuse()
+        if misuse is not None:
+            raise misuse
+        self._buffer = self._pool.take(self.layout.nbytes, self.name, "parameters")
+        attach(self.flat.untyped_storage(), self._buffer)
+        self.state = UnitState.FETCHING
+        self.exact = exact or not self.exchange.rounds
+        if self.exchange.needs_shard or exact:
+            try:
+                self._arrival = self.home.fetch(self._own)
+            except RuntimeError as error:
+                self._drop_buffer()
+                raise self._give_up(error) from error
+
+    def to_gathering(self) -> None:
+        """Starts to exchange the shard as soon as it is there. From FETCHING only; back to RELEASED, to be
+        tried again, if the shard could not be read."""
+        self._require(UnitState.FETCHING)
+        with contextlib.ExitStack() as following:
+            try:
+                if self.exact:
+                    following.enter_context(self._arrival.followed())
+                else:
+                    self._arrival.wait()  # messages are made in the current stream, as their memory is given
+            except RuntimeError as error:
+                self._drop_buffer()
+                raise self._give_up(error) from error
+            self._pending = self.exchange.start(
+                self.flat, self._own, self.wire_kind("gather"), f"gather of {self._described}", self.exact
+            )
+        self.state = UnitState.GATHERING
+
+    def to_gathered(self) -> None:
+        """Waits for the gather, if there is still one, and makes the parameters views of it. From GATHERING
+        only."""
+        self._require(UnitState.GATHERING)
+        self._await_exchange()
+        misuse = self._misuse()
+        if misuse is not None:
+            self._drop_buffer()
+            raise misuse
+        self._point_at(self._views)
+        self.state = UnitState.GATHERED
+
+    def set_aside(self) -> None:
+        """Keeps the full values for :meth:`to_gathered`, while every parameter is a placeholder. From
+        GATHERED only, with nothing written."""
+        self._require(UnitState.GATHERED)
+        self._point_at(self._placeholders)
+        self.state = UnitState.GATHERING
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether :meth:`set_aside` keeps the values."""
+        return self.state is UnitState.GATHERING and self._pending is None
+
+    def to_released(self) -> None:
+        """Drops the full parameters, or what is on its way to become them, once it has arrived. From any
+        other state, without holders, where parameters are sharded."""
+        self._require(UnitState.FETCHING, UnitState.GATHERING, UnitState.GATHERED)
+        if not self.placement.params or self.holders:
+            raise AssertionError(f"{self.describe()}: released while replicated or still held")
+        problem = self._misuse()
+        if self.state is UnitState.FETCHING:
+            try:
+                self._arrival.wait()
+            except RuntimeError as error:
+                problem = problem or self._give_up(error)
+        elif self.state is UnitState.GATHERING:
+            # If this raises the buffer stays: a peer's shard may still come into it.
+            self._await_exchange()
+        self._drop_buffer()
+        if problem is not None:
+            raise problem
+
+    def _await_exchange(self) -> None:
+        if self._pending is None:
+            return  # set aside: it has come
+        self._pending.wait()
+        self._pending = None
+        self._arrival.wait()
+        self.exchange.finish(self.flat)
+
+    def _drop_buffer(self) -> None:
+        if self._buffer is None:
+            raise AssertionError(f"{self.describe()}: no buffer to drop")
+        self._point_at(self._placeholders)
+        detach(self.flat.untyped_storage(), self._buffer)
+        self._pool.give(self._buffer)
+        self._buffer, self._arrival = None, HERE
+        self.state = UnitState.RELEASED
+
+    def _give_up(self, error: RuntimeError) -> RuntimeError:
+        """After what fails on this rank alone, while the others wait for its part of the gather: tells them
+        why this one goes no further; returns what to raise here."""
+        reason = f"rank {self.collectives.rank}: the shard of {self.describe()} could not be read: {error}"
+        self.collectives.give_up(reason)
+        alone = self.collectives.world_size == 1
+        advice = "Nothing was changed." if alone else "Start all ranks again from the last checkpoint."
+        return RuntimeError(f"{reason}. {advice}")
+
+    def ensure_gathered(self, exact: bool = False) -> None:
+        """Gathers from whatever state the unit is in, and waits; ``exact`` where it is RELEASED."""
+        if self.state is UnitState.RELEASED:
+            self.to_fetching(exact)
+        if self.state is UnitState.FETCHING:
+            self.to_gathering()
+        if self.state is UnitState.GATHERING:
+            self.to_gathered()
+
+    def start_publishing(self) -> Pending | None:
+        """After a step: sends the updated shard to all ranks where parameters are replicated but updated
+        in shards. Returns what to wait for, or None if there is nothing to do."""
+        single = self.collectives.world_size == 1
+        if single or self.placement.params or not self.placement.optimizer:
+            return None
+        return self.collectives.gather(
+            self.flat,
+            self._own,
+            self.wire_kind("gather_updated"),
+            f"gather of the updated {self.describe()}",
+        )
+
+    # -- contents -----------------------------------------------------------------------------------------
+
+    def put(self, index: int, start: int, values: torch.Tensor) -> None:
+        """Writes elements of parameter ``index``, in memory order from ``start`` on (any dtype, cast), into
+        the gathered flat buffer."""
+        self._require(UnitState.GATHERED)
+        begin = self.layout.offsets[index] + start
+        self.flat[begin : begin + values.numel()].copy_(values)
+
+    def publish(self) -> None:
+        """Makes what was put into the gathered flat buffer the parameters and the shard."""
+        self._require(UnitState.GATHERED)
+        for begin, end in self.layout.gaps:
+            self.flat[begin:end].zero_()
+        self.store_shard()
+        self.publish_views()
+
+    def publish_views(self) -> None:
+        """Makes the parameters views of the gathered flat buffer as it is."""
+        self._require(UnitState.GATHERED)
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.__class__ = plain_class(parameter)
+            if not torch._has_compatible_shallow_copy_type(local_part(parameter), view):
+                _move(parameter, view.device)
+        self._point_at(self._views)
+
+    def store_shard(self) -> None:
+        """Copies this rank's slice of the gathered flat buffer to the shard, where they are not one. Raises
+        ``RuntimeError``, alike on all ranks, if the buffer was gathered in codes: the shard would lose its
+        precision."""
+        if not self.exact:
+            raise RuntimeError(
+                f"{self.describe()} is in use, gathered as communication.quantized_weights says, and so not "
+                "with the exact values of its shards; write to it outside forward and backward"
+            )
+        self.exchange.forget()
+        put(self.home, 0, self._own, "device")
+
+    def view_of(self, index: int) -> torch.Tensor:
+        """The gathered full value of parameter ``index``; valid until the unit is released."""
+        self._require(UnitState.GATHERED)
+        return self._views[index]
+
+    # -- writes -------------------------------------------------------------------------------------------
+    # Autograd compares a tensor's version counter with the one at which it saved the tensor. The counters of
+    # sharded parameters therefore differ while they are released: a backward that would use a released
+    # parameter, or a view of it, raises.
+
+    def generation(self, index: int) -> int:
+        """A number that changes whenever the value of parameter ``index`` does."""
+        return self._generations[index]
+
+    def accept_writes(self) -> None:
+        """Declares what was written to the parameters so far as intended."""
+        released = self._expected is self._released_generations
+        if not released:
+            self._set_generations(parameter._version for parameter in self.parameters)
+        self._mark(released)
+
+    def forbid_saved(self, indices: Iterable[int]) -> None:
+        """These parameters were updated: autograd raises if it still needs the values that it saved of
+        them."""
+        if not self.written():
+            released = self._expected is self._released_generations
+            changed = frozenset(indices)
+            self._set_generations(
+                version + 2 * (index in changed) for index, version in enumerate(self._generations)
+            )
+            self._mark(released)
+
+    def written(self) -> list[int]:
+        """Indices of parameters that were written in place since the engine last looked."""
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = [parameter._version for parameter in self.parameters]
+        if versions == self._expected:
+            return []
+        return [
+            index
+            for index, (version, wanted) in enumerate(zip(versions, self._expected, strict=True))
+            if version != wanted
+        ]
+
+    def _set_generations(self, generations: Iterable[int]) -> None:
+        self._generations = list(generations)
+        self._released_generations = [version + 1 for version in self._generations]
+
+    def _mark(self, released: bool) -> None:
+        """Sets the version counters to what they are in this state."""
+        self._expected = self._released_generations if released else self._generations
+        torch._C._autograd._unsafe_set_version_counter(self.parameters, tuple(self._expected))
+
+    def describe(self) -> str:
+        """Name and parameters, for messages."""
+        return self._described
+
+    def wire_kind(self, kind: str) -> str:
+        """The wire log's name for a collective of this unit."""
+        return f"{kind}_persistent" if self.persistent else kind
+
+    def _point_at(self, tensors: Sequence[torch.Tensor]) -> None:
+        released = tensors is self._placeholders
+        if not self._classes:
+            kinds = [plain_class(parameter) for parameter in self.parameters]
+            self._classes = tuple((gathered_class(kind), released_class(kind)) for kind in kinds)
+        for parameter, tensor, classes in zip(self.parameters, tensors, self._classes, strict=True):
+            parameter.__class__ = classes[0]
+            if self._distributed:
+                point_at(parameter, tensor)
+            else:
+                set_data(parameter, tensor)
+            if released:
+                parameter.__class__ = classes[1]
+        self._mark(released)
+
+    def check_unmoved(self) -> None:
+        """Raises if a parameter does not point where the engine has put it: ``.half()``, ``p.data = ...``."""
+        moved = self._moved()
+        if moved is not None:
+            raise moved
+
+    def _moved(self) -> RuntimeError | None:
+        dtype, addresses = self.layout.dtype, self._blank_addresses
+        if self.state is UnitState.GATHERED:
+            begin = self.flat.data_ptr()
+            addresses = [0 if start is None else begin + start for start in self._starts]
+        with torch._C.DisableTorchFunctionSubclass():
+            here = [local_part(each) for each in self.parameters] if self._distributed else self.parameters
+            for number, (local, address) in enumerate(zip(here, addresses, strict=True)):
+                if local.data_ptr() != address or local.dtype is not dtype:
+                    return RuntimeError(
+                        f"rank {self.collectives.rank}: the data of parameter "
+                        f"'{self.layout.specs[number].name}' was replaced after zero_ext.prepare (by .half() "
+                        "or .to()). Convert the model before prepare; edit values in place inside 'with "
+                        "zero_ext.gathered(params):'."
+                    )
+        return None
+
+    def _misuse(self) -> RuntimeError | None:
+        """The error for what was done to the parameters behind the engine's back, if anything was."""
+        moved = self._moved()
+        if moved is not None:
+            return moved
+        if self.state is UnitState.GATHERED:
+            return None  # writes to what is in memory are for whoever releases it
+        written = self.written()
+        if not written:
+            return None
+        return RuntimeError(
+            f"rank {self.collectives.rank}: parameter '{self.layout.specs[written[0]].name}' was written to "
+            "through a tensor that was a view of it while it was in memory; the value would be lost. Write "
+            "to the parameter itself, or inside 'with zero_ext.gathered(params, modifier_rank=0):'."
+        )
+
+    def _require(self, *states: UnitState) -> None:
+        if self.state not in states:
+            wanted = " or ".join(state.value for state in states)
+            raise AssertionError(
+                f"rank {self.collectives.rank}: {self.describe()} is {self.state.value}, {wanted} wanted"
+            )
+
+
+def _move(parameter: nn.Parameter, device: torch.device) -> None:
+    """Makes ``parameter``, the same object, one on a device to which its ``data`` cannot be set."""
+    # Empty: a view would share its version counter, and gathers would look like writes to the parameter.
+    empty = torch.empty(0, dtype=parameter.dtype, device=device)
+    moved = torch.Tensor._make_subclass(type(parameter), empty, parameter.requires_grad)
+    vars(moved).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, moved)

@@ -1,0 +1,124 @@
+"""A backward pass as one event: from the first hook that fires to autograd's final callback."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+
+from zero_ext.zero.units.unit import Unit
+from zero_ext.zero.unshard.call_stack import Call
+from zero_ext.zero.unshard.prefetcher import Residency
+from zero_ext.zero.unshard.step_clock import Beginning, StepClock
+
+
+def in_backward() -> bool:
+    """Whether this thread runs inside autograd's engine (recomputation of a checkpoint, a hook)."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class BackwardPass:
+    """Knows whether a backward pass of the model is under way and which calls hold units in it.
+
+    ``on_begin`` runs when the first hook of a pass fires and may refuse it by raising, ``on_end`` after the
+    last gradient, ``on_abandon`` when a new forward or ``zero_grad`` finds a pass that an exception has cut
+    off. ``on_passed`` hears of a unit that no call will need in backward any more: gradients that are still
+    missing will not come.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        clock: StepClock,
+        on_passed: Callable[[Unit], None],
+        on_begin: Callable[[], None],
+        on_end: Callable[[], None],
+        on_abandon: Callable[[], None],
+    ) -> None:
+        self._residency = residency
+        self._clock = clock
+        self._began: Beginning | None = None
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._on_abandon = on_abandon
+        self._on_passed = on_passed
+        # Of each unit the calls whose backward is to come; one that never comes goes with its graph.
+        self._expected: dict[Unit, weakref.WeakSet[Call]] = {}
+        self._holding: set[Call] = set()
+        self._awaited: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.running = False
+
+    def enter(self) -> None:
+        """Called by every hook that fires in backward; the first call of a pass begins it."""
+        if self.running:
+            return
+        self._start()
+        weak = weakref.ref(self)
+
+        def end() -> None:
+            alive = weak()
+            if alive is not None:
+                alive.end()
+
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    @contextlib.contextmanager
+    def by_hand(self) -> Iterator[None]:
+        """A pass that begins and ends here, and not with autograd's own, which are part of it."""
+        self._start()
+        yield
+        self.end()
+
+    def _start(self) -> None:
+        self._began = self._clock.begin()
+        self._on_begin()
+        self.running = True
+        self._residency.begin_backward()
+
+    @property
+    def awaited(self) -> bool:
+        """Whether there are outputs of a forward that no backward has run through yet."""
+        return bool(self._awaited)
+
+    def expect(self, call: Call) -> None:
+        """Notes that a forward has ended ``call``, which a backward may run through."""
+        self._awaited.add(call)
+        for unit in call.touched:
+            self._expected.setdefault(unit, weakref.WeakSet()).add(call)
+
+    def hold(self, call: Call) -> None:
+        """Notes that ``call`` holds units until :meth:`let_go` or the end."""
+        self._awaited.discard(call)
+        if call not in self._holding:
+            call.awaited = call.inputs
+            self._holding.add(call)
+
+    def let_go(self, call: Call) -> None:
+        """Every input of ``call`` has its gradient: its units are not needed any more."""
+        self._holding.discard(call)
+        for unit in call.touched:
+            self._residency.let_go(unit, call)
+            expected = self._expected.get(unit)
+            if call.takes_leaves or expected is None or not (call.repeats or call in expected):
+                continue
+            expected.discard(call)
+            if not expected and not unit.holders:
+                self._on_passed(unit)
+
+    def end(self) -> None:
+        """Closes the pass: releases every unit, then finishes the gradients."""
+        self.running = False
+        self._holding.clear()
+        self._residency.end_backward()
+        self._on_end()
+        self._clock.end("backward", self._began)
+
+    def abandon(self) -> None:
+        """At a new forward or ``zero_grad``: forgets a pass that an exception has cut off."""
+        if self.running:
+            self.running = False
+            self._holding.clear()
+            self._residency.release_all()
+            self._on_abandon()

@@ -1,0 +1,58 @@
+"""The order in which units were needed, recorded once and used to look ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zero_ext.zero.units.unit import Unit
+
+
+class GatherOrder:
+    """The units of one pass (forward or backward) in the order they were needed.
+
+    The longest complete pass is the prediction, or a shorter one once two in turn were alike; a pass that
+    departs from it costs time, never correctness: the cursor moves to the next place where the needed unit is
+    expected, or stays. Where passes repeat (``repeats``: forwards without autograd, token after token) the
+    last one is the prediction, and after its end comes its beginning. Of any other the pass ``then`` follows.
+    """
+
+    def __init__(self, then: GatherOrder | None = None) -> None:
+        self._recorded: list[Unit] = []
+        self._trace: list[Unit] = []
+        self._last: list[Unit] = []  # the pass before this one
+        self._cursor = 0
+        self._then = then
+        self.repeats = False
+
+    def begin(self, repeats: bool = False) -> None:
+        """Starts a pass; ``repeats`` if another one like it will follow."""
+        self.repeats = repeats
+        self._trace = []
+        self._cursor = 0
+
+    def needed(self, unit: Unit) -> list[Unit]:
+        """Notes that ``unit`` is needed now; the units that were expected before it."""
+        self._trace.append(unit)
+        for position in range(self._cursor, len(self._recorded)):
+            if self._recorded[position] is unit:
+                skipped, self._cursor = self._recorded[self._cursor : position], position + 1
+                return skipped
+        return []
+
+    def finish(self) -> None:
+        """Ends a pass: what was needed in it may be expected from now on."""
+        trace, last, self._last = self._trace, self._last, self._trace
+        # A block that is called by itself is no pass of the model.
+        if len(trace) > 1 or not self._recorded:
+            if self.repeats or trace == last or len(trace) > len(self._recorded):
+                self._recorded = trace
+            self._trace = []
+            self._cursor = len(self._recorded)
+
+    def upcoming(self, beyond: bool = False) -> Sequence[Unit]:
+        """The units expected next, nearest first; each place of the order once. ``beyond``: also of the pass
+        that follows."""
+        left = self._recorded[self._cursor :]
+        if self.repeats:
+            return left + self._recorded[: self._cursor]
+        return left + self._then._recorded if beyond and self._then is not None else left

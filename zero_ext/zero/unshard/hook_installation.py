@@ -1,0 +1,253 @@
+"""Installs the engine's forward hooks on the modules of a model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Container
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zero_ext.zero.tiling import Tile
+from zero_ext.zero.units.plain_torch import without_modes
+from zero_ext.zero.units.unit import Unit
+from zero_ext.zero.unshard.forward_hooks import ForwardHooks
+
+
+class GatheringParameters(dict[str, "nn.Parameter | None"]):
+    """A module's ``_parameters``: reading one by name makes its unit present for the running call, or does
+    whatever else ``touch`` does. The next read of each of the ``foreseen`` does not: a hook did it before the
+    call that is going to read them."""
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter | None], touch: Callable[[nn.Parameter], None]
+    ) -> None:
+        super().__init__(parameters)
+        self.touch = touch
+        self.foreseen: set[str] = set()
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        if name in self.foreseen:
+            self.foreseen.discard(name)
+        elif parameter is not None:
+            self.touch(parameter)
+        return parameter
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
+        return (dict, (dict(self.items()),))
+
+
+def install(
+    model: nn.Module,
+    hooks: ForwardHooks,
+    units: dict[nn.Parameter, tuple[Unit, nn.Module]],
+) -> None:
+    """Installs owner hooks and block hooks on ``model`` for its sharded parameters.
+
+    Hooks hold the engine's part weakly: dropping the model frees everything without a cycle collection.
+    """
+    weak = weakref.ref(hooks)
+    weak_units = {
+        id(parameter): (weakref.ref(unit), weakref.ref(home)) for parameter, (unit, home) in units.items()
+    }
+    homes = {home for _, home in units.values()} | {model}
+    inside_compiled = _modules_inside_compiled(model)
+
+    # Whoever compiles after prepare has these hooks traced, and a gather cannot run inside a graph.
+    @torch._dynamo.disable
+    def touch(parameter: nn.Parameter) -> None:
+        entry, alive = weak_units.get(id(parameter)), weak()
+        if entry is None or alive is None or not alive.calls:
+            return
+        unit = entry[0]()
+        if unit is not None:
+            alive.touch(unit, entry[1]())
+
+    for name, module in model.named_modules():
+        if module in inside_compiled:
+            continue
+        own = {key: each for key, each in module._parameters.items() if each is not None and each in units}
+        called = name or type(model).__name__
+        if own:
+            module._parameters = GatheringParameters(module._parameters, touch)
+            _install_owner_hooks(module, called, weak, _uses_of(own, units), not looks_up(module))
+        if module in homes or (own and isinstance(module, Tile)):
+            everything = [parameter for parameter in module.parameters() if parameter in units]
+            _install_block_hooks(module, called, weak, touch, everything if _is_compiled(module) else [])
+
+
+class _UnitUse(NamedTuple):
+    """A unit that a module's forward needs, as long as the module has these parameters of it."""
+
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+    unit: weakref.ref[Unit]
+    home: weakref.ref[nn.Module]
+
+
+def _uses_of(
+    own: dict[str, nn.Parameter], units: dict[nn.Parameter, tuple[Unit, nn.Module]]
+) -> tuple[_UnitUse, ...]:
+    found: dict[tuple[Unit, nn.Module], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in own.items():
+        found.setdefault(units[parameter], []).append((name, parameter))
+    return tuple(
+        _UnitUse(tuple(parameters), weakref.ref(unit), weakref.ref(home))
+        for (unit, home), parameters in found.items()
+    )
+
+
+def _install_owner_hooks(
+    module: nn.Module,
+    name: str,
+    weak: weakref.ref[ForwardHooks],
+    uses: tuple[_UnitUse, ...],
+    again: bool,
+) -> None:
+    """A call of ``module`` gathers the units of its own parameters, for the running block or for itself, and
+    ``again`` for its backward."""
+    weak_owner = weakref.ref(module)
+    ends_alone = False
+
+    @torch._dynamo.disable
+    def after(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
+        alive = weak()
+        if alive is None or not alive.calls.runs_alone(owner):
+            return None
+        with without_modes():
+            return alive.leave(owner, outputs)
+
+    @torch._dynamo.disable
+    def before(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal ends_alone
+        alive = weak()
+        if alive is None or weak_owner() is not owner:
+            return
+        if not alive.calls:
+            if not ends_alone:
+                ends_alone = True
+                owner.register_forward_hook(after, with_kwargs=True, always_call=True)
+            with without_modes():
+                alive.enter(owner, name, (args, kwargs), alone=True)
+        own = owner._parameters
+        foreseen: set[str] = set()
+        for parameters, unit, home in uses:
+            # torch.func.functional_call puts other tensors in the place of parameters.
+            present = [key for key, parameter in parameters if dict.get(own, key) is parameter]
+            needed = unit()
+            if present and needed is not None:
+                alive.touch(needed, home(), again)
+                foreseen.update(present)
+        if isinstance(own, GatheringParameters):
+            own.foreseen = foreseen
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+
+
+def watch_reads(
+    model: nn.Module, parameters: Container[nn.Parameter], read: Callable[[nn.Parameter], None]
+) -> None:
+    """Has the bound method ``read``, held weakly, called with every parameter that a module's call or code in
+    a forward reads, in modules with some of ``parameters``."""
+    inside_compiled = _modules_inside_compiled(model)
+    weak = weakref.WeakMethod(read)
+
+    @torch._dynamo.disable
+    def watched(parameter: nn.Parameter) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(parameter)
+
+    for module in model.modules():
+        before = module._parameters
+        if module in inside_compiled or not any(own in parameters for own in before.values()):
+            continue
+        gather = before.touch if isinstance(before, GatheringParameters) else None
+        module._parameters = GatheringParameters(before, partial(_read_after, gather, watched))
+        _watch_calls(module, watched)
+
+
+def _watch_calls(module: nn.Module, watched: Callable[[nn.Parameter], None]) -> None:
+    def before(owner: nn.Module, *_: object) -> None:
+        for parameter in owner._parameters.values():
+            if parameter is not None:
+                watched(parameter)
+
+    module.register_forward_pre_hook(before, prepend=True)
+
+
+def _read_after(
+    gather: Callable[[nn.Parameter], None] | None,
+    read: Callable[[nn.Parameter], None],
+    parameter: nn.Parameter,
+) -> None:
+    if gather is not None:
+        gather(parameter)
+    read(parameter)
+
+
+def _install_block_hooks(
+    module: nn.Module,
+    name: str,
+    weak: weakref.ref[ForwardHooks],
+    touch: Callable[[nn.Parameter], None],
+    whole: list[nn.Parameter],
+) -> None:
+    weak_home = weakref.ref(module)
+
+    def engine_part(home: nn.Module) -> ForwardHooks | None:
+        # A deep copy of the model carries these hooks along; they are not for it.
+        return weak() if weak_home() is home else None
+
+    @torch._dynamo.disable
+    def before(home: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        alive = engine_part(home)
+        if alive is not None:
+            with without_modes():
+                alive.enter(home, name, (args, kwargs))
+            for parameter in whole:
+                touch(parameter)
+
+    @torch._dynamo.disable
+    def after(home: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
+        alive = engine_part(home)
+        if alive is None:
+            return None
+        with without_modes():
+            return alive.leave(home, outputs)
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    module.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+
+def uninstall(model: nn.Module) -> None:
+    """Removes the hooks of an engine from its model, or from a deep copy of that."""
+    for module in model.modules():
+        if isinstance(module._parameters, GatheringParameters):
+            module._parameters = dict(module._parameters.items())
+        for kind in ("_forward_pre_hooks", "_forward_hooks"):
+            hooks, with_kwargs = getattr(module, kind), getattr(module, f"{kind}_with_kwargs")
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__module__", "") == __name__]:
+                for table in (hooks, with_kwargs, module._forward_hooks_always_called):
+                    table.pop(key, None)
+
+
+def looks_up(module: nn.Module) -> bool:
+    """Whether a call of ``module`` takes rows of its weight, which the backward of that does not read."""
+    return type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+
+
+def _modules_inside_compiled(model: nn.Module) -> set[nn.Module]:
+    return {
+        inner
+        for module in model.modules()
+        if _is_compiled(module)
+        for inner in module.modules()
+        if inner is not module
+    }

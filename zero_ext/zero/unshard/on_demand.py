@@ -1,0 +1,149 @@
+"""The values of released parameters for whoever uses them outside the engine's hooks, and writes to them."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from zero_ext.zero.units.collective_errors import refuse_different_writes
+from zero_ext.zero.units.dtensor_local import like_parameter, local_part
+from zero_ext.zero.units.expert_params import expert_ranks
+from zero_ext.zero.units.master_weights import store_values
+from zero_ext.zero.units.plain_torch import in_transform, plain_torch
+from zero_ext.zero.units.quantized_params import refuse_packed
+from zero_ext.zero.units.released_params import ParameterFacts
+from zero_ext.zero.units.unit import Unit
+from zero_ext.zero.unshard.gather_order import GatherOrder
+
+if TYPE_CHECKING:
+    from zero_ext.zero.engine import Engine
+
+
+class OnDemandAccess:
+    """Reads and writes full values of an engine's released parameters, one unit gathered at a time.
+
+    Every read and write is a collective: all ranks use the same parameters in the same order, else an error
+    names the unit. The engine is held weakly.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> OnDemandAccess:
+        return self
+
+    def facts(self, parameter: nn.Parameter) -> ParameterFacts:
+        """See :class:`~zero_ext.zero.units.released_params.Access`."""
+        unit, number = self._alive().index[parameter]
+        spec = unit.layout.specs[number]
+        return ParameterFacts(spec.name, spec.stride, unit.generation(number))
+
+    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+        """See :class:`~zero_ext.zero.units.released_params.Access`."""
+        engine = self._alive()
+        unit, number = engine.index[parameter]
+        self._refuse_unfit(parameter, unit.layout.specs[number].name)
+        engine.optimizer_step.refuse_pending(f"a use of parameter '{unit.layout.specs[number].name}'")
+        engine.parameter_read(parameter)
+        with plain_torch(), held(engine, [unit]):
+            return like_parameter(parameter, unit.view_of(number).clone())
+
+    def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """See :class:`~zero_ext.zero.units.released_params.Access`."""
+        engine = self._alive()
+        unit, number = engine.index[parameter]
+        name = unit.layout.specs[number].name
+        engine.optimizer_step.refuse_pending(f"a write to parameter '{name}'")
+        with plain_torch():
+            if not engine.hooks.calls and not engine.backward_pass.running:
+                engine.finish_updates()
+            with held(engine, [unit]):
+                unit.view_of(number).copy_(local_part(value))
+                commit_writes(engine, unit, [number])
+
+    def commit(self, unit: Unit, numbers: list[int]) -> None:
+        """Make the parameters ``numbers`` of ``unit`` what a forward, or backward running it again, wrote to
+        them; a collective, before the unit is released."""
+        engine = self._alive()
+        name = unit.layout.specs[numbers[0]].name
+        engine.optimizer_step.refuse_pending(f"a write to parameter '{name}'")
+        if engine.optimizer_step.under_way:
+            unit.accept_writes()
+            raise RuntimeError(
+                f"parameter '{name}' was written to in a forward while a delayed update is under way "
+                "(offload.step is 'delayed'): expected no write until it is finished. Call "
+                "model.finish_update() before that forward, or set offload.step to 'after_backward'."
+            )
+        with plain_torch():
+            commit_writes(engine, unit, numbers)
+
+    def _alive(self) -> Engine:
+        engine = self._engine()
+        if engine is None:
+            raise RuntimeError(
+                "a parameter of a model that was deleted was used, and its value is not in memory. Keep a "
+                "reference to the prepared model."
+            )
+        return engine
+
+    def _refuse_unfit(self, parameter: nn.Parameter, name: str) -> None:
+        if in_transform():
+            raise RuntimeError(transform_refusal(name))
+        refuse_packed(parameter, name)
+
+
+def transform_refusal(name: str) -> str:
+    """The message for a torch.func transform that meets the sharded parameter ``name``."""
+    return (
+        f"parameter '{name}' is sharded over the ranks and was used inside a torch.func transform (grad, "
+        "vmap, jacrev, ...): expected its value to be in memory, as nothing can be gathered there. Use "
+        "torch.autograd, or run the transform inside 'with zero_ext.gathered(model):'."
+    )
+
+
+@contextlib.contextmanager
+def held(engine: Engine, units: Sequence[Unit]) -> Iterator[None]:
+    """Inside, ``units`` are gathered exactly; a collective. What is written in the block is dropped if it
+    raises."""
+    holder, complete = object(), False
+    # An order of its own: to look ahead from here would gather units that nobody asked for.
+    order = GatherOrder()
+    engine.residency.borrowers.add(holder)
+    try:
+        for unit in units:
+            with engine.pool.growing():
+                engine.residency.need(unit, holder, order, exact=True)
+        yield
+        complete = True
+    finally:
+        engine.residency.borrowers.discard(holder)
+        for unit in units:
+            if not complete and unit.holders == {holder}:
+                unit.accept_writes()
+            engine.residency.let_go(unit, holder)
+
+
+def commit_writes(engine: Engine, unit: Unit, numbers: Iterable[int]) -> None:
+    """Make what was written to the gathered parameters ``numbers`` of ``unit`` the value of the shards and of
+    the master weights; a collective.
+
+    Raises:
+        RuntimeError: The ranks wrote different values (on all ranks; nothing changes), or the unit cannot be
+            written to now.
+    """
+    if not unit.placement.params:
+        raise AssertionError(f"{unit.describe()}: writes to replicated parameters are followed by the step")
+    try:
+        for number in numbers:
+            spec, begin = unit.layout.specs[number], unit.layout.offsets[number]
+            everyone = engine.collectives.holders(bool(expert_ranks(unit.parameters[number])))
+            refuse_different_writes(everyone, spec.name, unit.flat[begin : begin + spec.numel])
+        engine.optimizer_step.refuse_drift(f"a write to parameters of {unit.describe()}")
+        store_values(unit, engine.masters, engine.collectives)
+    finally:
+        unit.accept_writes()

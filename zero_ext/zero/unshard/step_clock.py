@@ -1,0 +1,109 @@
+"""What is told of a step's phases and of its loss: at once what the host knows, later what a device does."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+import torch
+
+from zero_ext.config.events import Bus, DeviceStepEnd, Phase, PhaseEnd
+from zero_ext.offload import Device
+from zero_ext.zero.step.step_verdict import Readback
+
+_STEPS_AHEAD = 16  # that the host may be before a device, before somebody waits
+
+
+class Beginning(NamedTuple):
+    """Of a phase: a reading of the host's clock, and of an accelerator's stream."""
+
+    host: float
+    device: torch.Event | None
+
+
+class _Spans(NamedTuple):
+    """A step that is over on the host: its phases on the device, where its loss and norm come, when they have
+    come."""
+
+    step: int
+    phases: list[tuple[Phase, torch.Event, torch.Event]]
+    slot: int | None
+    norm: Readback | None
+    end: torch.Event
+
+
+class StepClock:
+    """Tells ``bus`` of phases, and adds up the losses of a step's micro-batches.
+
+    On an accelerator nobody waits for either: events in its stream mark the phases, the loss is copied behind
+    them, and both are read at the end of the first step that finds them passed. Nothing happens while nobody
+    listens.
+    """
+
+    def __init__(self, bus: Bus, device: Device) -> None:
+        self._bus = bus
+        self._device = device
+        self._loss: torch.Tensor | None = None
+        self._phases: list[tuple[Phase, torch.Event, torch.Event]] = []
+        self._coming: deque[_Spans] = deque()
+        self._rooms: torch.Tensor | None = None  # the host's, for losses on their way
+
+    def begin(self) -> Beginning | None:
+        """A phase begins; None while nobody listens."""
+        return Beginning(time.perf_counter(), self._mark()) if self._bus else None
+
+    def end(self, phase: Phase, beginning: Beginning | None, trains: bool = True) -> None:
+        """A phase ended that began then."""
+        if beginning is None:
+            return
+        end = self._mark()
+        if beginning.device is not None and end is not None:
+            self._phases.append((phase, beginning.device, end))
+        began = beginning.host
+        self._bus.publish(PhaseEnd(phase, began, time.perf_counter() - began, trains))
+
+    def see(self, loss: torch.Tensor) -> None:
+        """Adds the loss of a micro-batch; one that is no single number is left out."""
+        if self._bus and loss.numel() == 1:
+            value = loss.detach().reshape(1).float()
+            self._loss = value if self._loss is None else self._loss + value
+
+    def end_step(self, step: int, norm: torch.Tensor | None = None) -> float | None:
+        """Tells what came from the device of the steps before; returns the loss of ``step``, if there is one
+        and the host has it. ``norm`` (0-d float64) is the step's if the device has it alone."""
+        loss, self._loss = self._loss, None
+        phases, self._phases = self._phases, []
+        if not self._bus:
+            self._coming.clear()
+            return None
+        while self._coming and (len(self._coming) >= _STEPS_AHEAD or self._coming[0].end.query()):
+            self._tell(self._coming.popleft())
+        here = loss is None or loss.device.type == "cpu"
+        slot = None if here else step % _STEPS_AHEAD
+        if loss is not None and slot is not None:
+            if self._rooms is None:
+                self._rooms = self._device.allocate("host", _STEPS_AHEAD, torch.float32)
+            self._rooms[slot : slot + 1].copy_(loss, non_blocking=True)
+        coming = None if norm is None else Readback(norm.view(1))
+        end = self._mark()
+        if end is not None and (phases or slot is not None or coming is not None):
+            self._coming.append(_Spans(step, phases, slot, coming, end))
+        return float(loss) if loss is not None and here else None
+
+    def _mark(self) -> torch.Event | None:
+        if not self._device.is_accelerator:
+            return None
+        event = torch.Event(self._device.device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device.device))
+        return event
+
+    def _tell(self, spans: _Spans) -> None:
+        spans.end.synchronize()
+        seconds: dict[Phase, float] = {}
+        for phase, began, ended in spans.phases:
+            seconds[phase] = seconds.get(phase, 0.0) + began.elapsed_time(ended) * 1e-3
+        room = None if spans.slot is None or self._rooms is None else self._rooms[spans.slot]
+        loss = None if room is None else float(room)
+        norm = None if spans.norm is None else float(spans.norm.read())
+        self._bus.publish(DeviceStepEnd(spans.step, loss, norm, seconds))
