@@ -72,7 +72,7 @@ def _spec(fullname: str, loader: "Loader | _First") -> "ModuleSpec":
 
 def _loader_of(fullname: str) -> "Loader | None":
     _import_package()
-    from zero_ext.integrations.deepspeed.look_alike import loader_of
+    from zero_ext.integrations.deepspeed.import_alias import loader_of
 
     return loader_of(fullname)
 
