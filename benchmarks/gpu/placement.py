@@ -42,7 +42,7 @@ class Placement:
 
     def configuration(self) -> dict[str, Any]:
         """For `prepare`: no clipping, so a unit's gradient is used up by its update inside backward."""
-        return configuration(3, 0.0, self.moments, {**self.offload, "step": "in_backward"})
+        return configuration(3, 0.0, self.moments, {**self.offload, "update_mode": "in_backward"})
 
     def fits(self, cap: int, host: int, disk: int) -> bool:
         """Whether the predicted bytes leave a little of every tier."""

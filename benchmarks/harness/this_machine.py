@@ -93,7 +93,7 @@ class ThisMachine:
     def rows(self) -> list[Row]:
         """The fitted rows, then those that nothing was fitted to."""
         one, stored = training_of(1, 3), {"grads": "host", "optimizer": "nvme"}
-        everything: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "step": "in_backward"}
+        everything: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "update_mode": "in_backward"}
         huge = training_of(1, 3, clipping=False, moments_dtype="8bit", **everything)
         huge_seconds = self._load("huge")["measured"]["step_seconds"]
         found = [self._step(name, "stage3@1", one, True) for name in ("34m", "239m")]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from benchmarks.harness.shapes import batch_for, shape_named
 from benchmarks.harness.worker import main
 from benchmarks.peers.zero_ext_engine import ZeroExtTrainer
-from zero_ext.config import MonitorPolicy
+from zero_ext.config import MonitorConfig
 from zero_ext.config.events import Event
 from zero_ext.monitor import attach, monitor_of
 from zero_ext.zero import engine_of
@@ -62,7 +62,7 @@ class Watched:
         """Pairs of steps, one with the monitors of ``policy`` and one without, in random order: the seconds
         of each, what the monitors themselves took a step, and the events they heard."""
         engine = engine_of(self._trainer.model)
-        written = MonitorPolicy.from_mapping({**policy, "folder": str(Path(folder) / "run")})
+        written = MonitorConfig.from_mapping({**policy, "output_dir": str(Path(folder) / "run")})
         monitor = attach(self._trainer.model, written)
         if monitor is None:
             raise RuntimeError(f"{policy} watches nothing on rank {self._rank}")

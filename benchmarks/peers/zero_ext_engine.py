@@ -59,14 +59,14 @@ class ZeroExtTrainer:
         return {"host": held["host"], "device": held["device"] + engine.pool.total_bytes}
 
     def ledger_bytes(self) -> dict[str, int]:
-        return dict(engine_of(self.model).ledger())
+        return dict(engine_of(self.model).memory_breakdown())
 
 
 def configuration(
     stage: int, tiles: int, frugal: bool, moments: str, tiers: Mapping[str, str]
 ) -> dict[str, Any]:
     """The configuration of :class:`ZeroExtTrainer`, of the same arguments."""
-    offload: dict[str, Any] = {**tiers, "step": "in_backward" if frugal else "after_backward"}
+    offload: dict[str, Any] = {**tiers, "update_mode": "in_backward" if frugal else "after_backward"}
     if "nvme" in tiers.values():
         offload["nvme_paths"] = [nvme_folder()]
     return {

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from zero_ext.config import ActivationPolicy, ConfigError, ZeroConfig, load_config, load_deepspeed_config
+from zero_ext.config import (
+    ActivationCheckpointingConfig,
+    ConfigError,
+    ZeroConfig,
+    load_config,
+    load_deepspeed_config,
+)
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tier": "nvme"}, "nvme_paths", "got none, but tier is 'nvme'; name at least one folder"),
@@ -30,11 +36,19 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"number_checkpoints": 4}, "number_checkpoints", "got 4, which has no effect"),
     ({"number_checkpoints": 0}, "number_checkpoints", "wanted an integer of at least 1"),
-    ({"keep": ["aten.mm"], "keep_bytes": 9}, "keep_bytes", "beside keep; give one of the two"),
-    ({"mode": "saved_tensors"}, "tier", "set tier to 'host' or 'nvme'"),
-    ({"mode": "saved_tensors", "tier": "host", "keep_bytes": 1}, "keep_bytes", "has no effect"),
     (
-        {"mode": "saved_tensors", "tier": "host", "partition_activations": True},
+        {"save_ops": ["aten.mm"], "save_budget_bytes": 9},
+        "save_budget_bytes",
+        "alongside save_ops; give one of the two",
+    ),
+    ({"mode": "offload_saved_tensors"}, "tier", "set tier to 'host' or 'nvme'"),
+    (
+        {"mode": "offload_saved_tensors", "tier": "host", "save_budget_bytes": 1},
+        "save_budget_bytes",
+        "has no effect",
+    ),
+    (
+        {"mode": "offload_saved_tensors", "tier": "host", "partition_activations": True},
         "partition_activations",
         "has no effect",
     ),
@@ -46,7 +60,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "got 2097152 (int), which has no effect: tier is 'host'",
     ),
     ({"prefetch": 2}, "prefetch", "got 2 (int), which has no effect: tensors stay where they are"),
-    ({"keep": ["aten.mm"], "smallest_bytes": 0}, "smallest_bytes", "got 0 (int), which has no effect"),
+    (
+        {"save_ops": ["aten.mm"], "min_offload_bytes": 0},
+        "min_offload_bytes",
+        "got 0 (int), which has no effect",
+    ),
 ]
 
 
@@ -58,17 +76,26 @@ def test_refused(values: dict[str, Any], key: str, text: str) -> None:
 
 
 def test_the_default_moves_nothing_and_every_policy_survives_json() -> None:
-    assert ZeroConfig().activation_checkpointing == ActivationPolicy() and not ActivationPolicy().moves
+    assert (
+        ZeroConfig().activation_checkpointing == ActivationCheckpointingConfig()
+        and not ActivationCheckpointingConfig().moves
+    )
     for values in (
         {"cpu_checkpointing": True},
         {"tier": "nvme", "nvme_paths": ["/a"], "partition_activations": True},
-        {"contiguous_memory_optimization": True, "number_checkpoints": 4, "keep": ["aten.mm"]},
-        {"partition_activations": True, "prefetch": 0, "smallest_bytes": 0},
-        {"mode": "saved_tensors", "tier": "nvme", "nvme_paths": ["/a"], "buffer_bytes": 2**21, "prefetch": 4},
+        {"contiguous_memory_optimization": True, "number_checkpoints": 4, "save_ops": ["aten.mm"]},
+        {"partition_activations": True, "prefetch": 0, "min_offload_bytes": 0},
+        {
+            "mode": "offload_saved_tensors",
+            "tier": "nvme",
+            "nvme_paths": ["/a"],
+            "buffer_bytes": 2**21,
+            "prefetch": 4,
+        },
     ):
-        policy = ActivationPolicy.from_mapping(values)
-        assert policy.moves and ActivationPolicy.from_mapping(policy.to_mapping()) == policy
-    assert ActivationPolicy(cpu_checkpointing=True).kept_in == "host"
+        policy = ActivationCheckpointingConfig.from_mapping(values)
+        assert policy.moves and ActivationCheckpointingConfig.from_mapping(policy.to_mapping()) == policy
+    assert ActivationCheckpointingConfig(cpu_checkpointing=True).storage_tier == "host"
 
 
 def test_deepspeeds_section() -> None:
@@ -81,8 +108,8 @@ def test_deepspeeds_section() -> None:
         "profile": True,
     }
     found = load_deepspeed_config({"activation_checkpointing": section})
-    assert found.config.activation_checkpointing == ActivationPolicy(**section)
+    assert found.config.activation_checkpointing == ActivationCheckpointingConfig(**section)
     alone = load_deepspeed_config({"activation_checkpointing": {"number_checkpoints": 4}})
-    assert alone.config.activation_checkpointing == ActivationPolicy()
+    assert alone.config.activation_checkpointing == ActivationCheckpointingConfig()
     with pytest.raises(ConfigError, match=r"activation_checkpointing\.number_checkpoints: got none"):
         load_deepspeed_config({"activation_checkpointing": {"contiguous_memory_optimization": True}})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zero_ext.config import ConfigError, SparseAttentionPolicy, ZeroConfig
+from zero_ext.config import ConfigError, SparseAttentionConfig, ZeroConfig
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_mistakes_are_named(values: dict[str, Any], path: str, words: str) -> No
 
 
 def test_null_is_the_default_of_the_mode() -> None:
-    def policy(**values: Any) -> SparseAttentionPolicy:
-        return SparseAttentionPolicy.from_mapping(values)
+    def policy(**values: Any) -> SparseAttentionConfig:
+        return SparseAttentionConfig.from_mapping(values)
 
     assert policy(mode="local_sliding_window").unidirectional
     assert not policy(mode="local_sliding_window", attention="bidirectional").unidirectional
@@ -63,7 +63,7 @@ def test_null_is_the_default_of_the_mode() -> None:
     assert ZeroConfig().sparse_attention is None
     both = policy(mode="bslongformer", global_block_indices=[0, 7], global_block_end_indices=[2, 9])
     assert both.global_ranges == ((0, 2), (7, 9))
-    assert SparseAttentionPolicy.from_mapping(both.to_mapping()) == both
+    assert SparseAttentionConfig.from_mapping(both.to_mapping()) == both
 
 
 def test_heads_share_a_layout_where_they_are_alike() -> None:
@@ -76,4 +76,4 @@ def test_heads_share_a_layout_where_they_are_alike() -> None:
         ({"mode": "bigbird", "different_layout_per_head": True, "num_random_blocks": 0}, 1),
         ({"mode": "bslongformer", "different_layout_per_head": True}, 1),
     ):
-        assert SparseAttentionPolicy.from_mapping(values).layout_heads(6) == layouts
+        assert SparseAttentionConfig.from_mapping(values).layout_heads(6) == layouts

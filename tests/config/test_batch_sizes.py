@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_ext.config import BatchPolicy, ConfigError, load_config
+from zero_ext.config import BatchConfig, ConfigError, load_config
 
 calm = settings(deadline=None)
 small = st.integers(1, 64)
@@ -14,7 +14,7 @@ small = st.integers(1, 64)
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (2, 4), (4, 2), (8, 1)])
 def test_train_batch_16_accumulation_2(ranks: int, micro: int) -> None:
-    resolved = BatchPolicy(train_batch_size=16, gradient_accumulation_steps=2).resolve(ranks)
+    resolved = BatchConfig(train_batch_size=16, gradient_accumulation_steps=2).resolve(ranks)
     assert resolved.to_mapping() == {
         "train_batch_size": 16,
         "micro_batch_size": micro,
@@ -27,11 +27,11 @@ def test_train_batch_16_accumulation_2(ranks: int, micro: int) -> None:
 @given(micro=small, steps=small, ranks=small)
 def test_any_two_give_the_third(micro: int, steps: int, ranks: int) -> None:
     train = micro * steps * ranks
-    whole = BatchPolicy(train_batch_size=train, micro_batch_size=micro, gradient_accumulation_steps=steps)
+    whole = BatchConfig(train_batch_size=train, micro_batch_size=micro, gradient_accumulation_steps=steps)
     assert whole.resolve(ranks) == whole
     for missing in ("train_batch_size", "micro_batch_size", "gradient_accumulation_steps"):
         rest = {name: value for name, value in whole.to_mapping().items() if name != missing}
-        assert BatchPolicy(**rest).resolve(ranks) == whole
+        assert BatchConfig(**rest).resolve(ranks) == whole
 
 
 @calm
@@ -39,7 +39,7 @@ def test_any_two_give_the_third(micro: int, steps: int, ranks: int) -> None:
 def test_never_a_wrong_product(train: int, micro: int, steps: int, ranks: int) -> None:
     values = {"train_batch_size": train, "micro_batch_size": micro, "gradient_accumulation_steps": steps}
     for missing in (None, *values):
-        policy = BatchPolicy(**{name: value for name, value in values.items() if name != missing})
+        policy = BatchConfig(**{name: value for name, value in values.items() if name != missing})
         try:
             found = policy.resolve(ranks)
         except ConfigError as error:
@@ -52,9 +52,9 @@ def test_never_a_wrong_product(train: int, micro: int, steps: int, ranks: int) -
 
 
 def test_one_size_alone_and_none() -> None:
-    assert BatchPolicy(train_batch_size=12).resolve(3).micro_batch_size == 4
-    assert BatchPolicy(micro_batch_size=4).resolve(3).train_batch_size == 12
-    nothing = BatchPolicy(gradient_accumulation_steps=5).resolve(2)
+    assert BatchConfig(train_batch_size=12).resolve(3).micro_batch_size == 4
+    assert BatchConfig(micro_batch_size=4).resolve(3).train_batch_size == 12
+    nothing = BatchConfig(gradient_accumulation_steps=5).resolve(2)
     assert (nothing.train_batch_size, nothing.micro_batch_size) == (None, None)
     assert nothing.gradient_accumulation_steps == 5
 
@@ -65,7 +65,7 @@ def test_a_default_accumulation_is_not_a_said_one() -> None:
     again = load_config(unsaid.to_mapping())
     assert again.batch.resolve(2).gradient_accumulation_steps == 2
     assert unsaid.replace(stage=1).batch.resolve(2).gradient_accumulation_steps == 2
-    said = BatchPolicy(train_batch_size=16, micro_batch_size=4, gradient_accumulation_steps=1)
+    said = BatchConfig(train_batch_size=16, micro_batch_size=4, gradient_accumulation_steps=1)
     with pytest.raises(ConfigError, match="gradient_accumulation_steps=1 on 2 rank"):
         said.resolve(2)
 
@@ -73,10 +73,10 @@ def test_a_default_accumulation_is_not_a_said_one() -> None:
 @pytest.mark.parametrize("ranks", [0, -1, True, 2.0, "2"])
 def test_world_size_is_checked(ranks: object) -> None:
     with pytest.raises(ConfigError, match="world_size"):
-        BatchPolicy(train_batch_size=16).resolve(ranks)  # type: ignore[arg-type]
+        BatchConfig(train_batch_size=16).resolve(ranks)  # type: ignore[arg-type]
 
 
 def test_what_was_not_said_can_be_left_out_of_a_dump() -> None:
-    said = BatchPolicy.from_mapping({"micro_batch_size": 4})
+    said = BatchConfig.from_mapping({"micro_batch_size": 4})
     assert said.model_dump(exclude_unset=True) == {"micro_batch_size": 4}
     assert said.resolve(2).model_dump(exclude_unset=True)["gradient_accumulation_steps"] == 1

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from zero_ext.config import CommunicationPolicy, ConfigError, load_config, load_deepspeed_config
+from zero_ext.config import CommunicationConfig, ConfigError, load_config, load_deepspeed_config
 from zero_ext.config.sections.communication import Reduction, resolve_reduction
 
 ON: dict[str, Any] = {
     "quantized_weights": "int8",
     "quantized_gradients": "int4",
-    "secondary_shards": True,
-    "sharding_ranks": 2,
+    "hierarchical_partition": True,
+    "shard_group_size": 2,
 }
 
 
@@ -28,21 +28,21 @@ def test_stages_that_shard_nothing_are_refused_by_name(key: str, least: int) -> 
             load_config(config)
 
 
-@pytest.mark.parametrize("key", ["quantized_gradients", "secondary_shards"])
+@pytest.mark.parametrize("key", ["quantized_gradients", "hierarchical_partition"])
 def test_sharding_groups_are_not_combined_with(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{key}.*together with sharding_ranks = 2"):
-        CommunicationPolicy(sharding_ranks=2, **{key: ON[key]})
+    with pytest.raises(ConfigError, match=rf"{key}.*together with shard_group_size = 2"):
+        CommunicationConfig(shard_group_size=2, **{key: ON[key]})
 
 
 @pytest.mark.parametrize(
-    "values", [{"quantized_weights": "int2"}, {"ranks_per_node": 0}, {"sharding_ranks": -1}]
+    "values", [{"quantized_weights": "int2"}, {"ranks_per_node": 0}, {"shard_group_size": -1}]
 )
 def test_values_that_do_not_exist_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(values))):
-        CommunicationPolicy(**values)
+        CommunicationConfig(**values)
 
 
-def translated(**keys: Any) -> tuple[CommunicationPolicy, dict[str, str]]:
+def translated(**keys: Any) -> tuple[CommunicationConfig, dict[str, str]]:
     found = load_deepspeed_config({"train_batch_size": 4, "zero_optimization": keys})
     notes = {note.path.rpartition(".")[2]: note.why for note in found.notes}
     return found.config.communication, notes
@@ -52,18 +52,18 @@ def test_deepspeed_keys() -> None:
     found, notes = translated(
         stage=3, zero_quantized_weights=True, zero_quantized_gradients=True, zero_hpz_partition_size=8
     )
-    assert found == CommunicationPolicy(
-        quantized_weights="int8", quantized_gradients="int4", secondary_shards=True, ranks_per_node=8
+    assert found == CommunicationConfig(
+        quantized_weights="int8", quantized_gradients="int4", hierarchical_partition=True, ranks_per_node=8
     )
     assert not {"zero_quantized_weights", "zero_hpz_partition_size"} & notes.keys()
-    assert translated(stage=3, mics_shard_size=4)[0] == CommunicationPolicy(sharding_ranks=4)
+    assert translated(stage=3, mics_shard_size=4)[0] == CommunicationConfig(shard_group_size=4)
     off = {"zero_quantized_weights": False, "zero_hpz_partition_size": 1, "mics_shard_size": -1}
-    assert translated(stage=3, **off) == (CommunicationPolicy(), translated(stage=3)[1])
+    assert translated(stage=3, **off) == (CommunicationConfig(), translated(stage=3)[1])
 
 
 def test_deepspeed_keys_in_stages_without_shards_are_noted() -> None:
     found, notes = translated(stage=2, zero_quantized_weights=True, zero_quantized_gradients=True)
-    assert found == CommunicationPolicy(quantized_gradients="int4")
+    assert found == CommunicationConfig(quantized_gradients="int4")
     assert "acts in stage 3, and the stage is 2" in notes["zero_quantized_weights"]
 
 

@@ -39,7 +39,7 @@ def offloads(draw: st.DrawFn, stage: int) -> dict[str, Any]:
     if "nvme" in found.values():
         names = st.text("abcdef", min_size=1, max_size=5)
         found["nvme_paths"] = draw(st.lists(names, min_size=1, max_size=3, unique=True))
-    found["ring_bytes"] = 4096 * draw(st.integers(256, 2**50))
+    found["staging_buffer_bytes"] = 4096 * draw(st.integers(256, 2**50))
     found["checksum"] = draw(st.booleans())
     return found
 
@@ -48,11 +48,11 @@ def offloads(draw: st.DrawFn, stage: int) -> dict[str, Any]:
 def monitors(draw: st.DrawFn) -> dict[str, Any]:
     places = st.booleans() | st.text(min_size=1, max_size=5)
     whole = {
-        "folder": draw(st.text(min_size=1, max_size=5)),
-        "every": draw(COUNTS),
+        "output_dir": draw(st.text(min_size=1, max_size=5)),
+        "log_interval": draw(COUNTS),
         **{name: draw(places) for name in ("jsonl", "csv", "tensorboard", "comms")},
         "wandb": draw(st.none() | st.just({"mode": "offline"})),
-        "times": draw(st.booleans()),
+        "timing": draw(st.booleans()),
         "memory": draw(st.booleans()),
         "flops": draw(st.none() | st.builds(lambda peak: {"peak": peak}, st.floats(1.0, 1e18))),
         "trace": draw(st.none() | st.builds(lambda steps: {"steps": steps}, COUNTS)),
@@ -87,7 +87,7 @@ def natives(draw: st.DrawFn) -> dict[str, Any]:
             "leaf_modules": draw(st.lists(st.text(min_size=1, max_size=5), max_size=3)),
             "bucket_elements": draw(COUNTS),
             "persistence_threshold": draw(st.integers(0, 2**62)),
-            "live_elements": draw(COUNTS),
+            "max_live_elements": draw(COUNTS),
             "prefetch_elements": draw(st.integers(0, 2**62)),
         },
         "batch": {
@@ -100,13 +100,13 @@ def natives(draw: st.DrawFn) -> dict[str, Any]:
             "backend": draw(st.sampled_from(["auto", "io_uring", "libaio", "threads"])),
             "queue_depth": draw(st.integers(1, 1024)),
             "block_bytes": 4096 * draw(st.integers(1, 2**50)),
-            "submitters": draw(st.integers(1, 16)),
+            "io_threads": draw(st.integers(1, 16)),
         },
         "optimizer": draw(named(tuple(name for name in OPTIMIZERS if name not in ONE_BIT))),
         "scheduler": draw(named(SCHEDULERS)),
         "checkpoint": {
             "keep_last": draw(st.none() | COUNTS),
-            "asynchronous": draw(st.booleans()),
+            "async_save": draw(st.booleans()),
             "tag_validation": draw(st.sampled_from(["ignore", "warn", "fail"])),
         },
         "gradient_clipping": draw(st.floats(0, 1e6)),
@@ -192,7 +192,7 @@ LISTS = (
     "units.block_classes",
     "units.leaf_modules",
     "offload.nvme_paths",
-    "activation_checkpointing.keep",
+    "activation_checkpointing.save_ops",
     "activation_checkpointing.nvme_paths",
 )
 NATIVE_NAMES = sorted({path.rpartition(".")[2] for path in NATIVE_PATHS})
@@ -200,7 +200,7 @@ DEEPSPEED_NAMES = sorted({path.rpartition(".")[2] for path in [*KEYS, *SECTIONS]
 WRONG = st.sampled_from(["nonsense", "4", [], {"x": 1}, float("nan"), float("inf"), -3, 2**70])
 ANY_SIZE = ("gradient_clipping", "loss_scale.static", "monitor.flops.peak", "monitor.flops.per_step")
 ANY_TEXT = (
-    *(f"monitor.{name}" for name in ("folder", "jsonl", "csv", "tensorboard", "comms")),
+    *(f"monitor.{name}" for name in ("output_dir", "jsonl", "csv", "tensorboard", "comms")),
     *(f"monitor.wandb.{name}" for name in ("project", "group", "entity", "name")),
 )
 FULL = {
@@ -263,11 +263,11 @@ def test_deepspeed_unknown_key_is_named(name: str, data: st.DataObject) -> None:
 
 @calm
 @given(
-    path=st.sampled_from(sorted(path for path, key in KEYS.items() if key.kind.words != "anything")),
+    path=st.sampled_from(sorted(path for path, key in KEYS.items() if key.value_type.words != "anything")),
     wrong=WRONG,
 )
 def test_deepspeed_wrong_value_is_named(path: str, wrong: object) -> None:
-    assume(not KEYS[path].kind.fits(wrong))
+    assume(not KEYS[path].value_type.fits(wrong))
     values: Any = wrong
     for name in reversed(path.split(".")):
         values = {name: values}

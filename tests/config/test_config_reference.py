@@ -9,7 +9,7 @@ import pytest
 
 from zero_ext.config import ConfigError, ZeroConfig, load_config, load_deepspeed_config
 from zero_ext.config.deepspeed.key_registry import TABLE
-from zero_ext.config.schema.base_section import key_paths, policy_type
+from zero_ext.config.schema.base_section import key_paths, section_type
 from zero_ext.config.schema.generate_docs import attribute_texts, native_table, rewrite
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ def test_page_is_what_the_code_says() -> None:
 def test_page_holds_every_key() -> None:
     text = PAGE.read_text(encoding="utf-8")
     for path, field in key_paths(ZeroConfig).items():
-        if policy_type(field.annotation) is None:
+        if section_type(field.annotation) is None:
             assert f"| `{path}` |" in text
     for key in TABLE:
         assert f"| `{key.path}`" in text
@@ -48,7 +48,7 @@ def test_every_native_key_is_explained() -> None:
         texts = attribute_texts(model)
         for name, field in model.model_fields.items():
             assert texts.get(name), f"{model.__name__}.{name} lacks a line in its docstring"
-            inner = policy_type(field.annotation)
+            inner = section_type(field.annotation)
             if inner is not None:
                 visit(inner)
 

@@ -12,9 +12,9 @@ import pytest
 
 from zero_ext.config import (
     ConfigError,
-    FlopsPolicy,
-    MonitorPolicy,
-    WandbPolicy,
+    FlopsConfig,
+    MonitorConfig,
+    WandbConfig,
     ZeroConfig,
     load_deepspeed_config,
 )
@@ -122,7 +122,7 @@ def test_values_arrive_at_native_keys() -> None:
                 "leaf_modules": ["Experts", "model.moe"],
                 "prefetch_elements": 11,
                 "persistence_threshold": 100_000,
-                "live_elements": 13,
+                "max_live_elements": 13,
             },
             "batch": {
                 "train_batch_size": 32,
@@ -193,9 +193,13 @@ def test_every_key_has_a_visible_fate(key: Key) -> None:
         "'unidirectional' or 'bidirectional'": "unidirectional",
         "'dense', 'fixed', 'variable', 'bigbird', 'bslongformer' or 'local_sliding_window'": "variable",
     }
-    first = 4096 if key.path == "aio.block_size" else asking.get(key.kind.words.removesuffix(", or null"))
+    first = (
+        4096 if key.path == "aio.block_size" else asking.get(key.value_type.words.removesuffix(", or null"))
+    )
     candidates = [first, False, 2, 0.5, "bf16", "fp16"]
-    value = next(v for v in candidates if v is not None and key.kind.fits(v) and key.asks_for_something(v))
+    value = next(
+        v for v in candidates if v is not None and key.value_type.fits(v) and key.asks_for_something(v)
+    )
     source = with_switch(key, value)
     if key.path.endswith(".params"):
         source = merged(
@@ -209,13 +213,13 @@ def test_every_key_has_a_visible_fate(key: Key) -> None:
         about = (key.path, key.switch, *switched)
         assert any(path in about for path in error.paths), error
         assert (
-            key.fate == "refused"
+            key.fate == "unsupported"
             or key.path in ("torch_autocast.dtype", "data_types.param_dtype")
             or key.switch
             or switched
         )
         return
-    assert key.fate != "refused" or key.switch
+    assert key.fate != "unsupported" or key.switch
     noted = [note.path for note in found.notes]
     assert len(noted) == len(set(noted)), "each key is reported once"
     if key.fate == "no effect":
@@ -270,7 +274,7 @@ def test_harmless_values_pass_in_silence(key: Key) -> None:
             ("fp16.enabled is true",),
         ),
         ({"communication_data_type": "int8"}, "communication_data_type", ("'fp32', 'fp16' or 'bf16'",)),
-        ({"optimizer": {"type": "Muon"}}, "optimizer.type", ("Muon is refused",)),
+        ({"optimizer": {"type": "Muon"}}, "optimizer.type", ("Muon is unsupported",)),
         (
             {"optimizer": {"type": "onebitadam"}, "zero_optimization": {"stage": 2}},
             "zero_optimization.stage",
@@ -306,13 +310,13 @@ def test_harmless_values_pass_in_silence(key: Key) -> None:
             ("a list of integers",),
         ),
         ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel", ("autotp_size to 1",)),
-        ({"data_efficiency": {"enabled": True}}, "data_efficiency", ("refused",)),
+        ({"data_efficiency": {"enabled": True}}, "data_efficiency", ("unsupported",)),
         ({"compile": {"deepcompile": True}}, "compile", ("torch.compile",)),
         ({"fp16": {"a.b": 1}}, "fp16.a.b", ("expected a string without dots", "got 'a.b'")),
         ({"": 1}, "''", ("unknown key",)),
         ({"gradient_clipping": 10**400}, "gradient_clipping", ("finite",)),
         ({"train_batch_size": 10**5000}, "train_batch_size", ("too large to print",)),
-        ({"tensor_parallel": {"autotp_size": True}}, "tensor_parallel", ("refused",)),
+        ({"tensor_parallel": {"autotp_size": True}}, "tensor_parallel", ("unsupported",)),
         ({"optimizer": "auto"}, "optimizer", ("wanted a mapping",)),
         ({"optimizer": {"type": "AdamW", "params": None}}, "optimizer.params", ("got None",)),
         ({"zero_optimization": {"offload_optimizer": {"device": "GPU"}}}, _DEVICE, ("got 'GPU'", "'cpu'")),
@@ -450,9 +454,9 @@ def test_table_is_consistent() -> None:
     assert not set(KEYS) & SECTIONS, "a path is a key or a section, not both"
     for key in TABLE:
         assert key.why
-        assert key.fate == "honoured" or not key.native
+        assert key.fate == "supported" or not key.native
         assert not key.switch or key.switch in KEYS
-        assert all(key.kind.fits(value) for value in key.harmless), key.path
+        assert all(key.value_type.fits(value) for value in key.harmless), key.path
 
 
 def test_monitors_become_native_ones() -> None:
@@ -471,15 +475,15 @@ def test_monitors_become_native_ones() -> None:
     assert found.config == ZeroConfig(
         stage=0,
         steps_per_print=10,
-        monitor=MonitorPolicy(
+        monitor=MonitorConfig(
             jsonl=False,
-            times=True,
+            timing=True,
             memory=False,
             tensorboard="logs/tb/a",
             csv="logs/DeepSpeedJobName/steps.csv",
-            wandb=WandbPolicy(project="deepspeed", entity="us"),
+            wandb=WandbConfig(project="deepspeed", entity="us"),
             comms=True,
-            flops=FlopsPolicy(),
+            flops=FlopsConfig(),
         ),
     )
 
@@ -487,5 +491,5 @@ def test_monitors_become_native_ones() -> None:
 def test_a_breakdown_alone_is_printed_as_often_as_said() -> None:
     found = load_deepspeed_config({"memory_breakdown": True, "steps_per_print": 3}).config
     assert found.steps_per_print == 3
-    assert found.monitor == MonitorPolicy(jsonl=False, times=False, memory=True)
+    assert found.monitor == MonitorConfig(jsonl=False, timing=False, memory=True)
     assert load_deepspeed_config({"wall_clock_breakdown": False}).config.monitor is None

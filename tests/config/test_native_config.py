@@ -11,11 +11,11 @@ from types import MappingProxyType
 import pytest
 
 from zero_ext.config import (
-    BatchPolicy,
+    BatchConfig,
     ConfigError,
-    LossScalePolicy,
-    PrecisionPolicy,
-    UnitPolicy,
+    LossScaleConfig,
+    PrecisionConfig,
+    UnitConfig,
     ZeroConfig,
     load_config,
 )
@@ -25,9 +25,9 @@ def test_defaults_mean_off() -> None:
     config = load_config(None)
     assert config == ZeroConfig()
     assert config.stage == 3
-    assert config.precision == PrecisionPolicy(dtype="keep", grad_accum_dtype="fp32", moments_dtype="fp32")
+    assert config.precision == PrecisionConfig(dtype="keep", grad_accum_dtype="fp32", moments_dtype="fp32")
     assert config.precision.communication_dtype is None
-    assert config.loss_scale == LossScalePolicy(static=0.0, initial_power=16, window=1000, hysteresis=2)
+    assert config.loss_scale == LossScaleConfig(static=0.0, initial_power=16, window=1000, hysteresis=2)
     assert config.units.persistence_threshold == 0
     assert config.gradient_clipping == 0.0
     assert config.optimizer is None
@@ -45,7 +45,7 @@ def test_every_source_gives_the_same(tmp_path: Path) -> None:
     path.write_text(json.dumps(values))
     wanted = ZeroConfig(
         stage=2,
-        units=UnitPolicy(bucket_elements=500_000_000, leaf_modules=("Experts",)),
+        units=UnitConfig(bucket_elements=500_000_000, leaf_modules=("Experts",)),
         gradient_clipping=1.0,
     )
     assert load_config(values) == load_config(path) == load_config(str(path)) == load_config(wanted) == wanted
@@ -74,7 +74,7 @@ def test_frozen_and_replaced() -> None:
         ({"stagee": 3}, "stagee", ("unknown key", "stage")),
         ({"unit": {}}, "unit", ("did you mean units",)),
         ({"units": {"bucket": 3}}, "units.bucket", ("did you mean units.bucket_elements",)),
-        ({"units": 3}, "units", ("a mapping with keys", "live_elements")),
+        ({"units": 3}, "units", ("a mapping with keys", "max_live_elements")),
         ({"units": {"leaf_modules": "Experts"}}, "units.leaf_modules", ("a list of non-empty strings",)),
         ({"units": {"leaf_modules": ["a", 3]}}, "units.leaf_modules.1", ("got 3 (int)",)),
         ({"units": {"bucket_elements": 0}}, "units.bucket_elements", ("got 0", "at least 1")),
@@ -93,9 +93,9 @@ def test_frozen_and_replaced() -> None:
         ({"precision": {"dtype": "float16"}}, "precision.dtype", ("'keep', 'fp32', 'bf16' or 'fp16'",)),
         ({"precision": {"moments_dtype": "fp16"}}, "precision.moments_dtype", ("'fp32', 'bf16' or '8bit'",)),
         ({"optimizer": {"params": {}}}, "optimizer.type", ("required key is missing",)),
-        ({"optimizer": {"type": "Muon"}}, "optimizer.type", ("Muon is refused",)),
+        ({"optimizer": {"type": "Muon"}}, "optimizer.type", ("Muon is unsupported",)),
         ({"optimizer": {"type": "AdamV"}}, "optimizer.type", ("did you mean Adam",)),
-        ({"scheduler": {"type": "LambdaLR"}}, "scheduler.type", ("LambdaLR is refused", "lr_scheduler")),
+        ({"scheduler": {"type": "LambdaLR"}}, "scheduler.type", ("LambdaLR is unsupported", "lr_scheduler")),
         ({"optimizer": {"type": "SGD", "params": {"lr": math.nan}}}, "optimizer.params.lr", ("got nan",)),
         ({"optimizer": {"type": "SGD", "params": {"lr": [0, math.inf]}}}, "optimizer.params.lr.1", ("inf",)),
         ({"optimizer": {"type": "SGD", "params": {"lr": print}}}, "optimizer.params.lr", ("builtin",)),
@@ -144,9 +144,9 @@ def test_direct_construction_words_errors_alike() -> None:
     with pytest.raises(ConfigError, match="stage: got 7"):
         ZeroConfig(stage=7)
     with pytest.raises(ConfigError, match="bucket_elements: got 0"):
-        UnitPolicy(bucket_elements=0)
+        UnitConfig(bucket_elements=0)
     with pytest.raises(TypeError, match="keyword arguments"):
-        BatchPolicy(4)  # type: ignore[misc]
+        BatchConfig(4)  # type: ignore[misc]
 
 
 def test_foreign_sources_are_refused() -> None:

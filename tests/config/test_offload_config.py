@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from zero_ext.config import AioPolicy, ConfigError, OffloadPolicy, ZeroConfig, load_config
+from zero_ext.config import AioConfig, ConfigError, OffloadConfig, ZeroConfig, load_config
 
 TIERS = ("device", "host", "nvme")
 STAGE_NEEDED = {"params": 3, "grads": 2, "optimizer": 1}
@@ -15,19 +15,19 @@ STAGE_NEEDED = {"params": 3, "grads": 2, "optimizer": 1}
 
 def test_defaults_mean_off() -> None:
     config = ZeroConfig()
-    assert config.offload == OffloadPolicy(
+    assert config.offload == OffloadConfig(
         params="device",
         grads="device",
         optimizer="device",
         ratio=1.0,
         nvme_paths=(),
-        ring_bytes=67_108_864,
-        step="after_backward",
-        delay_after_steps=0,
+        staging_buffer_bytes=67_108_864,
+        update_mode="after_backward",
+        delay_start_step=0,
         checksum=False,
     )
     assert not config.offload.any_nvme
-    assert config.aio == AioPolicy(backend="auto", queue_depth=32, block_bytes=1_048_576, submitters=1)
+    assert config.aio == AioConfig(backend="auto", queue_depth=32, block_bytes=1_048_576, io_threads=1)
 
 
 @pytest.mark.parametrize("tiers", list(product(TIERS, repeat=3)), ids="-".join)
@@ -80,10 +80,10 @@ def test_a_ratio_wants_an_offloaded_optimizer() -> None:
 
 def test_direct_construction_checks_too() -> None:
     with pytest.raises(
-        ConfigError, match="OffloadPolicy: nvme_paths: got none, but params and optimizer live"
+        ConfigError, match="OffloadConfig: nvme_paths: got none, but params and optimizer live"
     ):
-        OffloadPolicy(params="nvme", optimizer="nvme")
-    policy = OffloadPolicy(optimizer="host")
+        OffloadConfig(params="nvme", optimizer="nvme")
+    policy = OffloadConfig(optimizer="host")
     with pytest.raises(ConfigError, match="nvme_paths"):
         policy.replace(optimizer="nvme")
     assert policy.replace(optimizer="nvme", nvme_paths=["/a"]).any_nvme
@@ -116,20 +116,28 @@ def test_a_folder_is_named_once(again: str) -> None:
         ),
         ({"offload": {"params": "nvme", "nvme_paths": ["/a", ""]}}, "offload.nvme_paths.1", ("got ''",)),
         ({"offload": {"params": "nvme", "nvme_paths": ["/a\0"]}}, "offload.nvme_paths.0", ("without NUL",)),
-        ({"offload": {"ring_bytes": 2**20 - 4096}}, "offload.ring_bytes", ("at least 1048576",)),
-        ({"offload": {"ring_bytes": 2**20 + 1}}, "offload.ring_bytes", ("a multiple of 4096",)),
-        ({"offload": {"ring_bytes": 2**63}}, "offload.ring_bytes", ("at most",)),
+        (
+            {"offload": {"staging_buffer_bytes": 2**20 - 4096}},
+            "offload.staging_buffer_bytes",
+            ("at least 1048576",),
+        ),
+        (
+            {"offload": {"staging_buffer_bytes": 2**20 + 1}},
+            "offload.staging_buffer_bytes",
+            ("a multiple of 4096",),
+        ),
+        ({"offload": {"staging_buffer_bytes": 2**63}}, "offload.staging_buffer_bytes", ("at most",)),
         ({"offload": {"checksum": 1}}, "offload.checksum", ("true or false",)),
         ({"offload": {"optimiser": "host"}}, "offload.optimiser", ("did you mean offload.optimizer",)),
-        ({"offload": "nvme"}, "offload", ("a mapping with keys", "ring_bytes")),
+        ({"offload": "nvme"}, "offload", ("a mapping with keys", "staging_buffer_bytes")),
         ({"aio": {"backend": "uring"}}, "aio.backend", ("'auto', 'io_uring', 'libaio' or 'threads'",)),
         ({"aio": {"queue_depth": 0}}, "aio.queue_depth", ("got 0", "from 1 to 1024")),
         ({"aio": {"queue_depth": 1025}}, "aio.queue_depth", ("got 1025", "from 1 to 1024")),
         ({"aio": {"queue_depth": True}}, "aio.queue_depth", ("got True (bool)",)),
         ({"aio": {"block_bytes": 0}}, "aio.block_bytes", ("got 0", "at least 4096")),
         ({"aio": {"block_bytes": 4097}}, "aio.block_bytes", ("got 4097", "a multiple of 4096")),
-        ({"aio": {"submitters": 17}}, "aio.submitters", ("got 17", "from 1 to 16")),
-        ({"aio": {"submitters": 0}}, "aio.submitters", ("got 0",)),
+        ({"aio": {"io_threads": 17}}, "aio.io_threads", ("got 17", "from 1 to 16")),
+        ({"aio": {"io_threads": 0}}, "aio.io_threads", ("got 0",)),
         ({"aio": {"block_size": 4096}}, "aio.block_size", ("did you mean aio.block_bytes",)),
     ],
 )
@@ -142,23 +150,23 @@ def test_mistakes_are_named(values: dict[str, object], path: str, fragments: tup
 
 
 @pytest.mark.parametrize(
-    "aio", [{"queue_depth": 1, "submitters": 1}, {"queue_depth": 1024, "submitters": 16}]
+    "aio", [{"queue_depth": 1, "io_threads": 1}, {"queue_depth": 1024, "io_threads": 16}]
 )
 def test_limits_belong_to_the_range(aio: dict[str, int]) -> None:
-    config = load_config({"aio": {**aio, "block_bytes": 4096.0}, "offload": {"ring_bytes": 2**20}})
-    assert config.aio == AioPolicy(**aio, block_bytes=4096)
-    assert config.offload.ring_bytes == 2**20
+    config = load_config({"aio": {**aio, "block_bytes": 4096.0}, "offload": {"staging_buffer_bytes": 2**20}})
+    assert config.aio == AioConfig(**aio, block_bytes=4096)
+    assert config.offload.staging_buffer_bytes == 2**20
 
 
 def test_only_the_host_delays_updates() -> None:
     for tier in ("host", "nvme"):
         paths = {"nvme_paths": ["/a"]} if tier == "nvme" else {}
-        policy = {"optimizer": tier, "step": "delayed", "delay_after_steps": 40, **paths}
+        policy = {"optimizer": tier, "update_mode": "delayed", "delay_start_step": 40, **paths}
         config = load_config({"offload": policy})
-        assert (config.offload.step, config.offload.delay_after_steps) == ("delayed", 40)
+        assert (config.offload.update_mode, config.offload.delay_start_step) == ("delayed", 40)
     with pytest.raises(ConfigError, match="got 'delayed', but optimizer lives on 'device'") as caught:
-        load_config({"offload": {"step": "delayed"}})
-    assert caught.value.paths == ("offload.step",)
+        load_config({"offload": {"update_mode": "delayed"}})
+    assert caught.value.paths == ("offload.update_mode",)
     with pytest.raises(ConfigError, match="got 40, which has no effect") as caught:
-        load_config({"offload": {"optimizer": "host", "delay_after_steps": 40}})
-    assert caught.value.paths == ("offload.delay_after_steps",)
+        load_config({"offload": {"optimizer": "host", "delay_start_step": 40}})
+    assert caught.value.paths == ("offload.delay_start_step",)

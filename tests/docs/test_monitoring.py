@@ -39,7 +39,7 @@ def test_the_page_runs_and_names_every_value(tmp_path: Path, monkeypatch: pytest
     (text,) = blocks("json")
     settings = json.loads(text)
     assert load_config(settings).monitor is not None
-    kept = ("folder", "csv", "comms", "flops", "trace")
+    kept = ("output_dir", "csv", "comms", "flops", "trace")
     settings["monitor"] = {name: settings["monitor"][name] for name in kept}
     model = nn.Linear(3, 1)
     model, optimizer = zero_ext.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), settings)

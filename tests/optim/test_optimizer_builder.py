@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import zero_ext
-from zero_ext.config import ConfigError, OptimizerPolicy, SchedulerPolicy, load_deepspeed_config
+from zero_ext.config import ConfigError, OptimizerConfig, SchedulerConfig, load_deepspeed_config
 from zero_ext.config.onebit_rules import ONE_BIT
-from zero_ext.config.optimizer_names import OPTIMIZERS, REFUSED_OPTIMIZERS, REFUSED_SCHEDULERS, SCHEDULERS
+from zero_ext.config.optimizer_names import OPTIMIZERS, UNSUPPORTED_OPTIMIZERS, UNSUPPORTED_SCHEDULERS, SCHEDULERS
 from zero_ext.optim import schedulers
 from zero_ext.optim.optimizer_builder import build_optimizer, build_scheduler, check_scheduler
 
@@ -22,7 +22,7 @@ def parameters() -> list[torch.nn.Parameter]:
 
 
 def built(kind: str, **params: Any) -> torch.optim.Optimizer:
-    return build_optimizer(OptimizerPolicy(type=kind, params=params), parameters())
+    return build_optimizer(OptimizerConfig(type=kind, params=params), parameters())
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> torch.Tensor:
@@ -74,7 +74,7 @@ def test_params_arrive() -> None:
 def test_param_groups_pass_through() -> None:
     one, two = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
     made = build_optimizer(
-        OptimizerPolicy(type="SGD", params={"lr": 0.5}), [{"params": [one]}, {"params": [two], "lr": 0.25}]
+        OptimizerConfig(type="SGD", params={"lr": 0.5}), [{"params": [one]}, {"params": [two], "lr": 0.25}]
     )
     assert [group["lr"] for group in made.param_groups] == [0.5, 0.25]
     assert made.param_groups[1]["params"] == [two]
@@ -87,17 +87,17 @@ def test_deepspeeds_adam_decays_nothing_by_default() -> None:
     assert stepped(build_optimizer(policy, parameters())).equal(stepped(wanted))
 
 
-@pytest.mark.parametrize("name", [*REFUSED_OPTIMIZERS])
+@pytest.mark.parametrize("name", [*UNSUPPORTED_OPTIMIZERS])
 def test_refused_optimizers(name: str) -> None:
     for spelling in (name, name.lower()):
-        with pytest.raises(ConfigError, match=f"{name} is refused: "):
-            OptimizerPolicy(type=spelling)
+        with pytest.raises(ConfigError, match=f"{name} is unsupported: "):
+            OptimizerConfig(type=spelling)
 
 
-@pytest.mark.parametrize("name", [*REFUSED_SCHEDULERS])
+@pytest.mark.parametrize("name", [*UNSUPPORTED_SCHEDULERS])
 def test_refused_schedulers(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is refused: "):
-        SchedulerPolicy(type=name)
+    with pytest.raises(ConfigError, match=f"{name} is unsupported: "):
+        SchedulerConfig(type=name)
 
 
 def test_every_optimizer_of_torch_is_decided() -> None:
@@ -109,7 +109,7 @@ def test_every_optimizer_of_torch_is_decided() -> None:
         and issubclass(kind, torch.optim.Optimizer)
         and kind is not torch.optim.Optimizer
     }
-    assert torchs <= {*OPTIMIZERS, *REFUSED_OPTIMIZERS}
+    assert torchs <= {*OPTIMIZERS, *UNSUPPORTED_OPTIMIZERS}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_every_known_scheduler_is_built(name: str) -> None:
     params = ARGUMENTS.get(name, {})
     where = schedulers if name in schedulers.__all__ else torch.optim.lr_scheduler
     one, two = built("AdamW", lr=0.1), built("AdamW", lr=0.1)
-    made = build_scheduler(SchedulerPolicy(type=name.lower(), params=params), one)
+    made = build_scheduler(SchedulerConfig(type=name.lower(), params=params), one)
     assert type(made) is getattr(where, name)
     assert made.optimizer is one
     wanted = getattr(where, name)(two, **params)
@@ -196,7 +196,7 @@ def test_every_known_scheduler_is_built(name: str) -> None:
 )
 def test_bad_scheduler_params(kind: str, params: dict[str, Any], path: str, fragment: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        build_scheduler(SchedulerPolicy(type=kind, params=params), built("AdamW"))
+        build_scheduler(SchedulerConfig(type=kind, params=params), built("AdamW"))
     assert path in caught.value.paths
     assert fragment in str(caught.value)
 
@@ -205,7 +205,7 @@ def test_bad_scheduler_params(kind: str, params: dict[str, Any], path: str, frag
 def test_a_check_changes_nothing(name: str) -> None:
     made = torch.optim.AdamW(parameters(), lr=torch.tensor(0.1))
     before = {key: value for key, value in made.param_groups[0].items() if key != "params"}
-    check_scheduler(SchedulerPolicy(type=name, params=ARGUMENTS.get(name, {})), made)
+    check_scheduler(SchedulerConfig(type=name, params=ARGUMENTS.get(name, {})), made)
     after = {key: value for key, value in made.param_groups[0].items() if key != "params"}
     assert after == before
     assert float(made.param_groups[0]["lr"]) == pytest.approx(0.1)
@@ -216,13 +216,13 @@ def test_a_check_raises_what_building_would() -> None:
     made = built("SGD", lr=0.1)
     for kind, params in (("WarmupLR", {"warmup_max_lr": [1, 2]}), ("StepLR", {}), ("WarmupLR", {"x": 1})):
         with pytest.raises(ConfigError) as caught:
-            check_scheduler(SchedulerPolicy(type=kind, params=params), made)
+            check_scheduler(SchedulerConfig(type=kind, params=params), made)
         with pytest.raises(ConfigError) as building:
-            build_scheduler(SchedulerPolicy(type=kind, params=params), made)
+            build_scheduler(SchedulerConfig(type=kind, params=params), made)
         assert str(caught.value) == str(building.value)
 
 
 def test_non_finite_params_never_reach_torch() -> None:
     for value in (math.nan, math.inf, [0.9, math.nan]):
         with pytest.raises(ConfigError, match=r"params\.x"):
-            OptimizerPolicy(type="AdamW", params={"x": value})
+            OptimizerConfig(type="AdamW", params={"x": value})

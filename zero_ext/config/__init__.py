@@ -1,25 +1,25 @@
 """Typed configuration, its JSON reader, and the translation of DeepSpeed's JSON."""
 
 from zero_ext.config.schema.config_errors import ConfigError
-from zero_ext.config.sections.activation_checkpointing import ActivationPolicy
-from zero_ext.config.sections.batch_sizes import BatchPolicy
-from zero_ext.config.sections.communication import CommunicationPolicy
+from zero_ext.config.sections.activation_checkpointing import ActivationCheckpointingConfig
+from zero_ext.config.sections.batch_sizes import BatchConfig
+from zero_ext.config.sections.communication import CommunicationConfig
 from zero_ext.config.sections.monitoring import (
-    FlopsPolicy,
-    MonitorPolicy,
-    ProgressPolicy,
-    TracePolicy,
-    WandbPolicy,
+    FlopsConfig,
+    MonitorConfig,
+    ProgressConfig,
+    TraceConfig,
+    WandbConfig,
 )
-from zero_ext.config.sections.offload import AioPolicy, OffloadPolicy, Tier
-from zero_ext.config.sections.sparse_attention import SparseAttentionPolicy
+from zero_ext.config.sections.offload import AioConfig, OffloadConfig, Tier
+from zero_ext.config.sections.sparse_attention import SparseAttentionConfig
 from zero_ext.config.sections.training import (
-    CheckpointPolicy,
-    LossScalePolicy,
-    OptimizerPolicy,
-    PrecisionPolicy,
-    SchedulerPolicy,
-    UnitPolicy,
+    CheckpointConfig,
+    LossScaleConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    SchedulerConfig,
+    UnitConfig,
 )
 
 from .deepspeed import Note, Translation, load_deepspeed_config
@@ -27,27 +27,27 @@ from .load_config import load_config
 from .zero_config import ZeroConfig
 
 __all__ = [
-    "ActivationPolicy",
-    "AioPolicy",
-    "BatchPolicy",
-    "CheckpointPolicy",
-    "CommunicationPolicy",
+    "ActivationCheckpointingConfig",
+    "AioConfig",
+    "BatchConfig",
+    "CheckpointConfig",
+    "CommunicationConfig",
     "ConfigError",
-    "FlopsPolicy",
-    "LossScalePolicy",
-    "MonitorPolicy",
+    "FlopsConfig",
+    "LossScaleConfig",
+    "MonitorConfig",
     "Note",
-    "OffloadPolicy",
-    "OptimizerPolicy",
-    "PrecisionPolicy",
-    "ProgressPolicy",
-    "SchedulerPolicy",
-    "SparseAttentionPolicy",
+    "OffloadConfig",
+    "OptimizerConfig",
+    "PrecisionConfig",
+    "ProgressConfig",
+    "SchedulerConfig",
+    "SparseAttentionConfig",
     "Tier",
-    "TracePolicy",
+    "TraceConfig",
     "Translation",
-    "UnitPolicy",
-    "WandbPolicy",
+    "UnitConfig",
+    "WandbConfig",
     "ZeroConfig",
     "load_config",
     "load_deepspeed_config",

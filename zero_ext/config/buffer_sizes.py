@@ -8,7 +8,7 @@ from typing import NamedTuple
 ALIGNMENT_BYTES = 64  # of every parameter and every shard
 STORAGE_ALIGNMENT = 4096  # of memory, offset and length in direct transfers to any device
 CHUNK_BUFFERS = 3  # of state that torch's own code steps on NVMe: one is read, one worked on, one written
-PIECE_ELEMENTS = 1 << 20  # of a gradient on NVMe that others are added to
+GRADIENT_CHUNK_ELEMENTS = 1 << 20  # of a gradient on NVMe that others are added to
 BYTES_OF_DTYPE = {"fp32": 4, "bf16": 2, "fp16": 2}
 # Chunks between storage and an accelerator that are in flight together, in each direction.
 SLOTS = 6
@@ -19,7 +19,7 @@ def extent_bytes(nbytes: int) -> int:
     return -(-nbytes // STORAGE_ALIGNMENT) * STORAGE_ALIGNMENT
 
 
-class StepRooms(NamedTuple):
+class StagingSizes(NamedTuple):
     """Bytes of staging memory in one tier: for gradients on their way to a step there, parameters on their
     way from it, and for what torch's own optimizers work on."""
 
@@ -42,19 +42,19 @@ def flat_offsets(
     return offsets, _round_up(max(end, 1), max(grain, shard_alignment // itemsize) * world_size)
 
 
-def part_elements(ring_bytes: int) -> int:
-    """Most elements of a room: ``ring_bytes`` hold their gradients and parameters in fp32."""
-    return ring_bytes // (8 * STORAGE_ALIGNMENT) * STORAGE_ALIGNMENT
+def staging_chunk_elements(staging_buffer_bytes: int) -> int:
+    """Most elements of a room: ``staging_buffer_bytes`` hold their gradients and parameters in fp32."""
+    return staging_buffer_bytes // (8 * STORAGE_ALIGNMENT) * STORAGE_ALIGNMENT
 
 
-def stream_chunk_elements(ring_bytes: int, sizes: Sequence[int]) -> int:
+def stream_chunk_elements(staging_buffer_bytes: int, sizes: Sequence[int]) -> int:
     """Elements of a chunk of state on NVMe where each has ``sizes`` bytes of values: eight chunks, with
     gradients and parameters in fp32, fit into the ring, in whole blocks of any dtype."""
     grain = STORAGE_ALIGNMENT // 2
-    return ring_bytes // 8 // ((sum(sizes) + 8) * grain) * grain
+    return staging_buffer_bytes // 8 // ((sum(sizes) + 8) * grain) * grain
 
 
-def chunk_rooms_bytes(chunk_elements: int, state: int, output: int) -> int:
+def chunk_buffer_bytes(chunk_elements: int, state: int, output: int) -> int:
     """Bytes of ``CHUNK_BUFFERS`` chunks of elements with ``state`` bytes of values, the fp32 gradient of one,
     and its parameters where they are in storage, ``output`` bytes each."""
     return chunk_elements * (CHUNK_BUFFERS * state + 4 + output)

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 Phase = Literal["forward", "backward", "step"]
 Wait = Literal["storage", "update"]
-ActivationWork = Literal["keep", "fetch", "recompute"]
+ActivationWork = Literal["offload", "fetch", "recompute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class StepEnd:
         skipped: True when non-finite gradients made all ranks leave the parameters as they were.
         loss_scale: scale the losses were multiplied with (1.0 without loss scaling).
         seconds: wall time since the step before ended.
-        taken_back: True when updates made in backward were taken back, because gradients were to be clipped
+        rolled_back: True when updates made in backward were taken back, because gradients were to be clipped
             or had overflowed.
     """
 
@@ -40,7 +40,7 @@ class StepEnd:
     skipped: bool
     loss_scale: float
     seconds: float
-    taken_back: bool = False
+    rolled_back: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class CollectiveEnd:
     """This rank is done with a collective.
 
     Attributes:
-        kind: as :class:`zero_ext.comm.WireLog` counts it.
+        kind: as :class:`zero_ext.comm.TrafficStats` counts it.
         label: what was moved.
         ranks: number of ranks that took part.
         elements: of the full buffer.
@@ -150,7 +150,7 @@ class ActivationEnd:
     """A checkpointed call was kept, fetched or recomputed; told with ``activation_checkpointing.profile``.
 
     Attributes:
-        what: its inputs were packed and began to move ("keep"), were waited for in backward ("fetch"), or
+        what: its inputs were packed and began to move ("offload"), were waited for in backward ("fetch"), or
             its function ran again ("recompute", which contains no "fetch" of its own inputs).
         name: of the function; empty for "fetch".
         began: reading of ``time.perf_counter`` at its beginning.

@@ -10,16 +10,18 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 
 
-def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """The ``__getattr__`` of ``package``, whose names live in the modules ``homes``; those that are modules
-    themselves are named by the empty string."""
+def lazy_getattr(package: str, module_of: Mapping[str, str]) -> Callable[[str], object]:
+    """Return the ``__getattr__`` of ``package``, which imports a name from its module in ``module_of``.
+
+    An empty module name means that the name is a submodule itself.
+    """
 
     def attribute(name: str) -> object:
-        home = homes.get(name)
-        if home is None:
+        module = module_of.get(name)
+        if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(home), name) if home else import_module(f"{package}.{name}")
-        setattr(sys.modules[package], name, value)
+        value = getattr(import_module(module), name) if module else import_module(f"{package}.{name}")
+        setattr(sys.module_of[package], name, value)
         return value
 
     return attribute

@@ -35,7 +35,7 @@ def check_one_bit(name: str, config: ZeroConfig) -> None:
         )
     for key, value, wanted in (
         ("offload.optimizer", config.offload.optimizer, "device"),
-        ("offload.step", config.offload.step, "after_backward"),
+        ("offload.update_mode", config.offload.update_mode, "after_backward"),
         ("precision.moments_dtype", config.precision.moments_dtype, "fp32"),
     ):
         if value != wanted:

@@ -40,7 +40,7 @@ SCHEDULERS = (
     "StepLR",
 )
 _MUP = "its learning rates depend on whole shapes, through package mup; pass the optimizer object instead"
-REFUSED_OPTIMIZERS = {
+UNSUPPORTED_OPTIMIZERS = {
     "Muon": "it orthogonalises whole matrices, which shards do not have; use AdamW",
     "Adafactor": "it factors whole matrices, which shards do not have; use AdamW",
     "LBFGS": "it needs a closure and the inner products of whole parameters; use AdamW",
@@ -50,7 +50,7 @@ REFUSED_OPTIMIZERS = {
     "MuSGD": _MUP,
 }
 _OBJECTS = "it takes Python objects, which a configuration cannot hold; build it and pass it as lr_scheduler"
-REFUSED_SCHEDULERS = {
+UNSUPPORTED_SCHEDULERS = {
     "ReduceLROnPlateau": "its step() wants a metric, and the engine's step has none; call it yourself",
     "LambdaLR": _OBJECTS,
     "MultiplicativeLR": _OBJECTS,
@@ -60,25 +60,23 @@ REFUSED_SCHEDULERS = {
 }
 
 
-def optimizer_name(given: str) -> str:
-    """The optimizer's proper name, whatever the case of `given`. Raises ValueError for refused and unknown
-    ones."""
-    return _proper_name("optimizer", given, OPTIMIZERS, REFUSED_OPTIMIZERS)
+def optimizer_name(written: str) -> str:
+    """Return the canonical name of an optimizer, `written` in any case. Raise ValueError if unsupported."""
+    return _canonical_name("optimizer", written, OPTIMIZERS, UNSUPPORTED_OPTIMIZERS)
 
 
-def scheduler_name(given: str) -> str:
-    """The scheduler's proper name, whatever the case of `given`. Raises ValueError for refused and unknown
-    ones."""
-    return _proper_name("scheduler", given, SCHEDULERS, REFUSED_SCHEDULERS)
+def scheduler_name(written: str) -> str:
+    """Return the canonical name of a scheduler, `written` in any case. Raise ValueError if unsupported."""
+    return _canonical_name("scheduler", written, SCHEDULERS, UNSUPPORTED_SCHEDULERS)
 
 
-def _proper_name(what: str, given: str, known: tuple[str, ...], refused: dict[str, str]) -> str:
-    by_lower = {name.lower(): name for name in (*known, *refused)}
-    name = by_lower.get(given.lower())
+def _canonical_name(what: str, written: str, known: tuple[str, ...], unsupported: dict[str, str]) -> str:
+    by_lower = {name.lower(): name for name in (*known, *unsupported)}
+    name = by_lower.get(written.lower())
     if name in known:
         return name
     if name is not None:
-        raise ValueError(f"{name} is refused: {refused[name]}")
-    close = nearest(given.lower(), by_lower)
+        raise ValueError(f"{name} is unsupported: {unsupported[name]}")
+    close = nearest(written.lower(), by_lower)
     hint = f"did you mean {by_lower[close]}?" if close else f"wanted one of {', '.join(known)}"
-    raise ValueError(f"got {show(given)}, no {what} known here; {hint}")
+    raise ValueError(f"got {show(written)}, no {what} known; {hint}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zero_ext.config.sections.offload import OffloadPolicy, Tier
+from zero_ext.config.sections.offload import OffloadConfig, Tier
 
 
 @dataclass(frozen=True)
-class Placement:
+class StatePlacement:
     """Which state kinds are sharded over the ranks (ZeRO, Rajbhandari et al. 2020, section 5), and in which
     tier the shards lie (ZeRO-Infinity, Rajbhandari et al. 2021, section 5.1). Replicated kinds lie on the
     device."""
@@ -22,32 +22,32 @@ class Placement:
     optimizer_tier: Tier = "device"
 
     @staticmethod
-    def of_stage(stage: int) -> Placement:
+    def of_stage(stage: int) -> StatePlacement:
         """The preset of ZeRO stage 0, 1, 2 or 3; anything else raises ``ValueError``."""
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"stage: {stage!r} given; ZeRO has the stages 0, 1, 2 and 3")
-        return Placement(params=stage >= 3, grads=stage >= 2, optimizer=stage >= 1)
+        return StatePlacement(params=stage >= 3, grads=stage >= 2, optimizer=stage >= 1)
 
-    def on_tiers(self, policy: OffloadPolicy) -> Placement:
+    def on_tiers(self, policy: OffloadConfig) -> StatePlacement:
         """The same with every kind in the tier that ``policy`` names."""
         return replace(
             self, params_tier=policy.params, grads_tier=policy.grads, optimizer_tier=policy.optimizer
         )
 
-    def near(self) -> Placement:
+    def optimizer_on_device(self) -> StatePlacement:
         """The same with optimizer and gradients on the device."""
         return replace(self, grads_tier="device", optimizer_tier="device")
 
-    def persistent(self) -> Placement:
+    def persistent(self) -> StatePlacement:
         """The same with replicated parameters: for units too small to be worth gathering."""
         return replace(self, params=False, params_tier="device")
 
-    def using_up(self, world_size: int) -> Placement:
+    def consuming_gradients(self, world_size: int) -> StatePlacement:
         """The same where a unit's gradient is used up by its update in backward: it is not replicated
         for longer than its reduction unless a replicated optimizer needs it."""
         return replace(self, grads=self.grads or self.optimizer or world_size == 1)
 
-    def over(self, world_size: int) -> Placement:
+    def on_ranks(self, world_size: int) -> StatePlacement:
         """What remains of it on ``world_size`` ranks: a single rank's shard is the whole, and is a shard in
         its own right only if it lies elsewhere than on the device. The optimizer works on the parameters'
         shards where there are any."""
@@ -61,13 +61,13 @@ class Placement:
         )
 
 
-def within(sizes: Sequence[int], ratio: float) -> frozenset[int]:
+def largest_within_ratio(sizes: Sequence[int], ratio: float) -> frozenset[int]:
     """Indices of ``sizes`` whose sum is at most ``ratio`` of the whole: from the largest down, each that
     fits, of equal ones the earlier. The same on every rank that asks the same."""
-    room = ratio * sum(sizes)
+    budget = ratio * sum(sizes)
     chosen = []
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        if sizes[index] <= room:
+        if sizes[index] <= budget:
             chosen.append(index)
-            room -= sizes[index]
+            budget -= sizes[index]
     return frozenset(chosen)

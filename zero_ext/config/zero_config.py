@@ -6,21 +6,21 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from zero_ext.config.schema.base_section import Count, KeyProblem, Policy, Positive, whole
+from zero_ext.config.schema.base_section import ConfigSection, Count, KeyProblem, Positive, as_integer
 from zero_ext.config.schema.config_errors import show
-from zero_ext.config.sections.activation_checkpointing import ActivationPolicy
-from zero_ext.config.sections.batch_sizes import BatchPolicy
-from zero_ext.config.sections.communication import CommunicationPolicy
-from zero_ext.config.sections.monitoring import MonitorPolicy
-from zero_ext.config.sections.offload import AioPolicy, OffloadPolicy
-from zero_ext.config.sections.sparse_attention import SparseAttentionPolicy
+from zero_ext.config.sections.activation_checkpointing import ActivationCheckpointingConfig
+from zero_ext.config.sections.batch_sizes import BatchConfig
+from zero_ext.config.sections.communication import CommunicationConfig
+from zero_ext.config.sections.monitoring import MonitorConfig
+from zero_ext.config.sections.offload import AioConfig, OffloadConfig
+from zero_ext.config.sections.sparse_attention import SparseAttentionConfig
 from zero_ext.config.sections.training import (
-    CheckpointPolicy,
-    LossScalePolicy,
-    OptimizerPolicy,
-    PrecisionPolicy,
-    SchedulerPolicy,
-    UnitPolicy,
+    CheckpointConfig,
+    LossScaleConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    SchedulerConfig,
+    UnitConfig,
 )
 
 from .onebit_rules import check_one_bit
@@ -35,12 +35,12 @@ _SHARDED_FROM = {
 _COMPRESSED_FROM = (
     ("quantized_weights", 3, "parameters are gathered from their shards in stage 3 only"),
     ("quantized_gradients", 2, "gradients are sharded from stage 2 on"),
-    ("secondary_shards", 3, "parameters are sharded in stage 3 only"),
-    ("sharding_ranks", 3, "sharding groups share parameters, which are sharded in stage 3 only"),
+    ("hierarchical_partition", 3, "parameters are sharded in stage 3 only"),
+    ("shard_group_size", 3, "sharding groups share parameters, which are sharded in stage 3 only"),
 )
 
 
-class ZeroConfig(Policy):
+class ZeroConfig(ConfigSection):
     """Typed configuration. Frozen; build it from keywords, or with `load_config` from a mapping or a JSON
     file.
 
@@ -64,29 +64,29 @@ class ZeroConfig(Policy):
         seed: seed of the data order that `initialize(training_data=...)` uses.
     """
 
-    stage: Annotated[int, BeforeValidator(whole), Field(ge=0, le=3)] = 3
-    precision: PrecisionPolicy = PrecisionPolicy()
-    loss_scale: LossScalePolicy = LossScalePolicy()
-    units: UnitPolicy = UnitPolicy()
-    batch: BatchPolicy = BatchPolicy()
-    communication: CommunicationPolicy = CommunicationPolicy()
-    offload: OffloadPolicy = OffloadPolicy()
-    aio: AioPolicy = AioPolicy()
-    activation_checkpointing: ActivationPolicy = ActivationPolicy()
-    optimizer: OptimizerPolicy | None = None
-    scheduler: SchedulerPolicy | None = None
-    checkpoint: CheckpointPolicy = CheckpointPolicy()
-    sparse_attention: SparseAttentionPolicy | None = None
+    stage: Annotated[int, BeforeValidator(as_integer), Field(ge=0, le=3)] = 3
+    precision: PrecisionConfig = PrecisionConfig()
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    units: UnitConfig = UnitConfig()
+    batch: BatchConfig = BatchConfig()
+    communication: CommunicationConfig = CommunicationConfig()
+    offload: OffloadConfig = OffloadConfig()
+    aio: AioConfig = AioConfig()
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    optimizer: OptimizerConfig | None = None
+    scheduler: SchedulerConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    sparse_attention: SparseAttentionConfig | None = None
     gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
     check_finite: bool = True
     timeout_seconds: Annotated[float, Field(gt=0, le=31_536_000)] = 600.0
     steps_per_print: Positive | None = None
-    monitor: MonitorPolicy | None = None
+    monitor: MonitorConfig | None = None
     seed: Count = 0
 
     @model_validator(mode="after")
     def _loss_scale_has_a_use(self) -> ZeroConfig:
-        if self.precision.dtype in ("fp32", "bf16") and self.loss_scale != LossScalePolicy():
+        if self.precision.dtype in ("fp32", "bf16") and self.loss_scale != LossScaleConfig():
             raise KeyProblem(
                 "loss_scale",
                 f"set, but precision.dtype is {self.precision.dtype!r} and loss scaling acts on fp16 only; "
@@ -121,7 +121,7 @@ class ZeroConfig(Policy):
         return self
 
     @model_validator(mode="after")
-    def _signs_need_replicas(self) -> ZeroConfig:
+    def _one_bit_needs_replicas(self) -> ZeroConfig:
         if self.optimizer is not None:
             check_one_bit(self.optimizer.type, self)
         return self

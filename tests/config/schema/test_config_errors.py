@@ -12,7 +12,7 @@ import torch
 
 from zero_ext.config import ConfigError, load_config, load_deepspeed_config
 from zero_ext.config.schema.config_errors import Problem
-from zero_ext.config.sections.training import OptimizerPolicy
+from zero_ext.config.sections.training import OptimizerConfig
 from zero_ext.optim.optimizer_builder import build_optimizer
 
 KEYS = 60_000
@@ -20,7 +20,7 @@ MEGABYTE = 1 << 20
 
 
 def build(source: dict[str, Any]) -> None:
-    policy = OptimizerPolicy(type="Adam", params=source)
+    policy = OptimizerConfig(type="Adam", params=source)
     build_optimizer(policy, [torch.nn.Parameter(torch.zeros(1))])
 
 

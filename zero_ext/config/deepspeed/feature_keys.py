@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .key import ANYTHING, FLAG, MAPPING, TEXT, Fate, Key, Kind, choice, or_null, whole
+from .key import ANYTHING, FLAG, MAPPING, TEXT, Fate, Key, ValueType, choice, integer, or_null
 
 _ANY_LOADS = "every checkpoint loads at any world size and stage"
 
 
-def _switched(section: str, fate: Fate, why: str, fields: dict[str, Kind]) -> tuple[Key, ...]:
+def _switched(section: str, fate: Fate, why: str, fields: dict[str, ValueType]) -> tuple[Key, ...]:
     """A section with an `enabled` key: while that is false, the other keys are checked and ignored."""
     switch = f"{section}.enabled"
     return (
@@ -21,7 +21,7 @@ def _switched(section: str, fate: Fate, why: str, fields: dict[str, Kind]) -> tu
 
 def _absent(section: str, why: str) -> Key:
     """A whole section that is refused unless it is empty, null, false, or says enabled: false."""
-    return Key(section, ANYTHING, "refused", why, harmless=(None, False, {}))
+    return Key(section, ANYTHING, "unsupported", why, harmless=(None, False, {}))
 
 
 _LOGGING = "no writer exists here; use tensorboard, wandb or csv_monitor"
@@ -29,11 +29,11 @@ _RUN = {"output_path": TEXT, "job_name": TEXT}
 _PRINTED = "the line of steps_per_print, every 10 steps when that is missing, tells"
 
 REPORT_KEYS = (
-    *_switched("tensorboard", "honoured", "monitor.tensorboard becomes output_path/job_name", _RUN),
-    *_switched("csv_monitor", "honoured", "monitor.csv becomes output_path/job_name/steps.csv", _RUN),
+    *_switched("tensorboard", "supported", "monitor.tensorboard becomes output_path/job_name", _RUN),
+    *_switched("csv_monitor", "supported", "monitor.csv becomes output_path/job_name/steps.csv", _RUN),
     *_switched(
         "wandb",
-        "honoured",
+        "supported",
         "monitor.wandb takes project, group, and team as entity",
         {"group": or_null(TEXT), "team": or_null(TEXT), "project": or_null(TEXT)},
     ),
@@ -42,7 +42,7 @@ REPORT_KEYS = (
         "no effect",
         _LOGGING,
         {
-            "samples_log_interval": whole(1),
+            "samples_log_interval": integer(1),
             **dict.fromkeys(
                 ("project", "workspace", "api_key", "experiment_name", "experiment_key"), or_null(TEXT)
             ),
@@ -52,13 +52,13 @@ REPORT_KEYS = (
     ),
     *_switched(
         "comms_logger",
-        "honoured",
+        "supported",
         "monitor.comms becomes true: bytes and times of all collectives, in comms.jsonl",
         {"prof_all": FLAG, "prof_ops": ANYTHING, "verbose": FLAG, "debug": FLAG},
     ),
     *_switched(
         "flops_profiler",
-        "honoured",
+        "supported",
         f"monitor.flops becomes {{}}; {_PRINTED} operations a second",
         dict.fromkeys(
             (
@@ -77,21 +77,21 @@ REPORT_KEYS = (
     Key(
         "wall_clock_breakdown",
         FLAG,
-        "honoured",
-        f"monitor.times becomes true; {_PRINTED} phases and waits",
+        "supported",
+        f"monitor.timing becomes true; {_PRINTED} phases and waits",
         harmless=(False,),
     ),
     Key(
         "memory_breakdown",
         FLAG,
-        "honoured",
+        "supported",
         f"monitor.memory becomes true; {_PRINTED} bytes by tier",
         harmless=(False,),
     ),
     Key("dump_state", FLAG, "no effect", "print(engine.config) shows it", harmless=(False,)),
     Key("log_level", or_null(TEXT), "no effect", "set it with Python's logging module", harmless=(None,)),
     Key("disable_python_gc", FLAG, "no effect", "the garbage collector is left alone", harmless=(False,)),
-    Key("vocabulary_size", or_null(whole(1)), "no effect", "nothing here depends on it", harmless=(None,)),
+    Key("vocabulary_size", or_null(integer(1)), "no effect", "nothing here depends on it", harmless=(None,)),
     Key("disable_allgather", FLAG, "no effect", "parameters always come by all-gather", harmless=(False,)),
 )
 
@@ -99,7 +99,7 @@ CHECKPOINT_KEYS = (
     Key(
         "checkpoint.tag_validation",
         choice("ignore", "warn", "fail"),
-        "honoured",
+        "supported",
         "what to do when ranks save under different tags",
         "checkpoint.tag_validation",
     ),
@@ -107,7 +107,7 @@ CHECKPOINT_KEYS = (
     Key(
         "checkpoint.use_node_local_storage",
         FLAG,
-        "refused",
+        "unsupported",
         "all ranks write below one directory that all of them see; save there",
         harmless=(False,),
     ),
@@ -124,7 +124,7 @@ CHECKPOINT_KEYS = (
         "datastates_ckpt",
         ANYTHING,
         "no effect",
-        "use the native key checkpoint.asynchronous",
+        "use the native key checkpoint.async_save",
         harmless=(None, False),
     ),
 )
@@ -134,9 +134,9 @@ _ACTIVATION = "activation_checkpointing"
 _AT_CALLS = "acts on calls of deepspeed.checkpointing.checkpoint and zero_ext.checkpoint_activations"
 
 
-def _activation(name: str, kind: Kind, why: str, switch: str = "") -> Key:
+def _activation(name: str, value_type: ValueType, why: str, switch: str = "") -> Key:
     path = f"{_ACTIVATION}.{name}"
-    return Key(path, kind, "honoured", why, path, switch=f"{_ACTIVATION}.{switch}" if switch else "")
+    return Key(path, value_type, "supported", why, path, switch=f"{_ACTIVATION}.{switch}" if switch else "")
 
 
 ACTIVATION_KEYS = (
@@ -149,7 +149,7 @@ ACTIVATION_KEYS = (
     _activation("contiguous_memory_optimization", FLAG, f"{_AT_CALLS}, partitioned or not"),
     _activation(
         "number_checkpoints",
-        or_null(whole(1)),
+        or_null(integer(1)),
         "with contiguous_memory_optimization",
         "contiguous_memory_optimization",
     ),
@@ -158,7 +158,7 @@ ACTIVATION_KEYS = (
 )
 
 ABSENT_KEYS = (
-    Key("sequence_parallel_size", whole(1), "refused", _NOT_YET, harmless=(1,)),
+    Key("sequence_parallel_size", integer(1), "unsupported", _NOT_YET, harmless=(1,)),
     Key(
         "seq_parallel_communication_data_type",
         or_null(choice("fp32", "fp16", "bf16")),
@@ -166,8 +166,8 @@ ABSENT_KEYS = (
         "sequences over ranks travel in the dtype that they have",
         harmless=(None,),
     ),
-    Key("use_data_before_expert_parallelism", FLAG, "refused", _NOT_YET, harmless=(False,)),
-    Key("graph_harvesting", FLAG, "refused", _NOT_YET, harmless=(False,)),
+    Key("use_data_before_expert_parallelism", FLAG, "unsupported", _NOT_YET, harmless=(False,)),
+    Key("graph_harvesting", FLAG, "unsupported", _NOT_YET, harmless=(False,)),
     *(
         _absent(section, _NOT_YET)
         for section in (
@@ -189,7 +189,7 @@ ABSENT_KEYS = (
     Key(
         "compile",
         ANYTHING,
-        "refused",
+        "unsupported",
         "DeepCompile does not exist here; remove the section and use torch.compile on the model's blocks",
         harmless=(None, False, {}),
     ),
@@ -201,7 +201,7 @@ ABSENT_KEYS = (
     Key(
         "tensor_parallel",
         ANYTHING,
-        "refused",
+        "unsupported",
         "zero_ext.parallel.split_tensors is called by the script; remove the section or set autotp_size to 1",
         harmless=(None, False, {}),
     ),

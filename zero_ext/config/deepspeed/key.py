@@ -11,51 +11,51 @@ from zero_ext.config.schema.base_section import LARGEST_COUNT
 from zero_ext.config.schema.number_checks import is_number
 from zero_ext.config.schema.type_descriptions import one_of
 
-Fate = Literal["honoured", "no effect", "refused"]
+Fate = Literal["supported", "no effect", "unsupported"]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of JSON value: words for it, and a check."""
+class ValueType:
+    """A type of JSON value: its description, and a check."""
 
     words: str
     fits: Callable[[object], bool]
 
 
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-TEXT = Kind("a string", lambda value: isinstance(value, str))
-TEXTS = Kind(
+FLAG = ValueType("true or false", lambda value: isinstance(value, bool))
+TEXT = ValueType("a string", lambda value: isinstance(value, str))
+TEXTS = ValueType(
     "a string or a list of strings",
     lambda value: (
         isinstance(value, str) or (isinstance(value, list) and all(isinstance(v, str) for v in value))
     ),
 )
-MAPPING = Kind("a mapping", lambda value: isinstance(value, dict))
-ANYTHING = Kind("anything", lambda value: True)
+MAPPING = ValueType("a mapping", lambda value: isinstance(value, dict))
+ANYTHING = ValueType("anything", lambda value: True)
 
 
-def whole(low: int, high: int = LARGEST_COUNT) -> Kind:
+def integer(low: int, high: int = LARGEST_COUNT) -> ValueType:
     """Integers from `low` to `high`; 5e8 counts as one."""
     words = f"an integer of at least {low}" if high == LARGEST_COUNT else f"an integer from {low} to {high}"
-    return Kind(words, lambda v: is_number(v) and v == int(v) and low <= v <= high)
+    return ValueType(words, lambda v: is_number(v) and v == int(v) and low <= v <= high)
 
 
-def number(low: float, high: float = math.inf) -> Kind:
+def number(low: float, high: float = math.inf) -> ValueType:
     """Finite numbers from `low` to `high`."""
     words = (
         f"a finite number of at least {low:g}" if high == math.inf else f"a number from {low:g} to {high:g}"
     )
-    return Kind(words, lambda v: is_number(v) and low <= v <= high)
+    return ValueType(words, lambda v: is_number(v) and low <= v <= high)
 
 
-def choice(*values: str) -> Kind:
+def choice(*values: str) -> ValueType:
     """One of `values`, in any case."""
-    return Kind(one_of(values), lambda value: isinstance(value, str) and value.lower() in values)
+    return ValueType(one_of(values), lambda value: isinstance(value, str) and value.lower() in values)
 
 
-def or_null(kind: Kind) -> Kind:
-    """`kind`, or null."""
-    return Kind(f"{kind.words}, or null", lambda value: value is None or kind.fits(value))
+def or_null(value_type: ValueType) -> ValueType:
+    """Return `value_type` or null as one type."""
+    return ValueType(f"{value_type.words}, or null", lambda value: value is None or value_type.fits(value))
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Key:
 
     Attributes:
         path: its full path; `aliases` are other full paths that mean the same.
-        kind: what it accepts.
+        value_type: what it accepts.
         fate: what becomes of it.
-        why: for "honoured" how, for "no effect" the reason, for "refused" the reason and the fix.
+        why: for "supported" how, for "no effect" the reason, for "unsupported" the reason and the fix.
         native: path of the native key that takes its value, for keys that map one to one.
         words: native values by DeepSpeed's, in lower case, where the two differ.
         harmless: values that ask for nothing, or for what happens here anyway: accepted in silence.
@@ -77,7 +77,7 @@ class Key:
     """
 
     path: str
-    kind: Kind
+    value_type: ValueType
     fate: Fate
     why: str
     native: str = ""

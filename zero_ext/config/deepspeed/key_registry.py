@@ -19,9 +19,9 @@ def sections() -> Iterator[str]:
     """Paths of all groups: every proper prefix of a key's path, once."""
     seen: set[str] = set()
     for path in KEYS:
-        parts = path.split(".")
-        for depth in range(1, len(parts)):
-            prefix = ".".join(parts[:depth])
+        names = path.split(".")
+        for depth in range(1, len(names)):
+            prefix = ".".join(names[:depth])
             if prefix not in seen:
                 seen.add(prefix)
                 yield prefix

@@ -4,54 +4,54 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from .resolve_auto import Settled
+from .resolve_auto import ResolvedKeys
 
 _STEPS_PER_PRINT = 10
 _JOB = "DeepSpeedJobName"
 _PRINTED = ("wall_clock_breakdown", "memory_breakdown", "flops_profiler.enabled")
 
 
-def set_monitors(settled: Settled, native: dict[str, object]) -> None:
+def set_monitors(resolved: ResolvedKeys, native: dict[str, object]) -> None:
     """The native ``monitor`` section, if any of DeepSpeed's monitors or breakdowns is on: these and no
     others."""
     on = {
         name
         for name in ("tensorboard", "csv_monitor", "wandb", "comms_logger", "flops_profiler")
-        if settled.values.get(f"{name}.enabled") is True
+        if resolved.values.get(f"{name}.enabled") is True
     }
     times, memory = (
-        settled.values.get(name) is True for name in ("wall_clock_breakdown", "memory_breakdown")
+        resolved.values.get(name) is True for name in ("wall_clock_breakdown", "memory_breakdown")
     )
     if not (on or times or memory):
         return
     native["monitor"] = {
         "jsonl": False,
-        "times": times,
+        "timing": times,
         "memory": memory,
         "comms": "comms_logger" in on,
-        **({"tensorboard": str(_folder("tensorboard", settled))} if "tensorboard" in on else {}),
-        **({"csv": str(_folder("csv_monitor", settled) / "steps.csv")} if "csv_monitor" in on else {}),
-        **({"wandb": _wandb(settled)} if "wandb" in on else {}),
+        **({"tensorboard": str(_folder("tensorboard", resolved))} if "tensorboard" in on else {}),
+        **({"csv": str(_folder("csv_monitor", resolved) / "steps.csv")} if "csv_monitor" in on else {}),
+        **({"wandb": _wandb(resolved)} if "wandb" in on else {}),
         **({"flops": {}} if "flops_profiler" in on else {}),
     }
-    if any(settled.values.get(name) is True for name in _PRINTED):
+    if any(resolved.values.get(name) is True for name in _PRINTED):
         native.setdefault("steps_per_print", _STEPS_PER_PRINT)
 
 
-def _folder(section: str, settled: Settled) -> PurePosixPath:
-    path, job = (_text(f"{section}.{name}", settled) for name in ("output_path", "job_name"))
+def _folder(section: str, resolved: ResolvedKeys) -> PurePosixPath:
+    path, job = (_text(f"{section}.{name}", resolved) for name in ("output_path", "job_name"))
     return PurePosixPath(path or "") / (job or _JOB)
 
 
-def _wandb(settled: Settled) -> dict[str, object]:
+def _wandb(resolved: ResolvedKeys) -> dict[str, object]:
     return {
-        "project": _text("wandb.project", settled) or "deepspeed",
-        "group": _text("wandb.group", settled),
-        "entity": _text("wandb.team", settled),
+        "project": _text("wandb.project", resolved) or "deepspeed",
+        "group": _text("wandb.group", resolved),
+        "entity": _text("wandb.team", resolved),
     }
 
 
-def _text(path: str, settled: Settled) -> str | None:
+def _text(path: str, resolved: ResolvedKeys) -> str | None:
     """What a key of text says, None for nothing."""
-    value = settled.values.get(path)
+    value = resolved.values.get(path)
     return value if isinstance(value, str) and value else None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .key import FLAG, Fate, Key, Kind, choice, number, or_null, whole
+from .key import FLAG, Fate, Key, ValueType, choice, integer, number, or_null
 
 PARAM = "zero_optimization.offload_param"
 OPTIMIZER = "zero_optimization.offload_optimizer"
 AIO = "aio"
 
-_PATH = Kind("a path", lambda value: isinstance(value, str) and bool(value) and "\0" not in value)
+_PATH = ValueType("a path", lambda value: isinstance(value, str) and bool(value) and "\0" not in value)
 _TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
 _PINNED = "beside an accelerator host memory is always pinned; without one there is nothing to pin it for"
 _STAGING = "staging is sized by what a step needs"
@@ -16,13 +16,13 @@ _OVERLAP = "reads, updates and writes of different chunks always overlap"
 
 
 def _device(section: str, native: str, why: str) -> Key:
-    return Key(f"{section}.device", choice(*_TIERS), "honoured", why, native, ("none",), words=_TIERS)
+    return Key(f"{section}.device", choice(*_TIERS), "supported", why, native, ("none",), words=_TIERS)
 
 
 def _field(
     section: str,
     name: str,
-    kind: Kind,
+    value_type: ValueType,
     fate: Fate,
     why: str,
     harmless: tuple[object, ...] = (),
@@ -30,24 +30,24 @@ def _field(
 ) -> Key:
     """A key of a section that acts while the section names a device."""
     path, switch = f"{section}.{name}", f"{section}.device"
-    return Key(path, kind, fate, why, native, harmless, auto=True, switch=switch)
+    return Key(path, value_type, fate, why, native, harmless, auto=True, switch=switch)
 
 
-def _aio(name: str, kind: Kind, fate: Fate, why: str, *harmless: object, native: str = "") -> Key:
-    return Key(f"{AIO}.{name}", kind, fate, why, native, harmless)
+def _aio(name: str, value_type: ValueType, fate: Fate, why: str, *harmless: object, native: str = "") -> Key:
+    return Key(f"{AIO}.{name}", value_type, fate, why, native, harmless)
 
 
 _NVME_PATH = "joins offload.nvme_paths; required by device 'nvme'"
 
 PARAM_KEYS = (
     _device(PARAM, "offload.params", "cpu is the tier host; no effect below stage 3"),
-    _field(PARAM, "nvme_path", or_null(_PATH), "honoured", _NVME_PATH),
-    _field(PARAM, "buffer_count", whole(0), "no effect", _STAGING),
-    _field(PARAM, "buffer_size", whole(0), "no effect", f"{_STAGING}, never by the largest tensor"),
+    _field(PARAM, "nvme_path", or_null(_PATH), "supported", _NVME_PATH),
+    _field(PARAM, "buffer_count", integer(0), "no effect", _STAGING),
+    _field(PARAM, "buffer_size", integer(0), "no effect", f"{_STAGING}, never by the largest tensor"),
     _field(
         PARAM,
         "max_in_cpu",
-        whole(0),
+        integer(0),
         "no effect",
         "of parameters on NVMe, host memory holds only those being moved",
     ),
@@ -61,13 +61,13 @@ OPTIMIZER_KEYS = (
         "cpu is the tier host; stages 1 to 3. In stages 2 and 3 gradients then live on the tier host, as in "
         "DeepSpeed",
     ),
-    _field(OPTIMIZER, "nvme_path", or_null(_PATH), "honoured", _NVME_PATH),
+    _field(OPTIMIZER, "nvme_path", or_null(_PATH), "supported", _NVME_PATH),
     _field(
         OPTIMIZER,
         "buffer_count",
-        whole(0),
+        integer(0),
         "no effect",
-        "optimizer state streams through one ring, its size is the native key offload.ring_bytes",
+        "optimizer state streams through one buffer of offload.staging_buffer_bytes (native key)",
     ),
     _field(OPTIMIZER, "pin_memory", FLAG, "no effect", _PINNED, (False,)),
     _field(OPTIMIZER, "pipeline_read", FLAG, "no effect", _OVERLAP, (True,)),
@@ -79,7 +79,7 @@ OPTIMIZER_KEYS = (
         OPTIMIZER,
         "ratio",
         number(0, 1),
-        "honoured",
+        "supported",
         "stages 1 to 3; by whole units, met from below; 0 is device 'none'",
         native="offload.ratio",
     ),
@@ -87,8 +87,9 @@ OPTIMIZER_KEYS = (
         OPTIMIZER,
         "super_offload",
         FLAG,
-        "refused",
-        "set it to false or remove it; the native key offload.step 'in_backward' is its speculative step",
+        "unsupported",
+        "set it to false or remove it; the native key offload.update_mode 'in_backward' is its speculative "
+        "step",
         (False,),
     ),
     _field(
@@ -105,7 +106,7 @@ def _old(name: str, section: str, *aliases: str) -> Key:
     return Key(
         f"zero_optimization.{name}",
         or_null(FLAG),
-        "honoured",
+        "supported",
         f"old form: true is {section.rpartition('.')[2]}.device 'cpu'",
         harmless=(False, None),
         auto=True,
@@ -134,22 +135,22 @@ _BATCHED = "blocks are handed over as the queue has room"
 AIO_KEYS = (
     _aio(
         "block_size",
-        whole(1),
-        "honoured",
+        integer(1),
+        "supported",
         "bytes, a multiple of 4096; 1,048,576 when missing",
         native="aio.block_bytes",
     ),
-    _aio("queue_depth", whole(1), "honoured", "at most 1024; 32 when missing", native="aio.queue_depth"),
+    _aio("queue_depth", integer(1), "supported", "at most 1024; 32 when missing", native="aio.queue_depth"),
     _aio(
         "intra_op_parallelism",
-        whole(1),
-        "honoured",
+        integer(1),
+        "supported",
         "submitting threads, at most 16; 1 when missing",
-        native="aio.submitters",
+        native="aio.io_threads",
     ),
     _aio(
         "thread_count",
-        whole(1),
+        integer(1),
         "no effect",
         "DeepSpeed 0.19 does not read it either; write intra_op_parallelism",
     ),
@@ -160,9 +161,9 @@ AIO_KEYS = (
     Key(
         f"{AIO}.use_gds",
         FLAG,
-        "honoured",
+        "supported",
         "true is auto: where GPUDirect Storage cannot be had, a log line says why; false is off",
-        native="aio.direct_storage",
+        native="aio.gpu_direct_storage",
         words={"true": "auto", "false": "off"},
     ),
 )

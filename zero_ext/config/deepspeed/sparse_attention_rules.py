@@ -5,26 +5,26 @@ from __future__ import annotations
 from zero_ext.config.sections.sparse_attention import MODE_KEYS, LayoutMode
 
 from .attention_keys import SECTION
-from .resolve_auto import Settled
+from .resolve_auto import ResolvedKeys
 from .translation_note import Note
 
 
-def set_sparse_attention(settled: Settled, native: dict[str, object], notes: list[Note]) -> None:
+def set_sparse_attention(resolved: ResolvedKeys, native: dict[str, object], notes: list[Note]) -> None:
     """The native `sparse_attention` section, if there is one: the keys that its mode uses, a note for others.
 
     DeepSpeed's own documentation lists the keys of all modes beside one mode, so that none of them is a
     mistake.
     """
     prefix = f"{SECTION}."
-    given = {
-        path.removeprefix(prefix): value for path, value in settled.values.items() if path.startswith(prefix)
+    values = {
+        path.removeprefix(prefix): value for path, value in resolved.values.items() if path.startswith(prefix)
     }
-    if not given:
+    if not values:
         return
-    given = {name: value.lower() if isinstance(value, str) else value for name, value in given.items()}
-    mode: LayoutMode = next((known for known in MODE_KEYS if known == given.get("mode")), "fixed")
+    values = {name: value.lower() if isinstance(value, str) else value for name, value in values.items()}
+    mode: LayoutMode = next((known for known in MODE_KEYS if known == values.get("mode")), "fixed")
     section: dict[str, object] = {"mode": mode}
-    for name, value in given.items():
+    for name, value in values.items():
         if name in ("mode", "block", "attention", *MODE_KEYS[mode]):
             section[name] = value
         else:
@@ -35,7 +35,7 @@ def set_sparse_attention(settled: Settled, native: dict[str, object], notes: lis
             Note(
                 f"{prefix}num_random_blocks",
                 "default",
-                "not given: 0 as in DeepSpeed's JSON; the paper has 3",
+                "not values: 0 as in DeepSpeed's JSON; the paper has 3",
             )
         )
     native[SECTION] = section

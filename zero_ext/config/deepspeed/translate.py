@@ -17,8 +17,8 @@ from .communication_rules import set_communication
 from .key import Key
 from .key_registry import KEYS, TABLE
 from .monitor_rules import set_monitors
-from .offload_rules import set_tiers, settle_tiers
-from .resolve_auto import Settled, settle
+from .offload_rules import normalize_tiers, set_tiers
+from .resolve_auto import ResolvedKeys, resolve_keys
 from .sparse_attention_rules import set_sparse_attention
 from .translation_note import Note
 
@@ -70,20 +70,20 @@ def load_deepspeed_config(
         values = dict(source)
     else:
         raise TypeError(f"configuration is {show(source)}, wanted a mapping or a path")
-    settled = settle(values, resolve or {})
-    tier_notes = settle_tiers(settled)
-    notes, native = _judge(settled)
-    notes += settled.notes + tier_notes
-    _set_precision(settled, native)
-    _set_optimizer(settled, native, notes)
-    _set_leaf_modules(settled, native)
-    set_tiers(settled, native)
-    set_communication(settled, native)
-    set_monitors(settled, native)
-    set_sparse_attention(settled, native, notes)
-    if settled.problems:
-        raise ConfigError(settled.problems, name)
-    if "gradient_clipping" not in settled.values:
+    resolved = resolve_keys(values, resolve or {})
+    tier_notes = normalize_tiers(resolved)
+    notes, native = _apply_keys(resolved)
+    notes += resolved.notes + tier_notes
+    _set_precision(resolved, native)
+    _set_optimizer(resolved, native, notes)
+    _set_leaf_modules(resolved, native)
+    set_tiers(resolved, native)
+    set_communication(resolved, native)
+    set_monitors(resolved, native)
+    set_sparse_attention(resolved, native, notes)
+    if resolved.problems:
+        raise ConfigError(resolved.problems, name)
+    if "gradient_clipping" not in resolved.values:
         native["gradient_clipping"] = _CLIPPING
         notes.append(
             Note("gradient_clipping", "default", "not given: 1.0 as in DeepSpeed 0.19; write 0 for none")
@@ -92,38 +92,38 @@ def load_deepspeed_config(
         return Translation(ZeroConfig.from_mapping(_nested(native)), tuple(notes))
     except ConfigError as error:
         raise ConfigError(
-            [_in_deepspeed_words(problem, settled) for problem in error.problems], name
+            [_in_deepspeed_words(problem, resolved) for problem in error.problems], name
         ) from None
 
 
-def _judge(settled: Settled) -> tuple[list[Note], dict[str, object]]:
+def _apply_keys(resolved: ResolvedKeys) -> tuple[list[Note], dict[str, object]]:
     """Notes for keys without effect, problems for refused ones, native values for those that map one to
     one."""
     notes: list[Note] = []
     native: dict[str, object] = {"stage": 0}
-    stage = settled.values.get("zero_optimization.stage", 0)
-    for path, value in settled.values.items():
+    stage = resolved.values.get("zero_optimization.stage", 0)
+    for path, value in resolved.values.items():
         key = KEYS[path]
-        written = settled.written[path]
-        if key.switch and not _is_on(key.switch, settled):
+        written = resolved.written[path]
+        if key.switch and not _is_on(key.switch, resolved):
             continue
         if stage not in key.stages and key.asks_for_something(value):
             acts = ", ".join(str(number) for number in key.stages)
             notes.append(Note(written, "no effect", f"it acts in stage {acts}, and the stage is {stage}"))
-        elif key.fate == "honoured":
+        elif key.fate == "supported":
             if key.native and value not in (None, math.inf):
                 native[key.native] = key.native_value(value)
         elif key.asks_for_something(value) and not _says_off(key, value) and not key.why.startswith("with "):
             if key.fate == "no effect":
                 notes.append(Note(written, "no effect", key.why))
             else:
-                settled.problems.append(Problem(written, f"got {show(value)}: refused: {key.why}"))
+                resolved.problems.append(Problem(written, f"got {show(value)}: unsupported: {key.why}"))
     return notes, native
 
 
-def _is_on(switch: str, settled: Settled) -> bool:
+def _is_on(switch: str, resolved: ResolvedKeys) -> bool:
     """Whether a section's switch is on: a flag that is true, or the name of something."""
-    value = settled.values.get(switch)
+    value = resolved.values.get(switch)
     return value is True or (isinstance(value, str) and KEYS[switch].asks_for_something(value))
 
 
@@ -138,48 +138,48 @@ def _says_off(key: Key, value: object) -> bool:
     return bool(said) and all(item is False for item in said)
 
 
-def _set_precision(settled: Settled, native: dict[str, object]) -> None:
-    half, brain = (settled.values.get(f"{name}.enabled", False) for name in ("fp16", "bf16"))
+def _set_precision(resolved: ResolvedKeys, native: dict[str, object]) -> None:
+    half, brain = (resolved.values.get(f"{name}.enabled", False) for name in ("fp16", "bf16"))
     if half and brain:
-        path = settled.written["bf16.enabled"]
-        settled.problems.append(
+        path = resolved.written["bf16.enabled"]
+        resolved.problems.append(
             Problem(path, "contradicts fp16.enabled: both are true; set one of them to false")
         )
     dtype = "fp16" if half else "bf16" if brain else None
     if dtype is not None:
         native["precision.dtype"] = dtype
-    wanted = settled.values.get("data_types.param_dtype")
+    wanted = resolved.values.get("data_types.param_dtype")
     if isinstance(wanted, str) and wanted.lower() != (dtype or "fp32"):
         seen = f"{dtype}.enabled is true" if dtype else "neither fp16.enabled nor bf16.enabled is true"
-        settled.problems.append(
+        resolved.problems.append(
             Problem("data_types.param_dtype", f"got {show(wanted)}, but {seen}; make them agree or remove it")
         )
-    if brain and settled.values.get("bf16.bf16_optimizer_states") is True:
+    if brain and resolved.values.get("bf16.bf16_optimizer_states") is True:
         native["precision.moments_dtype"] = "bf16"
 
 
-def _set_optimizer(settled: Settled, native: dict[str, object], notes: list[Note]) -> None:
+def _set_optimizer(resolved: ResolvedKeys, native: dict[str, object], notes: list[Note]) -> None:
     for section in ("optimizer", "scheduler"):
-        kind, params = settled.values.get(f"{section}.type"), settled.values.get(f"{section}.params")
+        kind, params = resolved.values.get(f"{section}.type"), resolved.values.get(f"{section}.params")
         if kind is None:
             if params:
-                settled.problems.append(Problem(f"{section}.type", "required key is missing beside params"))
+                resolved.problems.append(Problem(f"{section}.type", "required key is missing beside params"))
             continue
         settings = dict(params) if isinstance(params, dict) else {}
         if section == "optimizer":
-            _set_fused(str(kind), settings, settled, notes)
+            _set_fused(str(kind), settings, resolved, notes)
         native[section] = {"type": kind, "params": settings}
 
 
-def _set_fused(kind: str, settings: dict[str, Any], settled: Settled, notes: list[Note]) -> None:
+def _set_fused(kind: str, settings: dict[str, Any], resolved: ResolvedKeys, notes: list[Note]) -> None:
     """Take out of an optimizer's params what the class here does not know, and fill in DeepSpeed's defaults
     for Adam and Lion."""
     if "max_grad_norm" in settings:
-        settled.problems.append(
+        resolved.problems.append(
             Problem("optimizer.params.max_grad_norm", "refused, as in DeepSpeed; use gradient_clipping")
         )
     if kind.lower() in _ONE_BIT_KINDS:
-        _set_one_bit(kind, settings, settled, notes)
+        _set_one_bit(kind, settings, resolved, notes)
     if kind.lower() not in _DEFAULTS:
         return
     if settings.get("torch_adam") is not True:
@@ -194,12 +194,12 @@ def _set_fused(kind: str, settings: dict[str, Any], settled: Settled, notes: lis
     for name, why in _TRUE_PARAMS.items():
         value = settings.pop(name, True)
         if value is not True:
-            settled.problems.append(
+            resolved.problems.append(
                 Problem(f"optimizer.params.{name}", f"got {show(value)}, wanted true: {why}")
             )
 
 
-def _set_one_bit(kind: str, settings: dict[str, Any], settled: Settled, notes: list[Note]) -> None:
+def _set_one_bit(kind: str, settings: dict[str, Any], resolved: ResolvedKeys, notes: list[Note]) -> None:
     """Take out of the params of an optimizer that exchanges signs what the class here does not know."""
     for name in _ONE_BIT_NO_EFFECT:
         if name in settings:
@@ -208,7 +208,7 @@ def _set_one_bit(kind: str, settings: dict[str, Any], settled: Settled, notes: l
     for name in _ONE_BIT_FALSE:
         value = settings.pop(name, False)
         if value is not False:
-            settled.problems.append(
+            resolved.problems.append(
                 Problem(
                     f"optimizer.params.{name}", f"got {show(value)}, wanted false: {kind} has no such form"
                 )
@@ -219,13 +219,19 @@ def _set_one_bit(kind: str, settings: dict[str, Any], settled: Settled, notes: l
             notes.append(Note(f"optimizer.params.{name}", "no effect", why))
 
 
-def _set_leaf_modules(settled: Settled, native: dict[str, object]) -> None:
-    if settled.values.get("zero_optimization.stage", 0) != 3:
+def _set_leaf_modules(resolved: ResolvedKeys, native: dict[str, object]) -> None:
+    if resolved.values.get("zero_optimization.stage", 0) != 3:
         return
     names: list[str] = []
     for name in ("classes", "names"):
-        given = settled.values.get(f"zero_optimization.leaf_module.{name}", [])
-        listed = [given] if isinstance(given, str) else list(given) if isinstance(given, list) else []
+        names_or_name = resolved.values.get(f"zero_optimization.leaf_module.{name}", [])
+        listed = (
+            [names_or_name]
+            if isinstance(names_or_name, str)
+            else list(names_or_name)
+            if isinstance(names_or_name, list)
+            else []
+        )
         names += [text.rpartition(".")[2] if name == "classes" else text for text in listed]
     if names:
         native["units.leaf_modules"] = list(dict.fromkeys(names))
@@ -235,16 +241,16 @@ def _nested(flat: Mapping[str, object]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, value in flat.items():
         *parents, name = path.split(".")
-        place = found
+        target = found
         for parent in parents:
-            place = place.setdefault(parent, {})
-        place[name] = value
+            target = target.setdefault(parent, {})
+        target[name] = value
     return found
 
 
-def _in_deepspeed_words(problem: Problem, settled: Settled) -> Problem:
+def _in_deepspeed_words(problem: Problem, resolved: ResolvedKeys) -> Problem:
     """The same problem at the path of the key the user wrote."""
     for key in TABLE:
         if key.native and problem.path == key.native:
-            return Problem(settled.written.get(key.path, key.path), problem.text)
+            return Problem(resolved.written.get(key.path, key.path), problem.text)
     return problem

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from .key import ANYTHING, FLAG, TEXTS, Fate, Key, Kind, or_null, whole
+from .key import ANYTHING, FLAG, TEXTS, Fate, Key, ValueType, integer, or_null
 
 _ROOT = "zero_optimization"
 
 
 def _key(
     name: str,
-    kind: Kind,
+    value_type: ValueType,
     fate: Fate,
     why: str,
     *,
@@ -19,26 +19,26 @@ def _key(
     alias: str = "",
 ) -> Key:
     aliases = (f"{_ROOT}.{alias}",) if alias else ()
-    return Key(f"{_ROOT}.{name}", kind, fate, why, native, harmless, True, "", stages, aliases)
+    return Key(f"{_ROOT}.{name}", value_type, fate, why, native, harmless, True, "", stages, aliases)
 
 
 _FULL_WEIGHTS = "full weights can always be had: zero_ext.full_state_dict(model)"
 _UNITS_DECIDE = "a unit's size decides how much travels at a time, see reduce_bucket_size"
 
-_HONOURED = (
-    Key(f"{_ROOT}.stage", whole(0, 3), "honoured", "ZeRO stage; 0 when missing, as in DeepSpeed", "stage"),
+_SUPPORTED = (
+    Key(f"{_ROOT}.stage", integer(0, 3), "supported", "ZeRO stage; 0 when missing, as in DeepSpeed", "stage"),
     _key(
         "reduce_bucket_size",
-        whole(1),
-        "honoured",
+        integer(1),
+        "supported",
         "elements of a unit in stages 0 to 2; 16,777,216 when missing",
         native="units.bucket_elements",
         stages=(0, 1, 2),
     ),
     _key(
         "stage3_prefetch_bucket_size",
-        whole(0),
-        "honoured",
+        integer(0),
+        "supported",
         "elements gathered ahead of their use",
         native="units.prefetch_elements",
         stages=(3,),
@@ -46,8 +46,8 @@ _HONOURED = (
     ),
     _key(
         "stage3_max_reuse_distance",
-        whole(0, 2**63 - 1),
-        "honoured",
+        integer(0, 2**63 - 1),
+        "supported",
         "a block's parameters stay gathered if no more elements are used before them again; 0 when missing",
         native="units.reuse_elements",
         stages=(3,),
@@ -55,8 +55,8 @@ _HONOURED = (
     ),
     _key(
         "stage3_param_persistence_threshold",
-        whole(0),
-        "honoured",
+        integer(0),
+        "supported",
         "parameters with fewer elements stay gathered; 0 when missing",
         native="units.persistence_threshold",
         stages=(3,),
@@ -64,24 +64,24 @@ _HONOURED = (
     ),
     _key(
         "stage3_max_live_parameters",
-        whole(1),
-        "honoured",
+        integer(1),
+        "supported",
         "cap on gathered elements",
-        native="units.live_elements",
+        native="units.max_live_elements",
         stages=(3,),
         alias="max_live_parameters",
     ),
     _key(
         "leaf_module.classes",
         TEXTS,
-        "honoured",
+        "supported",
         "joins units.leaf_modules, by the class's own name without its package",
         stages=(3,),
     ),
     _key(
         "zero_quantized_weights",
         FLAG,
-        "honoured",
+        "supported",
         "true is communication.quantized_weights = int8, in blocks of 256",
         harmless=(False,),
         stages=(3,),
@@ -89,32 +89,32 @@ _HONOURED = (
     _key(
         "zero_quantized_gradients",
         FLAG,
-        "honoured",
+        "supported",
         "true is communication.quantized_gradients = int4, in blocks of 256",
         harmless=(False,),
         stages=(2, 3),
     ),
     _key(
         "zero_hpz_partition_size",
-        whole(0),
-        "honoured",
-        "above 1: communication.secondary_shards, and as many communication.ranks_per_node",
+        integer(0),
+        "supported",
+        "above 1: communication.hierarchical_partition, and as many communication.ranks_per_node",
         harmless=(1, 0),
         stages=(3,),
     ),
     _key(
         "mics_shard_size",
-        whole(-1),
-        "honoured",
-        "above 0: communication.sharding_ranks",
+        integer(-1),
+        "supported",
+        "above 0: communication.shard_group_size",
         harmless=(-1,),
         stages=(3,),
     ),
-    _key("leaf_module.names", TEXTS, "honoured", "joins units.leaf_modules", stages=(3,)),
+    _key("leaf_module.names", TEXTS, "supported", "joins units.leaf_modules", stages=(3,)),
     _key(
         "leaf_module.name_suffixes",
         TEXTS,
-        "refused",
+        "unsupported",
         "name the modules in full under leaf_module.names",
         harmless=([], ""),
     ),
@@ -164,17 +164,17 @@ _WITHOUT_EFFECT = (
         for name, calm, why in _FLAGS_WITHOUT_EFFECT
     ),
     *(
-        _key(name, whole(0, 2**63 - 1), "no effect", why, harmless=calm, alias=_alias(name))
+        _key(name, integer(0, 2**63 - 1), "no effect", why, harmless=calm, alias=_alias(name))
         for name, calm, why in _SIZES_WITHOUT_EFFECT
     ),
     _key("overlap_comm", or_null(FLAG), "no effect", "communication always overlaps", harmless=(True, None)),
 )
 
-_REFUSED = (
+_UNSUPPORTED = (
     _key(
         "zero_quantized_nontrainable_weights",
         FLAG,
-        "refused",
+        "unsupported",
         "frozen weights keep their precision; quantise the model itself, or set zero_quantized_weights, and "
         "they travel in int8",
         harmless=(False,),
@@ -182,17 +182,17 @@ _REFUSED = (
     _key(
         "zeropp_loco_param",
         ANYTHING,
-        "refused",
+        "unsupported",
         "quantised gradients have no error feedback here; remove it",
         harmless=(None,),
     ),
     _key(
         "zenflow",
         ANYTHING,
-        "refused",
+        "unsupported",
         "split optimizer steps do not exist here; remove it",
         harmless=(None, {}),
     ),
 )
 
-ZERO_KEYS = _HONOURED + _WITHOUT_EFFECT + _REFUSED
+ZERO_KEYS = _SUPPORTED + _WITHOUT_EFFECT + _UNSUPPORTED

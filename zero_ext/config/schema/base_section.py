@@ -1,7 +1,7 @@
 """Base of all configuration models: frozen, strict, and refusing by key path what it cannot use.
 
 Numbers are strict: a bool is no number, a string is no number, NaN and infinities are refused. A float with a
-whole value (JSON's 5e8) is accepted where an integer is wanted.
+integral value (JSON's 5e8) is accepted where an integer is wanted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .type_descriptions import accepted
 LARGEST_COUNT = 2**62
 
 
-def whole(value: object) -> object:
-    """Turn a float with a whole value into an int; leave all else for the strict check that follows."""
+def as_integer(value: object) -> object:
+    """Turn a float with an integral value into an int; leave all else for the strict check that follows."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
@@ -33,8 +33,8 @@ def as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-Count = Annotated[int, BeforeValidator(whole), Field(ge=0, le=LARGEST_COUNT)]
-Positive = Annotated[int, BeforeValidator(whole), Field(ge=1, le=LARGEST_COUNT)]
+Count = Annotated[int, BeforeValidator(as_integer), Field(ge=0, le=LARGEST_COUNT)]
+Positive = Annotated[int, BeforeValidator(as_integer), Field(ge=1, le=LARGEST_COUNT)]
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(as_tuple)]
 
 
@@ -44,12 +44,12 @@ else:
     ModelMetaclass = type(BaseModel)
 
 
-class _PolicyMeta(ModelMetaclass):
+class _SectionMeta(ModelMetaclass):
     """Makes direct construction raise ConfigError, so that every route to a model words its errors alike."""
 
     if not TYPE_CHECKING:
 
-        def __call__(cls, *args: object, **kwargs: object) -> Policy:
+        def __call__(cls, *args: object, **kwargs: object) -> ConfigSection:
             if args:
                 raise TypeError(f"{cls.__name__} takes keyword arguments, got {show(args[0])}")
             try:
@@ -58,7 +58,7 @@ class _PolicyMeta(ModelMetaclass):
                 raise _config_error(cls, error) from None
 
 
-class Policy(BaseModel, metaclass=_PolicyMeta):
+class ConfigSection(BaseModel, metaclass=_SectionMeta):
     """A frozen group of settings. Unknown keys and wrong values raise ConfigError with the key path."""
 
     model_config = ConfigDict(
@@ -79,29 +79,29 @@ class Policy(BaseModel, metaclass=_PolicyMeta):
         return type(self).from_mapping({**said, **changes})
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain JSON-able mapping; `from_mapping` gives the same policy back."""
+        """Plain JSON-able mapping; `from_mapping` returns an equal section."""
         return self.model_dump(mode="json")
 
 
-def policy_type(annotation: object) -> type[Policy] | None:
-    """The policy model inside a field's annotation (`Policy`, `Policy | None`), if there is one."""
-    if isinstance(annotation, type) and issubclass(annotation, Policy):
+def section_type(annotation: object) -> type[ConfigSection] | None:
+    """Return the section class in a field's annotation (`Section`, `Section | None`), or None."""
+    if isinstance(annotation, type) and issubclass(annotation, ConfigSection):
         return annotation
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         for member in typing.get_args(annotation):
-            found = policy_type(member)
+            found = section_type(member)
             if found is not None:
                 return found
     return None
 
 
-def key_paths(model: type[Policy], prefix: str = "") -> dict[str, FieldInfo]:
+def key_paths(model: type[ConfigSection], prefix: str = "") -> dict[str, FieldInfo]:
     """Every key path of a model with its pydantic field, depth first, groups before their keys."""
     found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         path = join_path(prefix, name)
         found[path] = field
-        inner = policy_type(field.annotation)
+        inner = section_type(field.annotation)
         if inner is not None:
             found.update(key_paths(inner, path))
     return found
@@ -115,7 +115,7 @@ class KeyProblem(ValueError):
         self.problem = Problem(path, text)
 
 
-def _config_error(model: type[Policy], error: ValidationError) -> ConfigError:
+def _config_error(model: type[ConfigSection], error: ValidationError) -> ConfigError:
     known = key_paths(model)
     problems = [
         _problem(details, known, number < SUGGESTIONS) for number, details in enumerate(error.errors())

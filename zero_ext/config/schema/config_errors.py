@@ -50,10 +50,10 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return min(related, key=len) if related else None
 
 
-def join_path(*parts: object) -> str:
-    """Join key path parts with dots; an empty first part means the top level, an empty key shows as ''."""
-    inner = parts[1:] if parts and parts[0] == "" else parts
-    return ".".join(str(part) or "''" for part in inner)
+def join_path(*segments: object) -> str:
+    """Join key path segments with dots; an empty first part means the top level, an empty key shows as ''."""
+    inner = segments[1:] if segments and segments[0] == "" else segments
+    return ".".join(str(segment) or "''" for segment in inner)
 
 
 @dataclass(frozen=True)
@@ -122,5 +122,5 @@ def unknown_key(path: str, known: Iterable[str], suggests: bool = True) -> Probl
         suggestion = by_name[close] if close else None
     if suggestion is not None:
         return Problem(path, f"unknown key; did you mean {suggestion}?")
-    here = sorted(siblings) or sorted(key for key in candidates if "." not in key)
-    return Problem(path, f"unknown key; known: {', '.join(here)}")
+    siblings_or_all = sorted(siblings) or sorted(key for key in candidates if "." not in key)
+    return Problem(path, f"unknown key; known: {', '.join(siblings_or_all)}")

@@ -15,10 +15,15 @@ from pydantic.fields import FieldInfo
 
 from zero_ext.config.deepspeed.key import Key
 from zero_ext.config.deepspeed.key_registry import TABLE
-from zero_ext.config.optimizer_names import OPTIMIZERS, REFUSED_OPTIMIZERS, REFUSED_SCHEDULERS, SCHEDULERS
+from zero_ext.config.optimizer_names import (
+    OPTIMIZERS,
+    SCHEDULERS,
+    UNSUPPORTED_OPTIMIZERS,
+    UNSUPPORTED_SCHEDULERS,
+)
 from zero_ext.config.zero_config import ZeroConfig
 
-from .base_section import Policy, policy_type
+from .base_section import ConfigSection, section_type
 from .type_descriptions import accepted
 
 
@@ -31,22 +36,22 @@ def native_table() -> str:
 
 def deepspeed_table() -> str:
     """Markdown table of DeepSpeed's keys: path, what it accepts, what becomes of it."""
-    lines = ["| key | accepts | here | how or why |", "|---|---|---|---|"]
+    lines = ["| key | accepts | outcome | how or why |", "|---|---|---|---|"]
     for key in TABLE:
         names = ", ".join(f"`{path}`" for path in (key.path, *key.aliases))
-        lines.append(_row(names, key.kind.words, key.fate, _explain(key)))
+        lines.append(_row(names, key.value_type.words, key.fate, _explain(key)))
     return "\n".join(lines)
 
 
 def names_table() -> str:
     """Markdown table of optimizer and scheduler names with those refused."""
-    lines = ["| name | of | here |", "|---|---|---|"]
-    for what, known, refused in (
-        ("optimizer", OPTIMIZERS, REFUSED_OPTIMIZERS),
-        ("scheduler", SCHEDULERS, REFUSED_SCHEDULERS),
+    lines = ["| name | type | support |", "|---|---|---|"]
+    for what, known, unsupported in (
+        ("optimizer", OPTIMIZERS, UNSUPPORTED_OPTIMIZERS),
+        ("scheduler", SCHEDULERS, UNSUPPORTED_SCHEDULERS),
     ):
         lines += [_row(f"`{name}`", what, "built") for name in known]
-        lines += [_row(f"`{name}`", what, f"refused: {why}") for name, why in refused.items()]
+        lines += [_row(f"`{name}`", what, f"unsupported: {why}") for name, why in unsupported.items()]
     return "\n".join(lines)
 
 
@@ -71,12 +76,12 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _native_rows(model: type[Policy], prefix: str) -> list[tuple[str, str, str, str]]:
+def _native_rows(model: type[ConfigSection], prefix: str) -> list[tuple[str, str, str, str]]:
     meanings = attribute_texts(model)
     rows = []
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
-        inner = policy_type(field.annotation)
+        inner = section_type(field.annotation)
         if inner is None:
             rows.append((f"`{path}`", accepted(field), _default(field), meanings[name]))
         else:
@@ -97,17 +102,17 @@ def _default(field: FieldInfo) -> str:
 
 
 def _explain(key: Key) -> str:
-    parts = [key.why]
+    clauses = [key.why]
     if key.native:
-        parts.append(f"native key `{key.native}`")
+        clauses.append(f"native key `{key.native}`")
     if key.harmless:
         calm = ", ".join(f"`{_json(value)}`" for value in key.harmless)
-        parts.append(f"accepted in silence: {calm}")
+        clauses.append(f"accepted in silence: {calm}")
     if len(key.stages) < 4:
-        parts.append(f"acts in stage {', '.join(map(str, key.stages))}")
+        clauses.append(f"acts in stage {', '.join(map(str, key.stages))}")
     if key.auto:
-        parts.append('"auto" takes the default')
-    return "; ".join(parts)
+        clauses.append('"auto" takes the default')
+    return "; ".join(clauses)
 
 
 def _json(value: object) -> str:
@@ -116,7 +121,7 @@ def _json(value: object) -> str:
     return str(value).replace("'", '"')
 
 
-def attribute_texts(model: type[Policy]) -> dict[str, str]:
+def attribute_texts(model: type[ConfigSection]) -> dict[str, str]:
     """What the "Attributes:" section of a model's docstring says of each field, inherited fields included."""
     found: dict[str, str] = {}
     for parent in reversed(model.__mro__):

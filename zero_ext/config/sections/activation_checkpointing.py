@@ -1,4 +1,4 @@
-"""How activations are kept for backward: recomputed from a call's inputs, or moved as they are."""
+"""Activation checkpointing: recompute a call from its inputs, or offload what autograd saves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from zero_ext.config.schema.base_section import Count, KeyProblem, Names, Policy, Positive
+from zero_ext.config.schema.base_section import ConfigSection, Count, KeyProblem, Names, Positive
 from zero_ext.config.schema.config_errors import show
 
 from .offload import Tier
@@ -15,35 +15,36 @@ from .offload import Tier
 _MIB = 2**20
 
 
-class ActivationPolicy(Policy):
-    """What `zero_ext.checkpoint_activations(function, ...)` keeps of a call. The default is plain
-    recomputation: the inputs stay where they are.
+class ActivationCheckpointingConfig(ConfigSection):
+    """What `zero_ext.checkpoint_activations(function, ...)` stores of a call. The default is plain
+    recomputation: the inputs stay in device memory.
 
     Attributes:
-        mode: "recompute" keeps the inputs of a call, and backward runs its function again. "saved_tensors"
-            keeps what autograd saves inside the function, in `tier`, and recomputes nothing.
-        tier: where it is kept: on the "device", in "host" memory, or on "nvme".
+        mode: "recompute" stores the inputs of a call, and backward runs its function again.
+            "offload_saved_tensors" stores what autograd saves inside the function in `tier`, and recomputes
+            nothing.
+        tier: where it is stored: on the "device", in "host" memory, or on "nvme".
         cpu_checkpointing: DeepSpeed's name for tier "host".
         nvme_paths: folders on the NVMe devices, required by tier "nvme".
         partition_activations: each rank of the group given to `prepare` as `activation_group`, whose ranks
-            hold identical inputs (tensor parallelism), keeps 1/N of them (ZeRO, section 6.1). The ranks'
-            inputs are compared: in all calls until backward begins for the first time, then in the first call
-            after each backward, and those of all other calls together when the next one begins.
-        contiguous_memory_optimization: kept inputs lie in one buffer that is allocated once, of
+            hold identical inputs (tensor parallelism), stores 1/N of them (ZeRO, section 6.1). The ranks'
+            inputs are compared: in all calls until the first backward begins, then in the first call
+            after each backward. Those of all other calls are compared when the next backward begins.
+        contiguous_memory_optimization: stored inputs share one buffer that is allocated once, of
             `number_checkpoints` times the first call's bytes.
-        number_checkpoints: calls whose inputs are kept at once, with contiguous_memory_optimization.
+        number_checkpoints: calls whose inputs are stored simultaneously, with contiguous_memory_optimization.
         synchronize_checkpoint_boundary: wait for the device before and after each call and recomputation.
-        profile: tell monitors how long keeping, fetching and recomputing take.
-        prefetch: kept calls that are fetched ahead of their use in backward.
-        keep: ops such as "aten.mm" whose results are kept on the device and not computed again.
-        keep_bytes: bytes of results that each call may keep on the device; which ones, its first run tells,
-            by time saved a byte.
-        smallest_bytes: smaller tensors stay where they are.
-        buffer_bytes: size of the memory through which tensors pass to and from NVMe; it depends on neither
-            the model nor the number of calls.
+        profile: publish how long offloading, fetching and recomputing take.
+        prefetch: stored calls that are fetched ahead of their use in backward.
+        save_ops: ops such as "aten.mm" whose results are saved on the device and not recomputed.
+        save_budget_bytes: bytes of results that each call may save on the device. The call's first run is
+            timed, and the results that save the most time per byte are chosen.
+        min_offload_bytes: smaller tensors are not offloaded.
+        buffer_bytes: size of the staging memory for transfers to and from NVMe. It depends on neither the
+            model nor the number of calls.
     """
 
-    mode: Literal["recompute", "saved_tensors"] = "recompute"
+    mode: Literal["recompute", "offload_saved_tensors"] = "recompute"
     tier: Tier = "device"
     cpu_checkpointing: bool = False
     nvme_paths: Names = ()
@@ -53,23 +54,25 @@ class ActivationPolicy(Policy):
     synchronize_checkpoint_boundary: bool = False
     profile: bool = False
     prefetch: Count = 1
-    keep: Names = ()
-    keep_bytes: Positive | None = None
-    smallest_bytes: Count = 1024
+    save_ops: Names = ()
+    save_budget_bytes: Positive | None = None
+    min_offload_bytes: Count = 1024
     buffer_bytes: Annotated[Positive, Field(ge=_MIB)] = 32 * _MIB
 
     @property
-    def kept_in(self) -> Tier:
-        """The tier, under whichever name it was given."""
+    def storage_tier(self) -> Tier:
+        """Return the tier that stores the tensors, under either key."""
         return "host" if self.cpu_checkpointing else self.tier
 
     @property
     def moves(self) -> bool:
-        """Whether kept tensors leave the memory that they lie in."""
-        return self.kept_in != "device" or self.partition_activations or self.contiguous_memory_optimization
+        """Return whether stored tensors leave the memory that they were computed in."""
+        return (
+            self.storage_tier != "device" or self.partition_activations or self.contiguous_memory_optimization
+        )
 
     @model_validator(mode="after")
-    def _tier_is_one(self) -> ActivationPolicy:
+    def _tier_is_one(self) -> ActivationCheckpointingConfig:
         if self.cpu_checkpointing and self.tier == "nvme":
             raise KeyProblem(
                 "cpu_checkpointing", "got True, but tier is 'nvme'; remove one of the two: True means 'host'"
@@ -81,7 +84,7 @@ class ActivationPolicy(Policy):
         if self.nvme_paths and self.tier != "nvme":
             raise KeyProblem(
                 "nvme_paths",
-                f"got {show(list(self.nvme_paths))}, which has no effect: tier is {show(self.kept_in)}; "
+                f"got {show(list(self.nvme_paths))}, which has no effect: tier is {show(self.storage_tier)}; "
                 "remove it or set tier to 'nvme'",
             )
         if len({PurePath(path) for path in self.nvme_paths}) < len(self.nvme_paths):
@@ -89,13 +92,13 @@ class ActivationPolicy(Policy):
         return self
 
     @model_validator(mode="after")
-    def _sizes_have_an_effect(self) -> ActivationPolicy:
+    def _sizes_have_an_effect(self) -> ActivationCheckpointingConfig:
         moves = "tensors stay where they are; remove it or set tier to 'host' or 'nvme'"
-        stored = f"tier is {show(self.kept_in)}; remove it or set tier to 'nvme'"
+        stored = f"tier is {show(self.storage_tier)}; remove it or set tier to 'nvme'"
         for name, effective, why in (
             ("prefetch", self.moves, moves),
-            ("smallest_bytes", self.moves, moves),
-            ("buffer_bytes", self.kept_in == "nvme", stored),
+            ("min_offload_bytes", self.moves, moves),
+            ("buffer_bytes", self.storage_tier == "nvme", stored),
         ):
             value = getattr(self, name)
             if not effective and value != type(self).model_fields[name].default:
@@ -103,7 +106,7 @@ class ActivationPolicy(Policy):
         return self
 
     @model_validator(mode="after")
-    def _buffer_has_a_size(self) -> ActivationPolicy:
+    def _buffer_has_a_size(self) -> ActivationCheckpointingConfig:
         if self.contiguous_memory_optimization and self.number_checkpoints is None:
             raise KeyProblem(
                 "number_checkpoints",
@@ -125,20 +128,29 @@ class ActivationPolicy(Policy):
         return self
 
     @model_validator(mode="after")
-    def _saved_tensors_are_moved_only(self) -> ActivationPolicy:
+    def _saved_tensors_are_moved_only(self) -> ActivationCheckpointingConfig:
         if self.mode == "recompute":
-            if self.keep and self.keep_bytes is not None:
-                raise KeyProblem("keep_bytes", f"got {self.keep_bytes} beside keep; give one of the two")
+            if self.save_ops and self.save_budget_bytes is not None:
+                raise KeyProblem(
+                    "save_budget_bytes",
+                    f"got {self.save_budget_bytes} alongside save_ops; give one of the two",
+                )
             return self
-        if self.kept_in == "device":
+        if self.storage_tier == "device":
             raise KeyProblem(
-                "tier", "got 'device', but mode 'saved_tensors' moves tensors; set tier to 'host' or 'nvme'"
+                "tier",
+                "got 'device', but mode 'offload_saved_tensors' moves tensors; set tier to 'host' or 'nvme'",
             )
-        for name in ("partition_activations", "contiguous_memory_optimization", "keep", "keep_bytes"):
+        for name in (
+            "partition_activations",
+            "contiguous_memory_optimization",
+            "save_ops",
+            "save_budget_bytes",
+        ):
             if getattr(self, name):
                 raise KeyProblem(
                     name,
                     f"got {show(getattr(self, name))}, which has no effect: it acts on recomputation, and "
-                    "mode is 'saved_tensors'; remove it",
+                    "mode is 'offload_saved_tensors'; remove it",
                 )
         return self

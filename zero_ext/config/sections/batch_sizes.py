@@ -6,11 +6,11 @@ from typing import Any
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer
 
-from zero_ext.config.schema.base_section import Policy, Positive
+from zero_ext.config.schema.base_section import ConfigSection, Positive
 from zero_ext.config.schema.config_errors import ConfigError, Problem
 
 
-class BatchPolicy(Policy):
+class BatchConfig(ConfigSection):
     """train_batch_size = micro_batch_size x gradient_accumulation_steps x world size.
 
     Any two give the third (`resolve`). None means "not said"; so does an accumulation that is left at its
@@ -29,13 +29,13 @@ class BatchPolicy(Policy):
     drop_last: bool = False
 
     @model_serializer(mode="wrap")
-    def _leave_out_what_was_not_said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _omit_implicit_steps(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = handler(self)
-        if self._said_steps() is None:
+        if self._explicit_steps() is None:
             values.pop("gradient_accumulation_steps", None)
         return values
 
-    def resolve(self, world_size: int) -> BatchPolicy:
+    def resolve(self, world_size: int) -> BatchConfig:
         """Fill in what is not said for `world_size` data-parallel ranks.
 
         The two sizes stay None when neither is given. Raises ConfigError when the three values contradict
@@ -43,7 +43,7 @@ class BatchPolicy(Policy):
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise ConfigError(Problem("world_size", f"got {world_size!r}, wanted an integer of at least 1"))
-        train, micro, steps = self.train_batch_size, self.micro_batch_size, self._said_steps()
+        train, micro, steps = self.train_batch_size, self.micro_batch_size, self._explicit_steps()
         if train is None:
             steps = steps or 1
             train = None if micro is None else micro * steps * world_size
@@ -56,14 +56,14 @@ class BatchPolicy(Policy):
             raise ConfigError(Problem("train_batch_size", self._contradiction(world_size)), "batch sizes")
         return self.replace(train_batch_size=train, micro_batch_size=micro, gradient_accumulation_steps=steps)
 
-    def _said_steps(self) -> int | None:
+    def _explicit_steps(self) -> int | None:
         said = "gradient_accumulation_steps" in self.model_fields_set
         return self.gradient_accumulation_steps if said else None
 
     def _contradiction(self, world_size: int) -> str:
         return (
             f"got train_batch_size={self.train_batch_size}, micro_batch_size={self.micro_batch_size}, "
-            f"gradient_accumulation_steps={self._said_steps()} on {world_size} rank(s); wanted "
+            f"gradient_accumulation_steps={self._explicit_steps()} on {world_size} rank(s); wanted "
             "train_batch_size = micro_batch_size x gradient_accumulation_steps x ranks in whole numbers: "
             "change one of them or leave one out"
         )

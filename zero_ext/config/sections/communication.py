@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from zero_ext.config.quantization_blocks import message_bytes
-from zero_ext.config.schema.base_section import KeyProblem, Policy, Positive
+from zero_ext.config.schema.base_section import ConfigSection, KeyProblem, Positive
 from zero_ext.config.schema.config_errors import show
 
 CodeDtype = Literal["int8", "int4"]
@@ -16,7 +16,7 @@ Reduction = Literal["auto", "rank_order", "node_order", "backend"]
 CODE_BITS: dict[CodeDtype, Literal[4, 8]] = {"int8": 8, "int4": 4}
 
 
-class CommunicationPolicy(Policy):
+class CommunicationConfig(ConfigSection):
     """Which ranks share fast links, and how parameters and gradients travel between them (ZeRO++, Wang et
     al., arXiv 2306.10209; MiCS, Zhang et al., arXiv 2205.00119).
 
@@ -29,9 +29,10 @@ class CommunicationPolicy(Policy):
         quantized_gradients: codes in which gradients are reduced, in a node and then between nodes, where
             they are sharded: in stages 2 and 3 (qgZ, section 3.3). `precision.communication_dtype` and
             `precision.reduction` have no say then.
-        secondary_shards: in stage 3 every node keeps all parameters, a part on each of its ranks, from their
-            gather until they change, so that other gathers stay in the node (hpZ, section 3.2).
-        sharding_ranks: ranks that share the state in stage 3, consecutive ones; the groups hold replicas of
+        hierarchical_partition: in stage 3 every node keeps a secondary copy of all parameters, sharded over
+            its ranks, from their gather until they change. Other gathers then stay in the node (hpZ,
+            section 3.2).
+        shard_group_size: ranks that share the state in stage 3, consecutive ones; the groups hold replicas of
             it (MiCS). Must divide the number of ranks, and divide `ranks_per_node` or be a multiple. None:
             all ranks.
     """
@@ -39,25 +40,25 @@ class CommunicationPolicy(Policy):
     ranks_per_node: Positive | None = None
     quantized_weights: CodeDtype | None = None
     quantized_gradients: CodeDtype | None = None
-    secondary_shards: bool = False
-    sharding_ranks: Positive | None = None
+    hierarchical_partition: bool = False
+    shard_group_size: Positive | None = None
 
     @model_validator(mode="after")
-    def _groups_hold_replicas(self) -> CommunicationPolicy:
-        for key in ("quantized_gradients", "secondary_shards"):
+    def _groups_hold_replicas(self) -> CommunicationConfig:
+        for key in ("quantized_gradients", "hierarchical_partition"):
             value = getattr(self, key)
-            if value and self.sharding_ranks is not None:
+            if value and self.shard_group_size is not None:
                 raise KeyProblem(
                     key,
-                    f"got {show(value)} together with sharding_ranks = {self.sharding_ranks}; both shorten "
-                    f"the same ways, and are not combined: remove {key} or sharding_ranks",
+                    f"got {show(value)} together with shard_group_size = {self.shard_group_size}; both save "
+                    f"the same traffic, and are not combined: remove {key} or shard_group_size",
                 )
         return self
 
     def secondary_bytes(self, shard: int, itemsize: int, nodes: int, is_float: bool = True) -> int:
         """Bytes that each rank of `nodes` nodes keeps of a unit beside its shard of `shard` elements: one
         from every node, in the codes or the precision that they travel in."""
-        if not self.secondary_shards or nodes == 1:
+        if not self.hierarchical_partition or nodes == 1:
             return 0
         codes = self.quantized_weights if is_float else None
         return nodes * (shard * itemsize if codes is None else message_bytes(shard, CODE_BITS[codes]))
@@ -73,26 +74,26 @@ def resolve_reduction(
     """How gradients of `world_size` ranks on nodes of `ranks_per_node` are added up.
 
     `most` is how many ranks' gradients one sum has room for, `backend_adds` whether the transport can add
-    them on the way. Raises ValueError where what is `wanted` cannot be done.
+    them on the strategy. Raises ValueError where what is `wanted` cannot be done.
     """
     nodes = world_size // ranks_per_node
-    has_hops = nodes > 1 and ranks_per_node > 1
+    is_hierarchical = nodes > 1 and ranks_per_node > 1
     limit = world_size if most is None else most
     fits: dict[Reduction, bool] = {
         "rank_order": world_size <= limit,
-        "node_order": has_hops and max(nodes, ranks_per_node) <= limit,
+        "node_order": is_hierarchical and max(nodes, ranks_per_node) <= limit,
         "backend": backend_adds,
     }
     exact: tuple[ResolvedReduction, ...] = ("rank_order", "node_order")
     order: dict[Reduction, tuple[ResolvedReduction, ...]] = {
         "auto": ("node_order", *exact, "backend") if backend_adds else exact,
         "rank_order": ("rank_order",),
-        "node_order": ("node_order",) if has_hops else ("rank_order",),
+        "node_order": ("node_order",) if is_hierarchical else ("rank_order",),
         "backend": ("backend",) if backend_adds else exact,
     }
-    for way in order[wanted]:
-        if fits[way]:
-            return way
+    for strategy in order[wanted]:
+        if fits[strategy]:
+            return strategy
     raise ValueError(
         f"precision.reduction is '{wanted}': expected at most {limit} ranks' gradients in one sum on this "
         f"device, got {world_size} ranks on {nodes} nodes. Set it to 'auto'"
@@ -110,7 +111,7 @@ def check_ranks_per_node(ranks_per_node: int, world_size: int) -> None:
         )
 
 
-def check_sharding_ranks(ranks: int, world_size: int, ranks_per_node: int) -> None:
+def check_shard_group_size(ranks: int, world_size: int, ranks_per_node: int) -> None:
     """Raises ValueError where sharding groups do not fill the world, or nodes and groups overlap."""
     problem = ""
     if ranks == 1:
@@ -120,4 +121,4 @@ def check_sharding_ranks(ranks: int, world_size: int, ranks_per_node: int) -> No
     elif ranks % ranks_per_node and ranks_per_node % ranks:
         problem = f"nodes have {ranks_per_node} ranks; set it to a divisor or a multiple of them"
     if problem:
-        raise ValueError(f"communication.sharding_ranks is {ranks}: {problem}")
+        raise ValueError(f"communication.shard_group_size is {ranks}: {problem}")

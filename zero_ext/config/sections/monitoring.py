@@ -6,21 +6,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PlainValidator
 
-from zero_ext.config.schema.base_section import Policy, Positive
+from zero_ext.config.schema.base_section import ConfigSection, Positive
 from zero_ext.config.schema.config_errors import show
 
 
-def _place(value: object) -> object:
+def _path_or_flag(value: object) -> object:
     if isinstance(value, bool) or (isinstance(value, str) and value):
         return value
     raise ValueError(f"got {show(value)}, wanted true, false or a path")
 
 
 Text = Annotated[str, Field(min_length=1)]
-Place = Annotated[bool | str, PlainValidator(_place)]
+PathOrFlag = Annotated[bool | str, PlainValidator(_path_or_flag)]
 
 
-class WandbPolicy(Policy):
+class WandbConfig(ConfigSection):
     """A run of Weights & Biases, package wandb.
 
     Attributes:
@@ -36,7 +36,7 @@ class WandbPolicy(Policy):
     mode: Literal["online", "offline", "disabled"] | None = None
 
 
-class ProgressPolicy(Policy):
+class ProgressConfig(ConfigSection):
     """A progress bar on rank 0's terminal; none where stderr is no terminal.
 
     Attributes:
@@ -48,7 +48,7 @@ class ProgressPolicy(Policy):
     tokens_per_step: Positive | None = None
 
 
-class FlopsPolicy(Policy):
+class FlopsConfig(ConfigSection):
     """Floating-point operations of the model, and which part of the device's peak they are (MFU).
 
     Attributes:
@@ -62,32 +62,32 @@ class FlopsPolicy(Policy):
     per_step: Annotated[float, Field(gt=0)] | None = None
 
 
-class TracePolicy(Policy):
+class TraceConfig(ConfigSection):
     """Steps as a timeline that Perfetto and chrome://tracing read, one file a rank: phases, waits, gathered
     units, memory by tier.
 
     Attributes:
         first_step: the first step that is recorded.
         steps: number of steps recorded.
-        picture: draw the memory timeline as a PNG too, with matplotlib.
+        plot: draw the memory timeline as a PNG too, with matplotlib.
     """
 
     first_step: Positive = 2
     steps: Positive = 5
-    picture: bool = False
+    plot: bool = False
 
 
-class MonitorPolicy(Policy):
+class MonitorConfig(ConfigSection):
     """What rank 0 (traces: every rank) writes while training.
 
     Attributes:
-        folder: where files go that have no path of their own.
-        every: steps between the rows of jsonl, csv, tensorboard and wandb.
+        output_dir: where files go that have no path of their own.
+        log_interval: steps between the rows of jsonl, csv, tensorboard and wandb.
         jsonl: one JSON object a row; true for steps.jsonl in the folder, or a path.
         csv: one CSV row each; true for steps.csv in the folder, or a path.
         tensorboard: event files, package tensorboard; true for the folder itself, or another folder.
         wandb: a run of Weights & Biases.
-        times: rows, and the line of `steps_per_print`, tell how a step's time divides.
+        timing: rows, and the line of `steps_per_print`, tell how a step's time divides.
         memory: they tell the bytes in each tier and of the process.
         comms: bytes sent and time waited by kind of collective and step; true for comms.jsonl in the folder,
             or a path.
@@ -96,15 +96,15 @@ class MonitorPolicy(Policy):
         progress: a progress bar.
     """
 
-    folder: Text = "zero_ext_runs"
-    every: Positive = 1
-    jsonl: Place = True
-    csv: Place = False
-    tensorboard: Place = False
-    wandb: WandbPolicy | None = None
-    times: bool = True
+    output_dir: Text = "zero_ext_runs"
+    log_interval: Positive = 1
+    jsonl: PathOrFlag = True
+    csv: PathOrFlag = False
+    tensorboard: PathOrFlag = False
+    wandb: WandbConfig | None = None
+    timing: bool = True
     memory: bool = True
-    comms: Place = False
-    flops: FlopsPolicy | None = None
-    trace: TracePolicy | None = None
-    progress: ProgressPolicy | None = None
+    comms: PathOrFlag = False
+    flops: FlopsConfig | None = None
+    trace: TraceConfig | None = None
+    progress: ProgressConfig | None = None

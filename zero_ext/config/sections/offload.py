@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from zero_ext.config.schema.base_section import Count, KeyProblem, Names, Policy, Positive
+from zero_ext.config.schema.base_section import ConfigSection, Count, KeyProblem, Names, Positive
 from zero_ext.config.schema.config_errors import show
 
 Tier = Literal["device", "host", "nvme"]
@@ -16,16 +16,16 @@ _PAGE = 4096
 _MIB = 2**20
 
 
-class AioPolicy(Policy):
+class AioConfig(ConfigSection):
     """How files on NVMe devices are read and written; acts only where a tier is "nvme".
 
     Attributes:
         backend: which interface of the kernel carries the transfers; "auto" takes the first that this
             machine offers, in the order io_uring, libaio, threads.
-        queue_depth: most blocks in flight at once for one submitter.
+        queue_depth: most blocks in flight simultaneously per I/O thread.
         block_bytes: longest single transfer in bytes; longer ones are split.
-        submitters: threads that hand blocks to the kernel, each with a queue of its own.
-        direct_storage: "auto" has parameters and gradients on NVMe reach a GPU's memory, and leave it, by
+        io_threads: threads that hand blocks to the kernel, each with a queue of its own.
+        gpu_direct_storage: "auto" has parameters and gradients on NVMe reach a GPU's memory, and leave it, by
             NVIDIA's cuFile library (GPUDirect Storage) without pinned host memory on the way, where the
             library is there and a trial transfer at set-up succeeds; elsewhere, and with
             ``offload.checksum``, a log line says why they do not. "off" never tries.
@@ -34,11 +34,11 @@ class AioPolicy(Policy):
     backend: Literal["auto", "io_uring", "libaio", "threads"] = "auto"
     queue_depth: Annotated[Positive, Field(le=1024)] = 32
     block_bytes: Annotated[Positive, Field(ge=_PAGE, multiple_of=_PAGE)] = _MIB
-    submitters: Annotated[Positive, Field(le=16)] = 1
-    direct_storage: Literal["off", "auto"] = "off"
+    io_threads: Annotated[Positive, Field(le=16)] = 1
+    gpu_direct_storage: Literal["off", "auto"] = "off"
 
 
-class OffloadPolicy(Policy):
+class OffloadConfig(ConfigSection):
     """Tiers of the state kinds. "host" for optimizer and gradients is ZeRO-Offload (Ren et al., arXiv
     2101.06840), "nvme" is ZeRO-Infinity (Rajbhandari et al., arXiv 2104.07857). Only a kind that is sharded
     can leave the device, so the stage decides which may.
@@ -52,17 +52,18 @@ class OffloadPolicy(Policy):
             optimizer and gradients on the device, as in Twin-Flow (DeepSpeed's offload_optimizer.ratio).
             Units are not split, so the fraction is met from below.
         nvme_paths: folders on the NVMe devices, required where a tier is "nvme"; data is striped over them.
-        ring_bytes: size in bytes of the memory through which an optimizer step streams what lies in another
-            tier; it does not depend on the model.
-        step: when a unit's update runs. "after_backward": all of them in ``optimizer.step()``.
+        staging_buffer_bytes: bytes of the buffer through which an optimizer step streams state from another
+            tier. It does not depend on the model.
+        update_mode: when a unit's update runs. "after_backward": all of them in ``optimizer.step()``.
             "in_backward": each as soon as its gradients are reduced in the last backward pass of a step.
             Without gradient clipping and loss scaling, and with one micro-batch a step, its gradient's memory
             is then free again, so gradients of the whole model never exist. With clipping or loss scaling the
-            update is made on trial and taken back, exactly, if they strike (as in SuperOffload,
-            arXiv 2509.21271); master weights and the optimizer's state then take twice their room.
-            "delayed": beside the forward and backward of the next step, which use the parameters from before
-            them (one-step delayed parameter update, ZeRO-Offload); the optimizer lives on "host" or "nvme".
-        delay_after_steps: steps at the start that are not delayed yet, with step "delayed".
+            update is speculative, and rolled back exactly if they apply (as in SuperOffload,
+            arXiv 2509.21271). Master weights and the optimizer's state then take twice the memory.
+            "delayed": alongside the forward and backward of the next step, which use the parameters from
+            before them (one-step delayed parameter update, ZeRO-Offload). The optimizer is on "host" or
+            "nvme".
+        delay_start_step: steps at the start whose update is not delayed, with update_mode "delayed".
         checksum: keep a CRC32C of everything written to NVMe and verify it at every read.
     """
 
@@ -71,9 +72,9 @@ class OffloadPolicy(Policy):
     optimizer: Tier = "device"
     ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
     nvme_paths: Names = ()
-    ring_bytes: Annotated[Positive, Field(ge=_MIB, multiple_of=_PAGE)] = 64 * _MIB
-    step: Literal["after_backward", "in_backward", "delayed"] = "after_backward"
-    delay_after_steps: Count = 0
+    staging_buffer_bytes: Annotated[Positive, Field(ge=_MIB, multiple_of=_PAGE)] = 64 * _MIB
+    update_mode: Literal["after_backward", "in_backward", "delayed"] = "after_backward"
+    delay_start_step: Count = 0
     checksum: bool = False
 
     @property
@@ -81,13 +82,13 @@ class OffloadPolicy(Policy):
         """Whether any state kind lives on NVMe."""
         return bool(self._on_nvme())
 
-    def of_params_alone(self) -> OffloadPolicy:
+    def of_params_alone(self) -> OffloadConfig:
         """The same for a model without an optimizer, which has no other state kind."""
         paths = self.nvme_paths if self.params == "nvme" else ()
         return self.replace(grads="device", optimizer="device", ratio=1.0, nvme_paths=paths)
 
     @model_validator(mode="after")
-    def _ratio_splits_something(self) -> OffloadPolicy:
+    def _ratio_splits_something(self) -> OffloadConfig:
         if self.ratio < 1 and self.optimizer == "device":
             raise KeyProblem(
                 "ratio",
@@ -97,7 +98,7 @@ class OffloadPolicy(Policy):
         return self
 
     @model_validator(mode="after")
-    def _paths_fit_the_tiers(self) -> OffloadPolicy:
+    def _paths_fit_the_tiers(self) -> OffloadConfig:
         on_nvme = self._on_nvme()
         if on_nvme and not self.nvme_paths:
             raise KeyProblem(
@@ -124,18 +125,18 @@ class OffloadPolicy(Policy):
         return self
 
     @model_validator(mode="after")
-    def _only_the_host_delays(self) -> OffloadPolicy:
-        if self.step == "delayed" and self.optimizer == "device":
+    def _only_the_host_delays(self) -> OffloadConfig:
+        if self.update_mode == "delayed" and self.optimizer == "device":
             raise KeyProblem(
-                "step",
+                "update_mode",
                 "got 'delayed', but optimizer lives on 'device', whose time the update would take from "
-                "forward and backward; set optimizer to 'host' or 'nvme', or step to 'after_backward'",
+                "forward and backward; set optimizer to 'host' or 'nvme', or update_mode to 'after_backward'",
             )
-        if self.delay_after_steps and self.step != "delayed":
+        if self.delay_start_step and self.update_mode != "delayed":
             raise KeyProblem(
-                "delay_after_steps",
-                f"got {self.delay_after_steps}, which has no effect: step is {show(self.step)}; remove it or "
-                "set step to 'delayed'",
+                "delay_start_step",
+                f"got {self.delay_start_step}, which has no effect: update_mode is {show(self.update_mode)}; "
+                "remove it or set update_mode to 'delayed'",
             )
         return self
 

@@ -6,7 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from zero_ext.config.schema.base_section import Count, KeyProblem, Policy, Positive, as_tuple, whole
+from zero_ext.config.schema.base_section import (
+    ConfigSection,
+    Count,
+    KeyProblem,
+    Positive,
+    as_integer,
+    as_tuple,
+)
 
 BlockSize = Literal[16, 32, 64, 128]
 BLOCK_SIZES: tuple[BlockSize, ...] = (16, 32, 64, 128)
@@ -48,7 +55,7 @@ Counts = Annotated[tuple[Count, ...], BeforeValidator(as_tuple), Field(max_lengt
 Windows = Annotated[tuple[Positive, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=1 << 20)]
 
 
-class SparseAttentionPolicy(Policy):
+class SparseAttentionConfig(ConfigSection):
     """A layout of blocks, for every length (Child et al., arXiv 1904.10509; Zaheer et al., arXiv 2007.14062;
     Beltagy et al., arXiv 2004.05150). All counts and indices are of blocks; a key that the mode does not use
     is refused unless it holds its default.
@@ -88,7 +95,7 @@ class SparseAttentionPolicy(Policy):
     """
 
     mode: LayoutMode = "fixed"
-    block: Annotated[BlockSize, BeforeValidator(whole)] = 16
+    block: Annotated[BlockSize, BeforeValidator(as_integer)] = 16
     attention: Literal["unidirectional", "bidirectional"] | None = None
     different_layout_per_head: bool = False
     num_local_blocks: Positive = 4
@@ -110,7 +117,7 @@ class SparseAttentionPolicy(Policy):
             return self.mode == "local_sliding_window"
         return self.attention == "unidirectional"
 
-    def in_a_model(self) -> SparseAttentionPolicy:
+    def in_a_model(self) -> SparseAttentionConfig:
         """The policy for a model that itself hides later tokens if it is causal: unidirectional if asked."""
         return self.replace(attention="bidirectional") if self.attention is None else self
 
@@ -135,7 +142,7 @@ class SparseAttentionPolicy(Policy):
         return heads if self.different_layout_per_head and (turns or draws) else 1
 
     @model_validator(mode="after")
-    def _only_keys_of_the_mode(self) -> SparseAttentionPolicy:
+    def _only_keys_of_the_mode(self) -> SparseAttentionConfig:
         allowed = _EVERY_MODE | set(MODE_KEYS[self.mode])
         for name, field in type(self).model_fields.items():
             if name in allowed or getattr(self, name) == field.default:
@@ -147,7 +154,7 @@ class SparseAttentionPolicy(Policy):
         return self
 
     @model_validator(mode="after")
-    def _global_blocks_fit_together(self) -> SparseAttentionPolicy:
+    def _global_blocks_are_consistent(self) -> SparseAttentionConfig:
         if self.mode == "fixed":
             self._check_fixed()
         if self.horizontal_global_attention and self.unidirectional:
@@ -163,10 +170,10 @@ class SparseAttentionPolicy(Policy):
                     f"has {len(ends)} entries, global_block_indices {len(self.global_block_indices)}; "
                     "give one end for each start",
                 )
-            for place, (start, end) in enumerate(zip(self.global_block_indices, ends, strict=True)):
+            for index, (start, end) in enumerate(zip(self.global_block_indices, ends, strict=True)):
                 if end <= start:
                     raise KeyProblem(
-                        f"global_block_end_indices.{place}",
+                        f"global_block_end_indices.{index}",
                         f"got {end}, not above its start {start}; ends are exclusive",
                     )
         return self

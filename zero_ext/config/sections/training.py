@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from zero_ext.config.optimizer_names import optimizer_name, scheduler_name
-from zero_ext.config.schema.base_section import Count, KeyProblem, Names, Policy, Positive
+from zero_ext.config.schema.base_section import ConfigSection, Count, KeyProblem, Names, Positive
 from zero_ext.config.schema.config_errors import show
 from zero_ext.config.schema.number_checks import is_number
 
@@ -17,7 +17,7 @@ _DEEPEST_PARAMS = 8
 ParameterDtype = Literal["fp32", "bf16", "fp16"]
 
 
-class PrecisionPolicy(Policy):
+class PrecisionConfig(ConfigSection):
     """Numeric formats.
 
     Attributes:
@@ -43,7 +43,7 @@ class PrecisionPolicy(Policy):
     reduction: Reduction = "auto"
 
 
-class LossScalePolicy(Policy):
+class LossScaleConfig(ConfigSection):
     """Loss scaling, used with fp16 parameters only (Micikevicius et al., Mixed Precision Training, section
     3.2).
 
@@ -65,7 +65,7 @@ class LossScalePolicy(Policy):
     minimum: Annotated[float, Field(gt=0)] = 1.0
 
     @model_validator(mode="after")
-    def _starts_above_minimum(self) -> LossScalePolicy:
+    def _starts_above_minimum(self) -> LossScaleConfig:
         if self.static == 0 and self.minimum > 2.0**self.initial_power:
             raise KeyProblem(
                 "minimum",
@@ -75,7 +75,7 @@ class LossScalePolicy(Policy):
         return self
 
 
-class UnitPolicy(Policy):
+class UnitConfig(ConfigSection):
     """How parameters are grouped into units, and how many gathered ones may live at once (all in elements).
 
     Attributes:
@@ -88,11 +88,11 @@ class UnitPolicy(Policy):
             same names.
         bucket_elements: size of a unit in stages 1 and 2.
         persistence_threshold: parameters with fewer elements stay gathered in stage 3.
-        live_elements: cap on gathered elements at any time in stage 3.
+        max_live_elements: cap on gathered elements at any time in stage 3.
         prefetch_elements: elements gathered ahead of their use in stage 3; at least the next unit, unless 0.
         reuse_elements: in stage 3 a unit stays gathered after its use if no more elements are used before it
-            is needed again, and `live_elements` allows; twice the model's elements keep all from forward to
-            backward, which sends what stage 2 sends. What is needed next stays in any case.
+            is needed again, and `max_live_elements` allows; twice the model's elements keep all of them from
+            forward to backward, which sends what stage 2 sends. What is needed next stays in any case.
     """
 
     block_classes: Names = ()
@@ -100,7 +100,7 @@ class UnitPolicy(Policy):
     tiles: dict[Annotated[str, Field(min_length=1)], Positive] = Field(default_factory=dict)
     bucket_elements: Positive = 16_777_216
     persistence_threshold: Count = 0
-    live_elements: Positive = 1_000_000_000
+    max_live_elements: Positive = 1_000_000_000
     prefetch_elements: Count = 8_388_608
     reuse_elements: Count = 0
 
@@ -122,7 +122,7 @@ def _check_json(value: object, path: str, depth: int = 0) -> None:
         )
 
 
-class _TypeWithParams(Policy):
+class _TypeWithParams(ConfigSection):
     type: Annotated[str, Field(min_length=1)]
     params: dict[str, Any] = Field(default_factory=dict)
 
@@ -134,7 +134,7 @@ class _TypeWithParams(Policy):
         return params
 
 
-class OptimizerPolicy(_TypeWithParams):
+class OptimizerConfig(_TypeWithParams):
     """Which optimizer `initialize` builds.
 
     Attributes:
@@ -146,11 +146,11 @@ class OptimizerPolicy(_TypeWithParams):
 
     @field_validator("type")
     @classmethod
-    def _proper_type(cls, name: str) -> str:
+    def _canonical_type(cls, name: str) -> str:
         return optimizer_name(name)
 
 
-class SchedulerPolicy(_TypeWithParams):
+class SchedulerConfig(_TypeWithParams):
     """Which learning-rate scheduler `initialize` builds.
 
     Attributes:
@@ -160,19 +160,19 @@ class SchedulerPolicy(_TypeWithParams):
 
     @field_validator("type")
     @classmethod
-    def _proper_type(cls, name: str) -> str:
+    def _canonical_type(cls, name: str) -> str:
         return scheduler_name(name)
 
 
-class CheckpointPolicy(Policy):
+class CheckpointConfig(ConfigSection):
     """How checkpoints are written.
 
     Attributes:
         keep_last: number of checkpoints kept; None keeps all.
-        asynchronous: write in the background after one host copy.
+        async_save: write in the background after one host copy.
         tag_validation: what to do when ranks ask to save under different tags.
     """
 
     keep_last: Positive | None = None
-    asynchronous: bool = False
+    async_save: bool = False
     tag_validation: Literal["ignore", "warn", "fail"] = "warn"
