@@ -24,16 +24,16 @@ def demo() -> Iterator[Any]:
     """Imports the parts of the demonstration as `demo_compressed.<part>`."""
     sys.path.insert(0, str(EXAMPLES))
 
-    class Parts:
+    class DemoModules:
         def __getattr__(self, name: str) -> ModuleType:
             return importlib.import_module(f"demo_compressed.{name}")
 
-    yield Parts()
+    yield DemoModules()
     sys.path.remove(str(EXAMPLES))
 
 
 def outcomes_of(demo: Any, settings: Any, **changes: dict[str, Any]) -> dict[str, Any]:
-    """Ways that keep every promise, but for `changes`."""
+    """CommunicationSetup that keep every promise, but for `changes`."""
     after = {"adam": 3200, "onebit_adam": 200, "zero_one_adam": 100, "zero3": 4800, "zeropp": 1200}
     found = {}
     for name, count in after.items():
@@ -45,7 +45,7 @@ def outcomes_of(demo: Any, settings: Any, **changes: dict[str, Any]) -> dict[str
     return found
 
 
-def test_kept_and_broken_promises(demo: Any) -> None:
+def test_met_and_broken_promises(demo: Any) -> None:
     settings = demo.settings.CompressedSettings()
     assert not any(demo.outcome.failures(outcomes_of(demo, settings), 3.2, settings).values())
     for name, change, words in (
@@ -60,7 +60,7 @@ def test_kept_and_broken_promises(demo: Any) -> None:
         assert not any(lines for other, lines in broken.items() if other != name)
 
 
-def test_the_report_has_both_pictures(demo: Any, tmp_path: Path) -> None:
+def test_the_report_has_both_plots(demo: Any, tmp_path: Path) -> None:
     settings = demo.settings.CompressedSettings()
     outcomes = outcomes_of(demo, settings, onebit_adam={"held_out": [(0, 5.6), (240, 2.8)]})
     broken = demo.outcome.failures(outcomes, 3.2, settings)

@@ -15,7 +15,7 @@ BLOCK = 256
 
 
 @dataclass(frozen=True)
-class Ways:
+class CommunicationSetup:
     """How ``ranks`` on nodes of ``per_node`` exchange parameters and gradients."""
 
     ranks: int
@@ -39,8 +39,8 @@ class Ways:
             "ranks_per_node": self.per_node,
             "quantized_weights": self.weights,
             "quantized_gradients": self.gradients,
-            "secondary_shards": self.secondary,
-            "sharding_ranks": self.group,
+            "hierarchical_partition": self.secondary,
+            "shard_group_size": self.group,
         }
 
 
@@ -57,7 +57,7 @@ def rounded(values: torch.Tensor, codes: str | None) -> torch.Tensor:
     return torch.cat(found)
 
 
-def message_bytes(numel: int, codes: str) -> int:
+def payload_bytes(numel: int, codes: str) -> int:
     """Bytes of ``numel`` elements in codes, 8 or 2 in two bytes or so, with a float32 for each block."""
     return (numel + 7) // 8 * BITS[codes] + (numel + BLOCK - 1) // BLOCK * 4
 
@@ -70,24 +70,25 @@ def added(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def averaged(flats: Sequence[torch.Tensor], ways: Ways) -> torch.Tensor:
+def averaged(flats: Sequence[torch.Tensor], setup: CommunicationSetup) -> torch.Tensor:
     """The average, in float32, of one gradient of each rank as the shards of all ranks have it."""
-    if ways.group is not None:
-        groups = [flats[first : first + ways.group] for first in range(0, ways.ranks, ways.group)]
-        means = [(added(group) * (1 / ways.group)).to(flats[0].dtype) for group in groups]
+    if setup.group is not None:
+        groups = [flats[first : first + setup.group] for first in range(0, setup.ranks, setup.group)]
+        means = [(added(group) * (1 / setup.group)).to(flats[0].dtype) for group in groups]
         return added(means) * (1 / len(groups))
-    if ways.gradients is None:
-        return added(flats) * (1 / ways.ranks)
+    if setup.gradients is None:
+        return added(flats) * (1 / setup.ranks)
     parts = []
-    for own in range(ways.ranks):
-        slices = [rounded(flat.chunk(ways.ranks)[own], ways.gradients) for flat in flats]
-        if ways.per_node > 1:
+    for own in range(setup.ranks):
+        slices = [rounded(flat.chunk(setup.ranks)[own], setup.gradients) for flat in flats]
+        if setup.per_node > 1:
             slices = [
-                added(slices[first : first + ways.per_node]) for first in range(0, ways.ranks, ways.per_node)
+                added(slices[first : first + setup.per_node])
+                for first in range(0, setup.ranks, setup.per_node)
             ]
-            if ways.nodes > 1:
-                slices = [rounded(each, ways.gradients) for each in slices]
-        parts.append(added(slices) * (1 / ways.ranks))
+            if setup.nodes > 1:
+                slices = [rounded(each, setup.gradients) for each in slices]
+        parts.append(added(slices) * (1 / setup.ranks))
     return torch.cat(parts)
 
 
@@ -101,11 +102,11 @@ class Simulation:
         self,
         engine: Engine,
         model: nn.Module,
-        ways: Ways,
+        setup: CommunicationSetup,
         loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor],
         optimizer: Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer],
     ) -> None:
-        self.ways = ways
+        self.setup = setup
         self.layouts = [unit.layout for unit in engine.units]
         self.masters = {name: value.detach().clone() for name, value in model.named_parameters()}
         self._loss_of = loss_of
@@ -120,9 +121,9 @@ class Simulation:
             flat = torch.zeros(layout.numel, dtype=layout.dtype)
             for spec, offset in zip(layout.specs, layout.offsets, strict=True):
                 flat[offset : offset + spec.numel] = self.masters[spec.name].flatten().to(layout.dtype)
-            if self.ways.weights is not None:
-                shards = flat.chunk(self.ways.shards)
-                flat = torch.cat([rounded(shard, self.ways.weights).to(layout.dtype) for shard in shards])
+            if self.setup.weights is not None:
+                shards = flat.chunk(self.setup.shards)
+                flat = torch.cat([rounded(shard, self.setup.weights).to(layout.dtype) for shard in shards])
             for spec, offset in zip(layout.specs, layout.offsets, strict=True):
                 found[spec.name] = flat[offset : offset + spec.numel].view(spec.shape)
         return found
@@ -135,9 +136,9 @@ class Simulation:
         losses, sums = [], [torch.zeros(layout.numel) for layout in self.layouts]
         for micro in range(micro_batches):
             flats: list[list[torch.Tensor]] = [[] for _ in self.layouts]
-            losses.append([self._backward(batch(micro, rank), flats) for rank in range(self.ways.ranks)])
+            losses.append([self._backward(batch(micro, rank), flats) for rank in range(self.setup.ranks)])
             for total, own in zip(sums, flats, strict=True):
-                mean = averaged(own, self.ways)
+                mean = averaged(own, self.setup)
                 total += mean if micro_batches > 1 else mean.to(own[0].dtype).float()
         for layout, total in zip(self.layouts, sums, strict=True):
             for spec, offset in zip(layout.specs, layout.offsets, strict=True):

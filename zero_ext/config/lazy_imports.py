@@ -21,7 +21,7 @@ def lazy_getattr(package: str, module_of: Mapping[str, str]) -> Callable[[str], 
         if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(module), name) if module else import_module(f"{package}.{name}")
-        setattr(sys.module_of[package], name, value)
+        setattr(sys.modules[package], name, value)
         return value
 
     return attribute

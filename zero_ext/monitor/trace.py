@@ -9,7 +9,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from zero_ext.config import TracePolicy
+from zero_ext.config import TraceConfig
 from zero_ext.config.events import (
     ActivationEnd,
     CollectiveEnd,
@@ -30,7 +30,7 @@ _PHASES, _WAITS, _ACTIVATIONS = 1, 2, 3
 
 class Trace:
     """Subscriber that records ``policy.steps`` steps from ``policy.first_step`` on and writes them to
-    ``folder``, on whatever rank it is used: trace-rank{r}.json and, with ``policy.picture``,
+    ``folder``, on whatever rank it is used: trace-rank{r}.json and, with ``policy.plot``,
     memory-rank{r}.png, when they are over or at ``close``.
 
     The file has a track of phases, one of waits, one of checkpointed calls (with
@@ -38,19 +38,19 @@ class Trace:
     of each tier by kind, of gathered units, and of the process. Times are those of the host's monotonic
     clock, so traces of the ranks of one host fit together. It holds the engine weakly.
 
-    Raises ``ModuleNotFoundError`` where a picture is wanted without matplotlib, ``OSError`` where a file
+    Raises ``ModuleNotFoundError`` where a plot is wanted without matplotlib, ``OSError`` where a file
     cannot be written.
     """
 
-    def __init__(self, engine: Engine, folder: str | Path, policy: TracePolicy) -> None:
-        if policy.picture:
-            require("matplotlib", "a picture of the memory timeline")
+    def __init__(self, engine: Engine, folder: str | Path, policy: TraceConfig) -> None:
+        if policy.plot:
+            require("matplotlib", "a plot of the memory timeline")
         self._engine = weakref.ref(engine)
         self._rank = engine.rank
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._first, self._last = policy.first_step, policy.first_step + policy.steps - 1
-        self._picture = policy.picture
+        self._plot = policy.plot
         self._step = engine.steps + 1
         self._itemsize = {unit.name: unit.layout.dtype.itemsize for unit in engine.units}
         self._spans: list[dict[str, Any]] = []
@@ -92,12 +92,12 @@ class Trace:
         for unit in list(self._gathered):
             self._unit("e", unit, time.perf_counter())
         events = names + self._spans + self.memory.counters()
-        write_whole(self.path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}).encode())
-        if self._picture:
+        write_atomically(self.path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}).encode())
+        if self._plot:
             from zero_ext.monitor.plot_memory import draw
 
             phases = [span for span in self._spans if span.get("tid") == _PHASES]
-            write_whole(self._folder / f"memory-rank{self._rank}.png", draw(self.memory, phases))
+            write_atomically(self._folder / f"memory-rank{self._rank}.png", draw(self.memory, phases))
 
     def _record(self, event: Event) -> None:
         if isinstance(event, PhaseEnd):
@@ -115,8 +115,8 @@ class Trace:
             }
             self._span(_WAITS, wait_of(event.kind), event.began, event.seconds, facts)
         elif isinstance(event, ActivationEnd):
-            kept = {"name": event.name, "bytes": event.bytes}
-            self._span(_ACTIVATIONS, event.what, event.began, event.seconds, kept)
+            facts = {"name": event.name, "bytes": event.bytes}
+            self._span(_ACTIVATIONS, event.what, event.began, event.seconds, facts)
         elif isinstance(event, GatherEvent):
             self._gathered[event.unit] = event.elements * self._itemsize[event.unit]
             self._unit("b", event.unit, time.perf_counter())
@@ -159,18 +159,18 @@ class Trace:
     def _sample(self, at_rest: bool) -> None:
         engine = self._engine()
         # While a delayed update runs beside the training its state must not be looked at.
-        if engine is not None and (at_rest or not engine.optimizer_step.under_way):
+        if engine is not None and (at_rest or not engine.optimizer_step.in_progress):
             self.memory.sample(engine)
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Writes ``data`` to ``path``, which is there afterwards as a whole, or as it was."""
-    beside = path.with_name(f".{path.name}.new")
-    with beside.open("wb") as file:
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    temporary.replace(path)
 
 
 def _named(what: str, rank: int, track: int, name: str) -> dict[str, Any]:

@@ -3,45 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from zero_ext.activation import Checkpointing
-from zero_ext.comm import Collectives, WireLog
-from zero_ext.config import ZeroConfig
+from zero_ext.activation import ActivationCheckpointing
+from zero_ext.comm import Collectives, TrafficStats
+from zero_ext.config import Tier, ZeroConfig
 from zero_ext.config.events import Subscriber
-from zero_ext.offload import Tiers
-from zero_ext.zero.api.engine_state import EngineState, TrainedState
-from zero_ext.zero.api.memory_breakdown import ledger_of
-from zero_ext.zero.api.param_grad import GradientViews
-from zero_ext.zero.construction.grouping import Owned, first_places, uses_up_gradients
+from zero_ext.offload import TierManager
+from zero_ext.zero.construction.grouping import OwnedParameter, first_parameters, uses_up_gradients
 from zero_ext.zero.construction.model_checks import check_unchanged
-from zero_ext.zero.gradients.accumulator import UnitGradients, make_gradients
+from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.gradient_norms import GradientNorms
+from zero_ext.zero.gradients.param_grad import GradientViews
 from zero_ext.zero.gradients.reducer import GradientReducer
 from zero_ext.zero.gradients.shared_param_grads import TiedGradients
 from zero_ext.zero.memory.lifetime import Ending, weakly
 from zero_ext.zero.memory.pool import BufferPool
+from zero_ext.zero.step.memory_breakdown import KINDS, memory_by_tier
 from zero_ext.zero.step.optimizer_step import OptimizerStep
-from zero_ext.zero.tiling import Wholes
-from zero_ext.zero.units.collective_errors import FailedTogether
-from zero_ext.zero.units.deferred_errors import Postponed
+from zero_ext.zero.tiling import FullTensorMap
+from zero_ext.zero.units.collective_errors import CollectiveError, DeferredError
 from zero_ext.zero.units.dtensor_local import local_gradient
-from zero_ext.zero.units.expert_params import mean_over_senders
 from zero_ext.zero.units.master_weights import MasterShard, follow_writes
-from zero_ext.zero.units.model_parallel_sync import together_in_model
+from zero_ext.zero.units.model_parallel_sync import abort_model_parallel_on_error
+from zero_ext.zero.units.parameter_marks import mean_over_senders
 from zero_ext.zero.units.unit import Unit
 from zero_ext.zero.unshard.backward_pass import BackwardPass, in_backward
 from zero_ext.zero.unshard.forward_hooks import ForwardHooks
 from zero_ext.zero.unshard.on_demand import OnDemandAccess
-from zero_ext.zero.unshard.prefetcher import Residency
+from zero_ext.zero.unshard.prefetcher import Prefetcher
 from zero_ext.zero.unshard.step_clock import StepClock
 
 
@@ -56,25 +52,24 @@ class Engine(Ending):
     def __init__(
         self,
         model: nn.Module,
-        owned: Sequence[Owned],
+        owned: Sequence[OwnedParameter],
         units: Sequence[tuple[Unit, MasterShard | None]],
         config: ZeroConfig,
         collectives: Collectives,
         pool: BufferPool,
-        landings: BufferPool,
-        tiers: Tiers,
+        gradient_staging: BufferPool,
+        tiers: TierManager,
+        checkpointing: ActivationCheckpointing,
     ) -> None:
         self.config = config
-        self.group: dist.ProcessGroup | None = None
-        self.state = EngineState(self)
-        self.trained_state = TrainedState(self)
+        self.checkpointing = checkpointing  # what checkpoint_activations does inside the model's forward
         self.collectives = collectives
-        self.pool, self.landings, self.tiers = pool, landings, tiers
+        self.pool, self.gradient_staging, self.tiers = pool, gradient_staging, tiers
         self.names = {item.parameter: item.names for item in owned}
-        self._places = [
-            (item.parameter, name, weakref.ref(owner)) for item in owned for name, owner in item.places()
+        self._assignments = [
+            (item.parameter, name, weakref.ref(owner)) for item in owned for name, owner in item.named_owners()
         ]
-        self.wholes = Wholes(model)
+        self.full_tensors = FullTensorMap(model)
         self.units = tuple(unit for unit, _ in units)
         self.masters = tuple(master for _, master in units if master is not None)
         self._model, self._began = weakref.ref(model), time.perf_counter()
@@ -82,11 +77,13 @@ class Engine(Ending):
         self._bus, self._clock = collectives.bus, StepClock(collectives.bus, tiers.device)
         used_up = uses_up_gradients(config, (unit.layout.dtype for unit in self.units))
         self._gradients = {
-            master.unit: make_gradients(master.unit, pool, landings, tiers, config, collectives, used_up)
+            master.unit: UnitGradients(
+                master.unit, pool, gradient_staging, tiers, config, collectives, used_up
+            )
             for master in self.masters
         }
         trained = list(self._gradients.values())
-        starts = first_places(owned, [each.unit for each in trained])
+        starts = first_parameters(owned, [each.unit for each in trained])
         uncounted = {item.parameter for item in owned if not item.counted}
         self.norms = GradientNorms(trained, collectives, tiers.device, uncounted)
         self._tied = TiedGradients(trained, collectives.model)
@@ -98,17 +95,26 @@ class Engine(Ending):
             trained, starts, collectives, tiers.device.reduction_stream, self._bus, self.optimizer_step
         )
         self.access = OnDemandAccess(self)
-        self.residency = Residency(self.units, config.units, self._bus, weakly(self.access.commit))
+        self.prefetcher = Prefetcher(self.units, config.units, self._bus, weakly(self.access.commit))
         events = map(weakly, (self._begin_backward, self._end_backward, self._abandon_backward))
-        self.backward_pass = BackwardPass(self.residency, self._clock, weakly(self.passed), *events)
+        self.backward_pass = BackwardPass(self.prefetcher, self._clock, weakly(self.passed), *events)
         check = weakly(self._check_parameters)
-        self.hooks = ForwardHooks(self.residency, self.backward_pass, check, self._clock)
+        self.hooks = ForwardHooks(self.prefetcher, self.backward_pass, check, self._clock, checkpointing)
         self.index = {
             parameter: (unit, number)
             for unit in self.units
             for number, parameter in enumerate(unit.parameters)
         }
-        self.views = GradientViews(self)
+        # Steps that take a norm need the gradients as they are shown, and other parts of the model would have
+        # other factors.
+        defers = not (config.gradient_clipping or scales_loss or collectives.model is not None)
+        self.views = GradientViews(
+            self.reducer,
+            self.norms,
+            collectives,
+            self.optimizer_step,
+            defers and config.offload.update_mode != "in_backward",
+        )
         self.wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # Before a model's memory goes along with it, nothing may be under way there.
         weakref.finalize(self, tiers.device.synchronize).atexit = False
@@ -129,15 +135,9 @@ class Engine(Ending):
         return self.tiers.device.device
 
     @property
-    def checkpointing(self) -> Checkpointing:
-        """What :func:`zero_ext.checkpoint_activations` does inside the model's forward."""
-        return self.hooks.checkpointing
-
-    @functools.cached_property
-    def flat_storages(self) -> frozenset[int]:
-        """Storage objects of gathered parameters, which stay the same for life while memory comes and
-        goes."""
-        return frozenset(unit.flat.untyped_storage()._cdata for unit in self.units)
+    def in_use(self) -> bool:
+        """Whether the model is inside a forward or a backward pass."""
+        return bool(self.hooks.calls) or self.backward_pass.running
 
     @property
     def world_size(self) -> int:
@@ -169,13 +169,31 @@ class Engine(Ending):
         return self.optimizer_step.grad_norm
 
     @property
-    def wire(self) -> WireLog:
-        """What the collectives of this and the last step put on the wire."""
-        return self.collectives.wire
+    def traffic(self) -> TrafficStats:
+        """Elements and bytes sent by the collectives of this step and of the last one."""
+        return self.collectives.traffic
 
-    def ledger(self) -> dict[str, int]:
-        """Bytes this rank holds, see :func:`zero_ext.zero.api.memory_breakdown.ledger_of`."""
-        return ledger_of(self)
+    def memory_breakdown(self) -> dict[str, int]:
+        """Return the bytes of device and host memory that this rank holds now, by kind."""
+        tiers = self.memory_by_tier()
+        return {kind: tiers["device"][kind] + tiers["host"][kind] for kind in KINDS}
+
+    def memory_by_tier(self, wait: bool = True) -> dict[Tier, dict[str, int]]:
+        """Return the bytes that this rank holds, by tier and kind.
+
+        Without ``wait`` a delayed update must not be running: its state may be about to change.
+        """
+        if wait:
+            self.optimizer_step.wait()
+        return memory_by_tier(
+            self.units,
+            self.masters,
+            self.reducer.gradients,
+            self.optimizer_step,
+            self.collectives,
+            self.tiers,
+            {"device": self.pool, "host": self.gradient_staging},
+        )
 
     def gradients_of(self, unit: Unit) -> UnitGradients:
         """The gradient buffers of ``unit``."""
@@ -207,7 +225,7 @@ class Engine(Ending):
             self._refuse_capture("a forward", "Python gathers parameters and reduces gradients")
         self.optimizer_step.refuse_damage()
         self.optimizer_step.refuse_pending("a forward")
-        check_unchanged(self.model, self._places, self.names)
+        check_unchanged(self.model, self._assignments, self.names)
         for unit in self.units:
             if not unit.placement.params:
                 unit.check_unmoved()
@@ -265,7 +283,7 @@ class Engine(Ending):
         self._collected = True
         self._tied.forget()
         self.optimizer_step.came(gradients)
-        self.reducer.settled = False
+        self.reducer.synchronized = False
         self.norms.forget()
         gradients.add(number, mean_over_senders(parameter, local_gradient(parameter, gradient)))
         if gradients.complete:
@@ -279,7 +297,7 @@ class Engine(Ending):
                 self.optimizer_step.read(self._gradients[unit], number)
 
     def _reduces_now(self) -> bool:
-        if self.optimizer_step.keeps_local:
+        if self.optimizer_step.needs_local_gradients:
             return False
         sharded = any(master.unit.placement.grads for master in self.masters)
         return self._ends_accumulation() or (self.syncs and sharded)
@@ -293,13 +311,13 @@ class Engine(Ending):
         self._collected = False
         self.views.factors.apply_all()
         self.views.follow()
-        self.reducer.begin_backward(self._reduces_now(), self.residency.expects_gathers)
+        self.reducer.begin_backward(self._reduces_now(), self.prefetcher.expects_gathers)
         for gradients in self.reducer.gradients:
-            gradients.begin_pass(keep_local=self._adds_up(gradients))
+            gradients.begin_pass(unreduced=self._adds_up(gradients))
 
     def _adds_up(self, gradients: UnitGradients) -> bool:
         """Whether this pass's gradients stay with those of other passes of the same step."""
-        if self.optimizer_step.keeps_local:
+        if self.optimizer_step.needs_local_gradients:
             return gradients.has_local or not self._ends_accumulation()
         return not self._reduces_now()
 
@@ -314,10 +332,10 @@ class Engine(Ending):
             if self._collected:
                 reduces = self._reduces_now()
                 self.reducer.end_backward(reduces)
-                self.reducer.settled = False
+                self.reducer.synchronized = False
                 if reduces and self._ends_accumulation():
                     # Ranks may have used other parameters; torch.nn.utils takes the norm over those it sees.
-                    self.reducer.settle()
+                    self.reducer.synchronize()
                 self.passes += 1
             else:
                 # torch.autograd.grad brought none, but passed units: what follows may assign them.
@@ -336,7 +354,7 @@ class Engine(Ending):
         """See :meth:`ZeroModule.clip_grad_norm_`."""
         self.optimizer_step.refuse_pending("clip_grad_norm_")
         self.optimizer_step.refuse_local("clip_grad_norm_")
-        self.settle_gradients()
+        self.synchronize_gradients()
         self.views.factors.apply_all()
         step = self.optimizer_step
         unscale = 1.0 / step.scaler.scale if step.scales_loss else 1.0
@@ -354,11 +372,11 @@ class Engine(Ending):
     def refresh_parameters(self) -> None:
         """After master weights changed from outside: parameters follow on all ranks. A collective; it raises
         on all ranks if storage fails on any."""
-        self.residency.forget_values()
-        failures = Postponed()
+        self.prefetcher.forget_values()
+        failures = DeferredError()
         for master in self.masters:
             failures.attempt(master.write_output)
-        failures.settle(self.collectives, "rounding master weights into parameters")
+        failures.raise_deferred(self.collectives, "rounding master weights into parameters")
         for unit in self.units:
             pending = unit.start_publishing()
             if pending is not None:
@@ -366,16 +384,16 @@ class Engine(Ending):
 
     # -- step ---------------------------------------------------------------------------------------------
 
-    def settle_gradients(self) -> None:
+    def synchronize_gradients(self) -> None:
         """Makes the reduced gradients complete on every rank; a collective. See
-        ``GradientReducer.settle``. Raises ``RuntimeError`` where the next step leaves them unreduced."""
+        ``GradientReducer.synchronize``. Raises ``RuntimeError`` where the next step leaves them unreduced."""
         self.optimizer_step.refuse_local("reading or changing averaged gradients")
-        self._settle_gradients()
+        self._synchronize_gradients()
 
-    def _settle_gradients(self) -> None:
+    def _synchronize_gradients(self) -> None:
         self.views.follow()
-        if not self.reducer.settled:
-            self.reducer.settle(not self.optimizer_step.keeps_local)
+        if not self.reducer.synchronized:
+            self.reducer.synchronize(not self.optimizer_step.needs_local_gradients)
         self._tied.sum_()
         self.norms.forget()  # where a rank holds whole gradients they may have been written to directly
         self.views.publish()
@@ -386,7 +404,7 @@ class Engine(Ending):
             self.backward_pass.abandon()
         self.optimizer_step.forget_gradients()
         if not in_backward():
-            self.residency.release_retained()
+            self.prefetcher.release_retained()
         self.views.forget()
         self.reducer.forget_edits()
         with torch._C.DisableTorchFunctionSubclass():
@@ -395,7 +413,7 @@ class Engine(Ending):
                 for parameter in gradients.unit.parameters:
                     parameter.grad = None
         self.passes = 0
-        self.reducer.settled = False
+        self.reducer.synchronized = False
         self.norms.forget()
 
     def step(self) -> bool:
@@ -406,24 +424,24 @@ class Engine(Ending):
         self._refuse_capture("optimizer.step()", "the host counts steps, looks at norms and sends parameters")
         began = self._clock.begin()
         self._refuse_early_step()
-        self.residency.forget_values()  # what was fetched ahead has the values before the update
-        with together_in_model(self.collectives.model):
-            self._settle_gradients()
+        self.prefetcher.forget_values()  # what was fetched ahead has the values before the update
+        with abort_model_parallel_on_error(self.collectives.model):
+            self._synchronize_gradients()
             self.optimizer_step.factor = self.views.factors.common(self.reducer.gradients)
             stepped = self.optimizer_step.run(self.reducer.edits)
-        if stepped and not self.optimizer_step.under_way:
+        if stepped and not self.optimizer_step.in_progress:
             for gradients in self.reducer.gradients:
                 gradients.unit.forbid_saved(gradients.contributed)
         self.passes = 0
-        self.reducer.settled = False
+        self.reducer.synchronized = False
         if self.optimizer_step.clears_gradients:
             self.clear_gradients()
         self._clock.end("step", began)
-        self._tell(not stepped)
+        self._publish_step_end(not stepped)
         self.optimizer_step.begin_delayed()
         return stepped
 
-    def _tell(self, skipped: bool) -> None:
+    def _publish_step_end(self, skipped: bool) -> None:
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         loss = self._clock.end_step(self.steps, self.optimizer_step.late_norm)
@@ -457,12 +475,13 @@ class Engine(Ending):
         written = [unit for unit in self.units if not unit.placement.params and unit.written()]
         if written:
             self.optimizer_step.refuse_drift(f"a write to parameters of {written[0].describe()}")
-        if written and self.optimizer_step.under_way:
+        if written and self.optimizer_step.in_progress:
             name = written[0].layout.specs[written[0].written()[0]].name
             raise RuntimeError(
-                f"parameter '{name}' was written to while a delayed update was under way (offload.step is "
-                "'delayed'), which would undo the write. Write inside 'with zero_ext.gathered(params, "
-                "modifier_rank=0):', or call model.finish_update() first. Load a checkpoint to go on."
+                f"parameter '{name}' was written to while a delayed update was under way "
+                "(offload.update_mode is 'delayed'), which would undo the write. Write inside 'with "
+                "zero_ext.gathered(params, modifier_rank=0):', or call model.finish_update() first. Load a "
+                "checkpoint to go on."
             )
         follow_writes(self.masters, collectives)
 
@@ -475,20 +494,20 @@ class Engine(Ending):
         step = self.optimizer_step
         if not replaced:
             step.refuse_damage()
-            if not (self.hooks.calls or self.backward_pass.running):
+            if not self.in_use:
                 step.judge()
-        if not step.under_way:
+        if not step.in_progress:
             return
         if not replaced:
-            if self.hooks.calls or self.backward_pass.running or any(unit.holders for unit in self.units):
+            if self.in_use or any(unit.holders for unit in self.units):
                 raise RuntimeError(
                     "state is read, or parameters are to be written, inside forward, backward or 'with "
-                    "zero_ext.gathered(...)', while a delayed update is under way (offload.step is "
+                    "zero_ext.gathered(...)', while a delayed update is under way (offload.update_mode is "
                     "'delayed'): parameters in use would change. Do it between steps, or call "
                     "model.finish_update() before. After a backward pass that raised call "
                     "optimizer.zero_grad() first."
                 )
             self._follow_writes()
-        self.residency.forget_values()  # what was fetched ahead has the values before the update
-        with contextlib.suppress(*([FailedTogether] if replaced else [])):
+        self.prefetcher.forget_values()  # what was fetched ahead has the values before the update
+        with contextlib.suppress(*([CollectiveError] if replaced else [])):
             step.finish()

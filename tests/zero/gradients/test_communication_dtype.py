@@ -21,20 +21,20 @@ def batch(world: World, rank: int) -> torch.Tensor:
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_are_rounded_for_the_wire_and_summed_in_fp32(world: World, stage: int) -> None:
+def test_gradients_are_rounded_once_and_summed_in_fp32(world: World, stage: int) -> None:
     torch.manual_seed(world.seed)
     plain = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 3))
     bytes_sent = {}
-    for wire in (None, "bf16"):
+    for dtype in (None, "bf16"):
         model = copy.deepcopy(plain)
         model, _ = zero_ext.prepare(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
-            {"stage": stage, "precision": {"communication_dtype": wire}},
+            {"stage": stage, "precision": {"communication_dtype": dtype}},
             process_group=world.group,
         )
         model(batch(world, world.rank)).square().mean().backward()
-        bytes_sent[wire] = engine_of(model).wire.bytes_sent["reduce_scatter"]
+        bytes_sent[dtype] = engine_of(model).traffic.bytes_sent["reduce_scatter"]
         found = [zero_ext.full_gradient(parameter) for parameter in model.parameters()]
     assert bytes_sent["bf16"] * 2 == bytes_sent[None] > 0
 

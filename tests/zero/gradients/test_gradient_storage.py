@@ -9,40 +9,40 @@ import pytest
 import torch
 
 from zero_ext import ops
-from zero_ext.config import AioPolicy, OffloadPolicy, Tier
-from zero_ext.offload import Tiers
-from zero_ext.zero.gradients import nvme_shard_io
+from zero_ext.config import AioConfig, OffloadConfig, Tier
+from zero_ext.offload import TierManager
+from zero_ext.zero.gradients import nvme_gradient_storage
 from zero_ext.zero.gradients.gradient_storage import (
-    BorrowedGradients,
-    GradientHome,
-    MemoryGradients,
+    GradientStorage,
+    MemoryGradientStorage,
+    PooledGradientStorage,
+    Squares,
 )
-from zero_ext.zero.gradients.nvme_gradients import StoredGradients
-from zero_ext.zero.gradients.squared_norms import Squares
+from zero_ext.zero.gradients.nvme_gradient_storage import NvmeGradientStorage
 from zero_ext.zero.memory.pool import BufferPool
 from zero_ext.zero.memory.pool_plan import plan_pool
 
 NUMEL = 5000
-Make = Callable[[BufferPool, Tiers], GradientHome]
+Make = Callable[[BufferPool, TierManager], GradientStorage]
 
 
 def memory(tier: Tier) -> Make:
-    def make(pool: BufferPool, tiers: Tiers) -> GradientHome:
+    def make(pool: BufferPool, tiers: TierManager) -> GradientStorage:
         tensor = torch.full((NUMEL,), float("nan"), dtype=torch.bfloat16)
-        return MemoryGradients(tier, tensor, torch.float32, pool, tiers.transfers)
+        return MemoryGradientStorage(tier, tensor, torch.float32, pool, tiers.transfers)
 
     return make
 
 
-def borrowed(pool: BufferPool, tiers: Tiers) -> GradientHome:
-    return BorrowedGradients(NUMEL, torch.bfloat16, torch.float32, pool, tiers.transfers)
+def borrowed(pool: BufferPool, tiers: TierManager) -> GradientStorage:
+    return PooledGradientStorage(NUMEL, torch.bfloat16, torch.float32, pool, tiers.transfers)
 
 
-def stored(pool: BufferPool, tiers: Tiers) -> GradientHome:
-    return StoredGradients(NUMEL, torch.bfloat16, torch.float32, pool, tiers)
+def stored(pool: BufferPool, tiers: TierManager) -> GradientStorage:
+    return NvmeGradientStorage(NUMEL, torch.bfloat16, torch.float32, pool, tiers)
 
 
-HOMES: dict[str, Make] = {
+STORAGES: dict[str, Make] = {
     "device": memory("device"),
     "host": memory("host"),
     "nvme": stored,
@@ -50,59 +50,61 @@ HOMES: dict[str, Make] = {
 }
 
 
-def reduce_into(home: GradientHome, pool: BufferPool, values: torch.Tensor) -> None:
+def reduce_into(storage: GradientStorage, pool: BufferPool, values: torch.Tensor) -> None:
     """What a reduction does whose result is ``values``."""
-    target = home.begin()
+    target = storage.begin_reduction()
     if target is None:
-        nbytes = -(-NUMEL * home.dtype.itemsize // home.alignment) * home.alignment
-        buffer = pool.take(nbytes)
-        buffer.view(home.dtype)[:NUMEL].copy_(values)
-        home.take(buffer, home.dtype)
+        nbytes = -(-NUMEL * storage.dtype.itemsize // storage.alignment) * storage.alignment
+        buffer = pool.acquire(nbytes)
+        buffer.view(storage.dtype)[:NUMEL].copy_(values)
+        storage.adopt(buffer, storage.dtype)
         return
-    target.copy_(target + values if home.valid else values)
-    home.landed()
+    target.copy_(target + values if storage.valid else values)
+    storage.complete_reduction()
 
 
-def kept(home: GradientHome) -> torch.Tensor:
-    return visited(home, 0, NUMEL)
+def stored(storage: GradientStorage) -> torch.Tensor:
+    return visited(storage, 0, NUMEL)
 
 
-def visited(home: GradientHome, begin: int, end: int) -> torch.Tensor:
-    parts = [part.clone() for part in home.visit(begin, end)]
-    return torch.cat(parts[::-1] if home.tier == "nvme" else parts)
+def visited(storage: GradientStorage, begin: int, end: int) -> torch.Tensor:
+    chunks = [chunk.clone() for chunk in storage.visit(begin, end)]
+    return torch.cat(chunks[::-1] if storage.tier == "nvme" else chunks)
 
 
-def check_squares(home: GradientHome) -> None:
+def check_squares(storage: GradientStorage) -> None:
     ours, plain = Squares(), torch.zeros(ops.ACCUMULATOR_ENTRIES, dtype=torch.int64)
-    home.add_squares(ours)
-    ops.squared_norm_(kept(home), plain)
+    storage.add_squares(ours)
+    ops.squared_norm_(stored(storage), plain)
     assert ops.squared_norm_value(ours.total()) == ops.squared_norm_value(plain) > 0
 
 
-@pytest.mark.parametrize("name", sorted(HOMES))
-def test_keeps_adds_and_forgets(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvme_shard_io, "PIECE_ELEMENTS", nvme_shard_io.GRAIN)  # the gradient has three
+@pytest.mark.parametrize("name", sorted(STORAGES))
+def test_stores_adds_and_clears(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        nvme_gradient_storage, "GRADIENT_CHUNK_ELEMENTS", nvme_gradient_storage.GRAIN
+    )  # the gradient has three
     pool = BufferPool(plan_pool([]))
-    tiers = Tiers(OffloadPolicy(grads="nvme", nvme_paths=(str(tmp_path),)), AioPolicy(), {})
+    tiers = TierManager(OffloadConfig(grads="nvme", nvme_paths=(str(tmp_path),)), AioConfig(), {})
     tiers.reserve(tiers.stored_bytes("nvme", NUMEL, torch.float32))
-    home = HOMES[name](pool, tiers)
+    storage = STORAGES[name](pool, tiers)
     for _ in range(2):
         first, second = (torch.randn(NUMEL).bfloat16() for _ in range(2))
-        assert not home.valid
-        narrow = home.dtype is torch.bfloat16
-        reduce_into(home, pool, first)
-        assert home.valid and torch.equal(kept(home), first if narrow else first.float())
-        reduce_into(home, pool, second)
-        check_squares(home)
-        home.settle()
+        assert not storage.valid
+        narrow = storage.dtype is torch.bfloat16
+        reduce_into(storage, pool, first)
+        assert storage.valid and torch.equal(stored(storage), first if narrow else first.float())
+        reduce_into(storage, pool, second)
+        check_squares(storage)
+        storage.wait_transfers()
         wanted = first.float() + second.float()
-        assert home.dtype is torch.float32 and torch.equal(kept(home), wanted)
-        assert torch.equal(home.shard().read(0, NUMEL), wanted)
-        home.change(700, 4900, lambda part: part.mul_(0.5))
+        assert storage.dtype is torch.float32 and torch.equal(stored(storage), wanted)
+        assert torch.equal(storage.shard().read(0, NUMEL), wanted)
+        storage.change(700, 4900, lambda chunk: chunk.mul_(0.5))
         wanted[700:4900] *= 0.5
-        assert torch.equal(visited(home, 600, 4999), wanted[600:4999])
-        assert torch.equal(kept(home), wanted)
-        check_squares(home)
-        home.forget()
-        assert not home.valid
+        assert torch.equal(visited(storage, 600, 4999), wanted[600:4999])
+        assert torch.equal(stored(storage), wanted)
+        check_squares(storage)
+        storage.forget()
+        assert not storage.valid
         assert pool.live_bytes == 0

@@ -12,9 +12,9 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.config import ZeroConfig
-from zero_ext.config.state_placement import Placement
+from zero_ext.config.state_placement import StatePlacement
 from zero_ext.zero import engine_of
-from zero_ext.zero.memory.pool_replay import StagedUnit, demands_of_a_step
+from zero_ext.zero.memory.pool_replay import UnitUsage, demands_of_a_step
 
 SHAPES = ((33, 7), (5,), (64, 3))
 
@@ -59,11 +59,16 @@ def averaged(world: World, stage: int, passes: int, **more: Any) -> tuple[list[t
     return found, engine_of(model)
 
 
-def expected(world: World, dtype: torch.dtype, wire: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """The mean inside each node of two, rounded to ``wire``, and then over the nodes, in float32."""
-    each = [[one.to(wire).float() for one in gradients_of(seed, rank, dtype)] for rank in range(world.size)]
+def expected(world: World, dtype: torch.dtype, rounded_to: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """The mean inside each node of two, rounded to ``rounded_to``, and then over the nodes, in float32."""
+    each = [
+        [one.to(rounded_to).float() for one in gradients_of(seed, rank, dtype)] for rank in range(world.size)
+    ]
     nodes = [
-        [((first + second) * 0.5).to(wire).float() for first, second in zip(*each[at : at + 2], strict=True)]
+        [
+            ((first + second) * 0.5).to(rounded_to).float()
+            for first, second in zip(*each[at : at + 2], strict=True)
+        ]
         for at in range(0, world.size, 2)
     ]
     return [(first + second) * 0.5 for first, second in zip(*nodes, strict=True)]
@@ -72,13 +77,15 @@ def expected(world: World, dtype: torch.dtype, wire: torch.dtype, seed: int) -> 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(4)
 def test_sums_are_made_in_nodes_and_then_over_them(world: World, stage: int) -> None:
-    for kind, wire in ((None, None), ("bf16", None), ("bf16", "fp32"), (None, "bf16")):
+    for kind, rounded_to in ((None, None), ("bf16", None), ("bf16", "fp32"), (None, "bf16")):
         dtype = torch.bfloat16 if kind else torch.float32
         names = {"bf16": torch.bfloat16, "fp32": torch.float32, None: dtype}
         precision = {"dtype": kind} if kind else {}
-        found, _ = averaged(world, stage, 1, **precision, communication_dtype=wire)
-        for one, other in zip(found, expected(world, dtype, names[wire], world.seed + 100), strict=True):
-            assert torch.equal(one.float(), other.to(dtype).float()), (kind, wire)
+        found, _ = averaged(world, stage, 1, **precision, communication_dtype=rounded_to)
+        for one, other in zip(
+            found, expected(world, dtype, names[rounded_to], world.seed + 100), strict=True
+        ):
+            assert torch.equal(one.float(), other.to(dtype).float()), (kind, rounded_to)
 
 
 @on_ranks(4)
@@ -94,26 +101,26 @@ def test_passes_add_up_and_memory_is_planned(world: World) -> None:
 @on_ranks(4)
 def test_what_crosses_is_less_than_a_rings_share(world: World) -> None:
     _, engine = averaged(world, 2, 1)
-    wire = engine.wire
-    sent = 4 * wire.last_elements["reduce_scatter"]
+    traffic = engine.traffic
+    sent = 4 * traffic.last_elements["reduce_scatter"]
     # Of a ring over N ranks (N - 1) / N of the bytes leave each node.
     ring = sent * (world.size - 1) // world.size // 2
-    assert wire.last_crossing_bytes["reduce_scatter"] == sent // 2 // 2 <= ring
-    assert wire.last_bytes_sent["reduce_scatter"] == sent // 2 + sent // 4
+    assert traffic.last_crossing_bytes["reduce_scatter"] == sent // 2 // 2 <= ring
+    assert traffic.last_bytes_sent["reduce_scatter"] == sent // 2 + sent // 4
 
 
 @pytest.mark.parametrize(
     ("reduction", "purposes"),
     [
         ("rank_order", {"received": 7 * 2}),
-        ("node_order", {"wire": 8 * 2}),
+        ("node_order", {"sent": 8 * 2}),
         ("backend", {"received": 1 * 2}),
     ],
 )
-def test_a_reduction_is_planned_the_memory_that_it_takes(reduction: str, purposes: dict[str, int]) -> None:
+def test_the_memory_of_a_reduction_is_planned(reduction: str, purposes: dict[str, int]) -> None:
     """Of a unit of 8 shards in 16 bits, in bytes per element of a shard."""
     shard = 1 << 20
-    unit = StagedUnit("unit", 8 * shard, 2, 8, Placement.of_stage(3), (0, 0), 0, (0, 0))
+    unit = UnitUsage("unit", 8 * shard, 2, 8, StatePlacement.of_stage(3), (0, 0), 0, (0, 0))
     demands = demands_of_a_step([unit], ZeroConfig(stage=3, precision={"reduction": reduction}))
-    found = {each.key[1]: each.nbytes for each in demands if each.key[1] in ("received", "wire")}
+    found = {each.key[1]: each.nbytes for each in demands if each.key[1] in ("received", "sent")}
     assert found == {purpose: shard * times for purpose, times in purposes.items()}

@@ -14,10 +14,10 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
-from tests.zero.simulated_communication import Simulation, Ways
+from tests.zero.simulated_communication import CommunicationSetup, Simulation
 from tests.zero.training import adamw, configuration
 from zero_ext.zero import Engine, engine_of
-from zero_ext.zero.api.full_values import whole_state
+from zero_ext.zero.api.full_values import full_state
 
 STEPS = 3
 
@@ -31,28 +31,30 @@ def seeded(seed: int) -> TinyModel:
     return TinyModel(layers=2)
 
 
-def prepared(world: World, model: TinyModel, ways: Ways, stage: int = 3, **more: Any) -> tuple[Any, Any]:
+def prepared(
+    world: World, model: TinyModel, setup: CommunicationSetup, stage: int = 3, **more: Any
+) -> tuple[Any, Any]:
     make = more.pop("optimizer", sgd)
-    config = configuration(stage, communication=ways.communication(), **more)
+    config = configuration(stage, communication=setup.communication(), **more)
     return zero_ext.prepare(model, make(list(model.parameters())), config, process_group=world.group)
 
 
 def check_against_simulation(
-    world: World, ways: Ways, dtype: str, micro_batches: int = 1, stage: int = 3, **more: Any
+    world: World, setup: CommunicationSetup, dtype: str, micro_batches: int = 1, stage: int = 3, **more: Any
 ) -> Engine:
     """Losses and masters of ``STEPS`` steps have the simulation's bits; returns the engine."""
     initial = seeded(world.seed)
     model, optimizer = prepared(
         world,
         copy.deepcopy(initial),
-        ways,
+        setup,
         stage,
         precision={"dtype": dtype},
         batch={"gradient_accumulation_steps": micro_batches},
         **more,
     )
     engine = engine_of(model)
-    simulation = Simulation(engine, initial, ways, language_loss, sgd)
+    simulation = Simulation(engine, initial, setup, language_loss, sgd)
     for step in range(STEPS):
         losses = []
         for micro in range(micro_batches):
@@ -64,77 +66,81 @@ def check_against_simulation(
         wanted = simulation.step(
             lambda micro, rank, step=step: language_batch(world.seed, step, micro, rank), micro_batches
         )
-        assert losses == [each[world.rank] for each in wanted], (ways, step)
+        assert losses == [each[world.rank] for each in wanted], (setup, step)
     for name, parameter in model.module.named_parameters():
-        master = whole_state(parameter)
-        assert master is not None and torch.equal(master, simulation.masters[name]), (ways, name)
+        master = full_state(parameter)
+        assert master is not None and torch.equal(master, simulation.masters[name]), (setup, name)
     return engine
 
 
-def ways_of(ranks: int) -> list[tuple[Ways, str]]:
+def setups_of(ranks: int) -> list[tuple[CommunicationSetup, str]]:
     """On nodes of every size, each in another precision than on those before."""
     found = []
     for number, size in enumerate(size for size in (1, 2, 3, 4) if ranks % size == 0):
-        ways = [
-            Ways(ranks, size, weights="int8"),
-            Ways(ranks, size, gradients="int4"),
-            Ways(ranks, size, secondary=True),
-            Ways(ranks, size, weights="int4", gradients="int8", secondary=True),
+        setup = [
+            CommunicationSetup(ranks, size, weights="int8"),
+            CommunicationSetup(ranks, size, gradients="int4"),
+            CommunicationSetup(ranks, size, secondary=True),
+            CommunicationSetup(ranks, size, weights="int4", gradients="int8", secondary=True),
         ]
-        found += [(each, ("fp32", "bf16")[(number + place) % 2]) for place, each in enumerate(ways)]
+        found += [(each, ("fp32", "bf16")[(number + position) % 2]) for position, each in enumerate(setup)]
     return found
 
 
 @on_ranks(2, 3, 4)
-def test_every_way_has_the_bits_of_the_simulation(world: World) -> None:
-    for ways, dtype in ways_of(world.size):
-        check_against_simulation(world, ways, dtype, micro_batches=2 if ways.secondary else 1)
+def test_every_setup_has_the_bits_of_the_simulation(world: World) -> None:
+    for setup, dtype in setups_of(world.size):
+        check_against_simulation(world, setup, dtype, micro_batches=2 if setup.secondary else 1)
 
 
 @on_ranks(4)
 def test_sharding_groups_have_the_bits_of_the_simulation(world: World) -> None:
     for dtype, per_node in (("fp32", 2), ("bf16", 4), ("bf16", 1)):
-        check_against_simulation(world, Ways(4, per_node, group=2), dtype)
-    check_against_simulation(world, Ways(4, 2, weights="int8", group=2), "bf16", micro_batches=2)
+        check_against_simulation(world, CommunicationSetup(4, per_node, group=2), dtype)
+    check_against_simulation(
+        world, CommunicationSetup(4, 2, weights="int8", group=2), "bf16", micro_batches=2
+    )
 
 
 @on_ranks(2, 4)
 def test_quantised_gradients_in_stage_2(world: World) -> None:
-    ways = Ways(world.size, world.size // 2, gradients="int4")
-    check_against_simulation(world, ways, "bf16", stage=2)
+    setup = CommunicationSetup(world.size, world.size // 2, gradients="int4")
+    check_against_simulation(world, setup, "bf16", stage=2)
 
 
 @on_ranks(4)
 def test_shards_in_other_tiers(world: World) -> None:
     """Shards on the host and on NVMe, gradients too; staging holds what was planned, messages included."""
-    ways = Ways(4, 2, weights="int8", gradients="int4", secondary=True)
+    setup = CommunicationSetup(4, 2, weights="int8", gradients="int4", secondary=True)
     with tempfile.TemporaryDirectory() as folder:
         for tier in ("host", "nvme"):
             offload = {"params": tier, "optimizer": tier, "grads": tier}
             paths = {"nvme_paths": [folder]} if tier == "nvme" else {}
-            engine = check_against_simulation(world, ways, "bf16", 2, offload={**offload, **paths})
+            engine = check_against_simulation(world, setup, "bf16", 2, offload={**offload, **paths})
             assert not engine.pool.overflow.total_bytes
-        check_against_simulation(world, Ways(4, 2, group=2), "bf16", offload={"params": "host"})
+        check_against_simulation(world, CommunicationSetup(4, 2, group=2), "bf16", offload={"params": "host"})
 
 
 @on_ranks(4)
 def test_updates_in_backward(world: World) -> None:
-    ways = Ways(4, 2, weights="int8", gradients="int4", secondary=True)
-    check_against_simulation(world, ways, "bf16", offload={"step": "in_backward"})
-    check_against_simulation(world, Ways(4, 2, group=2), "bf16", offload={"step": "in_backward"})
+    setup = CommunicationSetup(4, 2, weights="int8", gradients="int4", secondary=True)
+    check_against_simulation(world, setup, "bf16", offload={"update_mode": "in_backward"})
+    check_against_simulation(
+        world, CommunicationSetup(4, 2, group=2), "bf16", offload={"update_mode": "in_backward"}
+    )
 
 
-def trained(world: World, ways: Ways, step: str) -> dict[str, torch.Tensor]:
+def trained(world: World, setup: CommunicationSetup, step: str) -> dict[str, torch.Tensor]:
     """Whole parameters after steps, with forwards that repeat before and after each."""
     micro_batches = 1 if step == "in_backward" else 2
     model, optimizer = prepared(
         world,
         seeded(world.seed),
-        ways,
+        setup,
         precision={"dtype": "bf16"},
         batch={"gradient_accumulation_steps": micro_batches},
         units={"persistence_threshold": 20},
-        offload={"step": step, "optimizer": "host" if step == "delayed" else "device"},
+        offload={"update_mode": step, "optimizer": "host" if step == "delayed" else "device"},
         optimizer=adamw,
     )
     evaluated = language_batch(world.seed, 99, 0, 0)
@@ -158,8 +164,11 @@ def trained(world: World, ways: Ways, step: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("step", ["after_backward", "in_backward", "delayed"])
 def test_secondary_shards_change_no_value(world: World, step: str) -> None:
     """Whoever changes shards drops them: no forward sees values of before."""
-    ways = [Ways(4, 2, weights="int8", gradients="int8", secondary=secondary) for secondary in (False, True)]
-    runs = [trained(world, each, step) for each in ways]
+    setup = [
+        CommunicationSetup(4, 2, weights="int8", gradients="int8", secondary=secondary)
+        for secondary in (False, True)
+    ]
+    runs = [trained(world, each, step) for each in setup]
     for name, value in runs[0].items():
         assert torch.equal(value, runs[1][name]), name
 
@@ -169,7 +178,10 @@ def test_a_device_has_the_bits_of_the_host(world: World) -> None:
     """Whatever order its streams run in."""
     torch.stand_in.set_schedule("random", world.seed)  # type: ignore[attr-defined]
     codes = {"weights": "int8", "gradients": "int4", "secondary": True}
-    for ways in (Ways(world.size, 1, **codes), Ways(world.size, world.size, **codes)):
+    for setup in (
+        CommunicationSetup(world.size, 1, **codes),
+        CommunicationSetup(world.size, world.size, **codes),
+    ):
         for tier in ("device", "host"):
             found = []
             for device in ("cpu", "stand_in:0"):
@@ -179,7 +191,7 @@ def test_a_device_has_the_bits_of_the_host(world: World) -> None:
                     sgd(list(model.parameters())),
                     configuration(
                         3,
-                        communication=ways.communication(),
+                        communication=setup.communication(),
                         offload={"params": tier},
                         precision={"dtype": "bf16"},
                         batch={"gradient_accumulation_steps": 2},
@@ -195,4 +207,4 @@ def test_a_device_has_the_bits_of_the_host(world: World) -> None:
                         optimizer.zero_grad()
                 found.append(zero_ext.full_state_dict(model))
             for name, value in found[0].items():
-                assert torch.equal(value, found[1][name]), (ways, tier, name)
+                assert torch.equal(value, found[1][name]), (setup, tier, name)

@@ -16,7 +16,7 @@ from tests.accelerator.stand_in import BACKEND
 from tests.multi.on_ranks import on_ranks
 from tests.multi.pool import RankPool
 from tests.multi.rank import World
-from zero_ext.comm import BackendExchange
+from zero_ext.comm import DeviceTransport
 from zero_ext.zero import engine_of
 from zero_ext.zero.gradients.reducer import GradientReducer
 from zero_ext.zero.gradients.reduction_schedule import ReductionSchedule
@@ -87,17 +87,17 @@ def trained(world: World, config: dict[str, Any]) -> tuple[list[torch.Tensor], l
     group = dist.new_group(backend=BACKEND)
     assert isinstance(group, dist.ProcessGroup)
     begun: list[str] = []
-    original = {name: getattr(BackendExchange, name) for name in BEGUN}
+    original = {name: getattr(DeviceTransport, name) for name in BEGUN}
 
     def noting(name: str) -> Any:
-        def call(exchange: BackendExchange, tensor: Any, *rest: Any) -> Any:
+        def call(exchange: DeviceTransport, tensor: Any, *rest: Any) -> Any:
             first = tensor if isinstance(tensor, torch.Tensor) else tensor[(exchange.rank + 1) % world.size]
             begun.append(f"{name} of {first.numel()} {first.dtype}")
             return original[name](exchange, tensor, *rest)
 
         return call
 
-    with mock.patch.multiple(BackendExchange, **{name: noting(name) for name in BEGUN}):
+    with mock.patch.multiple(DeviceTransport, **{name: noting(name) for name in BEGUN}):
         optimizer = torch.optim.SGD(inner.parameters(), 0.1)
         model, optimizer = zero_ext.prepare(inner, optimizer, config, process_group=group)
         for loss in losses(world, model, inner):
@@ -131,10 +131,10 @@ def without_the_schedule(world: World) -> str:
 
 def test_without_the_schedule_ranks_differ(stand_in_pool: RankPool) -> None:
     """The test above would notice."""
-    told = stand_in_pool.run(3, f"{__name__}:without_the_schedule", {})
+    messages = stand_in_pool.run(3, f"{__name__}:without_the_schedule", {})
     stand_in_pool.close()  # the streams of these ranks have failed
-    # Who is not told what differs is told that another rank has given up.
-    assert any("different" in each for each in told), told
+    # A rank that does not name the difference reports that another rank has given up.
+    assert any("different" in each for each in messages), messages
 
 
 # Vectors stay gathered in the second case: no block's end says that a rank has left one out.
@@ -165,10 +165,10 @@ def test_in_host_memory_no_rank_waits_for_what_another_has_last(world: World, un
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def in_the_order_of_arrival(world: World, units: dict[str, int]) -> str:
-    def adopt(reducer: GradientReducer, arrivals: list[int]) -> None:
+def reduce_unordered(world: World, units: dict[str, int]) -> str:
+    def adopt(reducer: GradientReducer, arrived: list[int]) -> None:
         reducer._outside = set()
-        original(reducer, arrivals)
+        original(reducer, arrived)
 
     original = GradientReducer._adopt_order
     adopted = mock.patch.object(GradientReducer, "_adopt_order", adopt)
@@ -178,13 +178,11 @@ def in_the_order_of_arrival(world: World, units: dict[str, int]) -> str:
 
 
 @pytest.mark.parametrize("units", UNITS)
-def test_in_the_order_of_arrival_ranks_wait_for_each_other(
-    rank_pool: RankPool, units: dict[str, int]
-) -> None:
+def test_without_an_order_ranks_deadlock(rank_pool: RankPool, units: dict[str, int]) -> None:
     """The test above would notice."""
-    told = rank_pool.run(2, f"{__name__}:in_the_order_of_arrival", {"units": units})
+    messages = rank_pool.run(2, f"{__name__}:reduce_unordered", {"units": units})
     rank_pool.close()
-    assert any("expected the same collective on all ranks" in each for each in told), told
+    assert any("expected the same collective on all ranks" in each for each in messages), messages
 
 
 class Counts:
@@ -201,7 +199,7 @@ class Counts:
         return mock.Mock()
 
 
-def test_places_are_learned_and_kept() -> None:
+def test_positions_are_learned_once() -> None:
     collectives: Any = Counts([2, 0])
     schedule = ReductionSchedule(collectives, ahead=2)
     schedule.begin(lambda: False)
@@ -250,8 +248,8 @@ def test_without_gathers_offloaded_gradients_do_not_pile_up(
 
     def arrived(reducer: GradientReducer, *rest: Any) -> None:
         original(reducer, *rest)
-        whole = (each for each in reducer.gradients if each.complete and not each.reducing)
-        waiting.append(sum(each.has_local for each in whole))
+        full = (each for each in reducer.gradients if each.complete and not each.reducing)
+        waiting.append(sum(each.has_local for each in full))
 
     offered = mock.patch.object(dist, "get_backend_config", lambda group: f"stand_in:{BACKEND}")
     with offered, mock.patch.object(GradientReducer, "arrived", arrived):

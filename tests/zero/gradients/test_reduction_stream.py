@@ -35,8 +35,8 @@ class Watch:
         self.outer = torch.accelerator.current_stream()
         self.outside: list[bool] = []
         self.waiting: list[int] = []
-        self.kept: list[bool] = []
-        self.kept_longer: list[bool] = []
+        self.retained: list[bool] = []
+        self.retained_longer: list[bool] = []
         self._packed: list[StorageWeakRef] = []
 
     @contextlib.contextmanager
@@ -45,9 +45,9 @@ class Watch:
         self._packed.clear()
 
         def watched_add(gradients: UnitGradients, index: int, gradient: torch.Tensor) -> None:
-            self.kept += [not each.expired() for each in self._packed]
+            self.retained += [not each.expired() for each in self._packed]
             add(gradients, index, gradient)
-            self.kept_longer += [not each.expired() for each in self._packed]
+            self.retained_longer += [not each.expired() for each in self._packed]
             self._packed.clear()
             self.waiting.append(sum(bool(each._waiting) for each in self.engine.reducer.gradients))
 
@@ -87,20 +87,20 @@ def test_backward_goes_on_and_its_gradients_do_not_pile_up(
     model, optimizer = zero_ext.prepare(model, sgd(model.parameters()), config, process_group=world.group)
     watch = Watch(engine_of(model))
     for number in range(2):
-        kept = number == 0 and accumulation == "no_sync"
-        with watch.watching(), model.no_sync() if kept else contextlib.nullcontext():
+        retained = number == 0 and accumulation == "no_sync"
+        with watch.watching(), model.no_sync() if retained else contextlib.nullcontext():
             language_loss(model, language_batch(world.seed, number, 0, world.rank).to("stand_in")).backward()
     assert watch.outside
     assert not any(watch.outside)
     assert max(watch.waiting) <= 2 < len(engine_of(model).units)
-    assert watch.kept
-    assert all(watch.kept)
-    assert not any(watch.kept_longer)
+    assert watch.retained
+    assert all(watch.retained)
+    assert not any(watch.retained_longer)
     optimizer.step()
 
 
 @on_ranks(2, stand_in=True)
-def test_collectives_of_several_hops_go_on_in_it(world: World) -> None:
+def test_collectives_of_several_phases_continue_in_it(world: World) -> None:
     model = TinyModel().to("stand_in")
     model, _ = zero_ext.prepare(model, sgd(model.parameters()), configuration(3), process_group=world.group)
     collectives, outer = engine_of(model).collectives, torch.accelerator.current_stream()
@@ -111,7 +111,7 @@ def test_collectives_of_several_hops_go_on_in_it(world: World) -> None:
 
 @pytest.mark.parametrize("planned", [0, NBYTES])
 @on_ranks(1, stand_in=True)
-def test_memory_that_the_stream_gave_back_is_taken_after_its_use(world: World, planned: int) -> None:
+def test_memory_released_on_the_stream_is_reused_after_its_use(world: World, planned: int) -> None:
     """In the region and beside it."""
     torch.stand_in.set_schedule("lazy")  # type: ignore[attr-defined]
     device = Device(torch.device("stand_in", 0))
@@ -120,11 +120,11 @@ def test_memory_that_the_stream_gave_back_is_taken_after_its_use(world: World, p
     source = wanted.to("stand_in")
     torch.accelerator.synchronize()
     with device.reduction_stream.entered(), pool.growing():
-        lent = pool.take(NBYTES)
+        lent = pool.acquire(NBYTES)
         address = lent.data_ptr()
         lent.view(torch.float32).copy_(source)
-        pool.give(lent)
+        pool.release(lent)
     with pool.growing():
-        again = pool.take(NBYTES)
+        again = pool.acquire(NBYTES)
     assert again.data_ptr() == address
     assert torch.equal((again.view(torch.float32) + 1).cpu(), wanted + 1)

@@ -58,7 +58,7 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "transposed": lambda g: g.t() @ MASK,
     "flat": lambda g: torch.cat([g.view(-1), g.reshape(-1)[3:7], g.T.flatten()]),
     "iteration": lambda g: torch.stack([row.mean() for row in g]),
-    "split": lambda g: sum(part.abs().sum() for part in g.chunk(2)),
+    "split": lambda g: sum(chunk.abs().sum() for chunk in g.chunk(2)),
     "bits": lambda g: g.view(torch.int32).sum(),
     "histogram": lambda g: torch.histc(g, 5, -1.0, 1.0),
     "expanded": lambda g: g.unsqueeze(0).expand(2, -1, -1).sum((0, 1)),
@@ -140,8 +140,13 @@ def every_tier(world: World) -> Iterator[tuple[Any, Any, nn.Module]]:
         yield after_backward(world, stage)
     yield after_backward(world, 2, offload={"grads": "host", "optimizer": "host"})
     with tempfile.TemporaryDirectory() as folder:
-        places = {"grads": "nvme", "optimizer": "nvme", "nvme_paths": [folder], "ring_bytes": 1 << 20}
-        yield after_backward(world, 3, offload=places)
+        offload = {
+            "grads": "nvme",
+            "optimizer": "nvme",
+            "nvme_paths": [folder],
+            "staging_buffer_bytes": 1 << 20,
+        }
+        yield after_backward(world, 3, offload=offload)
 
 
 @on_ranks(2)
@@ -288,10 +293,10 @@ def test_data_of_a_gradient_may_be_assigned(world: World) -> None:
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("how", ["optimizer", "module", "none"])
-def test_a_gradient_that_someone_keeps_is_not_the_next_one(world: World, how: str) -> None:
+def test_a_retained_gradient_is_not_the_next_one(world: World, how: str) -> None:
     for stage in (0, 1, 2, 3):
         model, optimizer, twin = after_backward(world, stage)
-        kept, wanted = model.head.weight.grad, twin.head.weight.grad.clone()
+        held, wanted = model.head.weight.grad, twin.head.weight.grad.clone()
         if how == "none":
             for parameter in model.parameters():
                 parameter.grad = None
@@ -299,11 +304,11 @@ def test_a_gradient_that_someone_keeps_is_not_the_next_one(world: World, how: st
             {"optimizer": optimizer, "module": model}[how].zero_grad()
         language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
         if stage == 0 or world.size == 1:
-            close(kept, wanted)
+            close(held, wanted)
             continue
         with pytest.raises(RuntimeError, match=r"'head\.weight'\.grad was cleared.*clone\(\)"):
-            kept.sum()
-        model.head.weight.grad = kept
+            held.sum()
+        model.head.weight.grad = held
         with pytest.raises(RuntimeError, match=r"'head\.weight'\.grad was cleared"):
             optimizer.step()
 

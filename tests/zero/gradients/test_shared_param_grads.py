@@ -17,14 +17,14 @@ from tests.accelerator.stand_in import BACKEND
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.comm.process_group import make_collectives
-from zero_ext.zero.units.shared_params import tie
+from zero_ext.zero.units.parameter_marks import mark_tied
 
 SIZE = 1500
 TIES = {"everywhere": (0, 1, 2), "at the ends": (0, 2), "at the end": (1, 2)}
 LARGE = 64 << 10
 
 
-class Part(nn.Module):
+class Stage(nn.Module):
     """What one rank has; the gradients are what its forward is given."""
 
     def __init__(self, rank: int) -> None:
@@ -34,7 +34,7 @@ class Part(nn.Module):
         )
         self.own = nn.Parameter(torch.zeros(SIZE))
         for name, parameter in self.tied.items():
-            tie(parameter, name, TIES[name])
+            mark_tied(parameter, name, TIES[name])
 
     def forward(self, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
         tied = [(self.tied[name] * gradients[name].to(self.own)).sum() for name in self.tied]
@@ -50,7 +50,7 @@ def gradients_of(seed: int, rank: int) -> dict[str, torch.Tensor]:
 @on_ranks(3, stand_in=True)
 def test_ties_add_up_in_float32_and_rank_order(world: World, device: str) -> None:
     mesh = DeviceMesh("cpu", torch.arange(3).view(3, 1), mesh_dim_names=("pp", "dp"))
-    model: Any = Part(world.rank).to("cpu" if device == "cpu" else "stand_in")
+    model: Any = Stage(world.rank).to("cpu" if device == "cpu" else "stand_in")
     offered = mock.patch.object(dist, "get_backend_config", lambda group: f"stand_in:{BACKEND}")
     with offered if device == BACKEND else contextlib.nullcontext():
         model, optimizer = zero_ext.prepare(
@@ -60,8 +60,8 @@ def test_ties_add_up_in_float32_and_rank_order(world: World, device: str) -> Non
             process_group=mesh,
         )
     for step in range(2):
-        given = [gradients_of(world.seed + 10 * step, rank) for rank in range(3)]
-        model(given[world.rank]).backward()
+        gradients = [gradients_of(world.seed + 10 * step, rank) for rank in range(3)]
+        model(gradients[world.rank]).backward()
         optimizer.step()
         optimizer.zero_grad()
     reached = zero_ext.full_state_dict(model, rank0_only=False)

@@ -20,16 +20,16 @@ from tests.zero.training import Plan, check_equal
 def test_sums_of_passes_that_nobody_announced_are_not_rounded(world: World, dtype: str) -> None:
     """A sum in fp32, of passes under ``no_sync``, is the same in every home of gradients."""
     units = {"bucket_elements": 100}  # so that there are units of one parameter
-    homes: tuple[dict[str, Any], ...] = (
+    storages: tuple[dict[str, Any], ...] = (
         {"grads": "host"},
         {"grads": "nvme"},
-        {"step": "in_backward"},
-        {"step": "in_backward", "grads": "nvme", "optimizer": "nvme"},
+        {"update_mode": "in_backward"},
+        {"update_mode": "in_backward", "grads": "nvme", "optimizer": "nvme"},
     )
     for micro_batches in (2, 3):
         plan = Plan(micro_batches=micro_batches, accumulation="no_sync", dtype=dtype)
         reference = train(world, 3, plan, {}, units=units)
-        for offload in homes:
+        for offload in storages:
             check_equal(train(world, 3, plan, offload, units=units), reference)
 
 
@@ -56,7 +56,7 @@ def test_ranks_that_sum_gradients_of_other_parameters(world: World) -> None:
             module = Choosing()
             precision = {"dtype": "bf16"}
             model, optimizer = prepared(
-                world, module, stage=stage, precision=precision, offload={"step": step}
+                world, module, stage=stage, precision=precision, offload={"update_mode": step}
             )
             for number in range(2):
                 module.chosen = (world.rank % 3,)

@@ -13,8 +13,8 @@ from unittest import mock
 
 import torch
 
-from zero_ext.comm import fastest_exchange
-from zero_ext.comm.transport import Message, PointToPoint, Waitable
+from zero_ext.comm import fastest_host_transport
+from zero_ext.comm.transport import Message, PointToPointTransport, Waitable
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -22,14 +22,14 @@ def poison(tensor: torch.Tensor) -> None:
     tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
 
 
-class DelayedExchange(PointToPoint):
+class DelayedTransport(PointToPointTransport):
     """Runs another exchange on a thread of its own, after random delays, through private buffers.
 
     A destination holds poison from ``start`` until its ``wait``; a source is read at some time in between,
     so that a caller who changes it too early sends the wrong values.
     """
 
-    def __init__(self, inner: PointToPoint, seed: int, longest: float = 0.002) -> None:
+    def __init__(self, inner: PointToPointTransport, seed: int, longest: float = 0.002) -> None:
         super().__init__(inner.rank, inner.world_size)
         self._inner = inner
         self._random = random.Random(seed)
@@ -40,7 +40,7 @@ class DelayedExchange(PointToPoint):
     def start(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0
     ) -> Sequence[Waitable]:
-        """See :class:`Exchange`."""
+        """See :class:`Transport`."""
         private = [(rank, torch.empty_like(tensor)) for rank, tensor in receives]
         for _, tensor in receives:
             poison(tensor)
@@ -53,14 +53,14 @@ class DelayedExchange(PointToPoint):
         return [self._later(transfer, targets, [tensor for _, tensor in private])]
 
     def all_reduce(self, tensor: torch.Tensor) -> Waitable:
-        """See :class:`Exchange`."""
+        """See :class:`Transport`."""
         private = tensor.clone()
         poison(tensor)
         return self._later(lambda: self._inner.all_reduce(private).wait(), [tensor], [private])
 
-    def give_up(self, reason: str) -> None:
-        """See :class:`Exchange`."""
-        self._inner.give_up(reason)
+    def abort(self, reason: str) -> None:
+        """See :class:`Transport`."""
+        self._inner.abort(reason)
 
     def _later(
         self, transfer: Callable[[], Any], targets: list[torch.Tensor], results: list[torch.Tensor]
@@ -107,8 +107,8 @@ class _Work:
 def delays(seed: int) -> Iterator[None]:
     """Inside, every engine that is prepared runs over delayed exchanges."""
 
-    def delayed(group: Any, timeout_seconds: float) -> DelayedExchange:
-        return DelayedExchange(fastest_exchange(group, timeout_seconds), seed)
+    def delayed(group: Any, timeout_seconds: float) -> DelayedTransport:
+        return DelayedTransport(fastest_host_transport(group, timeout_seconds), seed)
 
-    with mock.patch("zero_ext.comm.connections.fastest_exchange", delayed):
+    with mock.patch("zero_ext.comm.connections.fastest_host_transport", delayed):
         yield

@@ -26,7 +26,7 @@ from tests.zero.step.test_host_waits import (
 from tests.zero.training import adamw
 from zero_ext import ops
 from zero_ext.zero import engine_of
-from zero_ext.zero.units.collective_errors import FailedTogether
+from zero_ext.zero.units.collective_errors import CollectiveError
 
 NEGATIVE = torch.tensor([-3.0], dtype=torch.float64).view(torch.int64).item()
 # quantize_blockwise: entry of values[5], as a kernel on the device records it.
@@ -36,14 +36,14 @@ QUANTIZED = torch.tensor([2, 5, 2, 5, 3, NEGATIVE, 8])
 def record_on_last_rank(world: World, record: torch.Tensor) -> Any:
     """The next look at this rank's device finds an error there, if it is the last rank."""
     waiting = [record] if world.rank == world.size - 1 else []
-    take = ops.take_device_error_
+    original = ops.pop_device_error_
 
     def found(into: torch.Tensor) -> None:
-        take(into)
+        original(into)
         if waiting:
             into.copy_(waiting.pop())
 
-    return mock.patch.object(ops, "take_device_error_", found)
+    return mock.patch.object(ops, "pop_device_error_", found)
 
 
 def until_raised(world: World, model: Any, optimizer: Any, first: int, look: str) -> None:
@@ -93,7 +93,7 @@ def test_a_bad_setting_changes_nothing_and_is_raised_on_all_ranks(world: World, 
         with HostWaits() as waits:
             step_of(model, optimizer, batch(world, 2, model))
         assert waits.found == []
-        with pytest.raises(FailedTogether, match=re.escape(said)) as raised:
+        with pytest.raises(CollectiveError, match=re.escape(said)) as raised:
             until_raised(world, model, optimizer, 3, look)
         assert str(raised.value).startswith("device of rank 0: ")
         assert "Step 3 did not update all state." in str(raised.value)
@@ -147,7 +147,7 @@ def test_an_update_s_error_is_its_engine_s_where_several_share_a_device(world: W
         torch.accelerator.synchronize()
     zero_ext.full_state_dict(good)
     assert engine_of(good).optimizer_step.damage is None
-    with pytest.raises(FailedTogether, match=re.escape("beta1 of hyper[0]: expected in [0, 1), got 1.5.")):
+    with pytest.raises(CollectiveError, match=re.escape("beta1 of hyper[0]: expected in [0, 1), got 1.5.")):
         until_raised(world, bad, bad_optimizer, 2, "waiting")
 
 
@@ -160,9 +160,9 @@ def test_what_was_recorded_before_a_model_is_no_error_of_its_steps(world: World)
     ):
         warnings.simplefilter("always")
         model, optimizer = prepared(world, 3, "bf16", 0.0)
-    told = [str(each.message) for each in caught if "before this model was prepared" in str(each.message)]
-    assert len(told) == (world.rank == world.size - 1)
-    assert all("quantize_blockwise" in text for text in told)
+    messages = [str(each.message) for each in caught if "before this model was prepared" in str(each.message)]
+    assert len(messages) == (world.rank == world.size - 1)
+    assert all("quantize_blockwise" in text for text in messages)
     for step in range(3):
         step_of(model, optimizer, batch(world, step, model))
     zero_ext.full_state_dict(model)

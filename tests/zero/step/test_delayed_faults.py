@@ -25,7 +25,7 @@ def prepared(world: World, folder: str, clip: float) -> tuple[Any, Any]:
         "stage": 2,
         "timeout_seconds": 30.0,
         "gradient_clipping": clip,
-        "offload": {"step": "delayed", "optimizer": "host", "grads": "nvme", "nvme_paths": [folder]},
+        "offload": {"update_mode": "delayed", "optimizer": "host", "grads": "nvme", "nvme_paths": [folder]},
     }
     return zero_ext.prepare(model, torch.optim.AdamW(model.parameters()), config, process_group=world.group)
 

@@ -26,7 +26,7 @@ def test_torchs_own_optimizers(world: World, name: str) -> None:
             optimizer = getattr(torch.optim, name)(module.parameters(), lr=1e-2, **more)
             with tempfile.TemporaryDirectory() as folder:
                 paths = {"nvme_paths": [folder]} if tier == "nvme" else {}
-                offload = {"optimizer": tier, "step": step, **paths}
+                offload = {"optimizer": tier, "update_mode": step, **paths}
                 config = {"stage": 2, "offload": offload}
                 model, optimizer = zero_ext.prepare(module, optimizer, config, process_group=world.group)
                 generator = torch.Generator().manual_seed(world.seed + world.rank)

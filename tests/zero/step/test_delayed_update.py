@@ -199,7 +199,12 @@ def train_delayed(
     """The engine's run; updates end before the next forward, or with ``late`` begin after its backward."""
     with tempfile.TemporaryDirectory() as folder:
         paths = {"nvme_paths": [folder]} if "nvme" in offload.values() else {}
-        tiers = {"step": "delayed", "delay_after_steps": case.undelayed, "ring_bytes": 1 << 20, **paths}
+        tiers = {
+            "update_mode": "delayed",
+            "delay_start_step": case.undelayed,
+            "staging_buffer_bytes": 1 << 20,
+            **paths,
+        }
         model, optimizer = zero_ext.prepare(
             model,
             make_optimizer(model, case.fused),
@@ -276,7 +281,7 @@ def test_equals_the_stale_loop(world: World, stage: int) -> None:
 def prepared(world: World, stage: int = 2, dtype: str = "bf16", **offload: Any) -> tuple[Any, Any]:
     torch.manual_seed(world.seed)
     model = SometimesShort()
-    policy = {"optimizer": "host", "step": "delayed", "ring_bytes": 1 << 20, **offload}
+    policy = {"optimizer": "host", "update_mode": "delayed", "staging_buffer_bytes": 1 << 20, **offload}
     return zero_ext.prepare(
         model,
         make_optimizer(model, True),
@@ -294,15 +299,15 @@ def train_step(world: World, model: Any, optimizer: Any, step: int) -> list[floa
 
 @on_ranks(1, 2)
 def test_updates_run_on_a_thread_of_their_own_once_delayed(world: World) -> None:
-    model, optimizer = prepared(world, delay_after_steps=1)
+    model, optimizer = prepared(world, delay_start_step=1)
     gate = Gate(engine_of(model))
     gate.open()
     train_step(world, model, optimizer, 0)
-    assert gate.threads == {threading.get_ident()} and not engine_of(model).optimizer_step.under_way
+    assert gate.threads == {threading.get_ident()} and not engine_of(model).optimizer_step.in_progress
     train_step(world, model, optimizer, 1)
-    assert engine_of(model).optimizer_step.under_way
+    assert engine_of(model).optimizer_step.in_progress
     model.finish_update()
-    assert len(gate.threads) == 2 and not engine_of(model).optimizer_step.under_way
+    assert len(gate.threads) == 2 and not engine_of(model).optimizer_step.in_progress
 
 
 @on_ranks(1, 2)
@@ -313,11 +318,14 @@ def test_bytes_held_and_moved(world: World) -> None:
             engine = engine_of(model)
             for step in (1, 3, 5):
                 train_step(world, model, optimizer, step)
-            ledger, padded = engine.ledger(), sum(unit.layout.numel for unit in engine.units)
+            breakdown, padded = engine.memory_breakdown(), sum(unit.layout.numel for unit in engine.units)
             wanted = model_state_bytes(stage, world.size, TrainingState({dtype: padded}), delayed=True)
-            assert [ledger[kind] for kind in ("params", "grads", "optimizer")] == [*vars(wanted).values()]
-            part = padded // world.size * (4 if dtype == "fp32" else 2)
-            assert engine.tiers.transfers.last_moved == {("device", "host"): part, ("host", "device"): part}
+            assert [breakdown[kind] for kind in ("params", "grads", "optimizer")] == [*vars(wanted).values()]
+            shard_bytes = padded // world.size * (4 if dtype == "fp32" else 2)
+            assert engine.tiers.transfers.last_moved == {
+                ("device", "host"): shard_bytes,
+                ("host", "device"): shard_bytes,
+            }
 
 
 @on_ranks(1, 2)
@@ -329,13 +337,13 @@ def test_a_resumed_run_equals_the_one_that_saved(world: World) -> None:
             train_step(world, model, optimizer, step)
         zero_ext.save_checkpoint(saves, model)
         wanted = [train_step(world, model, optimizer, step) for step in range(3, 6)]
-        whole = zero_ext.full_state_dict(model)
+        full = zero_ext.full_state_dict(model)
         model, optimizer = prepared(world, 2)
         train_step(world, model, optimizer, 9)  # an update under way does not survive the load
         zero_ext.load_checkpoint(saves, model)
         assert [train_step(world, model, optimizer, step) for step in range(3, 6)] == wanted
         for name, value in zero_ext.full_state_dict(model).items():
-            assert torch.equal(value, whole[name]), name
+            assert torch.equal(value, full[name]), name
         world.barrier()
 
 
@@ -356,7 +364,7 @@ def test_state_is_read_and_edited_as_after_the_update(world: World, stage: int) 
         before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     assert any(not torch.equal(before[name], wanted[name]) for name in before)  # what forward uses
     found = optimizer.state_dict()
-    assert engine_of(model).optimizer_step.under_way and found["scalars"] == state["scalars"]
+    assert engine_of(model).optimizer_step.in_progress and found["scalars"] == state["scalars"]
     assert all(torch.equal(found["shards"][key], value) for key, value in state["shards"].items())
     with zero_ext.gathered(model, modifier_rank=0), torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -439,7 +447,7 @@ def test_a_failed_transfer_surfaces_on_all_ranks(world: World, surfaces_at: str)
 
 
 @on_ranks(1, 2)
-def test_a_model_goes_with_an_update_under_way(world: World) -> None:
+def test_a_model_is_dropped_during_an_update(world: World) -> None:
     with tempfile.TemporaryDirectory() as nvme:
         model, optimizer = prepared(world, 3, optimizer="nvme", params="nvme", nvme_paths=[nvme])
         gate = Gate(engine_of(model))
@@ -457,15 +465,15 @@ import sys, torch, zero_ext
 from zero_ext.zero import engine_of
 from tests.zero.models import TinyModel, language_batch, language_loss
 model = TinyModel()
-offload = {"optimizer": "nvme", "nvme_paths": [sys.argv[1]], "step": "delayed"}
+offload = {"optimizer": "nvme", "nvme_paths": [sys.argv[1]], "update_mode": "delayed"}
 model, optimizer = zero_ext.prepare(model, torch.optim.AdamW(model.parameters()), {"offload": offload})
 language_loss(model, language_batch(0, 0, 0, 0)).backward()
 optimizer.step()
-assert engine_of(model).optimizer_step.under_way
+assert engine_of(model).optimizer_step.in_progress
 """
 
 
-def test_the_interpreter_exits_with_an_update_under_way(tmp_path: Path) -> None:
+def test_the_interpreter_exits_during_an_update(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", EXITS, str(tmp_path)],
         cwd=Path(__file__).parents[3],

@@ -41,8 +41,8 @@ class Case(NamedTuple):
 HOST = {"optimizer": "host"}
 ALL_HOST = {"optimizer": "host", "grads": "host"}
 ALL_NVME = {"optimizer": "nvme", "grads": "nvme", "params": "nvme"}
-IN_BACKWARD = {"step": "in_backward"}
-DELAYED = {"step": "delayed"}
+IN_BACKWARD = {"update_mode": "in_backward"}
+DELAYED = {"update_mode": "delayed"}
 
 GRADIENTS = {
     "stage 0": Case(0),
@@ -119,7 +119,7 @@ def prepared(world: World, case: Case, **more: Any) -> Iterator[tuple[Any, Any]]
             "timeout_seconds": 120.0,
             "units": {"bucket_elements": 700},
             "precision": {"dtype": case.dtype, "moments_dtype": case.moments},
-            "offload": {**paths, **case.offload, **({"ring_bytes": 1 << 20} if paths else {})},
+            "offload": {**paths, **case.offload, **({"staging_buffer_bytes": 1 << 20} if paths else {})},
             "batch": {"gradient_accumulation_steps": declared},
             **more,
         }
@@ -175,16 +175,16 @@ def test_a_bad_gradient_on_one_rank_is_refused_on_all_and_changes_nothing(world:
                 backward(world, model, case, 1)
             with pytest.raises(
                 FloatingPointError, match=f"expected finite values, got .* in '{NAME}'"
-            ) as told:
+            ) as failure:
                 optimizer.step()
             if not case.rolls_back:
                 break
-            assert f"gradients of step {engine_of(model).steps + 1}:" in str(told.value)
-            assert "No parameter or optimizer state was changed" in str(told.value)
-            assert "optimizer.zero_grad()" in str(told.value) and "weights" not in str(told.value)
+            assert f"gradients of step {engine_of(model).steps + 1}:" in str(failure.value)
+            assert "No parameter or optimizer state was changed" in str(failure.value)
+            assert "optimizer.zero_grad()" in str(failure.value) and "weights" not in str(failure.value)
             optimizer.zero_grad()
         if not case.rolls_back:
-            assert "load the last checkpoint" in str(told.value)
+            assert "load the last checkpoint" in str(failure.value)
             with pytest.raises(RuntimeError, match="not usable since an earlier step failed"):
                 backward(world, model, case, 2)
             return
@@ -235,10 +235,10 @@ def test_an_error_names_three_parameters_and_counts_the_rest(world: World) -> No
         loss = language_loss(model, language_batch(world.seed, 0, 0, world.rank))
         (loss * float("nan") if world.rank == 0 else loss).backward()
         names = [name for name, _ in model.module.named_parameters()]
-        with pytest.raises(FloatingPointError) as told:
+        with pytest.raises(FloatingPointError) as failure:
             optimizer.step()
-        found = [name for name in names if f"'{name}'" in str(told.value)]
-        assert len(found) == 3 and f" and {len(names) - 3} more parameters." in str(told.value)
+        found = [name for name in names if f"'{name}'" in str(failure.value)]
+        assert len(found) == 3 and f" and {len(names) - 3} more parameters." in str(failure.value)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1])
@@ -252,10 +252,10 @@ def test_weights_that_are_not_finite_are_named_as_the_cause(world: World, clip: 
                 if world.rank == 0:
                     parameter.data.view(-1)[-1] = float("nan")
             backward(world, model, case, 0)
-            with pytest.raises(FloatingPointError) as told:
+            with pytest.raises(FloatingPointError) as failure:
                 optimizer.step()
-            assert f"The weights of '{NAME}' are not finite either" in str(told.value)
-            assert "checkpoint" in str(told.value) and "zero_grad" not in str(told.value)
+            assert f"The weights of '{NAME}' are not finite either" in str(failure.value)
+            assert "checkpoint" in str(failure.value) and "zero_grad" not in str(failure.value)
 
 
 def unused_row(world: World, step: int) -> int:
@@ -314,14 +314,14 @@ def test_a_moment_that_overflows_is_found(world: World) -> None:
 
 
 @on_ranks(1, 2)
-def test_clipping_takes_back_a_moment_that_overflowed_in_backward(world: World) -> None:
+def test_clipping_rolls_back_a_moment_that_overflowed_in_backward(world: World) -> None:
     """The update on trial overflows, the clipped one does not."""
     case = Case(3, {**HOST, **IN_BACKWARD}, clip=1.0)
     with prepared(world, case) as (model, optimizer):
         with one_poisoned_element(world, model, 1e25):
             backward(world, model, case, 1)
         optimizer.step()
-        assert optimizer.taken_back_steps == 1
+        assert optimizer.rolled_back_steps == 1
         optimizer.zero_grad()
         good_step(world, model, optimizer, case, 2)
 

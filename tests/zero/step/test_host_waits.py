@@ -218,7 +218,7 @@ def test_a_norm_that_is_not_finite_stops_the_device_and_is_named_when_the_host_l
             step_of(each, own, batch(world, 0, each))
         with bad_gradient(world, model):
             step_of(model, optimizer, batch(world, 1, model))
-        with pytest.raises(FloatingPointError, match=f"gradients of step 2: .* in '{NAME}'") as told:
+        with pytest.raises(FloatingPointError, match=f"gradients of step 2: .* in '{NAME}'") as failure:
             if look == "step":
                 torch.accelerator.synchronize()
                 step_of(model, optimizer, batch(world, 2, model))
@@ -231,7 +231,7 @@ def test_a_norm_that_is_not_finite_stops_the_device_and_is_named_when_the_host_l
             else:
                 assert math.isnan(engine_of(model).grad_norm)
                 zero_ext.full_state_dict(model)
-        assert "No parameter or optimizer state was changed" in str(told.value)
+        assert "No parameter or optimizer state was changed" in str(failure.value)
         assert engine_of(model).steps == 1
         optimizer.zero_grad()
         assert_alike_before_and_after(world, 3, (model, optimizer), (other, other_optimizer))
@@ -292,15 +292,15 @@ def test_a_step_that_the_ranks_would_make_differently_changes_nothing(world: Wor
 
 
 @on_ranks(1, stand_in=True)
-def test_the_norm_of_a_step_is_told_when_the_device_has_it(world: World) -> None:
+def test_the_norm_of_a_step_is_published_when_the_device_has_it(world: World) -> None:
     model, optimizer = prepared(world, 2, "bf16", 0.1)
-    heard: list[Event] = []
+    events: list[Event] = []
     engine = engine_of(model)
-    engine.subscribe(heard.append)
+    engine.subscribe(events.append)
     norms = []
     for step in range(4):
         step_of(model, optimizer, batch(world, step, model))
         norms.append(engine.grad_norm)
-    assert [each.grad_norm for each in heard if isinstance(each, StepEnd)] == [None] * 4
-    told = {each.step: each.grad_norm for each in heard if isinstance(each, DeviceStepEnd)}
-    assert len(told) >= 3 and all(norms[step - 1] == norm for step, norm in told.items())
+    assert [each.grad_norm for each in events if isinstance(each, StepEnd)] == [None] * 4
+    reported = {each.step: each.grad_norm for each in events if isinstance(each, DeviceStepEnd)}
+    assert len(reported) >= 3 and all(norms[step - 1] == norm for step, norm in reported.items())

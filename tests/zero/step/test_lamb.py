@@ -30,8 +30,8 @@ from tests.zero.training import (
 )
 from zero_ext.zero import engine_of
 
-RING = {"ring_bytes": 1 << 20}
-PLACES: list[tuple[int, dict[str, Any]]] = [
+RING = {"staging_buffer_bytes": 1 << 20}
+CASES: list[tuple[int, dict[str, Any]]] = [
     (0, {}),
     (1, {}),
     (1, {"optimizer": "host"}),
@@ -66,10 +66,10 @@ class Uneven(nn.Module):
 
 def in_groups(parameters: Any) -> list[dict[str, Any]]:
     """Matrices decay; vectors neither decay nor adapt."""
-    given = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     return [
-        {"params": [p for p in given if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in given if p.dim() <= 1], "min_coeff": 1.0, "max_coeff": 1.0},
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() <= 1], "min_coeff": 1.0, "max_coeff": 1.0},
     ]
 
 
@@ -110,7 +110,7 @@ def test_stages_and_tiers_are_bit_for_bit_the_same(world: World, name: str) -> N
     plan, make = Plan(clip=0.5), {"lamb": lamb, "lion": lion}[name]
     first = train(world, 0, plan, {}, make)
     assert all(math.isfinite(loss) for loss in first.losses)
-    for stage, offload in PLACES[1:]:
+    for stage, offload in CASES[1:]:
         try:
             check_equal(train(world, stage, plan, offload, make), first)
         except AssertionError as error:
@@ -127,7 +127,7 @@ def test_low_precision_and_moments_in_bf16(world: World, dtype: str) -> None:
     plan = Plan(clip=0.5, dtype=dtype)
     precision = {"precision": {"dtype": dtype, "moments_dtype": "bf16"}} if dtype == "bf16" else {}
     first = train(world, 1, plan, {}, **precision)
-    for stage, offload in PLACES[3::3]:
+    for stage, offload in CASES[3::3]:
         check_equal(train(world, stage, plan, offload, **precision), first)
     torch.manual_seed(world.seed)
     plain = train_plain(world, Uneven(), language_loss, language_batch, plan, reference_lamb)
@@ -144,7 +144,7 @@ def test_all_norms_are_summed_up_at_once_and_state_is_read_twice(world: World) -
     for stage, offload in ((0, {}), (3, {}), (2, {"optimizer": "nvme"})):
         engines = [train(world, stage, Plan(), offload, make).engine for make in (lamb, adam)]
         assert engines[0] is not None and engines[1] is not None
-        sent, usual = (Counter(engine.wire.last_elements) for engine in engines if engine is not None)
+        sent, usual = (Counter(engine.traffic.last_elements) for engine in engines if engine is not None)
         groups = engines[0].optimizer_step.groups
         stepped = sum(len(group["params"]) for group in groups) - 1  # one parameter has no gradient
         agreement = world.size if offload else 0
@@ -162,7 +162,9 @@ def test_other_times_are_refused_by_name(world: World, when: str) -> None:
     model = TinyModel(layers=1)
     before = copy.deepcopy(model.state_dict())
     offload = {"step": when, "optimizer": "host"}
-    with pytest.raises(ValueError, match=f"offload.step '{when}' is not possible with Lamb: its trust"):
+    with pytest.raises(
+        ValueError, match=f"offload.update_mode '{when}' is not possible with Lamb: its trust"
+    ):
         zero_ext.prepare(
             model, lamb(model.parameters()), {"stage": 2, "offload": offload}, process_group=world.group
         )

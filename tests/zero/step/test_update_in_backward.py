@@ -28,7 +28,7 @@ from zero_ext import ops
 from zero_ext.config.events import StepEnd
 from zero_ext.zero import engine_of
 
-RING = {"ring_bytes": 1 << 20}
+RING = {"staging_buffer_bytes": 1 << 20}
 TIERS: list[tuple[int, dict[str, Any]]] = [
     (0, {}),
     (1, {"optimizer": "nvme"}),
@@ -65,7 +65,7 @@ def both(
 ) -> Run:
     """Trains with updates after and inside backward, wants the same, returns the latter run."""
     reference = train(world, stage, plan, offload, make, **more)
-    run = train(world, stage, plan, {**offload, "step": "in_backward"}, make, **more)
+    run = train(world, stage, plan, {**offload, "update_mode": "in_backward"}, make, **more)
     check_equal(run, reference)
     assert str(run.norms) == str(reference.norms)  # NaN where they overflowed
     assert run.engine is not None and reference.engine is not None
@@ -77,7 +77,7 @@ def both(
 def prepared(world: World, model: nn.Module | None = None, **more: Any) -> tuple[Any, Any]:
     torch.manual_seed(world.seed)
     model = TinyModel() if model is None else model
-    offload = {"step": "in_backward", **RING, **more.pop("offload", {})}
+    offload = {"update_mode": "in_backward", **RING, **more.pop("offload", {})}
     units = {"bucket_elements": 700, "persistence_threshold": 100}
     config = {"stage": 3, "timeout_seconds": 120.0, "units": units, **more, "offload": offload}
     return zero_ext.prepare(
@@ -109,8 +109,8 @@ def test_clipping_that_strikes_in_some_steps(world: World) -> None:
         run = both(world, stage, plan, tiers)
         assert run.engine is not None and run.engine.optimizer_step.updates is not None
         updates = run.engine.optimizer_step.updates
-        assert updates.kept_steps > 0 and updates.taken_back_steps > 0
-        assert updates.kept_steps + updates.taken_back_steps == plan.steps
+        assert updates.committed_steps > 0 and updates.rolled_back_steps > 0
+        assert updates.committed_steps + updates.rolled_back_steps == plan.steps
     both(world, 3, plan._replace(micro_batches=2), {"optimizer": "nvme"})
 
 
@@ -154,7 +154,7 @@ class Deep(nn.Module):
 
 
 @on_ranks(1)
-def test_gradients_of_the_whole_model_never_exist(world: World) -> None:
+def test_gradients_of_the_full_model_never_exist(world: World) -> None:
     """Stage 3 on one rank with parameters and 8-bit state on NVMe; and with everything on the device."""
     with tempfile.TemporaryDirectory() as folder:
         nvme = {"params": "nvme", "optimizer": "nvme", "nvme_paths": [folder]}
@@ -171,9 +171,9 @@ def test_gradients_of_the_whole_model_never_exist(world: World) -> None:
                 )
                 pool = engine_of(model).pool
                 live: list[int] = []
-                take = pool.take
-                pool.take = lambda *wanted, take=take, live=live, pool=pool: (
-                    take(*wanted),
+                original = pool.acquire
+                pool.acquire = lambda *wanted, original=original, live=live, pool=pool: (
+                    original(*wanted),
                     live.append(pool.live_bytes),
                 )[0]
                 for step in range(3):
@@ -181,7 +181,7 @@ def test_gradients_of_the_whole_model_never_exist(world: World) -> None:
                     model(features).float().square().mean().backward()
                     optimizer.step()
                     assert step or live
-                assert engine_of(model).ledger()["grads"] == 0
+                assert engine_of(model).memory_breakdown()["grads"] == 0
                 peaks[layers] = max(live)
             assert peaks[24] == peaks[8], peaks
 
@@ -370,20 +370,20 @@ def test_parameters_that_only_some_ranks_use(world: World) -> None:
             results = []
             for step in ("after_backward", "in_backward"):
                 torch.manual_seed(world.seed)
-                config = configuration(stage, Plan(clip=clip), offload={"step": step})
+                config = configuration(stage, Plan(clip=clip), offload={"update_mode": step})
                 results.append(train_prepared(world, TinyModel(), loss_of, language_batch, config))
             check_equal(*results)
 
 
 @on_ranks(1)
-def test_events_say_what_was_taken_back(world: World) -> None:
+def test_events_name_rolled_back_steps(world: World) -> None:
     model, optimizer = prepared(world, gradient_clipping=1e-3)
     ends: list[StepEnd] = []
     engine_of(model).subscribe(lambda event: ends.append(event) if isinstance(event, StepEnd) else None)
     backward(world, model)
     optimizer.step()
-    assert [end.taken_back for end in ends] == [True]
-    assert (optimizer.kept_steps, optimizer.taken_back_steps) == (0, 1)
+    assert [end.rolled_back for end in ends] == [True]
+    assert (optimizer.committed_steps, optimizer.rolled_back_steps) == (0, 1)
 
 
 class Hinted(nn.Module):
@@ -396,14 +396,14 @@ class Hinted(nn.Module):
         )  # two reductions stay in flight
         self.head = nn.Linear(WIDTH, WIDTH, bias=False)
 
-    def _part(self, block: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    def _shard(self, block: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             hint = self.head(torch.ones(WIDTH))
         return block(hidden * hint).tanh()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            hidden = checkpoint(self._part, block, hidden, use_reentrant=False)
+            hidden = checkpoint(self._shard, block, hidden, use_reentrant=False)
         return self.head(hidden)
 
 
@@ -432,7 +432,7 @@ def test_gradients_cleared_between_two_passes(world: World) -> None:
     for change in (zero, clear):
         results = []
         for step in ("after_backward", "in_backward"):
-            model, optimizer = prepared(world, offload={"step": step})
+            model, optimizer = prepared(world, offload={"update_mode": step})
             for number in (0, 2):
                 with model.no_sync():
                     backward(world, model, number)

@@ -1,4 +1,4 @@
-"""Hugging Face's safetensors into a prepared model: every rank reads its own shards, a piece at a time."""
+"""Hugging Face's safetensors into a prepared model: every rank reads its own shards, a chunk at a time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 
 from zero_ext.checkpoint.files.checkpoint_error import CheckpointError
 from zero_ext.checkpoint.format.memory_order import is_logical_order
-from zero_ext.checkpoint.rank_consensus import Agreement
+from zero_ext.checkpoint.rank_consensus import RankConsensus
 from zero_ext.checkpoint.save_session import session_of
 from zero_ext.checkpoint.transfer.chunk_reader import Chunk, ChunkReader
 from zero_ext.checkpoint.transfer.device_staging import DeviceStaging
-from zero_ext.checkpoint.transfer.read_plan import Fill, Wanted
+from zero_ext.checkpoint.transfer.read_plan import Fill, FillTarget
 from zero_ext.checkpoint.weights.safetensors_files import find_weights
 from zero_ext.checkpoint.weights.safetensors_plan import Rename, WeightsPlan, plan_weights
-from zero_ext.zero.api.engine_lookup import engine_of
+from zero_ext.zero.api.engine_lookup import checkpoint_sources, engine_of
 
 # A file has no checksums whose size would say how much to read as one.
 CHUNK_BYTES = 4 << 20
@@ -34,8 +34,8 @@ def load_safetensors(
 ) -> tuple[list[str], list[str]]:
     """Loads Hugging Face weights into a prepared model of any stage, tiers and ranks; a collective.
 
-    Every rank reads the bytes of its own shards and nothing else, in pieces, straight into their tiers, so
-    the model is never whole anywhere. After ``prepare(model_on_meta, values="empty")`` it never was.
+    Every rank reads the bytes of its own shards and nothing else, in chunks, straight into their tiers, so
+    no rank ever holds the full model. After ``prepare(model_on_meta, init="skip")`` it never did.
     Floating-point tensors are converted; master weights get the values of the file, in float32. Optimizer
     state stays as it is, gradients are dropped. A tensor whose parameter is not row-major in memory is read
     whole by every rank that has a part of it, one at a time.
@@ -57,11 +57,11 @@ def load_safetensors(
             failed later: the model then refuses to go on until all weights or a checkpoint are loaded.
     """
     engine = engine_of(model)
-    state = engine.state
+    state = checkpoint_sources(engine).own
     session = session_of(state)
-    if engine.optimizer_step.under_way:
+    if engine.optimizer_step.in_progress:
         engine.finish_updates()
-    agreement = Agreement(
+    consensus = RankConsensus(
         state.rank, state.world_size, session.group_of(state), f"loading weights from {os.fspath(path)}"
     )
     plans: list[WeightsPlan] = []
@@ -76,15 +76,15 @@ def load_safetensors(
         plans.append(plan_weights(engine, files, strict, rename))
         return files.digest()
 
-    if len(set(agreement.stage(plan, _UNCHANGED))) > 1:
+    if len(set(consensus.stage(plan, _UNCHANGED))) > 1:
         raise CheckpointError(f"{os.fspath(path)}: the ranks see different files there. {_UNCHANGED}")
     (planned,) = plans
-    agreement.stage(engine.follow_writes, _UNCHANGED)
+    consensus.stage(engine.follow_writes, _UNCHANGED)
     before, engine.optimizer_step.damage = engine.optimizer_step.damage, _DAMAGE
-    agreement.stage(lambda: _fill(planned), _DAMAGE)
+    consensus.stage(lambda: _fill(planned), _DAMAGE)
     state.finish_load()
     engine.optimizer_step.damage = before if planned.missing else None
-    agreement.raise_interrupt()
+    consensus.raise_interrupt()
     return planned.missing, planned.unexpected
 
 
@@ -93,43 +93,43 @@ def _fill(plan: WeightsPlan) -> None:
     with ChunkReader(plan.files.paths) as reader:
         straight = [
             fill
-            for name, runs in plan.runs.items()
+            for name, targets in plan.targets.items()
             if is_logical_order(*plan.orders[name])
-            for run in runs
-            for fill in _fills(plan, name, run, run.start)
+            for target in targets
+            for fill in _fills(plan, name, target, target.start)
         ]
         _read(reader, sorted(straight, key=lambda fill: fill.chunk[:2]), staging)
-        for name, runs in plan.runs.items():
-            if runs and not is_logical_order(*plan.orders[name]):
-                _fill_reordered(reader, plan, name, runs, staging)
+        for name, targets in plan.targets.items():
+            if targets and not is_logical_order(*plan.orders[name]):
+                _fill_reordered(reader, plan, name, targets, staging)
     with torch.no_grad():
         for buffer, copy in plan.buffers:
             buffer.copy_(copy.view(buffer.shape))
 
 
 def _fill_reordered(
-    reader: ChunkReader, plan: WeightsPlan, name: str, runs: Sequence[Wanted], staging: DeviceStaging
+    reader: ChunkReader, plan: WeightsPlan, name: str, targets: Sequence[FillTarget], staging: DeviceStaging
 ) -> None:
     shape, stride = plan.orders[name]
     _, tensor = plan.stored(name)
     values = torch.empty(tensor.entry.shape, dtype=tensor.entry.dtype, device="cpu")
-    _read(reader, list(_fills(plan, name, Wanted("weights", name, 0, values.view(-1)), 0)), staging)
+    _read(reader, list(_fills(plan, name, FillTarget("weights", name, 0, values.view(-1)), 0)), staging)
     ordered = torch.empty_strided(shape, stride, dtype=values.dtype, device="cpu").copy_(values)
     flat = ordered.as_strided((values.numel(),), (1,))
-    for run in runs:
-        run.put(0, flat[run.start : run.start + run.numel], staging)
+    for target in targets:
+        target.put(0, flat[target.start : target.start + target.numel], staging)
 
 
-def _fills(plan: WeightsPlan, name: str, run: Wanted, start: int) -> Iterator[Fill]:
-    """What to read for ``run``, which begins at element ``start`` of the stored tensor ``name``."""
+def _fills(plan: WeightsPlan, name: str, target: FillTarget, start: int) -> Iterator[Fill]:
+    """What to read for ``target``, which begins at element ``start`` of the stored tensor ``name``."""
     file, (entry, offset) = plan.stored(name)
     step = CHUNK_BYTES // entry.dtype.itemsize
-    for begin in range(0, run.numel, step):
-        end = min(begin + step, run.numel)
+    for begin in range(0, target.numel, step):
+        end = min(begin + step, target.numel)
         at, size = offset + (start + begin) * entry.dtype.itemsize, (end - begin) * entry.dtype.itemsize
-        yield Fill(Chunk(file, at, size, None, repr(entry.key)), entry.dtype, 0, run, begin, end)
+        yield Fill(Chunk(file, at, size, None, repr(entry.key)), entry.dtype, 0, target, begin, end)
 
 
 def _read(reader: ChunkReader, fills: Sequence[Fill], staging: DeviceStaging) -> None:
-    for arrived in reader.read([fill.read() for fill in fills]):
-        fills[arrived.request].place(arrived.data, staging)
+    for chunk_read in reader.read([fill.read() for fill in fills]):
+        fills[chunk_read.request].write(chunk_read.data, staging)

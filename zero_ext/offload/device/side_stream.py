@@ -9,39 +9,40 @@ from typing import Protocol
 import torch
 
 
-class Arrival(Protocol):
-    """Elements on their way from a source to a destination.
+class CopyHandle(Protocol):
+    """An asynchronous copy from a source to a destination.
 
-    Whoever owns memory waits for it: the host where it is host memory, the current stream, and the host not,
-    where it is an accelerator's.
+    The host waits where the memory is the host's. Only the current stream waits where it is an accelerator's.
     """
 
     def wait(self) -> None:
-        """The destination may be used from here on; raises ``RuntimeError`` if they cannot get there."""
+        """Wait until the destination may be used. Raise ``RuntimeError`` if the copy failed."""
 
-    def let_go(self) -> None:
-        """The source may be changed from here on; errors are told by :meth:`wait` alone."""
+    def wait_source(self) -> None:
+        """Wait until the source may be changed. Only :meth:`wait` raises errors of the copy."""
 
     def followed(self) -> contextlib.AbstractContextManager[object]:
-        """Inside, what is started in the current stream comes after the arrival, while the streams of
-        outside go on. Raises as :meth:`wait` does."""
+        """Return a context in which work of the current stream comes after the copy.
+
+        The streams outside continue. Raise as :meth:`wait` does.
+        """
 
 
-class Here:
-    """An :class:`Arrival` that has happened."""
+class CompletedCopy:
+    """A :class:`CopyHandle` of a copy that has ended."""
 
     def wait(self) -> None:
-        """See :class:`Arrival`."""
+        """See :class:`CopyHandle`."""
 
-    def let_go(self) -> None:
-        """See :class:`Arrival`."""
+    def wait_source(self) -> None:
+        """See :class:`CopyHandle`."""
 
     def followed(self) -> contextlib.AbstractContextManager[object]:
-        """See :class:`Arrival`."""
+        """See :class:`CopyHandle`."""
         return contextlib.nullcontext()
 
 
-HERE = Here()
+COMPLETED = CompletedCopy()
 
 
 class SideStream:
@@ -85,11 +86,11 @@ class SideStream:
             _current_of(self._stream).wait_event(self._stream.record_event())
             self._joined, self._held, self._read = True, [], None
 
-    def position(self) -> Arrival:
+    def position(self) -> CopyHandle:
         """The end of what was given so far to this stream by who is inside; of the outer stream nobody needs
         to wait for it."""
         stream = self._inside
-        return HERE if stream is None else _Position(stream)
+        return COMPLETED if stream is None else _Position(stream)
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> None:
         """Keeps ``tensors`` of the outer stream, which what was given so far reads, until :meth:`release`."""
@@ -112,7 +113,7 @@ class SideStream:
 
 
 class _Position:
-    """An :class:`Arrival`: the end of what a stream was given when this was made."""
+    """A :class:`CopyHandle`: the end of what a stream was given when this was made."""
 
     def __init__(self, stream: torch.Stream) -> None:
         self._stream = stream
@@ -121,7 +122,7 @@ class _Position:
     def wait(self) -> None:
         _current_of(self._stream).wait_event(self._event)
 
-    let_go = wait
+    wait_source = wait
 
     def followed(self) -> contextlib.AbstractContextManager[object]:
         return current(self._stream)
@@ -146,3 +147,29 @@ def current(stream: torch.Stream) -> Iterator[None]:
     finally:
         torch.accelerator.set_stream(before)
         torch.accelerator.set_device_index(index)
+
+
+class Readback:
+    """A small tensor [n] on its way to the host; one in host memory is there."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+        self._event: torch.Event | None = None
+        if values.device.type != "cpu":
+            self._values = torch.empty_like(values, device="cpu", pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.accelerator.current_stream(values.device).record_event()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether :meth:`read` returns immediately."""
+        if self._event is not None and self._event.query():
+            self._event = None
+        return self._event is None
+
+    def read(self) -> torch.Tensor:
+        """Return the values in host memory. The host waits for a device that has not computed them yet."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 
-class Phase(enum.Enum):
+class CompressionPhase(enum.Enum):
     """One step's exchange, by the steps made before it."""
 
     FULL = "full"  # gradients in full precision; both moments are updated
@@ -18,4 +18,4 @@ class Phase(enum.Enum):
     @property
     def compresses(self) -> bool:
         """Whether gradients stay on their rank, unreduced."""
-        return self is not Phase.FULL
+        return self is not CompressionPhase.FULL

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim.optimizer import ParamsT
 
-from zero_ext.optim.one_bit.compression_phase import Phase
+from zero_ext.optim.one_bit.compression_phase import CompressionPhase
 from zero_ext.optim.one_bit.onebit_optimizer import OneBitOptimizer
 
 
@@ -40,9 +40,9 @@ class OneBitAdam(OneBitOptimizer):
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, variance_floor, freeze_step=freeze_step)
 
-    def phase(self, step: int, sharded: bool) -> Phase:
+    def phase(self, step: int, sharded: bool) -> CompressionPhase:
         """See :class:`OneBitOptimizer`. The momentum of a rank's own gradients is never whole where moments
         are shared out, so there it is gradients whose signs are sent."""
         if step <= self.freeze_step:
-            return Phase.FULL
-        return Phase.GRADIENT if sharded else Phase.MOMENTUM
+            return CompressionPhase.FULL
+        return CompressionPhase.GRADIENT if sharded else CompressionPhase.MOMENTUM

@@ -19,21 +19,26 @@ _GROWN = 0.75
 
 
 def check_one_bit_optimizer(
-    optimizer: torch.optim.Optimizer | None, config: ZeroConfig, in_parts: bool = False
+    optimizer: torch.optim.Optimizer | None, config: ZeroConfig, model_parallel: bool = False
 ) -> None:
-    """Raises ``ValueError`` if ``optimizer`` is of the one-bit family and ``config`` does not serve it, or
-    the model is ``in_parts`` on several ranks; warns if it would never compress, and if its variance would be
-    frozen before it is that of the gradients. Nothing is asked of others."""
+    """Check that ``config`` supports ``optimizer``, if that is of the one-bit family. No rank is contacted.
+
+    Warn if it would never compress, or if its variance is frozen before it has converged.
+
+    Raises:
+        ValueError: ``config`` does not support it, or ``model_parallel``: the model is split over several
+            ranks.
+    """
     if not isinstance(optimizer, OneBitOptimizer):
         return
     name = type(optimizer).__name__
-    if in_parts:
+    if model_parallel:
         raise ValueError(
-            f"{name} with a model whose parts are on several ranks (the mesh has a 'pp', 'tp' or 'ep' axis): "
+            f"{name} with a model that is split over several ranks (the mesh has a 'pp', 'tp' or 'ep' axis): "
             "where signs are exchanged, ranks that all have the same parameters agree on whether gradients "
             "overflow. Use torch.optim.AdamW, or a mesh with 'dp' only"
         )
-    check_one_bit(name, config)
+    check_one_bit(name, config.stage, config.offload, config.precision)
     if config.stage == 1 and isinstance(optimizer, ZeroOneAdam) and optimizer.local_step_clipper > 1:
         raise ValueError(
             f"ZeroOneAdam: local_step_clipper is {optimizer.local_step_clipper}, but in stage 1 moments are "
@@ -41,7 +46,7 @@ def check_one_bit_optimizer(
             "exchanged in every step), or stage to 0"
         )
     if isinstance(optimizer, OneBitAdam | OneBitLamb):
-        warn_of_late_freeze(name, optimizer.freeze_step, config)
+        warn_of_late_freeze(name, optimizer.freeze_step, config.scheduler)
     if isinstance(optimizer, OneBitAdam):
         _warn_of_early_freeze(optimizer)
 

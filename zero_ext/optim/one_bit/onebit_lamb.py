@@ -7,7 +7,7 @@ import math
 import torch
 from torch.optim.optimizer import ParamsT
 
-from zero_ext.optim.one_bit.compression_phase import Phase
+from zero_ext.optim.one_bit.compression_phase import CompressionPhase
 from zero_ext.optim.one_bit.onebit_optimizer import OneBitOptimizer
 
 
@@ -68,6 +68,6 @@ class OneBitLamb(OneBitOptimizer):
             factor_threshold=factor_threshold,
         )
 
-    def phase(self, step: int, sharded: bool) -> Phase:
+    def phase(self, step: int, sharded: bool) -> CompressionPhase:
         """See :class:`OneBitOptimizer`."""
-        return Phase.FULL if step <= self.freeze_step else Phase.SCALED
+        return CompressionPhase.FULL if step <= self.freeze_step else CompressionPhase.SCALED

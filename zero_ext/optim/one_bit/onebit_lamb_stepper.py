@@ -10,7 +10,7 @@ import torch
 
 from zero_ext.offload import MASTER, StepStaging, put
 from zero_ext.optim.one_bit.onebit_lamb import OneBitLamb
-from zero_ext.optim.one_bit.onebit_stepper import OneBitStepper, Run, denominator, norm
+from zero_ext.optim.one_bit.onebit_stepper import HyperparameterRange, OneBitStepper, denominator, norm
 from zero_ext.optim.steppers.stepper import OwnedRange, Update
 
 
@@ -47,41 +47,48 @@ class OneBitLambStepper(OneBitStepper):
                 self.descend_along(update.index, run, direction, ratio)
             yield self.write(update.index)
 
-    def raise_variance(self, index: int, message: int) -> None:
+    def raise_variance(self, index: int, payload: int) -> None:
         """See :class:`OneBitStepper`; parameters are scaled to one magnitude before signs are taken, so each
         has a floor of its own."""
         for _, run in self.each(index, self.names):
-            part = slice(run.begin, run.end)
-            momentum, variance = (self.state(index, kind)[part] for kind in ("exp_avg", "exp_avg_sq"))
+            elements = slice(run.begin, run.end)
+            momentum, variance = (self.state(index, kind)[elements] for kind in ("exp_avg", "exp_avg_sq"))
             variance.clamp_(min=(self.optimizer.variance_floor * norm(momentum)) ** 2 / momentum.numel())
 
-    def each(self, index: int, used: frozenset[str]) -> Iterator[tuple[str, Run]]:
+    def each(self, index: int, used: frozenset[str]) -> Iterator[tuple[str, HyperparameterRange]]:
         """The parameters named in ``used``, one at a time."""
         for segment in self._ranges[index].segments:
-            for run in self.runs(index, used & {segment.name}):
+            for run in self.hyper_ranges(index, used & {segment.name}):
                 yield segment.name, run
 
-    def direction(self, index: int, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    def direction(self, index: int, run: HyperparameterRange) -> tuple[torch.Tensor, torch.Tensor]:
         """Adam's update of one parameter with its weight decay, and without."""
-        part = slice(run.begin, run.end)
-        momentum, variance = (self.state(index, kind)[part] for kind in ("exp_avg", "exp_avg_sq"))
+        elements = slice(run.begin, run.end)
+        momentum, variance = (self.state(index, kind)[elements] for kind in ("exp_avg", "exp_avg_sq"))
         alone = momentum / denominator(variance, run.eps)
         if not run.weight_decay:
             return alone, alone
-        return alone + self.state(index, MASTER)[part] * run.weight_decay, alone
+        return alone + self.state(index, MASTER)[elements] * run.weight_decay, alone
 
-    def trust_ratio(self, index: int, run: Run, direction: torch.Tensor) -> float:
+    def trust_ratio(self, index: int, run: HyperparameterRange, direction: torch.Tensor) -> float:
         """The norm of the weights over that of ``direction``, clamped; 1 if either is 0."""
         weights, update = norm(self.state(index, MASTER)[run.begin : run.end]), norm(direction)
         low, high = self._lamb.coefficients
         return min(max(weights / update, low), high) if weights and update else 1.0
 
-    def descend_along(self, index: int, run: Run, direction: torch.Tensor, ratio: float) -> None:
+    def descend_along(
+        self, index: int, run: HyperparameterRange, direction: torch.Tensor, ratio: float
+    ) -> None:
         """The masters of one parameter step by lr x ``ratio`` against ``direction``, which is used up."""
         self.look(self.state(index, MASTER)[run.begin : run.end].sub_(direction.mul_(run.lr * ratio)))
 
     def adapted_ratio(
-        self, index: int, name: str, run: Run, fresh: torch.Tensor, directions: tuple[torch.Tensor, ...]
+        self,
+        index: int,
+        name: str,
+        run: HyperparameterRange,
+        fresh: torch.Tensor,
+        directions: tuple[torch.Tensor, ...],
     ) -> float:
         """The trust ratio with a frozen variance: the warm-up's times a factor that the ``fresh`` variance of
         the parameter makes."""
@@ -91,9 +98,9 @@ class OneBitLambStepper(OneBitStepper):
             )
         variance = self.state(index, "exp_avg_sq")[run.begin : run.end]
         factor = float((denominator(variance, run.eps) / denominator(fresh, run.eps)).max())
-        whole = norm(directions[0])
-        if run.weight_decay and whole:
-            share = min(1.0, norm(directions[1]) / whole)
+        decayed = norm(directions[0])
+        if run.weight_decay and decayed:
+            share = min(1.0, norm(directions[1]) / decayed)
             factor = factor * share + (1 - share)
         low, high = self._lamb.factors
         last, change = self.factors.get(name, 1.0), self._lamb.factor_threshold
@@ -139,9 +146,11 @@ class OneBitLambStepper(OneBitStepper):
         self.ratios[name] = beta * self.ratios.get(name, 0.0) + (1 - beta) * ratio
 
 
-def square_average(variance: torch.Tensor, gradient: torch.Tensor, scale: float, run: Run) -> None:
+def square_average(
+    variance: torch.Tensor, gradient: torch.Tensor, scale: float, run: HyperparameterRange
+) -> None:
     """``variance`` [n] becomes beta2 x variance + (1 - beta2) x the square of scale x ``gradient`` [n], in
     one run."""
-    for piece in run.pieces():
-        brought = gradient[piece].float() * scale
-        variance[piece].mul_(run.beta2).add_(brought.square_().mul_(1 - run.beta2))
+    for chunk in run.chunks():
+        brought = gradient[chunk].float() * scale
+        variance[chunk].mul_(run.beta2).add_(brought.square_().mul_(1 - run.beta2))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from zero_ext.optim.one_bit.compression_phase import Phase
+from zero_ext.optim.one_bit.compression_phase import CompressionPhase
 
 
 class OneBitOptimizer(torch.optim.Optimizer, ABC):
@@ -60,7 +60,7 @@ class OneBitOptimizer(torch.optim.Optimizer, ABC):
         return {**super().__getstate__(), **self._policy, "_policy": self._policy}
 
     @abstractmethod
-    def phase(self, step: int, sharded: bool) -> Phase:
+    def phase(self, step: int, sharded: bool) -> CompressionPhase:
         """What the ranks exchange in step number ``step``, from 1 on; ``sharded`` says that the moments are
         shared out over them."""
 

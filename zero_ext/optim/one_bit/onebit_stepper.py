@@ -15,11 +15,11 @@ from zero_ext.optim.steppers.stepper import OwnedRange, Segment
 
 # The fused op corrects the bias by 1 - beta**step, which is 1 here for every beta below 1.
 _NO_BIAS = 2.0**1000
-# Several operations pass over a piece while it lies in the cache.
-_PIECE_ELEMENTS = 1 << 18
+# Several operations pass over a chunk while it is in the cache.
+_CACHE_CHUNK_ELEMENTS = 1 << 18
 
 
-class Run(NamedTuple):
+class HyperparameterRange(NamedTuple):
     """Elements [begin, end) of a range that the same hyper-parameters hold for. ``rate`` is the sum of the
     learning rates of local steps."""
 
@@ -32,10 +32,10 @@ class Run(NamedTuple):
     weight_decay: float
     rate: float
 
-    def pieces(self) -> Iterator[slice]:
-        """The run in parts that fit the cache."""
-        for begin in range(self.begin, self.end, _PIECE_ELEMENTS):
-            yield slice(begin, min(begin + _PIECE_ELEMENTS, self.end))
+    def chunks(self) -> Iterator[slice]:
+        """Yield the range in chunks that fit the cache."""
+        for begin in range(self.begin, self.end, _CACHE_CHUNK_ELEMENTS):
+            yield slice(begin, min(begin + _CACHE_CHUNK_ELEMENTS, self.end))
 
 
 class OneBitStepper(AdamStepper):
@@ -65,9 +65,9 @@ class OneBitStepper(AdamStepper):
         owned = self._ranges[index].state
         return owned.read(kind, 0, owned.numel)
 
-    def runs(self, index: int, used: frozenset[str]) -> list[Run]:
+    def hyper_ranges(self, index: int, used: frozenset[str]) -> list[HyperparameterRange]:
         """The elements of the parameters named in ``used``."""
-        found: list[Run] = []
+        found: list[HyperparameterRange] = []
         for segment in self._ranges[index].segments:
             if segment.name not in used or not segment.numel:
                 continue
@@ -79,7 +79,7 @@ class OneBitStepper(AdamStepper):
             if found and found[-1].end == segment.begin and found[-1][2:] == hyper:
                 found[-1] = found[-1]._replace(end=end)
             else:
-                found.append(Run(segment.begin, end, *hyper))
+                found.append(HyperparameterRange(segment.begin, end, *hyper))
         return found
 
     def count(self, used: frozenset[str]) -> None:
@@ -94,35 +94,41 @@ class OneBitStepper(AdamStepper):
                 lr = float(self._groups[segment.group]["lr"])
                 self.rates[segment.name] = self.rates.get(segment.name, 0.0) + lr
 
-    def raise_variance(self, index: int, message: int) -> None:
-        """The variance has just been updated, and signs will follow, in messages of ``message`` elements of
+    def raise_variance(self, index: int, payload: int) -> None:
+        """The variance has just been updated, and signs will follow, in payloads of ``payload`` elements of
         the range. No element's root stays below the optimizer's ``variance_floor`` x the root mean square of
         the momentum in its block, for all of which they will have one scale."""
         momentum, variance = self.state(index, "exp_avg"), self.state(index, "exp_avg_sq")
         floor = self.optimizer.variance_floor
-        for part, raised in zip(momentum.split(message), variance.split(message), strict=True):
-            for block, elements in zip(part.split(ops.SIGN_BLOCK), raised.split(ops.SIGN_BLOCK), strict=True):
-                elements.clamp_(min=(floor * norm(block)) ** 2 / block.numel())
+        for elements, raised in zip(momentum.split(payload), variance.split(payload), strict=True):
+            for block, floored in zip(
+                elements.split(ops.SIGN_BLOCK), raised.split(ops.SIGN_BLOCK), strict=True
+            ):
+                floored.clamp_(min=(floor * norm(block)) ** 2 / block.numel())
 
     def average(
-        self, momentum: torch.Tensor, gradient: torch.Tensor, scale: float, runs: Sequence[Run]
+        self,
+        momentum: torch.Tensor,
+        gradient: torch.Tensor,
+        scale: float,
+        runs: Sequence[HyperparameterRange],
     ) -> None:
         """``momentum`` [n] becomes beta1 x momentum + (1 - beta1) x scale x ``gradient`` [n] (any float
         dtype)."""
         for run in runs:
-            for piece in run.pieces():
-                brought = (gradient[piece].float() * scale).mul_(1 - run.beta1)
-                momentum[piece].mul_(run.beta1).add_(brought)
+            for chunk in run.chunks():
+                brought = (gradient[chunk].float() * scale).mul_(1 - run.beta1)
+                momentum[chunk].mul_(run.beta1).add_(brought)
 
-    def descend(self, index: int, runs: Sequence[Run]) -> None:
+    def descend(self, index: int, runs: Sequence[HyperparameterRange]) -> None:
         """The masters decay and step along the momentum over the root of the frozen variance."""
         master, exp_avg = self.state(index, MASTER), self.state(index, "exp_avg")
         variance = self.state(index, "exp_avg_sq")
         for run in runs:
-            for piece in run.pieces():
-                update = exp_avg[piece] / denominator(variance[piece], run.eps)
-                decay_(master[piece], run)
-                self.look(master[piece].sub_(update.mul_(run.lr)))
+            for chunk in run.chunks():
+                update = exp_avg[chunk] / denominator(variance[chunk], run.eps)
+                decay_(master[chunk], run)
+                self.look(master[chunk].sub_(update.mul_(run.lr)))
 
     def look(self, values: torch.Tensor) -> None:
         """Raise the flag of :meth:`watch` if ``values`` [n], which were just written, are not all finite."""
@@ -158,7 +164,7 @@ def denominator(variance: torch.Tensor, eps: float) -> torch.Tensor:
     return variance.sqrt().add_(eps)
 
 
-def decay_(master: torch.Tensor, run: Run) -> None:
+def decay_(master: torch.Tensor, run: HyperparameterRange) -> None:
     """Decoupled weight decay of one step."""
     if run.weight_decay:
         master.mul_(1 - run.lr * run.weight_decay)

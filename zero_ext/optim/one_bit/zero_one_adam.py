@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim.optimizer import ParamsT
 
-from zero_ext.optim.one_bit.compression_phase import Phase
+from zero_ext.optim.one_bit.compression_phase import CompressionPhase
 from zero_ext.optim.one_bit.onebit_optimizer import OneBitOptimizer
 
 
@@ -61,13 +61,13 @@ class ZeroOneAdam(OneBitOptimizer):
             local_step_clipper=local_step_clipper,
         )
 
-    def phase(self, step: int, sharded: bool) -> Phase:
+    def phase(self, step: int, sharded: bool) -> CompressionPhase:
         """See :class:`OneBitOptimizer`."""
         if step <= self.var_freeze_step:
-            return Phase.GRADIENT if step % self.variance_interval(step) else Phase.FULL
+            return CompressionPhase.GRADIENT if step % self.variance_interval(step) else CompressionPhase.FULL
         if sharded:
-            return Phase.GRADIENT
-        return Phase.LOCAL if step % self.local_interval(step) else Phase.DRIFT
+            return CompressionPhase.GRADIENT
+        return CompressionPhase.LOCAL if step % self.local_interval(step) else CompressionPhase.DRIFT
 
     def variance_interval(self, step: int) -> int:
         """The interval between updates of the variance around step number ``step``."""

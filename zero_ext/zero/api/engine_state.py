@@ -10,21 +10,20 @@ import torch
 import torch.distributed as dist
 
 from zero_ext.config import ZeroConfig
-from zero_ext.offload import Values, count, part_of
+from zero_ext.offload import Values, count, subrange_of
 from zero_ext.optim.elementwise_check import resumes_from
 from zero_ext.zero.construction.module_buffers import persistent_buffers
-from zero_ext.zero.step.auxiliary_state import Room
+from zero_ext.zero.step.update_schedule import Ownership
 from zero_ext.zero.units.dtensor_local import is_split
 from zero_ext.zero.units.quantized_params import packed_tensors
 from zero_ext.zero.units.unit import Unit
 
 if TYPE_CHECKING:
     from zero_ext.comm import Collectives
-    from zero_ext.zero.api.model_parallel_state import PartsState
     from zero_ext.zero.engine import Engine
 
 
-class ShardPiece(NamedTuple):
+class StateSlice(NamedTuple):
     """A run of one state tensor: ``start`` counts elements in the parameter's memory order."""
 
     kind: str
@@ -50,10 +49,13 @@ class EngineState:
     at load a rank fills all that it owns.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self, engine: Engine, group: dist.ProcessGroup | None, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        """``group`` is the engine's, None for a single rank; ``optimizer`` is the user's."""
         self._engine = weakref.proxy(engine)
-        self.optimizer_class: str | None = None  # the user's, None without an optimizer
-        self.parts: PartsState | None = None  # of the whole model, where this is a part of it
+        self.group = group
+        self.optimizer_class = None if optimizer is None else type(optimizer).__qualname__
         self._undo: Callable[[], None] | None = None  # what a load made that has not changed anything yet
 
     @property
@@ -67,16 +69,10 @@ class EngineState:
         return int(self._engine.world_size)
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The engine's process group; None for a single rank."""
-        group: dist.ProcessGroup | None = self._engine.group
-        return group
-
-    @property
     def everyone(self) -> Collectives:
-        """The collectives of all ranks with parts of the model; made by them together at first use."""
+        """The collectives of all ranks that save and load together."""
         collectives: Collectives = self._engine.collectives
-        return collectives if self.parts is None else self.parts.everyone
+        return collectives
 
     @property
     def trains(self) -> bool:
@@ -95,61 +91,63 @@ class EngineState:
         for unit in self._engine.units:
             for spec, parameter in zip(unit.layout.specs, unit.parameters, strict=True):
                 dtype = str(spec.dtype).removeprefix("torch.")
-                name, *aliases = self._engine.wholes.names(self._engine.names[parameter])
-                place = self._engine.wholes.place(spec.name)
-                shape, stride = (spec.shape, spec.stride) if place is None else (place.shape, place.stride)
+                name, *aliases = self._engine.full_tensors.names(self._engine.names[parameter])
+                tile_slice = self._engine.full_tensors.place(spec.name)
+                source = spec if tile_slice is None else tile_slice
+                shape, stride = source.shape, source.stride
                 if is_split(parameter):
                     shape, stride = tuple(parameter.shape), tuple(parameter.stride())
                 table[name] = ParameterInfo(shape, stride, dtype, tuple(aliases), parameter.requires_grad)
         return table
 
-    def save_pieces(self) -> Iterator[ShardPiece]:
+    def save_slices(self) -> Iterator[StateSlice]:
         """What this rank saves: exactly its shard range of every unit, unless it is a replica of an earlier
         rank's."""
         self._engine.follow_writes()
         if self._engine.collectives.replicas is not None and self._engine.collectives.replicas.rank:
             return
-        for piece, unit, begin in self._pieces():
+        for state_slice, unit, begin in self._slices():
             first, last = unit.layout.shard_range(unit.collectives.rank)
-            low, high = max(begin, first), min(begin + count(piece.tensor), last)
+            low, high = max(begin, first), min(begin + count(state_slice.tensor), last)
             if low < high:
-                part = part_of(piece.tensor, low - begin, high - begin)
-                yield from self._of_wholes(
-                    ShardPiece(piece.kind, piece.name, piece.start + low - begin, part)
+                values = subrange_of(state_slice.tensor, low - begin, high - begin)
+                yield from self._of_full_tensors(
+                    StateSlice(state_slice.kind, state_slice.name, state_slice.start + low - begin, values)
                 )
 
-        yield from self._kept_pieces(saves=True)
+        yield from self._auxiliary_slices(saves=True)
 
-    def load_pieces(self) -> Iterator[ShardPiece]:
+    def load_slices(self) -> Iterator[StateSlice]:
         """What this rank needs filled: everything it owns, of which nothing is under way any more."""
-        self._engine.residency.forget_values()
-        for piece, _, _ in self._pieces():
-            if count(piece.tensor):
-                yield from self._of_wholes(piece)
-        yield from self._kept_pieces(saves=False)
+        self._engine.prefetcher.forget_values()
+        for state_slice, _, _ in self._slices():
+            if count(state_slice.tensor):
+                yield from self._of_full_tensors(state_slice)
+        yield from self._auxiliary_slices(saves=False)
 
-    def _kept_pieces(self, saves: bool) -> Iterator[ShardPiece]:
+    def _auxiliary_slices(self, saves: bool) -> Iterator[StateSlice]:
         """What the updates keep beside the optimizer's state: what is the same on all ranks is shared out
         over them where it is saved."""
         updates = self._engine.optimizer_step.updates
-        for kept in updates.kept() if updates is not None else ():
-            layout = self._engine.masters[kept.number].unit.layout
-            if saves and kept.room is Room.SHARED:
+        for auxiliary in updates.auxiliary_state() if updates is not None else ():
+            layout = self._engine.masters[auxiliary.number].unit.layout
+            if saves and auxiliary.ownership is Ownership.SHARED:
                 begin, end = layout.shard_range(self.rank)
-                kept = kept._replace(begin=begin, values=kept.values[begin:end])
-            for name, start, values in kept.runs(layout):
-                yield ShardPiece(kept.kind, name, start, values)
+                auxiliary = auxiliary._replace(begin=begin, values=auxiliary.values[begin:end])
+            for name, start, values in auxiliary.by_parameter(layout):
+                yield StateSlice(auxiliary.kind, name, start, values)
 
-    def _of_wholes(self, piece: ShardPiece) -> Iterator[ShardPiece]:
+    def _of_full_tensors(self, state_slice: StateSlice) -> Iterator[StateSlice]:
         """``piece`` itself, or, of a tile, its runs of the tensor that was tiled."""
-        place = self._engine.wholes.place(piece.name)
-        if place is None:
-            yield piece
+        tile_slice = self._engine.full_tensors.place(state_slice.name)
+        if tile_slice is None:
+            yield state_slice
             return
-        for begin, start, numel in place.runs(piece.start, count(piece.tensor)):
-            yield ShardPiece(piece.kind, place.name, start, part_of(piece.tensor, begin, begin + numel))
+        for begin, start, numel in tile_slice.ranges(state_slice.start, count(state_slice.tensor)):
+            values = subrange_of(state_slice.tensor, begin, begin + numel)
+            yield StateSlice(state_slice.kind, tile_slice.name, start, values)
 
-    def _pieces(self) -> Iterator[tuple[ShardPiece, Unit, int]]:
+    def _slices(self) -> Iterator[tuple[StateSlice, Unit, int]]:
         """Every owned piece with its unit and its first element's place in the unit's flat buffer."""
         engine = self._engine
         mastered = {master.unit for master in engine.masters}
@@ -158,12 +156,12 @@ class EngineState:
                 continue
             rank, sharded = unit.collectives.rank, unit.placement.params
             begin, end = unit.layout.shard_range(rank) if sharded else (0, unit.layout.numel)
-            home = unit.home if unit.placement.params else engine.tiers.in_memory(unit.flat)
+            storage = unit.storage if unit.placement.params else engine.tiers.wrap_memory(unit.flat)
             for overlap in unit.layout.overlaps(begin, end):
                 name = unit.layout.specs[overlap.index].name
-                run = home.run(overlap.range_start, overlap.range_start + overlap.numel)
+                run = storage.view(overlap.range_start, overlap.range_start + overlap.numel)
                 yield (
-                    ShardPiece("master", name, overlap.parameter_start, run),
+                    StateSlice("master", name, overlap.parameter_start, run),
                     unit,
                     begin + overlap.range_start,
                 )
@@ -171,14 +169,14 @@ class EngineState:
         for number, master in enumerate(engine.masters):
             specs = master.unit.layout.specs
             for overlap in master.overlaps:
-                piece = ShardPiece(
-                    "master", specs[overlap.index].name, overlap.parameter_start, master.part(overlap)
+                state_slice = StateSlice(
+                    "master", specs[overlap.index].name, overlap.parameter_start, master.values_of(overlap)
                 )
-                yield piece, master.unit, master.begin + overlap.range_start
+                yield state_slice, master.unit, master.begin + overlap.range_start
             if stepper is not None:
                 for kind, segment, values in stepper.values(number):
                     yield (
-                        ShardPiece(kind, segment.name, segment.start, values),
+                        StateSlice(kind, segment.name, segment.start, values),
                         master.unit,
                         master.begin + segment.begin,
                     )
@@ -189,7 +187,7 @@ class EngineState:
         groups = []
         for group in step.groups:
             plain = {key: _plain(value) for key, value in group.items() if key != "params"}
-            names = engine.wholes.names(engine.names[parameter][0] for parameter in group["params"])
+            names = engine.full_tensors.names(engine.names[parameter][0] for parameter in group["params"])
             groups.append({"settings": plain, "params": names})
         return {
             "steps": step.steps,
@@ -197,7 +195,7 @@ class EngineState:
             "loss_scaler": step.scaler.state_dict(),
             "param_groups": groups,
             "optimizer_class": self.optimizer_class,
-            "optimizer": engine.wholes.to_wholes(step.stepper.scalars()) if step.stepper else None,
+            "optimizer": engine.full_tensors.to_full(step.stepper.scalars()) if step.stepper else None,
         }
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
@@ -210,7 +208,7 @@ class EngineState:
         step.scaler.load_state_dict(state["loss_scaler"])
         self._undo = None
         if stepper is not None:
-            stepper.load_scalars(engine.wholes.to_tiles(state["optimizer"]))
+            stepper.load_scalars(engine.full_tensors.to_tiles(state["optimizer"]))
             for live, group in zip(step.groups, state["param_groups"], strict=True):
                 for key, value in group["settings"].items():
                     if key not in live and state["optimizer_class"] != self.optimizer_class:
@@ -248,8 +246,8 @@ class EngineState:
         """Makes lazily created optimizer state exist for the kinds of state a checkpoint holds."""
         step = self._engine.optimizer_step
         if step.stepper is not None and step.updates is not None:
-            tiles = self._engine.wholes.to_tiles(kinds)
-            undo = step.stepper.make_state(tiles), step.updates.make_kept(tiles)
+            tiles = self._engine.full_tensors.to_tiles(kinds)
+            undo = step.stepper.make_state(tiles), step.updates.prepare_auxiliary_state(tiles)
 
             def undo_all() -> None:
                 for each in undo:
@@ -290,13 +288,15 @@ class TrainedState(EngineState):
         """Every trained parameter by its first name."""
         engine = self._engine
         trained = {
-            engine.wholes.name(spec.name) for master in engine.masters for spec in master.unit.layout.specs
+            engine.full_tensors.name(spec.name)
+            for master in engine.masters
+            for spec in master.unit.layout.specs
         }
         return {name: entry for name, entry in super().parameter_table().items() if name in trained}
 
-    def _pieces(self) -> Iterator[tuple[ShardPiece, Unit, int]]:
+    def _slices(self) -> Iterator[tuple[StateSlice, Unit, int]]:
         trained = {master.unit for master in self._engine.masters}
-        return (each for each in super()._pieces() if each[1] in trained)
+        return (each for each in super()._slices() if each[1] in trained)
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The module's persistent buffers."""

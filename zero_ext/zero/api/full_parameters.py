@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from zero_ext.zero.api.engine_lookup import engine_of, engine_of_parameter
-from zero_ext.zero.construction.gathered_presharded import gathered_born
+from zero_ext.zero.construction.gathered_presharded import gathered_presharded
 from zero_ext.zero.construction.module_buffers import persistent_buffers
 from zero_ext.zero.engine import Engine
 from zero_ext.zero.units.collective_errors import refuse_different
-from zero_ext.zero.units.dtensor_local import is_split, local_value, whole_of
-from zero_ext.zero.units.expert_params import expert_ranks
+from zero_ext.zero.units.dtensor_local import full_tensor_of, is_split, local_value
 from zero_ext.zero.units.flat_layout import in_memory_order
 from zero_ext.zero.units.master_weights import MasterShard, store_values
-from zero_ext.zero.units.presharded import born_shard
+from zero_ext.zero.units.parameter_marks import expert_ranks
+from zero_ext.zero.units.presharded import presharded_of
 from zero_ext.zero.units.unit import Unit, UnitState
 from zero_ext.zero.unshard.on_demand import held
 
@@ -39,9 +39,9 @@ def gathered(
     that forward uses; before an edit delayed updates are finished.
     """
     listed = _listed(parameters)
-    born = [parameter for parameter in listed if born_shard(parameter) is not None]
-    units = _units_of(parameter for parameter in listed if born_shard(parameter) is None)
-    with gathered_born(born, modifier_rank), _gathered_units(units, modifier_rank):
+    presharded = [parameter for parameter in listed if presharded_of(parameter) is not None]
+    units = _units_of(parameter for parameter in listed if presharded_of(parameter) is None)
+    with gathered_presharded(presharded, modifier_rank), _gathered_units(units, modifier_rank):
         yield
 
 
@@ -76,7 +76,7 @@ def _gathered_units(units: list[tuple[Engine, Unit]], modifier_rank: int | None)
             if modifier_rank is None:
                 _check_only_read(unit, before[unit])
             else:
-                _take_over(engine, unit, modifier_rank)
+                _adopt_writes(engine, unit, modifier_rank)
 
 
 def _listed(parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -113,7 +113,7 @@ def _check_only_read(unit: Unit, before: list[int]) -> None:
             )
 
 
-def _take_over(engine: Engine, unit: Unit, modifier_rank: int) -> None:
+def _adopt_writes(engine: Engine, unit: Unit, modifier_rank: int) -> None:
     engine.collectives.broadcast_(unit.flat, modifier_rank, f"edited {unit.describe()}")
     try:
         store_values(unit, engine.masters, engine.collectives)
@@ -130,25 +130,26 @@ def _names_of(engine: Engine) -> dict[nn.Parameter, list[str]]:
 
 
 def full_state_dict(
-    model: nn.Module, *, rank0_only: bool = False, wanted: Callable[[str], bool] | None = None
+    model: nn.Module, *, rank0_only: bool = False, key_filter: Callable[[str], bool] | None = None
 ) -> dict[str, torch.Tensor]:
     """Every parameter and persistent buffer, whole, as independent CPU tensors under the module's own keys;
     a collective.
 
     Parameters are in compute precision; tied ones are one tensor under each of their names. With
-    ``rank0_only`` the other ranks get an empty dict. Units are gathered one at a time; with ``wanted``, which
-    must answer alike on all ranks, only those of which it wants a key, and only these keys are returned.
+    ``rank0_only`` the other ranks get an empty dict. Units are gathered one at a time; with ``key_filter``,
+    which must return the same on all ranks, only units with a selected key are gathered, and only the
+    selected keys are returned.
     """
     engine = engine_of(model)
     engine.finish_updates()
-    wants = wanted or (lambda _: True)
+    selects = key_filter or (lambda _: True)
     chosen = {
         parameter
         for parameter, names in _names_of(engine).items()
-        if any(wants(engine.wholes.name(name)) for name in names)
+        if any(selects(engine.full_tensors.name(name)) for name in names)
     }
     keep = not rank0_only or engine.rank == 0
-    whole: dict[nn.Parameter, torch.Tensor] = {}
+    full: dict[nn.Parameter, torch.Tensor] = {}
     tiled: dict[str, torch.Tensor] = {}
     for unit in engine.units:
         if chosen.isdisjoint(unit.parameters):
@@ -157,23 +158,28 @@ def full_state_dict(
             for number, parameter in enumerate(unit.parameters if keep else ()):
                 if parameter not in chosen:
                     continue
-                place, value = engine.wholes.place(engine.names[parameter][0]), unit.view_of(number).detach()
-                if place is None or is_split(parameter):
-                    value = whole_of(parameter, value)
-                    whole[parameter] = value.to("cpu", copy=True)
+                tile_slice, value = (
+                    engine.full_tensors.place(engine.names[parameter][0]),
+                    unit.view_of(number).detach(),
+                )
+                if tile_slice is None or is_split(parameter):
+                    value = full_tensor_of(parameter, value)
+                    full[parameter] = value.to("cpu", copy=True)
                     continue
-                if place.name not in tiled:
-                    tiled[place.name] = value.new_empty(place.shape, device="cpu")
-                place.part_of(tiled[place.name]).copy_(value)
-                whole[parameter] = tiled[place.name]
+                if tile_slice.name not in tiled:
+                    tiled[tile_slice.name] = value.new_empty(tile_slice.shape, device="cpu")
+                tile_slice.view_in(tiled[tile_slice.name]).copy_(value)
+                full[parameter] = tiled[tile_slice.name]
     if not keep:
         return {}
     named = engine.model.named_parameters(remove_duplicate=False)
-    values = {engine.wholes.name(name): whole[parameter] for name, parameter in named if parameter in chosen}
+    values = {
+        engine.full_tensors.name(name): full[parameter] for name, parameter in named if parameter in chosen
+    }
     for name, buffer in persistent_buffers(engine.model).items():
-        if wants(name):
+        if selects(name):
             values[name] = buffer.detach().to("cpu", copy=True)
-    return {name: value for name, value in values.items() if wants(name)}
+    return {name: value for name, value in values.items() if selects(name)}
 
 
 def load_full_state_dict(
@@ -186,13 +192,13 @@ def load_full_state_dict(
     always do. Returns the missing and the unexpected keys.
     """
     engine = engine_of(model)
-    _check_shapes(state, engine.wholes.shapes())
+    _check_shapes(state, engine.full_tensors.shapes())
     engine.finish_updates()
     engine.optimizer_step.refuse_drift("a write to parameters")
-    state = engine.wholes.cut(state)
+    state = engine.full_tensors.cut(state)
     names, buffers = _names_of(engine), persistent_buffers(engine.model)
     found = {parameter: [name for name in own if name in state] for parameter, own in names.items()}
-    missing = engine.wholes.names(own[0] for parameter, own in names.items() if not found[parameter])
+    missing = engine.full_tensors.names(own[0] for parameter, own in names.items() if not found[parameter])
     missing += [name for name in buffers if name not in state]
     known = {name for own in names.values() for name in own} | set(buffers)
     unexpected = [name for name in state if name not in known]
@@ -266,11 +272,11 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """
     engine = engine_of_parameter(parameter)
     engine.optimizer_step.refuse_pending("full_gradient")
-    engine.settle_gradients()
+    engine.synchronize_gradients()
     unit, number = engine.index[parameter]
     if unit not in {master.unit for master in engine.masters}:
         return None
-    return engine.views.whole(engine.gradients_of(unit), number)
+    return engine.views.full_average(engine.gradients_of(unit), number)
 
 
 @contextlib.contextmanager
@@ -280,10 +286,10 @@ def double_backward(model: nn.Module) -> Iterator[None]:
     unpacks them, whatever the order. About 10% slower on a small model. Raises ``RuntimeError`` where units
     are updated in backward."""
     engine = engine_of(model)
-    if engine.config.offload.step == "in_backward":
+    if engine.config.offload.update_mode == "in_backward":
         raise RuntimeError(
-            "double_backward: offload.step is 'in_backward', so parameters change while backward may still "
-            "need them; set it to 'after_backward'"
+            "double_backward: offload.update_mode is 'in_backward', so parameters change while backward may "
+            "still need them; set it to 'after_backward'"
         )
     by_storage = {unit.flat.untyped_storage()._cdata: unit for unit in engine.units if unit.placement.params}
     holder = object()
@@ -298,7 +304,7 @@ def double_backward(model: nn.Module) -> Iterator[None]:
         if isinstance(packed, torch.Tensor):
             return packed
         unit, size, stride, offset = packed
-        engine.residency.need(unit, holder, engine.residency.backward_order)
+        engine.prefetcher.need(unit, holder, engine.prefetcher.backward_order)
         view: torch.Tensor = unit.flat.as_strided(size, stride, offset)
         return view
 
@@ -309,4 +315,4 @@ def double_backward(model: nn.Module) -> Iterator[None]:
     finally:
         engine.hooks.gathers_saved_tensors = False
         for unit in by_storage.values():
-            engine.residency.let_go(unit, holder)
+            engine.prefetcher.release(unit, holder)

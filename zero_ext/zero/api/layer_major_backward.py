@@ -16,11 +16,11 @@ def present(engine: Engine, units: Iterable[Unit], order: GatherOrder) -> Iterat
     holder, held = object(), list(units)
     try:
         for unit in held:
-            engine.residency.need(unit, holder, order)
+            engine.prefetcher.need(unit, holder, order)
         yield
     finally:
         for unit in held:
-            engine.residency.let_go(unit, holder)
+            engine.prefetcher.release(unit, holder)
 
 
 class LayerPasses:
@@ -32,7 +32,7 @@ class LayerPasses:
         self._engine, self._layers, self._micro_batches = engine, layers, micro_batches
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
+    def all_layers(self) -> Iterator[None]:
         """Around all layers; a collective. Ends the micro-batches of a step."""
         engine = self._engine
         with engine.scaled_pass(True, self._micro_batches), engine.backward_pass.by_hand():
@@ -43,7 +43,7 @@ class LayerPasses:
     def layer(self, number: int) -> Iterator[None]:
         """Around autograd's passes through one layer."""
         engine, units = self._engine, self._layers[number]
-        with present(engine, units, engine.residency.backward_order), engine.no_sync():
+        with present(engine, units, engine.prefetcher.backward_order), engine.no_sync():
             yield
         below = set().union(*self._layers[:number])
         self._begin(unit for unit in units if unit in below)
@@ -56,4 +56,4 @@ class LayerPasses:
         wanted = set(units)
         for gradients in self._engine.reducer.gradients:
             if gradients.unit in wanted:
-                gradients.begin_pass(keep_local=self._micro_batches > 1)
+                gradients.begin_pass(unreduced=self._micro_batches > 1)

@@ -53,25 +53,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._last_skipped
 
     @property
-    def taken_back_steps(self) -> int:
+    def rolled_back_steps(self) -> int:
         """Steps whose updates were made in backward and taken back, since gradients had to be clipped or had
-        overflowed (``offload.step`` "in_backward")."""
+        overflowed (``offload.update_mode`` "in_backward")."""
         updates = self.engine.optimizer_step.updates
-        return updates.taken_back_steps if updates is not None else 0
+        return updates.rolled_back_steps if updates is not None else 0
 
     @property
-    def kept_steps(self) -> int:
+    def committed_steps(self) -> int:
         """Steps whose updates were made in backward before it was known that they are right, and were."""
         updates = self.engine.optimizer_step.updates
-        return updates.kept_steps if updates is not None else 0
+        return updates.committed_steps if updates is not None else 0
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Unscales, clips, updates and publishes the parameters; a collective of all ranks.
 
-        With delayed updates (``offload.step``) the parameters follow the step before. Returns the closure's
-        value. Raises ``RuntimeError`` without gradients or inside backward, ``FloatingPointError`` if
-        gradients, or weights or moments after the update, are not finite (``check_finite``).
+        With delayed updates (``offload.update_mode``) the parameters follow the step before. Returns the
+        closure's value. Raises ``RuntimeError`` without gradients or inside backward, ``FloatingPointError``
+        if gradients, or weights or moments after the update, are not finite (``check_finite``).
         """
         value = None
         if closure is not None:
@@ -136,12 +136,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             kind, _, rest = key.partition("/")
             name = rest.rpartition("/")[0]
             kinds[name] = (*kinds.get(name, ()), kind)
-        undo, undo_kept = stepper.make_state(kinds), self._updates().make_kept(kinds)
+        undo, undo_auxiliary = stepper.make_state(kinds), self._updates().prepare_auxiliary_state(kinds)
         live = self._live_shards()
         problem = _mismatch(live, state_dict["shards"])
         if problem is not None:
             undo()
-            undo_kept()
+            undo_auxiliary()
             raise ValueError(f"optimizer state: {problem}")
         stepper.load_scalars(state_dict["scalars"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -172,24 +172,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for master in self.engine.masters:
             for overlap in master.overlaps:
                 name = master.unit.layout.specs[overlap.index].name
-                shards[f"master/{name}/{overlap.parameter_start}"] = master.part(overlap)
-        for kept in self._updates().kept():
-            for name, start, part in kept.runs(self.engine.masters[kept.number].unit.layout):
-                shards[f"{kept.kind}/{name}/{start}"] = part
+                shards[f"master/{name}/{overlap.parameter_start}"] = master.values_of(overlap)
+        for auxiliary in self._updates().auxiliary_state():
+            for name, start, values in auxiliary.by_parameter(
+                self.engine.masters[auxiliary.number].unit.layout
+            ):
+                shards[f"{auxiliary.kind}/{name}/{start}"] = values
         return shards
 
 
-def as_given(optimizer: Any) -> Any:
+def original_optimizer(optimizer: Any) -> Any:
     """The optimizer that :func:`zero_ext.prepare` was given for ``optimizer``, or this one itself."""
     return optimizer.optimizer if isinstance(optimizer, ZeroOptimizer) else optimizer
 
 
-def _mismatch(live: Mapping[str, Values], given: Mapping[str, torch.Tensor]) -> str | None:
+def _mismatch(live: Mapping[str, Values], loaded: Mapping[str, torch.Tensor]) -> str | None:
     """What keeps the tensors ``given`` from being loaded into ``live``; None if nothing does."""
-    if live.keys() != given.keys():
-        missing, surplus = sorted(live.keys() - given.keys()), sorted(given.keys() - live.keys())
+    if live.keys() != loaded.keys():
+        missing, surplus = sorted(live.keys() - loaded.keys()), sorted(loaded.keys() - live.keys())
         return f"entries missing {missing[:3]}, entries that this optimizer lacks {surplus[:3]}"
     for key, values in live.items():
-        if tuple(given[key].shape) != (count(values),):
-            return f"'{key}' has shape {tuple(given[key].shape)}, {(count(values),)} wanted"
+        if tuple(loaded[key].shape) != (count(values),):
+            return f"'{key}' has shape {tuple(loaded[key].shape)}, {(count(values),)} wanted"
     return None

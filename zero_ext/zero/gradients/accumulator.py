@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from zero_ext import ops
-from zero_ext.comm import Collectives, Pending
+from zero_ext.comm import Collectives, PendingCollective
 from zero_ext.config import Tier, ZeroConfig
-from zero_ext.offload import ShardHome, Tiers
+from zero_ext.offload import ShardStorage, TierManager
 from zero_ext.zero.construction.grouping import DTYPES
 from zero_ext.zero.gradients.gradient_storage import (
-    BorrowedGradients,
-    GradientHome,
-    SliceGradients,
-    Taken,
+    CopyInOrder,
+    GradientSlice,
+    GradientStorage,
+    PooledGradientStorage,
+    Squares,
 )
-from zero_ext.zero.gradients.reduce_scatter import GradientExchange, gradient_exchange
-from zero_ext.zero.gradients.squared_norms import Squares
-from zero_ext.zero.gradients.tiered_storage import sharded_home
+from zero_ext.zero.gradients.nvme_gradient_storage import sharded_gradient_storage
+from zero_ext.zero.gradients.reduce_scatter import gradient_reduce_scatter
 from zero_ext.zero.memory.pool import BufferPool
 from zero_ext.zero.memory.pool_plan import Purpose
 from zero_ext.zero.units.unit import Unit
@@ -30,65 +30,75 @@ _LARGE_BYTES = 64 << 10  # of a gradient: as long to copy on a CPU as a call tak
 
 
 class UnitGradients:
-    """Collects, reduces and keeps the gradients of ``unit``.
+    """Collects, reduces and stores the gradients of ``unit``.
 
-    ``local`` [layout.numel] holds what this rank's backward produced; it lives for good where gradients are
-    replicated, and from the first gradient to the end of its reduction where they are sharded. ``home`` keeps
-    this rank's shard [layout.shard_numel] of the average over the ranks. While gradients are replicated that
-    is a slice of ``local``, unless a backward pass follows a reduction and both must be kept.
+    ``local`` [layout.numel] holds the sums of this rank's backward passes. It is permanent where gradients
+    are replicated. Where they are sharded, it exists from the first gradient to the end of its reduction.
+    ``storage`` holds this rank's shard [layout.shard_numel] of the average over the ranks. With replicated
+    gradients that is a slice of ``local``, unless a backward pass follows a reduction and both are needed.
     """
 
     def __init__(
         self,
         unit: Unit,
         pool: BufferPool,
-        landings: BufferPool,
-        tiers: Tiers,
-        accumulation_dtype: torch.dtype,
-        accumulates: bool,
-        exchange: GradientExchange,
+        staging_buffers: BufferPool,
+        tiers: TierManager,
+        config: ZeroConfig,
+        collectives: Collectives,
         used_up: bool,
     ) -> None:
+        """Allocate the buffers of ``unit`` in the precisions of ``config``.
+
+        ``collectives`` are the ranks to average over. ``used_up``: each gradient is read once, by an update
+        in backward.
+        """
+        accumulation_dtype = DTYPES[config.precision.grad_accum_dtype]
         self.unit = unit
         self._pool = pool
         self._tiers = tiers
-        self._landing: torch.Tensor | None = None  # the pool memory that a reduction leaves its result in
-        self._landing_dtype = accumulation_dtype
+        self._staging: torch.Tensor | None = None  # pool memory for the result of a reduction
+        self._staging_dtype = accumulation_dtype
         self._accumulation_dtype = accumulation_dtype
-        self._exchange = exchange
+        self._reduce_scatter = gradient_reduce_scatter(unit, config, collectives.replicas)
         self._buffer: torch.Tensor | None = None
-        self._scratch: list[torch.Tensor] = []  # lent by the pool until the reduction ends
-        self._waiting: list[tuple[int, torch.Tensor]] = []  # what came and is not in ``local`` yet
+        self._scratch: list[torch.Tensor] = []  # pool memory, until the reduction ends
+        self._waiting: list[tuple[int, torch.Tensor]] = []  # gradients that are not in ``local`` yet
         self._filled: set[int] = set()  # parameters with a value in ``local`` that was not reduced yet
-        self._arrived: set[int] = set()  # parameters that brought a gradient in this backward pass
-        self._missing = 0  # a parameter that had not when somebody last asked
+        self._arrived: set[int] = set()  # parameters with a gradient in this backward pass
+        self._missing = 0  # a parameter without one at the last check
         self._packs_from = sys.maxsize if tiers.device.is_accelerator else _LARGE_BYTES
         self._sums = False  # whether passes add up before the next reduction, alike on all ranks
-        self._gathering: Pending | None = None
-        self._pending: Pending | None = None
+        self._gathering: PendingCollective | None = None
+        self._pending: PendingCollective | None = None
         self.contributed: set[int] = set()  # parameters with a gradient since the gradients were cleared
         # Counts writes to the reduced gradient from outside. Those of a ShardedGradient move no version
         # counter, because torch does not count writes that happen below its dispatcher.
         self.changes = 0
+        accumulates = config.batch.gradient_accumulation_steps > 1
         dtype = accumulation_dtype if accumulates else unit.layout.dtype
         self.local: torch.Tensor | None = None
-        self._slice: SliceGradients | None = None
-        self.home: GradientHome
+        self._slice: GradientSlice | None = None
+        self.storage: GradientStorage
         if unit.placement.grads:
-            self.home = sharded_home(unit, dtype, accumulation_dtype, pool, landings, tiers, used_up)
+            self.storage = sharded_gradient_storage(
+                unit, dtype, accumulation_dtype, pool, staging_buffers, tiers, used_up
+            )
         else:
             self.local = tiers.device.allocate("device", unit.layout.numel, dtype)
             begin, end = unit.layout.shard_range(unit.collectives.rank)
-            self.home = self._slice = SliceGradients(
+            self.storage = self._slice = GradientSlice(
                 self.local, begin, end, accumulation_dtype, pool, tiers.transfers
             )
 
     # -- collecting ---------------------------------------------------------------------------------------
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Adds the gradient of parameter ``index``, which nobody else changes any more. Those of a unit wait
-        to be added all at once, in :meth:`pack`, as each call has its price. On a CPU it is small, and large
-        ones do not wait, in memory of their own."""
+        """Add the gradient of parameter ``index``, which must not change any more.
+
+        :meth:`pack` adds all gradients of a unit in one call, because each call costs time. On a CPU large
+        gradients are added immediately, so that their memory is released.
+        """
         spec = self.unit.layout.specs[index]
         if gradient.layout is not torch.strided:
             raise RuntimeError(
@@ -103,31 +113,28 @@ class UnitGradients:
             self.pack()
 
     def pack(self) -> None:
-        """Adds to ``local`` what came: at the latest before it is reduced, and at the end of backward."""
+        """Add waiting gradients to ``local``. Required before a reduction and at the end of backward."""
         if not self._waiting:
             return
-        # After a gradient that was thought the last: ``local`` is still being read or gathered.
+        # A gradient after the unit's last expected one: ``local`` is still being read or gathered.
         if self.reducing and not self.unit.placement.optimizer and self.unit.collectives.in_one_order:
-            return  # until that gather has ended, which begins in its turn, the same on all ranks
+            return  # the gather begins in its turn, the same on all ranks; pack again after it
         waiting, self._waiting = self._waiting, []
         self.finish_reduction()
         self.finish_gather()
-        if self.local is None:
-            self.local = self._take_local()
-        elif self._must_part():
-            self._part()
+        self._prepare_local()
         came = [gradient for _, gradient in waiting]
         while waiting:
             new: dict[int, torch.Tensor] = {}
             more: dict[int, torch.Tensor] = {}
-            later = []  # checkpoints bring a gradient for each use of a parameter
+            later = []  # checkpointing yields one gradient per use of a parameter
             for index, gradient in waiting:
                 if index in new or index in more:
                     later.append((index, gradient))
                 else:
                     (more if index in self._filled else new)[index] = gradient
             self._write(new, adds=False)
-            if more and self._sums and self.local.dtype != self._accumulation_dtype:
+            if more and self._sums:
                 self._widen_local()
             self._write(more, adds=True)
             self._filled.update(new)
@@ -135,7 +142,7 @@ class UnitGradients:
         self._tiers.device.reduction_stream.hold(came)
 
     def _write(self, gradients: Mapping[int, torch.Tensor], adds: bool) -> None:
-        """Puts gradients of parameters to their places in ``local``, or ``adds`` them there."""
+        """Copy gradients of parameters into ``local``, or add them where ``adds``."""
         layout, local = self.unit.layout, self.local
         if local is None:
             raise AssertionError("no memory for local gradients")
@@ -143,8 +150,8 @@ class UnitGradients:
         for index, gradient in gradients.items():
             spec, offset = layout.specs[index], layout.offsets[index]
             if gradient.stride() != spec.stride and spec.numel:
-                place = local.as_strided(spec.shape, spec.stride, offset)
-                (place.add_ if adds else place.copy_)(gradient)
+                target = local.as_strided(spec.shape, spec.stride, offset)
+                (target.add_ if adds else target.copy_)(gradient)
             else:
                 in_order = gradient.is_contiguous()
                 dense.append(gradient if in_order else gradient.as_strided((spec.numel,), (1,)))
@@ -152,20 +159,19 @@ class UnitGradients:
         if dense:
             (ops.accumulate_ if adds else ops.pack_)(local, dense, offsets)
 
-    def begin_pass(self, keep_local: bool) -> None:
-        """A backward pass begins: no gradient of it has arrived. ``keep_local`` says that they will stay
-        unreduced."""
+    def begin_pass(self, unreduced: bool) -> None:
+        """Begin a backward pass. ``unreduced``: its gradients will not be reduced."""
         self._arrived.clear()
-        self._sums = self._sums or keep_local
+        self._sums = self._sums or unreduced
 
     @property
     def complete(self) -> bool:
-        """Whether every trainable parameter has brought its gradient in this backward pass."""
+        """Whether every trainable parameter has a gradient from this backward pass."""
         arrived, parameters = self._arrived, self.unit.parameters
         if len(arrived) == len(parameters):
             return True
         with torch._C.DisableTorchFunctionSubclass():
-            # What was missing when somebody last asked mostly is.
+            # The parameter that was missing at the last check mostly still is.
             for index in (self._missing, *range(len(parameters))):
                 if index not in arrived and parameters[index].requires_grad:
                     self._missing = index
@@ -174,32 +180,29 @@ class UnitGradients:
 
     @property
     def frozen(self) -> bool:
-        """Whether nothing can come: no parameter is trainable now, and none brought a gradient before."""
+        """Whether no gradient can arrive: no parameter is trainable, and none has an unreduced gradient."""
         came = self._filled or self._waiting
         return not came and not any(parameter.requires_grad for parameter in self.unit.parameters)
 
     @property
     def reducing(self) -> bool:
-        """Whether a reduction is under way."""
+        """Whether a reduction is in flight."""
         return self._pending is not None
 
     @property
     def has_local(self) -> bool:
-        """Whether there are gradients that were not reduced yet."""
-        kept = self._aliased and self.unit.collectives.world_size == 1
-        return bool(self._filled or self._waiting) and not kept
+        """Whether there are unreduced gradients."""
+        stored = self._aliased and self.unit.collectives.world_size == 1
+        return bool(self._filled or self._waiting) and not stored
 
     # -- reducing -----------------------------------------------------------------------------------------
 
     def start_reduction(self) -> None:
-        """Begins averaging ``local`` over the ranks; parameters without a gradient count as zero."""
+        """Begin to average ``local`` over the ranks. Parameters without a gradient count as zero."""
         unit, layout = self.unit, self.unit.layout
         self.pack()
-        if self.local is None:
-            self.local = self._take_local()
-        elif self._must_part():
-            self._part()
-        if self._sums and self.local.dtype != self._accumulation_dtype:
+        self._prepare_local()
+        if self._sums:
             self._widen_local()
         sums, self._sums = self._sums, False
         local = self.local_sum()
@@ -207,16 +210,16 @@ class UnitGradients:
             self._reduce_alone(local, sums)
             return
         self._filled.clear()
-        target = self.home.begin(sums)
-        accumulate = self.home.valid and target is not None
+        target = self.storage.begin_reduction(sums)
+        accumulate = self.storage.valid and target is not None
         if target is None:
-            self._landing_dtype = self._accumulation_dtype if sums else self.home.dtype
-            self._landing = self._lend(layout.shard_numel, self._landing_dtype, "landing")
-            target = self._landing.view(self._landing_dtype)[: layout.shard_numel]
-        self._pending = self._exchange.start(local, target, accumulate, self._borrow)
+            self._staging_dtype = self._accumulation_dtype if sums else self.storage.dtype
+            self._staging = self._lend(layout.shard_numel, self._staging_dtype, "staging")
+            target = self._staging.view(self._staging_dtype)[: layout.shard_numel]
+        self._pending = self._reduce_scatter.start(local, target, accumulate, self._borrow)
 
     def local_sum(self) -> torch.Tensor:
-        """``local``, zero where nothing arrived that is not reduced yet, and in the padding."""
+        """Return ``local``, with zeros in the padding and for parameters without an unreduced gradient."""
         self.pack()
         layout, local = self.unit.layout, self.local
         if local is None:
@@ -229,136 +232,135 @@ class UnitGradients:
         return local
 
     def _reduce_alone(self, local: torch.Tensor, sums: bool) -> None:
-        """One rank's sum is the average already."""
+        """Finish a reduction on a single rank, whose sum is the average."""
         if self._aliased and local.dtype == self._accumulation_dtype:
-            self.home.landed()  # and later gradients simply add to it
+            self.storage.complete_reduction()  # and later gradients simply add to it
             return
         self._filled.clear()
-        target = self.home.begin(sums)
+        target = self.storage.begin_reduction(sums)
         if self._buffer is not None:
             buffer, self._buffer, self.local = self._buffer, None, None
-            self.home.take(buffer, local.dtype)
+            self.storage.adopt(buffer, local.dtype)
             return
         if target is None:
             raise AssertionError("replicated gradients in another tier")
         if not self._aliased:
-            ops.sum_shards_(target, [local], 1.0, self.home.valid)
-        self.home.landed()
+            ops.sum_shards_(target, [local], 1.0, self.storage.valid)
+        self.storage.complete_reduction()
 
     def finish_reduction(self) -> None:
-        """Waits for :meth:`start_reduction`; gives scratch back and, if replicated, starts the gather."""
+        """Wait for :meth:`start_reduction`. Release scratch memory and start the gather if replicated."""
         if self._pending is None:
             return
         self._pending.wait()
         self._pending = None
         while self._scratch:
-            self._pool.give(self._scratch.pop())
-        if self._landing is None:
-            self.home.landed()
+            self._pool.release(self._scratch.pop())
+        if self._staging is None:
+            self.storage.complete_reduction()
         else:
-            landing, self._landing = self._landing, None
-            self.home.take(landing, self._landing_dtype)
+            staging, self._staging = self._staging, None
+            self.storage.adopt(staging, self._staging_dtype)
         if self.unit.placement.grads:
             self._drop_local()
         elif not self.unit.placement.optimizer:
             self._start_gather()
 
     def finish_gather(self) -> None:
-        """Waits until replicated gradients are whole on every rank."""
+        """Wait until replicated gradients are complete on every rank."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
             if self.local is not None and self._slice is not None and not self._aliased:
-                self._slice.to_slice_of(self.local)
+                self._slice.become_slice_of(self.local)
             self.pack()
 
     def finish(self) -> None:
-        """After a reduction: waits for all that its result goes through. Raises ``RuntimeError`` if it could
-        not be kept."""
+        """Wait for the gather and the transfers of a reduction. Raise ``RuntimeError`` if one failed."""
         self.finish_gather()
-        self.home.settle()
-        if self.home.failure is not None:
-            raise self.home.failure
+        self.storage.wait_transfers()
+        if self.storage.failure is not None:
+            raise self.storage.failure
 
     # -- reading ------------------------------------------------------------------------------------------
 
-    def for_optimizer(self) -> ShardHome:
-        """The reduced gradients of the elements this rank's optimizer owns: the shard, or all of them."""
+    def for_optimizer(self) -> ShardStorage:
+        """Return the reduced gradients of the elements that this rank updates: the shard, or all of them."""
         alone = self.unit.collectives.world_size == 1
         if alone or self.unit.placement.optimizer or self.local is None:
-            return self.home.shard()
-        return self._tiers.in_memory(self.local)
+            return self.storage.shard()
+        return self._tiers.wrap_memory(self.local)
 
     def full_view(self, index: int) -> torch.Tensor | None:
-        """The reduced gradient of parameter ``index`` in its shape if this rank holds all of it."""
+        """Return the reduced gradient of parameter ``index`` in its shape if this rank holds all of it."""
         layout, spec = self.unit.layout, self.unit.layout.specs[index]
-        whole = self.whole()
-        if whole is None or whole.dtype != layout.dtype:
+        full = self.full()
+        if full is None or full.dtype != layout.dtype:
             return None
-        return whole.as_strided(spec.shape, spec.stride, layout.offsets[index])
+        return full.as_strided(spec.shape, spec.stride, layout.offsets[index])
 
     def clear(self) -> None:
-        """Forgets all gradients; memory of sharded ones stays for the next step."""
+        """Forget all gradients. The memory of sharded ones stays for the next step."""
         self._waiting.clear()
         self._filled.clear()
         self._sums = False
         self.contributed.clear()
-        self.home.forget()
+        self.storage.forget()
         if self.unit.placement.grads:
             self._drop_local()
 
     def use_up(self) -> None:
-        """An update has read the reduced gradient, which nobody needs any more."""
-        self.home.forget()
+        """Release the reduced gradient after its only reader, an update in backward."""
+        self.storage.forget()
 
     def zero_parameter(self, index: int) -> None:
-        """Sets the gradient of one parameter to zero, where it is held here."""
+        """Set this rank's elements of one parameter's gradient to zero."""
         self.pack()
         layout = self.unit.layout
-        self.change_parameter(index, lambda part: part.zero_())
+        self.change_parameter(index, lambda values: values.zero_())
         if self.local is not None and index in self._filled:
             self.local[layout.offsets[index] : layout.offsets[index] + layout.specs[index].numel].zero_()
 
     def assign(self, index: int, flat: torch.Tensor) -> None:
-        """Makes ``flat``, whole and in memory order, the reduced gradient of one parameter, where it is held
-        here; the parameter need not have had one."""
+        """Make ``flat``, full and in memory order, the reduced gradient of one parameter, which need not have
+        had one. Only this rank's elements are stored."""
         self.pack()
         if self._filled:
             self.start_reduction()  # a single rank's local sum is the average
-        elif not self.home.valid:
+        elif not self.storage.valid:
             self._begin_with_zeros()
         layout = self.unit.layout
         before = layout.shard_range(self.unit.collectives.rank)[0] - layout.offsets[index]
-        start = max(before, 0) if self.whole() is None else 0
-        self.change_parameter(index, Taken(flat[start:]))
+        start = max(before, 0) if self.full() is None else 0
+        self.change_parameter(index, CopyInOrder(flat[start:]))
         self.contributed.add(index)
 
     def _begin_with_zeros(self) -> None:
-        """Makes the reduced gradient valid, as a later pass adds to all of it."""
-        whole = self.whole()
-        target = self.home.begin() if whole is None else whole
+        """Make the reduced gradient valid, because a later pass adds to all of it."""
+        full = self.full()
+        target = self.storage.begin_reduction() if full is None else full
         if target is not None:
             target.zero_()
-            self.home.landed()
+            self.storage.complete_reduction()
             return
-        landing = self._lend(self.unit.layout.shard_numel, self.home.dtype, "landing")
-        landing.zero_()
-        self.home.take(landing, self.home.dtype)
-        self.home.settle()
+        staging = self._lend(self.unit.layout.shard_numel, self.storage.dtype, "staging")
+        staging.zero_()
+        self.storage.adopt(staging, self.storage.dtype)
+        self.storage.wait_transfers()
 
     def change_parameter(self, index: int, change: Callable[[torch.Tensor], object]) -> None:
-        """Applies ``change`` to what this rank holds of one parameter's reduced gradient: all of it if
+        """Apply ``change`` to this rank's elements of one parameter's reduced gradient: all of them if
         replicated."""
-        layout, whole = self.unit.layout, self.whole()
+        layout, full = self.unit.layout, self.full()
         self.changes += 1
-        if whole is not None:
-            change(whole[layout.offsets[index] : layout.offsets[index] + layout.specs[index].numel])
+        if full is not None:
+            change(full[layout.offsets[index] : layout.offsets[index] + layout.specs[index].numel])
             return
         for begin, end in self._own_ranges(index):
-            self.home.change(begin, end, change)
+            self.storage.change(begin, end, change)
 
     def _own_ranges(self, index: int) -> list[tuple[int, int]]:
-        """Where one parameter's reduced gradient lies inside this rank's shard: once over all ranks."""
+        """Return the ranges of one parameter in this rank's shard. Over all ranks they cover it once."""
         begin, end = self.unit.layout.shard_range(self.unit.collectives.rank)
         return [
             (overlap.range_start, overlap.range_start + overlap.numel)
@@ -367,43 +369,37 @@ class UnitGradients:
         ]
 
     def add_squared_norm(self, squares: Squares, index: int | None = None) -> None:
-        """Adds this rank's squares, of all parameters or of one."""
+        """Add the squares of this rank's elements of all parameters or of one."""
         if index is None:
-            self.home.add_squares(squares)
+            self.storage.add_squares(squares)
             return
-        for begin, end in self._own_ranges(index):
-            for part in self.home.visit(begin, end):
-                squares.add(part)
+        for values in self.visit_parameter(index):
+            squares.add(values)
 
-    def largest(self, index: int, device: torch.device) -> torch.Tensor:
-        """Return the largest absolute value of one parameter's gradient held here, float64 [1] on ``device``;
-        0 if there is none."""
-        found = [torch.zeros((), dtype=torch.float64, device=device)]
+    def visit_parameter(self, index: int) -> Iterator[torch.Tensor]:
+        """Yield this rank's elements of one parameter's reduced gradient in chunks."""
         for begin, end in self._own_ranges(index):
-            for part in self.home.visit(begin, end):
-                if part.numel():
-                    found.append(torch.linalg.vector_norm(part, float("inf")).to(device).double())
-        return torch.stack(found).amax(0, keepdim=True)
+            yield from self.storage.visit(begin, end)
 
     def clear_parameter(self, index: int) -> None:
-        """Forgets the gradient of one parameter, here and in the reduced shard."""
+        """Forget the gradient of one parameter, in ``local`` and in the reduced shard."""
         self.zero_parameter(index)
         self._filled.discard(index)
         self.contributed.discard(index)
 
-    def held_bytes(self) -> dict[Tier, int]:
-        """Bytes kept from step to step, by tier: unreduced gradients and the reduced shard."""
+    def allocated_bytes(self) -> dict[Tier, int]:
+        """Return the bytes allocated between steps by tier: unreduced gradients and the reduced shard."""
         unreduced = self.local.nbytes if self.local is not None and self._buffer is None else 0
         held: dict[Tier, int] = {"device": unreduced}
-        kept = 0 if self._aliased else self.home.held_bytes()
-        return {**held, self.home.tier: held.get(self.home.tier, 0) + kept}
+        stored = 0 if self._aliased else self.storage.allocated_bytes()
+        return {**held, self.storage.tier: held.get(self.storage.tier, 0) + stored}
 
-    def whole(self) -> torch.Tensor | None:
-        """All of the reduced gradient [layout.numel], where this rank holds it in the device's memory."""
+    def full(self) -> torch.Tensor | None:
+        """Return the full reduced gradient [layout.numel] if it is in this rank's device memory."""
         if self.unit.collectives.world_size == 1:
-            lent = isinstance(self.home, BorrowedGradients) and not self.home.valid
-            far = self._tiers.device.of(self.home.tier) != self.unit.flat.device
-            return None if lent or far else self.home.shard().memory(self.home.tier)
+            unallocated = isinstance(self.storage, PooledGradientStorage) and not self.storage.valid
+            far = self._tiers.device.of(self.storage.tier) != self.unit.flat.device
+            return None if unallocated or far else self.storage.shard().memory(self.storage.tier)
         return None if self.unit.placement.optimizer else self.local
 
     # -- memory -------------------------------------------------------------------------------------------
@@ -415,41 +411,39 @@ class UnitGradients:
     @property
     def _aliased(self) -> bool:
         """Whether the reduced gradient is a slice of ``local``."""
-        return self._slice is not None and self.local is not None and self._slice.part_of(self.local)
+        return self._slice is not None and self.local is not None and self._slice.is_slice_of(self.local)
 
-    def _must_part(self) -> bool:
-        """Whether a backward pass follows a reduction that was thought the last."""
-        return not self._filled and self.home.valid and self._aliased
-
-    def _part(self) -> None:
-        """Keeps the reduced sum beside the new local one."""
-        if self._slice is not None:
-            self._slice.to_apart()
+    def _prepare_local(self) -> None:
+        """Acquire ``local``. If a pass follows the last expected reduction, keep the reduced sum apart."""
+        if self.local is None:
+            self.local = self._acquire_local()
+        elif self._slice is not None and self._aliased and self.storage.valid and not self._filled:
+            self._slice.detach()
 
     def _borrow(self, numel: int, dtype: torch.dtype, purpose: Purpose) -> torch.Tensor:
-        self._scratch.append(self._pool.take(numel * dtype.itemsize, self.unit.name, purpose))
+        self._scratch.append(self._pool.acquire(numel * dtype.itemsize, self.unit.name, purpose))
         return self._scratch[-1].view(dtype)
 
-    def _take_local(self) -> torch.Tensor:
+    def _acquire_local(self) -> torch.Tensor:
         dtype = self._accumulation_dtype if self._sums else self.unit.layout.dtype
-        # What stays unreduced is not staging: all units have it at once.
+        # Unreduced gradients are not transient: all units have them simultaneously.
         with self._pool.growing() if self._sums else contextlib.nullcontext():
             self._buffer = self._lend(self.unit.layout.numel, dtype, "gradient")
         return self._buffer.view(dtype)[: self.unit.layout.numel]
 
     def _lend(self, numel: int, dtype: torch.dtype, purpose: Purpose) -> torch.Tensor:
-        """A buffer that the home could take over."""
-        nbytes, grain = numel * dtype.itemsize, self.home.alignment
-        return self._pool.take(-(-nbytes // grain) * grain, self.unit.name, purpose)
+        """Acquire a buffer that the storage may adopt."""
+        nbytes, grain = numel * dtype.itemsize, self.storage.alignment
+        return self._pool.acquire(-(-nbytes // grain) * grain, self.unit.name, purpose)
 
     def _drop_local(self) -> None:
         if self._buffer is not None:
             self.local = None
-            self._pool.give(self._buffer)
+            self._pool.release(self._buffer)
             self._buffer = None
 
     def _instead_of(self, old: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Memory of its own for ``local``, for good."""
+        """Allocate permanent memory for ``local``."""
         self._tiers.device.reduction_stream.drop(old)
         return self._tiers.device.allocate("device", old.numel(), dtype)
 
@@ -457,48 +451,27 @@ class UnitGradients:
         narrow, buffer = self.local, self._buffer
         if narrow is None:
             raise AssertionError("no local gradients to widen")
+        if narrow.dtype == self._accumulation_dtype:
+            return
         if buffer is None:
             aliased = self._aliased
             self.local = self._instead_of(narrow, self._accumulation_dtype).copy_(narrow)
             if aliased and self._slice is not None:
-                self._slice.to_slice_of(self.local)
+                self._slice.become_slice_of(self.local)
             return
-        self.local = self._take_local().copy_(narrow)
-        self._pool.give(buffer)
+        self.local = self._acquire_local().copy_(narrow)
+        self._pool.release(buffer)
 
     def _start_gather(self) -> None:
         if self.local is None:
             raise AssertionError("replicated gradients without a buffer")
         if not self._aliased:
-            if self.local.dtype != self.home.dtype:
-                self.local = self._instead_of(self.local, self.home.dtype)
-            self._own_slice(self.local).copy_(self.home.shard().read(0, self.unit.layout.shard_numel))
+            if self.local.dtype != self.storage.dtype:
+                self.local = self._instead_of(self.local, self.storage.dtype)
+            self._own_slice(self.local).copy_(self.storage.shard().read(0, self.unit.layout.shard_numel))
         self._gathering = self.unit.collectives.gather(
             self.local,
             self._own_slice(self.local),
-            self.unit.wire_kind("gather_gradients"),
+            self.unit.traffic_kind("gather_gradients"),
             f"gather of the gradients of {self.unit.describe()}",
         )
-
-
-def make_gradients(
-    unit: Unit,
-    pool: BufferPool,
-    landings: BufferPool,
-    tiers: Tiers,
-    config: ZeroConfig,
-    collectives: Collectives,
-    used_up: bool,
-) -> UnitGradients:
-    """The gradient buffers of ``unit`` in the precisions that ``config`` asks for, averaged over
-    ``collectives``; ``used_up`` says that each is read once, by an update in backward."""
-    return UnitGradients(
-        unit,
-        pool,
-        landings,
-        tiers,
-        DTYPES[config.precision.grad_accum_dtype],
-        config.batch.gradient_accumulation_steps > 1,
-        gradient_exchange(unit, config, collectives.replicas),
-        used_up,
-    )

@@ -12,8 +12,8 @@ from zero_ext import ops
 from zero_ext.comm import Collectives
 from zero_ext.offload import Device
 from zero_ext.zero.gradients.accumulator import UnitGradients
-from zero_ext.zero.gradients.squared_norms import Squares
-from zero_ext.zero.units.collective_errors import together
+from zero_ext.zero.gradients.gradient_storage import Squares
+from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 from zero_ext.zero.units.model_parallel_sync import largest_over_model, sum_over_model
 
 Result = TypeVar("Result")
@@ -59,7 +59,7 @@ class GradientNorms:
     @property
     def on_device(self) -> bool:
         """Whether all gradients are in an accelerator's memory."""
-        tiers = {gradients.home.tier for gradients in self._gradients}
+        tiers = {gradients.storage.tier for gradients in self._gradients}
         return self._device.is_accelerator and tiers <= {"device"}
 
     def forget(self) -> None:
@@ -82,7 +82,7 @@ class GradientNorms:
             keys = [key for key in self._keys() if self._parameter(*key) not in self._uncounted]
             table = self._table_of(keys)
             return OwnSquares(table.sum(0), keys, table[:, -1])
-        return OwnSquares(self.read_together(lambda: self._own_squares().total()), [], None)
+        return OwnSquares(self.read_on_all_ranks(lambda: self._own_squares().total()), [], None)
 
     def _own_squares(self) -> Squares:
         squares = Squares()
@@ -101,7 +101,7 @@ class GradientNorms:
         those in its place elsewhere."""
         if self._each is None:
             keys = self._keys()
-            table = self.read_together(lambda: self._table_of(keys))
+            table = self.read_on_all_ranks(lambda: self._table_of(keys))
             self._collectives.shards.sum_(table, "gradient norms of the parameters")
             values = [ops.squared_norm_value(row) for row in table]
             self._each = self._by_key(keys, torch.stack(values).sqrt() if values else table.double())
@@ -130,7 +130,7 @@ class GradientNorms:
         """The inf-norm of one parameter's gradient, as :meth:`of` gives the 2-norm."""
         if self._largest is None:
             keys = self._keys()
-            own = self.read_together(lambda: self._own_largest(keys))
+            own = self.read_on_all_ranks(lambda: self._own_largest(keys))
             table = own.new_zeros(self._collectives.world_size, len(keys))
             table[self._collectives.rank] = own
             self._collectives.sum_(table, "largest gradients of the parameters")
@@ -138,10 +138,11 @@ class GradientNorms:
         return self._largest[self._gradients.index(gradients), index]
 
     def _own_largest(self, keys: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """The largest magnitude that this rank holds of each of ``keys``, float64 [n]."""
-        where = self._device.device if self.on_device else torch.device("cpu")
-        none = torch.zeros(1, dtype=torch.float64, device=where)
-        return torch.cat([none, *(self._gradients[unit].largest(number, where) for unit, number in keys)])[1:]
+        """Return the largest magnitude of this rank's elements of each of ``keys``, float64 [n]."""
+        device = self._device.device if self.on_device else torch.device("cpu")
+        none = torch.zeros(1, dtype=torch.float64, device=device)
+        own = (_largest_of(self._gradients[unit], number, device) for unit, number in keys)
+        return torch.cat([none, *own])[1:]
 
     def largest_of_all(self) -> float:
         """The inf-norm over all gradients; waits for the device."""
@@ -154,14 +155,14 @@ class GradientNorms:
     ) -> dict[tuple[int, int], torch.Tensor]:
         """Each of ``values`` [n], where the model trains."""
         if values.device.type == "cpu":
-            (values,) = self._device.beside("device", values)
+            (values,) = self._device.to_tier("device", values)
         return dict(zip(keys, values.unbind(0), strict=True))
 
-    def read_together(self, read: Callable[[], Result]) -> Result:
+    def read_on_all_ranks(self, read: Callable[[], Result]) -> Result:
         """The result of ``read``; where gradients lie in storage, which may fail on one rank alone, once all
         ranks have theirs."""
-        if any(gradients.home.tier == "nvme" for gradients in self._gradients):
-            return together(self._collectives, read, "reading gradients from NVMe")
+        if any(gradients.storage.tier == "nvme" for gradients in self._gradients):
+            return raise_on_all_ranks(self._collectives, read, "reading gradients from NVMe")
         return read()
 
     def _parameter(self, unit: int, number: int) -> nn.Parameter:
@@ -174,3 +175,12 @@ class GradientNorms:
             for unit, gradients in enumerate(self._gradients)
             for number in sorted(gradients.contributed)
         ]
+
+
+def _largest_of(gradients: UnitGradients, number: int, device: torch.device) -> torch.Tensor:
+    """Return the largest magnitude in this rank's elements of one parameter, float64 [1] on ``device``."""
+    found = [torch.zeros((), dtype=torch.float64, device=device)]
+    for values in gradients.visit_parameter(number):
+        if values.numel():
+            found.append(torch.linalg.vector_norm(values, float("inf")).to(device).double())
+    return torch.stack(found).amax(0, keepdim=True)

@@ -1,4 +1,4 @@
-"""Where the reduced gradient of a unit's shard lives from its reduction to the step."""
+"""Storage of a unit's reduced gradient shard from its reduction to the step, in device or host memory."""
 
 from __future__ import annotations
 
@@ -9,18 +9,51 @@ import torch
 
 from zero_ext import ops
 from zero_ext.config import Tier
-from zero_ext.offload import HERE, Arrival, MemoryHome, ShardHome, TransferLog
-from zero_ext.zero.gradients.squared_norms import Squares
+from zero_ext.offload import COMPLETED, CopyHandle, MemoryShard, ShardStorage, TransferStats
 from zero_ext.zero.memory.pool import BufferPool
 
 
-class GradientHome(Protocol):
-    """Keeps one reduced gradient [numel], or none. What comes while it keeps one is added to it.
+class Squares:
+    """An exact sum of squares that does not depend on the order. Each device adds up its own values."""
 
-    ``dtype`` is that of the kept gradient, or of the next one. Once a second gradient was added, or the sum
-    of several was taken over, it is the dtype in which gradients add up. ``alignment`` is what the sizes of
-    the buffers given to :meth:`take` are multiples of; ``is_late`` says that a gradient is still on its way
-    when that returns. ``failure`` is why the gradient is not to be used; reading it raises that.
+    def __init__(self, *sums: torch.Tensor) -> None:
+        """Add to ``sums``, int64 [:data:`zero_ext.ops.ACCUMULATOR_ENTRIES`], one per device at most."""
+        self._sums = {each.device: each for each in sums}
+
+    def add(self, values: torch.Tensor) -> None:
+        """Add the squares of ``values`` [n] on their device, without waiting for it."""
+        ops.squared_norm_(values, self._sum_on(values.device))
+
+    def add_all(self, other: Squares) -> None:
+        """Add another sum."""
+        for device, sums in other._sums.items():
+            self._sum_on(device).add_(sums)
+
+    def count_non_finite(self) -> int:
+        """Return how many of the values added were not finite; waits for the devices."""
+        return int(self.total()[-1])
+
+    def total(self) -> torch.Tensor:
+        """Return the sum as an int64 superaccumulator in host memory, for
+        :func:`zero_ext.ops.squared_norm_value`. Waits for the devices."""
+        total = torch.zeros(ops.ACCUMULATOR_ENTRIES, dtype=torch.int64, device="cpu")
+        for sums in self._sums.values():
+            total += sums.cpu()
+        return total
+
+    def _sum_on(self, device: torch.device) -> torch.Tensor:
+        if device not in self._sums:
+            self._sums[device] = torch.zeros(ops.ACCUMULATOR_ENTRIES, dtype=torch.int64, device=device)
+        return self._sums[device]
+
+
+class GradientStorage(Protocol):
+    """Stores one reduced gradient [numel], or none. Further gradients are added to it.
+
+    ``dtype`` is that of the stored gradient, or of the next one. Once a second gradient was added, or the sum
+    of several was adopted, it is the accumulation dtype. Sizes of buffers for :meth:`adopt` are multiples of
+    ``alignment``. ``is_async``: the copy is still in flight when :meth:`adopt` returns. ``failure`` is an
+    error of the transfers, which reading raises.
     """
 
     tier: Tier
@@ -28,7 +61,7 @@ class GradientHome(Protocol):
     failure: RuntimeError | None
 
     @property
-    def is_late(self) -> bool:
+    def is_async(self) -> bool:
         """See above."""
 
     @property
@@ -39,41 +72,44 @@ class GradientHome(Protocol):
     def valid(self) -> bool:
         """Whether there is a gradient."""
 
-    def begin(self, sums: bool = False) -> torch.Tensor | None:
-        """A reduction begins, of ``sums`` of several passes or not: device memory [numel] that its result
-        goes into, or is added to where ``valid``, followed by :meth:`landed`; None where the home wants the
-        result by :meth:`take`."""
+    def begin_reduction(self, sums: bool = False) -> torch.Tensor | None:
+        """Begin a reduction, of ``sums`` of several passes or not.
 
-    def landed(self) -> None:
-        """The result lies in the memory that :meth:`begin` named."""
+        Returns:
+            Device memory [numel] to write the result to, or to add it to where ``valid``, before
+            :meth:`complete_reduction`. None where the result is passed to :meth:`adopt` instead.
+        """
 
-    def take(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
-        """Takes over a buffer of the pool whose first numel elements of ``dtype`` are the result."""
+    def complete_reduction(self) -> None:
+        """Mark the memory that :meth:`begin_reduction` returned as written."""
 
-    def shard(self) -> ShardHome:
-        """The gradient where it lies."""
+    def adopt(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
+        """Take ownership of a pool buffer whose first numel elements of ``dtype`` are the result."""
+
+    def shard(self) -> ShardStorage:
+        """Return the gradient as a shard in its tier."""
 
     def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """The elements [begin, end) in pieces, in any order, each valid until the next is asked for."""
+        """Yield the elements [begin, end) in chunks, in any order. Each is valid until the next one."""
 
     def change(self, begin: int, end: int, change: Callable[[torch.Tensor], object]) -> None:
-        """Applies the element-wise ``change``, in place, to the elements [begin, end)."""
+        """Apply the element-wise ``change`` in place to the elements [begin, end)."""
 
     def add_squares(self, squares: Squares) -> None:
-        """Adds the squares of all elements."""
+        """Add the squares of all elements."""
 
-    def settle(self) -> None:
-        """Returns when nothing is under way that takes memory of the pool."""
+    def wait_transfers(self) -> None:
+        """Wait for all transfers that use memory of the pool."""
 
     def forget(self) -> None:
-        """There is no gradient, and no failure, any more."""
+        """Discard the gradient and the failure."""
 
-    def held_bytes(self) -> int:
-        """Bytes held in ``tier`` from step to step; the pool's do not count."""
+    def allocated_bytes(self) -> int:
+        """Return the bytes allocated in ``tier`` between steps, without those of the pool."""
 
 
-class MemoryGradients:
-    """A gradient in device or host memory of its own for good: a :class:`GradientHome`."""
+class MemoryGradientStorage:
+    """A :class:`GradientStorage` in permanent device or host memory."""
 
     alignment = 1
     failure: RuntimeError | None = None
@@ -84,8 +120,8 @@ class MemoryGradients:
         tensor: torch.Tensor,
         accumulation_dtype: torch.dtype,
         pool: BufferPool,
-        transfers: TransferLog,
-        landings: BufferPool | None = None,
+        transfers: TransferStats,
+        staging_buffers: BufferPool | None = None,
     ) -> None:
         self.tier = tier
         self.valid = False
@@ -93,96 +129,97 @@ class MemoryGradients:
         self._accumulation_dtype = accumulation_dtype
         self._pool = pool
         self._transfers = transfers
-        self._landings = landings  # host memory for what comes from an accelerator and is to be added
-        self._arrival: Arrival = HERE  # of what is copied into ``_memory``
-        self._landing: _Landing | None = None  # what is still to be added to it, or cast
+        # Host memory for a gradient that is copied from an accelerator and then added.
+        self._staging_buffers = staging_buffers
+        self._copy: CopyHandle = COMPLETED  # into ``_memory``
+        self._pending_add: _PendingAdd | None = None  # of a staged gradient, or its cast
 
     @property
-    def is_late(self) -> bool:
-        """See :class:`GradientHome`."""
+    def is_async(self) -> bool:
+        """See :class:`GradientStorage`."""
         return self._memory.device != self._pool.device.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """See :class:`GradientHome`."""
+        """See :class:`GradientStorage`."""
         return self._memory.dtype
 
     @property
     def _tensor(self) -> torch.Tensor:
-        """The memory with all that came."""
-        self.settle()
-        self._arrival.wait()
-        self._arrival = HERE
+        """Return the memory after all transfers and additions."""
+        self.wait_transfers()
+        self._copy.wait()
+        self._copy = COMPLETED
         return self._memory
 
-    def begin(self, sums: bool = False) -> torch.Tensor | None:
-        """See :class:`GradientHome`."""
+    def begin_reduction(self, sums: bool = False) -> torch.Tensor | None:
+        """See :class:`GradientStorage`."""
         if (self.valid or sums) and self.dtype != self._accumulation_dtype:
             self._memory = self._copied()
         return self._memory if self.tier == "device" else None
 
-    def landed(self) -> None:
-        """See :class:`GradientHome`."""
+    def complete_reduction(self) -> None:
+        """See :class:`GradientStorage`."""
         self.valid = True
 
-    def take(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
-        """See :class:`GradientHome`; the pool has the buffer back when it returns."""
-        self.settle()
+    def adopt(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
+        """See :class:`GradientStorage`. The buffer is released to the pool."""
+        self.wait_transfers()
         values = buffer.view(dtype)
         if not self.valid and dtype == self._accumulation_dtype != self.dtype:
-            self._memory = self._allocate(dtype)  # a sum of passes that nobody announced
+            self._memory = self._allocate(dtype)  # an unannounced sum of passes
         self._transfers.record("device", self.tier, values.nbytes)
         if values.device == self._memory.device:
-            _keep(self._memory, values, self.valid)
-            self._pool.give(buffer)
+            _add_or_copy(self._memory, values, self.valid)
+            self._pool.release(buffer)
         elif not self.valid and dtype == self.dtype:
-            self._arrival = self._pool.device.copy(self._memory, values)
-            self._pool.give(buffer, self._arrival)
+            self._copy = self._pool.device.copy(self._memory, values)
+            self._pool.release(buffer, self._copy)
         else:
-            self._pool.give(buffer, self._land(buffer, dtype))
+            self._pool.release(buffer, self._stage(buffer, dtype))
         self.valid = True
 
-    def shard(self) -> ShardHome:
-        """See :class:`GradientHome`."""
-        return MemoryHome(self.tier, self._tensor, self._transfers, self._pool.device)
+    def shard(self) -> ShardStorage:
+        """See :class:`GradientStorage`."""
+        return MemoryShard(self.tier, self._tensor, self._transfers, self._pool.device)
 
     def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """See :class:`GradientHome`: one piece."""
+        """See :class:`GradientStorage`. Yield one chunk."""
         yield self._tensor[begin:end]
 
     def change(self, begin: int, end: int, change: Callable[[torch.Tensor], object]) -> None:
-        """See :class:`GradientHome`."""
+        """See :class:`GradientStorage`."""
         change(self._tensor[begin:end])
 
     def add_squares(self, squares: Squares) -> None:
-        """See :class:`GradientHome`."""
+        """See :class:`GradientStorage`."""
         squares.add(self._tensor)
 
-    def settle(self) -> None:
-        """See :class:`GradientHome`."""
-        if self._landing is not None:
-            landing, self._landing = self._landing, None
-            landing.arrival.wait()
-            self._arrival.wait()
-            _keep(self._memory, landing.room.view(landing.dtype), landing.adds)
-            landing.pool.give(landing.room)
+    def wait_transfers(self) -> None:
+        """See :class:`GradientStorage`."""
+        if self._pending_add is not None:
+            pending, self._pending_add = self._pending_add, None
+            pending.copy.wait()
+            self._copy.wait()
+            _add_or_copy(self._memory, pending.buffer.view(pending.dtype), pending.adds)
+            pending.pool.release(pending.buffer)
 
     def forget(self) -> None:
-        """See :class:`GradientHome`; the memory stays."""
-        self.settle()
+        """See :class:`GradientStorage`; the memory stays."""
+        self.wait_transfers()
         self.valid = False
 
-    def held_bytes(self) -> int:
-        """See :class:`GradientHome`."""
+    def allocated_bytes(self) -> int:
+        """See :class:`GradientStorage`."""
         return self._memory.nbytes
 
-    def _land(self, buffer: torch.Tensor, dtype: torch.dtype) -> Arrival:
-        if self._landings is None:
-            raise AssertionError("a gradient on an accelerator without a place to land in host memory")
-        room = self._landings.take(buffer.nbytes, purpose="landing")
-        arrival = self._pool.device.copy(room, buffer)
-        self._landing = _Landing(self._landings, room, dtype, arrival, self.valid)
-        return arrival
+    def _stage(self, buffer: torch.Tensor, dtype: torch.dtype) -> CopyHandle:
+        if self._staging_buffers is None:
+            raise AssertionError("a gradient on an accelerator without a staging buffer in host memory")
+        staging = self._staging_buffers.acquire(buffer.nbytes, purpose="staging")
+        copy = self._pool.device.copy(staging, buffer)
+        self._pending_add = _PendingAdd(self._staging_buffers, staging, dtype, copy, self.valid)
+        return copy
 
     def _allocate(self, dtype: torch.dtype) -> torch.Tensor:
         if self.tier == "device":
@@ -193,55 +230,55 @@ class MemoryGradients:
         return self._allocate(self._accumulation_dtype).copy_(self._tensor)
 
 
-class _Landing(NamedTuple):
-    """A gradient on its way to ``room`` of ``pool``, then to be added to what is kept or to replace it."""
+class _PendingAdd(NamedTuple):
+    """A gradient that is copied to ``buffer`` of ``pool``, to be added to the stored one or to replace it."""
 
     pool: BufferPool
-    room: torch.Tensor
+    buffer: torch.Tensor
     dtype: torch.dtype
-    arrival: Arrival
+    copy: CopyHandle
     adds: bool
 
 
-def _keep(memory: torch.Tensor, values: torch.Tensor, adds: bool) -> None:
+def _add_or_copy(memory: torch.Tensor, values: torch.Tensor, adds: bool) -> None:
     (ops.accumulate_ if adds else ops.pack_)(memory, [values], [0])
 
 
-class SliceGradients(MemoryGradients):
-    """A rank's slice of replicated gradients; apart from them while both must be kept."""
+class GradientSlice(MemoryGradientStorage):
+    """A rank's slice of replicated gradients, or a separate copy while both are needed."""
 
     def __init__(
         self,
-        whole: torch.Tensor,
+        full: torch.Tensor,
         begin: int,
         end: int,
         accumulation_dtype: torch.dtype,
         pool: BufferPool,
-        transfers: TransferLog,
+        transfers: TransferStats,
     ) -> None:
-        super().__init__("device", whole[begin:end], accumulation_dtype, pool, transfers)
+        super().__init__("device", full[begin:end], accumulation_dtype, pool, transfers)
         self._begin, self._end = begin, end
 
-    def part_of(self, whole: torch.Tensor) -> bool:
-        """Whether it is a slice of ``whole`` now."""
-        return whole.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
+    def is_slice_of(self, full: torch.Tensor) -> bool:
+        """Return whether the memory is a slice of ``full``."""
+        return full.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
 
-    def to_slice_of(self, whole: torch.Tensor) -> None:
-        """Is a slice of ``whole`` from now on, with the values that are there."""
-        self._memory = whole[self._begin : self._end]
+    def become_slice_of(self, full: torch.Tensor) -> None:
+        """Become a slice of ``full``, with its values."""
+        self._memory = full[self._begin : self._end]
 
-    def to_apart(self) -> None:
-        """Has memory of its own from now on, with the same values."""
+    def detach(self) -> None:
+        """Move to separate memory with the same values."""
         self._memory = self._copied()
 
 
-class BorrowedGradients:
-    """A gradient in memory that the pool lends from its reduction until it is forgotten: a
-    :class:`GradientHome`."""
+class PooledGradientStorage:
+    """A :class:`GradientStorage` in pool memory, which it acquires for a reduction and releases in
+    :meth:`forget`."""
 
     tier: Tier = "device"
     alignment = 1
-    is_late = False
+    is_async = False
     failure: RuntimeError | None = None
 
     def __init__(
@@ -250,7 +287,7 @@ class BorrowedGradients:
         dtype: torch.dtype,
         accumulation_dtype: torch.dtype,
         pool: BufferPool,
-        transfers: TransferLog,
+        transfers: TransferStats,
     ) -> None:
         self.dtype = dtype
         self._numel = numel
@@ -261,79 +298,79 @@ class BorrowedGradients:
 
     @property
     def valid(self) -> bool:
-        """See :class:`GradientHome`."""
+        """See :class:`GradientStorage`."""
         return self._buffer is not None
 
-    def begin(self, sums: bool = False) -> torch.Tensor | None:
-        """See :class:`GradientHome`: memory once there is a gradient to be added to."""
+    def begin_reduction(self, sums: bool = False) -> torch.Tensor | None:
+        """See :class:`GradientStorage`. Return memory only if there is a gradient to add to."""
         if self._buffer is None:
             return None
         if self.dtype != self._accumulation_dtype:
             narrow, buffer = self._tensor, self._buffer
             self.dtype = self._accumulation_dtype
-            self._buffer = self._pool.take(self._numel * self.dtype.itemsize)
+            self._buffer = self._pool.acquire(self._numel * self.dtype.itemsize)
             ops.pack_(self._tensor, [narrow], [0])
-            self._pool.give(buffer)
+            self._pool.release(buffer)
         return self._tensor
 
-    def landed(self) -> None:
-        """See :class:`GradientHome`."""
+    def complete_reduction(self) -> None:
+        """See :class:`GradientStorage`."""
 
-    def take(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
-        """See :class:`GradientHome`: the buffer is kept where it can be."""
+    def adopt(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
+        """See :class:`GradientStorage`. The buffer is stored itself if its dtype allows it."""
         if self._buffer is None and dtype in (self.dtype, self._accumulation_dtype):
             self._buffer, self.dtype = buffer, dtype
             return
         add = self._buffer is not None
         if self._buffer is None:
-            self._buffer = self._pool.take(self._numel * self.dtype.itemsize)
+            self._buffer = self._pool.acquire(self._numel * self.dtype.itemsize)
         (ops.accumulate_ if add else ops.pack_)(self._tensor, [buffer.view(dtype)], [0])
-        self._pool.give(buffer)
+        self._pool.release(buffer)
 
-    def shard(self) -> ShardHome:
-        """See :class:`GradientHome`; only while there is a gradient."""
-        return MemoryHome(self.tier, self._tensor, self._transfers, self._pool.device)
+    def shard(self) -> ShardStorage:
+        """See :class:`GradientStorage`; only while there is a gradient."""
+        return MemoryShard(self.tier, self._tensor, self._transfers, self._pool.device)
 
     def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
-        """See :class:`GradientHome`: one piece, none without a gradient."""
+        """See :class:`GradientStorage`. Yield one chunk, none without a gradient."""
         if self._buffer is not None:
             yield self._tensor[begin:end]
 
     def change(self, begin: int, end: int, change: Callable[[torch.Tensor], object]) -> None:
-        """See :class:`GradientHome`; nothing happens without a gradient."""
+        """See :class:`GradientStorage`; nothing happens without a gradient."""
         if self._buffer is not None:
             change(self._tensor[begin:end])
 
     def add_squares(self, squares: Squares) -> None:
-        """See :class:`GradientHome`."""
+        """See :class:`GradientStorage`."""
         squares.add(self._tensor)
 
-    def settle(self) -> None:
-        """See :class:`GradientHome`: nothing ever is."""
+    def wait_transfers(self) -> None:
+        """See :class:`GradientStorage`. There are no transfers."""
 
     def forget(self) -> None:
-        """See :class:`GradientHome`: the pool has its memory back."""
+        """See :class:`GradientStorage`. Release the memory to the pool."""
         if self._buffer is not None:
-            self._pool.give(self._buffer)
+            self._pool.release(self._buffer)
             self._buffer = None
 
-    def held_bytes(self) -> int:
-        """See :class:`GradientHome`: none."""
+    def allocated_bytes(self) -> int:
+        """See :class:`GradientStorage`: none."""
         return 0
 
     @property
     def _tensor(self) -> torch.Tensor:
         if self._buffer is None:
-            raise AssertionError("no gradient is kept")
+            raise AssertionError("no gradient is stored")
         return self._buffer.view(self.dtype)
 
 
-class Taken:
-    """Gives pieces of a range, which come from its beginning to its end, the values that belong there."""
+class CopyInOrder:
+    """Copies values into consecutive chunks of a range, from its beginning to its end."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
 
-    def __call__(self, piece: torch.Tensor) -> None:
-        piece.copy_(self._values[: piece.numel()])
-        self._values = self._values[piece.numel() :]
+    def __call__(self, chunk: torch.Tensor) -> None:
+        chunk.copy_(self._values[: chunk.numel()])
+        self._values = self._values[chunk.numel() :]

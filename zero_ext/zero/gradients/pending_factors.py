@@ -27,9 +27,9 @@ class PendingFactors:
         if factor == 1.0:
             return
         self.apply(gradients, number)
-        is_wide = gradients.home.dtype.itemsize >= torch.float32.itemsize
+        is_wide = gradients.storage.dtype.itemsize >= torch.float32.itemsize
         if seen or is_wide or not self._allowed or not 0.0 <= factor <= 1.0:
-            gradients.change_parameter(number, lambda part: part.mul_(factor))
+            gradients.change_parameter(number, lambda values: values.mul_(factor))
         else:
             self._factors[gradients, number] = factor
 
@@ -41,7 +41,7 @@ class PendingFactors:
         """Rounds the factor of one gradient into it."""
         factor = self._factors.pop((gradients, number), None)
         if factor is not None:
-            gradients.change_parameter(number, lambda part: part.mul_(factor))
+            gradients.change_parameter(number, lambda values: values.mul_(factor))
 
     def apply_all(self) -> None:
         """Rounds all factors into their gradients."""

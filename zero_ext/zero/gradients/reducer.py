@@ -12,27 +12,27 @@ import torch
 
 from zero_ext.comm import Collectives
 from zero_ext.config.events import Bus, ReduceEvent
-from zero_ext.config.overlap_limits import HOMES_UNDER_WAY, REDUCTIONS_IN_FLIGHT
+from zero_ext.config.overlap_limits import REDUCTIONS_IN_FLIGHT, SHARD_TRANSFERS_IN_FLIGHT
 from zero_ext.offload import SideStream
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.gradients.reduction_schedule import ReductionSchedule
 from zero_ext.zero.memory.lifetime import weakly
-from zero_ext.zero.units.collective_errors import together
+from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 
 _CHECKSUMS = (1 << 20) - 1
 
 
 class Listener(Protocol):
-    """Who hears of reductions, and has news that travels with every agreement on gradients."""
+    """Is notified of reductions, and of failed steps with every agreement on gradients."""
 
     def reduced(self, gradients: UnitGradients) -> None:
         """A reduction is finished; of one that is late, so are some others."""
 
-    def has_bad_news(self) -> bool:
+    def has_failed_step(self) -> bool:
         """Return whether this rank knows that an earlier step was not made."""
 
-    def hear(self, bad: bool) -> None:
-        """Take whether any rank has ``bad`` news, as all of them hear at this point."""
+    def notify_failed_step(self, bad: bool) -> None:
+        """Receive whether an earlier step was not made on any rank (``bad``). All ranks call this."""
 
 
 class Edits(NamedTuple):
@@ -50,8 +50,8 @@ class GradientReducer:
     (``starts``); after the first step, rank 0's order of arrival. In host memory units of no block (-1 in
     ``starts``) stay last. Ranks may use them at different places of their forward, and a rank that waits for
     one of them keeps the others from gathers that they need before they have its gradients. Gradients that
-    come after their unit's reduction stay local until the next backward pass or :meth:`settle`. A unit that
-    backward has passed is not waited for: the other ranks may have its gradients, wait for this one's part,
+    come after their unit's reduction stay local until the next backward pass or :meth:`synchronize`. A unit
+    that backward has passed is not waited for: the other ranks may have its gradients, wait for this rank,
     and come to none of the gathers that it needs to go on.
     """
 
@@ -69,7 +69,7 @@ class GradientReducer:
         self._agreements = 0
         self.gradients = tuple(gradients)
         self._collectives = collectives
-        collectives.go_on_in(stream.entered)
+        collectives.continue_in_stream(stream.entered)
         self._bus = bus
         self._order = sorted(range(len(self.gradients)), key=starts.__getitem__, reverse=True)
         # On a device the schedule sees to it that nobody waits for them.
@@ -77,7 +77,7 @@ class GradientReducer:
             index for index, start in enumerate(starts) if start < 0 and not collectives.in_one_order
         }
         self._position = {id(unit): index for index, unit in enumerate(self.gradients)}
-        self._arrivals: list[int] | None = []
+        self._ready_order: list[int] | None = []
         self._next = 0
         self._schedule: ReductionSchedule | None = None  # in a backward pass, unless a reduction begins
         self._schedules = self._make_schedule()
@@ -85,7 +85,7 @@ class GradientReducer:
         self._flying: deque[UnitGradients] = deque()
         self._moving: deque[UnitGradients] = deque()
         self.edits = Edits()
-        self.settled = False  # since the last gradient: every rank holds all and knows whose there are
+        self.synchronized = False  # since the last gradient: every rank holds all and knows whose there are
 
     def _make_schedule(self) -> ReductionSchedule | None:
         """The schedule where gathers and reductions must keep one order."""
@@ -115,19 +115,19 @@ class GradientReducer:
         self._schedule = schedule
 
     def arrived(self, gradients: UnitGradients, reduces: bool) -> None:
-        """Tells that ``gradients`` is complete: autograd's are put together; and starts every reduction whose
-        turn has come, in a pass that ``reduces``."""
+        """Pack ``gradients``, which is complete, and start every reduction whose turn has come in a pass that
+        ``reduces``."""
         with self._stream.entered():
             gradients.pack()
             if not reduces:
                 return
             index = self._position[id(gradients)]
-            if self._arrivals is not None and index not in self._arrivals:
-                self._arrivals.append(index)
+            if self._ready_order is not None and index not in self._ready_order:
+                self._ready_order.append(index)
             self._start_ready()
 
     def passed(self, gradients: UnitGradients) -> None:
-        """Tells that ``gradients`` brings no more in this backward pass; what is missing counts as zero."""
+        """Mark that ``gradients`` gets no more in this backward pass. Missing gradients count as zero."""
         self._passed.add(self._position[id(gradients)])
         self._start_ready()
 
@@ -144,7 +144,7 @@ class GradientReducer:
         schedule, self._schedule = self._schedule, None
         while reduce and self._next < len(self._order):
             self._start_next()
-        if reduce and schedule is not None and self._arrivals is None:
+        if reduce and schedule is not None and self._ready_order is None:
             schedule.learn()
         with self._stream.entered():
             for gradients in self.gradients:
@@ -153,35 +153,35 @@ class GradientReducer:
         self._next = 0
         self._passed.clear()
 
-    def settle(self, reduce: bool = True) -> bool:
+    def synchronize(self, reduce: bool = True) -> bool:
         """Before gradients are read, on all ranks: reduces whatever any rank still holds locally, unless
         ``reduce`` is False. The one agreement of a step that the host waits for.
 
         Afterwards ``contributed`` names the parameters that got a gradient on any rank. Returns whether these
-        were the same on every rank before. Raises :class:`FailedTogether` on all ranks where gradients on
+        were the same on every rank before. Raises :class:`CollectiveError` on all ranks where gradients on
         NVMe are lost on one.
         """
-        alike = self._settle(reduce)
-        if any(gradients.home.tier == "nvme" for gradients in self.gradients):
-            together(
+        alike = self._synchronize(reduce)
+        if any(gradients.storage.tier == "nvme" for gradients in self.gradients):
+            raise_on_all_ranks(
                 self._collectives,
                 self._raise_failure,
                 "keeping gradients on NVMe",
                 "The gradients of this step are lost, nothing was updated: call optimizer.zero_grad() and "
                 "repeat it.",
             )
-        self.settled = True
+        self.synchronized = True
         return alike
 
     def _raise_failure(self) -> None:
         for gradients in self.gradients:
-            if gradients.home.failure is not None:
-                raise gradients.home.failure
+            if gradients.storage.failure is not None:
+                raise gradients.storage.failure
 
-    def _settle(self, reduce: bool) -> bool:
-        bad = self._listener.has_bad_news()
+    def _synchronize(self, reduce: bool) -> bool:
+        bad = self._listener.has_failed_step()
         if self._collectives.world_size == 1:
-            self._listener.hear(bad)
+            self._listener.notify_failed_step(bad)
             for gradients in self.gradients:
                 if gradients.has_local:
                     self._start(gradients)
@@ -196,7 +196,7 @@ class GradientReducer:
             torch.tensor(flags, dtype=torch.int64, device="cpu"),
             f"agreement on gradients number {self._agreements}",
         ).tolist()
-        self._listener.hear(bool(agreed.pop(0)))
+        self._listener.notify_failed_step(bool(agreed.pop(0)))
         position = len(self.gradients)
         alike = all(ranks in (0, self._collectives.world_size) for ranks in agreed[position:])
         for leftover, gradients in zip(agreed, self.gradients, strict=False):
@@ -207,10 +207,10 @@ class GradientReducer:
             if leftover and reduce:
                 self._start(gradients)
         self._drain()
-        if self._arrivals is not None and any(agreed):
+        if self._ready_order is not None and any(agreed):
             # Also with no arrival of its own a rank takes part: rank 0's order counts.
-            self._adopt_order(self._arrivals)
-            self._arrivals = None
+            self._adopt_order(self._ready_order)
+            self._ready_order = None
         return alike
 
     def note_edit(self, name: str, what: str) -> None:
@@ -223,10 +223,10 @@ class GradientReducer:
         """The gradients that were changed are gone."""
         self.edits = Edits()
 
-    def _adopt_order(self, arrivals: list[int]) -> None:
-        rest = [index for index in self._order if index not in arrivals]
-        kept = sorted(arrivals + rest, key=self._outside.__contains__)
-        order = torch.tensor(kept, dtype=torch.int64, device="cpu")
+    def _adopt_order(self, ready_order: list[int]) -> None:
+        rest = [index for index in self._order if index not in ready_order]
+        indices = sorted(ready_order + rest, key=self._outside.__contains__)
+        order = torch.tensor(indices, dtype=torch.int64, device="cpu")
         self._order = self._collectives.broadcast_(order, 0, "agreement on the reduction order").tolist()
 
     def _start_next(self) -> None:
@@ -252,18 +252,18 @@ class GradientReducer:
         gradients = self._flying.popleft()
         gradients.finish_reduction()
         self._moving.append(gradients)
-        while len(self._moving) > HOMES_UNDER_WAY:
-            self._settle_oldest()
+        while len(self._moving) > SHARD_TRANSFERS_IN_FLIGHT:
+            self._finish_oldest_copy()
         if self._bus:
             unit = gradients.unit
             self._bus.publish(ReduceEvent(unit.name, unit.layout.numel, time.perf_counter() - began))
-        if not gradients.home.is_late:
+        if not gradients.storage.is_async:
             self._listener.reduced(gradients)
 
-    def _settle_oldest(self) -> None:
+    def _finish_oldest_copy(self) -> None:
         gradients = self._moving.popleft()
-        gradients.home.settle()
-        if gradients.home.is_late:
+        gradients.storage.wait_transfers()
+        if gradients.storage.is_async:
             # What uses it on the host would stand still with the device until it is there.
             self._listener.reduced(gradients)
 
@@ -272,7 +272,7 @@ class GradientReducer:
             while self._flying:
                 self._finish_oldest()
             while self._moving:
-                self._settle_oldest()
+                self._finish_oldest_copy()
             for gradients in self.gradients:
                 gradients.finish_gather()
         self._stream.join()

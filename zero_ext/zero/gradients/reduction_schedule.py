@@ -41,9 +41,9 @@ class ReductionSchedule:
     @property
     def most(self) -> int:
         """How many reductions may have begun before the next gather."""
-        known, place = self._due or [], len(self._trace)
-        if place < len(known):
-            return known[place]
+        known, position = self._due or [], len(self._trace)
+        if position < len(known):
+            return known[position]
         if self._ahead == sys.maxsize or (self._due is not None and not self._expects()):
             return sys.maxsize
         return self._ahead + (self._trace[-1] if self._trace else 0)
@@ -51,8 +51,8 @@ class ReductionSchedule:
     def at_gather(self, begun: int) -> int:
         """Return how many reductions begin before the gather that comes now, where ``begun`` have on this
         rank; a collective where it is not known."""
-        known, place = self._due or [], len(self._trace)
-        due = known[place] if place < len(known) else self._largest(begun)
+        known, position = self._due or [], len(self._trace)
+        due = known[position] if position < len(known) else self._largest(begun)
         self._trace.append(due)
         return due
 

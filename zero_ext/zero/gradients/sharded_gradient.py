@@ -1,4 +1,4 @@
-"""What ``param.grad`` is while a rank holds only a part of the gradient, or none of it in memory."""
+"""``param.grad`` of sharded gradients: a tensor subclass without memory of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_ext.zero.units.released_params import MEMORY, function_name
-from zero_ext.zero.units.unallocated_tensor import Extent, found_in, replaced
+from zero_ext.zero.units.view_spec import ViewSpec, instances_in, map_nested
 
 aten = torch.ops.aten
 # torch.compile asks for the storage of param.grad, to tell tensors apart; it is empty.
@@ -28,7 +28,7 @@ class GradientAccess(Protocol):
         later, and only once."""
 
     def change(self, key: object, change: Callable[[torch.Tensor], object], described: str) -> None:
-        """Applies the element-wise ``change``, in place, to this rank's part of one parameter's gradient;
+        """Apply the element-wise ``change`` in place to this rank's elements of one parameter's gradient;
         ``described`` is compared between the ranks in the next collective."""
 
     def zero(self, key: object) -> None:
@@ -47,7 +47,7 @@ class Source(NamedTuple):
     access: GradientAccess
     key: object
     name: str
-    extent: Extent
+    view_spec: ViewSpec
 
 
 class ShardedGradient(torch.Tensor):
@@ -59,18 +59,18 @@ class ShardedGradient(torch.Tensor):
     """
 
     _source: Source
-    _extent: Extent
+    _view_spec: ViewSpec
 
     @staticmethod
-    def __new__(cls, source: Source, device: torch.device, extent: Extent | None = None) -> ShardedGradient:
-        here = extent or source.extent
+    def __new__(cls, source: Source, device: torch.device, view_spec: ViewSpec | None = None) -> ShardedGradient:
+        own = view_spec or source.view_spec
         made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, here.shape, here.stride, here.offset, dtype=here.dtype, device=device, requires_grad=False
+            cls, own.shape, own.stride, own.offset, dtype=own.dtype, device=device, requires_grad=False
         )
-        made._source, made._extent = source, here
+        made._source, made._view_spec = source, own
         return made
 
-    def __init__(self, source: Source, device: torch.device, extent: Extent | None = None) -> None:
+    def __init__(self, source: Source, device: torch.device, view_spec: ViewSpec | None = None) -> None:
         super().__init__()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -81,7 +81,7 @@ class ShardedGradient(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function_name(func) in _REFUSED:
-            name = next(found_in((args, kwargs or {}), ShardedGradient))._source.name
+            name = next(instances_in((args, kwargs or {}), ShardedGradient))._source.name
             raise _memory_refusal(name, function_name(func))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -135,9 +135,9 @@ class ShardedGradient(torch.Tensor):
         raise _memory_refusal(self._source.name, "__reduce_ex__")
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         """Whether it stands for the gradient itself rather than for a view of it."""
-        return self._extent == self._source.extent
+        return self._view_spec == self._source.view_spec
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -147,7 +147,7 @@ class ShardedGradient(torch.Tensor):
         if "_foreach_" in func._schema.name:
             return _one_by_one(func, args, kwargs)
         first = args[0] if args else None
-        if isinstance(first, ShardedGradient) and first.is_whole:
+        if isinstance(first, ShardedGradient) and first.is_full:
             if func in _HANDLERS:
                 return _HANDLERS[func](*args, **kwargs)
             if func.overloadpacket in _ELEMENTWISE and all(map(_is_number, (*args[1:], *kwargs.values()))):
@@ -175,14 +175,14 @@ def _change(
     func: Any, gradient: ShardedGradient, rest: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> ShardedGradient:
     # A number may be on another device than what it changes.
-    rest, kwargs = replaced((rest, kwargs), lambda value: _number(value) if _is_tensor(value) else value)
+    rest, kwargs = map_nested((rest, kwargs), lambda value: _number(value) if _is_tensor(value) else value)
     change = func.overloadpacket
     described = f"{change.__name__}{rest}{kwargs or ''}"
     source = gradient._source
     if change is aten.mul_:
         source.access.scale(source.key, float(rest[0]), described)
         return gradient
-    source.access.change(source.key, lambda part: change(part, *rest, **kwargs), described)
+    source.access.change(source.key, lambda values: change(values, *rest, **kwargs), described)
     return gradient
 
 
@@ -217,8 +217,8 @@ def _vector_norm(
         return norm
     # Of 16 bits in 64, unlike torch: clipping takes the norm of these norms, and in 16 bits its factor would
     # be off by as much as 0.4%.
-    kept = gradient.dtype if gradient.dtype.itemsize >= torch.float32.itemsize else torch.float64
-    return source.access.norm_of(source.key, float(ord)).to(dtype or kept)
+    result_dtype = gradient.dtype if gradient.dtype.itemsize >= torch.float32.itemsize else torch.float64
+    return source.access.norm_of(source.key, float(ord)).to(dtype or result_dtype)
 
 
 def _zero(gradient: ShardedGradient) -> ShardedGradient:
@@ -245,18 +245,18 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     gradient = next(value for value in args if isinstance(value, ShardedGradient))
 
     def layout(value: Any) -> Any:
-        return value._extent.on_meta() if isinstance(value, ShardedGradient) else value
+        return value._view_spec.on_meta() if isinstance(value, ShardedGradient) else value
 
     def at(view: torch.Tensor) -> ShardedGradient:
-        return ShardedGradient(gradient._source, gradient.device, Extent.of(view))
+        return ShardedGradient(gradient._source, gradient.device, ViewSpec.of(view))
 
-    return replaced(func(*replaced(args, layout), **replaced(dict(kwargs), layout)), at)
+    return map_nested(func(*map_nested(args, layout), **map_nested(dict(kwargs), layout)), at)
 
 
 def _on_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The result of ``func`` on whole gradients, having written back what it changed."""
     if func.namespace != "aten":
-        name = next(item._source.name for item in found_in((args, kwargs), ShardedGradient))
+        name = next(item._source.name for item in instances_in((args, kwargs), ShardedGradient))
         raise RuntimeError(
             f"the gradient of '{name}' is sharded over the ranks and already their mean: expected a function "
             f"of its values, got {func}, which works on its memory. Drop that call, or use "
@@ -264,8 +264,8 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
         )
     written = _written(func, args, kwargs)
     # A sum of passes may be kept in more bits than it shows; what is written back keeps them.
-    keeps_bits = bool(written) and all(
-        item.dtype == item._source.extent.dtype for item in found_in((args, kwargs), ShardedGradient)
+    keep_precision = bool(written) and all(
+        item.dtype == item._source.view_spec.dtype for item in instances_in((args, kwargs), ShardedGradient)
     )
     values: dict[object, torch.Tensor] = {}
     originals: dict[int, ShardedGradient] = {}
@@ -273,28 +273,28 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     def value_of(item: Any) -> Any:
         if not isinstance(item, ShardedGradient):
             return item
-        source, extent = item._source, item._extent
+        source, view_spec = item._source, item._view_spec
         if source.key not in values:
-            value = source.extent.ordered(source.access.read(source.key))
-            values[source.key] = value if keeps_bits else value.to(source.extent.dtype)
+            value = source.view_spec.ordered(source.access.read(source.key))
+            values[source.key] = value if keep_precision else value.to(source.view_spec.dtype)
         value = values[source.key]
-        there = (extent._replace(dtype=value.dtype) if keeps_bits else extent).in_memory_of(value)
-        originals[id(there)] = item
-        return there
+        memory = (view_spec._replace(dtype=value.dtype) if keep_precision else view_spec).view_into(value)
+        originals[id(memory)] = item
+        return memory
 
-    result = func(*replaced(args, value_of), **replaced(dict(kwargs), value_of))
+    result = func(*map_nested(args, value_of), **map_nested(dict(kwargs), value_of))
     for source in {item._source.key: item._source for item in written}.values():
         source.access.write(source.key, values[source.key])
-    return replaced(result, lambda item: originals.get(id(item), item))
+    return map_nested(result, lambda item: originals.get(id(item), item))
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[ShardedGradient]:
-    """The gradients among the arguments that ``func`` changes in place."""
+    """Return the gradients among the arguments that ``func`` changes in place."""
     found: list[ShardedGradient] = []
     for number, formal in enumerate(func._schema.arguments):
         if formal.alias_info is None or not formal.alias_info.is_write:
             continue
-        found += found_in(args[number] if number < len(args) else kwargs.get(formal.name), ShardedGradient)
+        found += instances_in(args[number] if number < len(args) else kwargs.get(formal.name), ShardedGradient)
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 
 from zero_ext.comm import Collectives
 from zero_ext.zero.gradients.accumulator import UnitGradients
-from zero_ext.zero.units.shared_params import tie_of
+from zero_ext.zero.units.parameter_marks import tie_of
 
 
 class _Tied(NamedTuple):
@@ -40,7 +40,7 @@ class TiedGradients:
             for number, parameter in enumerate(each.unit.parameters):
                 found = tie_of(parameter)
                 if found is not None:
-                    on_device = each.unit.flat.device.type != "cpu" and each.home.tier == "device"
+                    on_device = each.unit.flat.device.type != "cpu" and each.storage.tier == "device"
                     self._own[_Tied(found.name, found.ranks, on_device)] = each, number
         self._device = gradients[0].unit.flat.device if gradients else torch.device("cpu")
         everyones = _of_all_ranks(model, list(self._own))
@@ -65,13 +65,13 @@ class TiedGradients:
         label = f"gradient of tied parameter '{tied.name}'"
         added = 0
 
-        def add_up(part: torch.Tensor) -> None:
+        def add_up(values: torch.Tensor) -> None:
             nonlocal added
             added += 1
             if tied.on_device:
-                self._model.sum_among_(tied.ranks, part, label)
+                self._model.sum_among_(tied.ranks, values, label)
             else:
-                self._model.among(tied.ranks).sum_(part, label)
+                self._model.among(tied.ranks).sum_(values, label)
 
         if tied in self._own:
             gradients, number = self._own[tied]

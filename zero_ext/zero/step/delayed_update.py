@@ -13,11 +13,11 @@ import torch
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier
 from zero_ext.config.events import Bus
-from zero_ext.offload import Device, MemoryHome, ShardHome, Tiers
+from zero_ext.offload import Device, MemoryShard, ShardStorage, TierManager
 from zero_ext.optim import Stepper, Update
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.step.update_schedule import MIXTURE, AfterBackward, publish, settings_of
-from zero_ext.zero.units.collective_errors import FailedTogether, together
+from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks
 from zero_ext.zero.units.master_weights import MasterShard
 from zero_ext.zero.units.unit import Unit
 
@@ -46,13 +46,13 @@ class Delayed(AfterBackward):
         collectives: Collectives,
         groups: Sequence[dict[str, Any]],
         settings: Sequence[dict[str, Any]],
-        tiers: Tiers,
+        tiers: TierManager,
     ) -> None:
         super().__init__(stepper, masters, gradients, collectives)
         self._groups = groups
         self._settings = settings
         self._tiers = tiers
-        self._kept: dict[int, torch.Tensor] = {}  # copies of gradients, by number of the master
+        self._copies: dict[int, torch.Tensor] = {}  # copies of gradients, by number of the master
         self._job: _Job | None = None
         self._used: frozenset[str] = frozenset()
         self._joining: weakref.finalize[Any, Any] | None = None
@@ -63,13 +63,13 @@ class Delayed(AfterBackward):
         if self._job is not None:
             raise AssertionError("the updates of a step before were not finished")
         updates = self._copy_gradients()
-        for kept, now in zip(self._settings, settings_of(self._groups), strict=True):
-            kept.clear()
-            kept.update(now)
+        for copied, live in zip(self._settings, settings_of(self._groups), strict=True):
+            copied.clear()
+            copied.update(live)
         # The call must not refer to this object: it lives on while the model goes.
         self._job = _Job(_step_of(self._stepper, updates, scale, used, self._tiers.device), self._tiers.bus)
         self._used = used
-        self.under_way = True
+        self.in_progress = True
 
     def begin_delayed(self) -> None:
         """See :class:`AfterBackward`."""
@@ -96,8 +96,8 @@ class Delayed(AfterBackward):
             return numbers
 
         try:
-            numbers = together(self._collectives, complete, "the optimizer step", MIXTURE)
-        except FailedTogether:
+            numbers = raise_on_all_ranks(self._collectives, complete, "the optimizer step", MIXTURE)
+        except CollectiveError:
             self._forget()
             raise
         self._forget()
@@ -106,11 +106,11 @@ class Delayed(AfterBackward):
             unit.forbid_saved(range(len(unit.parameters)))
         publish(units)
 
-    def held_bytes(self) -> Mapping[Tier, int]:
+    def allocated_bytes(self) -> Mapping[Tier, int]:
         """See :class:`AfterBackward`: the copies of the gradients."""
         held: Counter[Tier] = Counter()
-        for number, kept in self._kept.items():
-            held[self._near(number)] += kept.nbytes
+        for number, copy in self._copies.items():
+            held[self._near(number)] += copy.nbytes
         return held
 
     def _near(self, number: int) -> Tier:
@@ -125,27 +125,29 @@ class Delayed(AfterBackward):
         """
 
         def copy() -> list[Update]:
-            return [Update(each.index, self._keep(each)) for each in self._updates()]
+            return [Update(each.index, self._copy(each)) for each in self._updates()]
 
-        if not any(gradients.home.tier == "nvme" for gradients in self._gradients):
+        if not any(gradients.storage.tier == "nvme" for gradients in self._gradients):
             return copy()
         try:
-            return together(self._collectives, copy, "reading gradients for the optimizer step", _UNCHANGED)
-        except FailedTogether as error:
-            # Not as FailedTogether, which would mark the model as damaged.
+            return raise_on_all_ranks(
+                self._collectives, copy, "reading gradients for the optimizer step", _UNCHANGED
+            )
+        except CollectiveError as error:
+            # Not as CollectiveError, which would mark the model as damaged.
             raise RuntimeError(str(error)) from error
 
-    def _keep(self, update: Update) -> ShardHome:
-        gradient, kept, tier = update.gradient, self._kept.get(update.index), self._near(update.index)
-        if kept is None or kept.dtype != gradient.dtype:
-            whole = -(-gradient.numel // gradient.grain) * gradient.grain
-            kept = self._tiers.device.allocate(tier, whole, gradient.dtype)
-            self._kept[update.index] = kept
-        gradient.fetch(kept, 0, tier).wait()
-        return MemoryHome(tier, kept[: gradient.numel], self._tiers.transfers, self._tiers.device)
+    def _copy(self, update: Update) -> ShardStorage:
+        gradient, copy, tier = update.gradient, self._copies.get(update.index), self._near(update.index)
+        if copy is None or copy.dtype != gradient.dtype:
+            padded = -(-gradient.numel // gradient.grain) * gradient.grain
+            copy = self._tiers.device.allocate(tier, padded, gradient.dtype)
+            self._copies[update.index] = copy
+        gradient.fetch(copy, 0, tier).wait()
+        return MemoryShard(tier, copy[: gradient.numel], self._tiers.transfers, self._tiers.device)
 
     def _forget(self) -> None:
-        self._job, self.under_way = None, False
+        self._job, self.in_progress = None, False
         if self._joining is not None:
             self._joining.detach()
             self._joining = None
@@ -154,7 +156,7 @@ class Delayed(AfterBackward):
 def _step_of(
     stepper: Stepper, updates: Sequence[Update], scale: torch.Tensor, used: frozenset[str], device: Device
 ) -> Callable[[], list[int]]:
-    stream = device.from_here()
+    stream = device.inherit_stream()
 
     def step() -> list[int]:
         # A thread starts with gradients enabled and in a stream of its own; some state may be on the device.
@@ -200,7 +202,7 @@ class _Job:
         return self._numbers
 
     def _run_beside(self) -> None:
-        with self._bus.beside():
+        with self._bus.background():
             self._run()
 
     def _run(self) -> None:

@@ -12,18 +12,18 @@ from zero_ext.comm import Collectives
 from zero_ext.offload import MASTER, copy_of
 from zero_ext.optim import Stepper
 from zero_ext.zero.gradients.accumulator import UnitGradients
-from zero_ext.zero.gradients.squared_norms import Squares
-from zero_ext.zero.units.collective_errors import FailedTogether, together
-from zero_ext.zero.units.expert_params import expert_ranks
+from zero_ext.zero.gradients.gradient_storage import Squares
+from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks
 from zero_ext.zero.units.master_weights import MasterShard
 from zero_ext.zero.units.model_parallel_sync import sum_over_model
+from zero_ext.zero.units.parameter_marks import expert_ranks
 from zero_ext.zero.units.unit import Unit
 
 _NAMES = 3  # parameters that an error names before it counts the rest
-_PIECE_ELEMENTS = 4 << 20
+_CHUNK_ELEMENTS = 4 << 20
 
 
-class NonFiniteState(FailedTogether, FloatingPointError):
+class NonFiniteState(CollectiveError, FloatingPointError):
     """Raised on all ranks when an update left NaN or infinity in master weights or moments."""
 
 
@@ -87,10 +87,10 @@ class FiniteChecks:
         Gradients in an accelerator's memory are left to the flags of the update, which are read a step later:
         the host would have to wait. A gradient on NVMe was looked at on its way there.
         """
-        home = gradients.home
-        if home.tier == "nvme":
-            return home.failure is not None or self._stored_is_finite(gradients)
-        if not home.valid:
+        storage = gradients.storage
+        if storage.tier == "nvme":
+            return storage.failure is not None or self._stored_is_finite(gradients)
+        if not storage.valid:
             return True
         return self._in_memory_is_finite(gradients)
 
@@ -99,16 +99,18 @@ class FiniteChecks:
         return all(self._is_finite(gradients) for gradients in self._gradients if gradients.contributed)
 
     def _is_finite(self, gradients: UnitGradients) -> bool:
-        home = gradients.home
-        if not home.valid:
+        storage = gradients.storage
+        if not storage.valid:
             return True
-        if home.tier == "nvme":
+        if storage.tier == "nvme":
             return self._stored_is_finite(gradients)
         return self._in_memory_is_finite(gradients)
 
     def _in_memory_is_finite(self, gradients: UnitGradients) -> bool:
-        parts = gradients.home.visit(0, gradients.unit.layout.shard_numel)
-        return not any(part.device.type == "cpu" and bool(self._flag_of(gradients, part)) for part in parts)
+        slices = gradients.storage.visit(0, gradients.unit.layout.shard_numel)
+        return not any(
+            values.device.type == "cpu" and bool(self._flag_of(gradients, values)) for values in slices
+        )
 
     def _stored_is_finite(self, gradients: UnitGradients) -> bool:
         squares = Squares()
@@ -156,10 +158,12 @@ class FiniteChecks:
             found_before: unit and number of the parameters whose gradients this rank knows not to have been
                 finite, where these are gone; None where they are there to be looked at.
         """
-        tiers = {master.state.tier for master in self._masters} | {each.home.tier for each in self._gradients}
+        tiers = {master.state.tier for master in self._masters} | {
+            each.storage.tier for each in self._gradients
+        }
         found: torch.Tensor
         if "nvme" in tiers:
-            found = together(
+            found = raise_on_all_ranks(
                 self._collectives,
                 lambda: self._table(stepper, local, found_before),
                 "looking for values that are not finite",
@@ -202,7 +206,7 @@ def _described(name: str, expert: bool) -> str:
 
 
 def _reduced_is_finite(gradients: UnitGradients, number: int) -> bool:
-    if number not in gradients.contributed or not gradients.home.valid:
+    if number not in gradients.contributed or not gradients.storage.valid:
         return True
     squares = Squares()
     gradients.add_squared_norm(squares, number)
@@ -225,8 +229,8 @@ def _weights_are_finite(master: MasterShard, number: int) -> bool:
         if overlap.index != number:
             continue
         end = overlap.range_start + overlap.numel
-        for begin in range(overlap.range_start, end, _PIECE_ELEMENTS):
-            values = master.state.read(MASTER, begin, min(begin + _PIECE_ELEMENTS, end))
+        for begin in range(overlap.range_start, end, _CHUNK_ELEMENTS):
+            values = master.state.read(MASTER, begin, min(begin + _CHUNK_ELEMENTS, end))
             if not torch.isfinite(values.to(dtype)).all():
                 return False
     return True

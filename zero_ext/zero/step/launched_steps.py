@@ -32,7 +32,7 @@ class DecidedStep(NamedTuple):
 
 class LaunchedSteps:
     """The steps whose verdicts the host has not seen. Once one is bad, it and all that follow change nothing,
-    until :meth:`take_bad`.
+    until :meth:`pop_bad`.
 
     Verdicts are the same on all ranks, but come to them at different times: the ranks agree on whether any
     has seen a bad one (see :class:`~zero_ext.zero.gradients.reducer.Listener`) before they raise it together.
@@ -70,7 +70,7 @@ class LaunchedSteps:
                 return step
         return None
 
-    def take_bad(self) -> DecidedStep | None:
+    def pop_bad(self) -> DecidedStep | None:
         """Return the step whose bad verdict was seen, if there is one. Those launched from now on count."""
         bad = self._bad
         self.clear()

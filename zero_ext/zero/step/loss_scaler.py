@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from zero_ext.config import LossScalePolicy
+from zero_ext.config import LossScaleConfig
 
 
 class LossScaler:
@@ -17,7 +17,7 @@ class LossScaler:
     refill the hysteresis, every step without overflow refills it if ``consecutive_hysteresis``.
     """
 
-    def __init__(self, policy: LossScalePolicy) -> None:
+    def __init__(self, policy: LossScaleConfig) -> None:
         self._policy = policy
         self.scale = policy.static or 2.0**policy.initial_power
         self._hysteresis = policy.hysteresis

@@ -10,7 +10,7 @@ import torch
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.config.events import StepEnd
-from zero_ext.offload import Tiers
+from zero_ext.offload import TierManager
 from zero_ext.optim import OwnedRange, Stepper, Total
 from zero_ext.optim.one_bit.onebit_stepper import OneBitStepper
 from zero_ext.optim.steppers.non_finite_flag import NonFiniteFlag
@@ -23,12 +23,12 @@ from zero_ext.zero.step.delayed_update import Delayed
 from zero_ext.zero.step.finite_checks import FiniteChecks
 from zero_ext.zero.step.launched_steps import DecidedStep, LaunchedSteps
 from zero_ext.zero.step.loss_scaler import LossScaler
-from zero_ext.zero.step.one_bit import CompressedUpdates
+from zero_ext.zero.step.one_bit import OneBitUpdates
 from zero_ext.zero.step.step_errors import StepErrors
 from zero_ext.zero.step.step_verdict import OwnFacts, Verdict, gradient_scale, sum_of_ranks
 from zero_ext.zero.step.update_in_backward import InBackward
 from zero_ext.zero.step.update_schedule import MIXTURE, AfterBackward, any_stored, settings_of
-from zero_ext.zero.units.collective_errors import FailedTogether, together
+from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks
 from zero_ext.zero.units.master_weights import MasterShard
 from zero_ext.zero.units.unit import Unit
 
@@ -54,7 +54,7 @@ class OptimizerStep:
         gradients: Mapping[Unit, UnitGradients],
         norms: GradientNorms,
         collectives: Collectives,
-        tiers: Tiers,
+        tiers: TierManager,
         config: ZeroConfig,
         scales_loss: bool,
     ) -> None:
@@ -64,8 +64,8 @@ class OptimizerStep:
         self._collectives = collectives
         self._tiers = tiers
         self._clipping = config.gradient_clipping
-        self._when = config.offload.step
-        self._delays_after = config.offload.delay_after_steps
+        self._when = config.offload.update_mode
+        self._delays_after = config.offload.delay_start_step
         self._checks = FiniteChecks(masters, gradients, collectives)
         self._flag = NonFiniteFlag() if config.check_finite else None
         self._errors = StepErrors(collectives, self._checks)
@@ -103,23 +103,21 @@ class OptimizerStep:
         self.stepper = make(ranges, settings, self._total)
         if self._flag is not None:
             self.stepper.watch(self._flag)
-        parts = (self.stepper, self._masters, self._gradients, self._collectives)
+        shared = (self.stepper, self._masters, self._gradients, self._collectives)
         if self._when == "in_backward":
             on_trial = bool(self._clipping) or self.scales_loss
-            self.updates = InBackward(*parts, groups, on_trial)
+            self.updates = InBackward(*shared, groups, on_trial)
         elif isinstance(self.stepper, OneBitStepper):
-            self.updates = CompressedUpdates(
-                self.stepper, *parts[1:], lambda: self.steps - self.skipped_steps
-            )
+            self.updates = OneBitUpdates(self.stepper, *shared[1:], lambda: self.steps - self.skipped_steps)
         elif self._when == "delayed":
-            self.updates = Delayed(*parts, groups, settings, self._tiers)
+            self.updates = Delayed(*shared, groups, settings, self._tiers)
         else:
-            self.updates = AfterBackward(*parts)
+            self.updates = AfterBackward(*shared)
         self.updates.flag = self._flag
 
     def _total(self, own: Callable[[], torch.Tensor]) -> torch.Tensor:
         if any_stored(self._masters, [self._gradients[master.unit] for master in self._masters]):
-            values = together(self._collectives, own, "reading the state for a step")
+            values = raise_on_all_ranks(self._collectives, own, "reading the state for a step")
         else:
             values = own()
         sharded = any(master.unit.placement.optimizer for master in self._masters)
@@ -131,18 +129,18 @@ class OptimizerStep:
         return self.updates is not None and self.updates.pending
 
     @property
-    def under_way(self) -> bool:
+    def in_progress(self) -> bool:
         """Whether parameters are still to follow the updates of the last step."""
-        return self.updates is not None and self.updates.under_way
+        return self.updates is not None and self.updates.in_progress
 
     @property
-    def keeps_local(self) -> bool:
+    def needs_local_gradients(self) -> bool:
         """Whether the next step wants gradients unreduced."""
-        return self.updates is not None and self.updates.keeps_local
+        return self.updates is not None and self.updates.needs_local_gradients
 
     def refuse_local(self, what: str) -> None:
         """Raises ``RuntimeError`` where the next step exchanges signs: averaged gradients do not exist."""
-        if self.keeps_local:
+        if self.needs_local_gradients:
             raise RuntimeError(
                 f"{what}: the ranks exchange signs in this step, so averaged gradients do not exist, nor "
                 "their norm. Clip or change gradients in steps of full precision only (1-bit Adam: up to "
@@ -165,7 +163,7 @@ class OptimizerStep:
 
     def finish(self) -> None:
         """Makes the parameters follow the updates of the last step; a collective."""
-        if self.updates is not None and self.updates.under_way:
+        if self.updates is not None and self.updates.in_progress:
             self._guarded(lambda updates: updates.finish())
             self._guarded(lambda updates: self._refuse_state(self.steps))
 
@@ -186,13 +184,13 @@ class OptimizerStep:
         """:attr:`grad_norm_tensor`, None if the host knows it."""
         return self.grad_norm_tensor if self._launched else None
 
-    def has_bad_news(self) -> bool:
+    def has_failed_step(self) -> bool:
         """Return whether this rank knows, without waiting, that an earlier step was not made."""
         self._look(wait=False)
         return self._launched.seen_bad
 
-    def hear(self, bad: bool) -> None:
-        """Some rank has ``bad`` news, as all ranks hear in one agreement; the next step raises them."""
+    def notify_failed_step(self, bad: bool) -> None:
+        """Store whether an earlier step was not made on any rank. The next step raises the error."""
         self._known_to_all = bad
 
     def judge(self) -> None:
@@ -206,10 +204,10 @@ class OptimizerStep:
         self._unjudged = False
         self._known_to_all = False
         self._look(wait=True)
-        bad = self._launched.take_bad()
+        bad = self._launched.pop_bad()
         if bad is not None:
             self._refuse(bad, late=True)
-        if self.updates is not None and not self.under_way:
+        if self.updates is not None and not self.in_progress:
             self._refuse_last_update()
 
     def _look(self, wait: bool) -> None:
@@ -241,17 +239,17 @@ class OptimizerStep:
 
     def _decide(self, edits: Edits) -> DecidedStep:
         """Add up over the ranks what decides on the step; a collective."""
-        takes_norm = bool(self._clipping or self.scales_loss) and not self.keeps_local
-        found = self._looks_at_gradients and self._norms.read_together(
+        needs_norm = bool(self._clipping or self.scales_loss) and not self.needs_local_gradients
+        found = self._looks_at_gradients and self._norms.read_on_all_ranks(
             lambda: not self._checks.gradients_are_finite()
         )
-        flag = self._flag if self._waits_for_flag and not self.under_way else None
+        flag = self._flag if self._waits_for_flag and not self.in_progress else None
         raised = flag is not None and flag.is_raised_on(_CPU)
         updated = self.updates is not None and self.updates.updated
         checksums = self._hyperparameters.checksum(), 1 + edits.checksum
         facts = OwnFacts(*checksums, bool(found), raised, updated)
-        error = self._device_errors.take()
-        squares = self._norms.own() if takes_norm else None
+        error = self._device_errors.poll()
+        squares = self._norms.own() if needs_norm else None
         sums = sum_of_ranks(self._collectives, self._tiers.device, facts, squares, flag, error)
         verdict = Verdict(sums, self._collectives.world_size, self._unscale(), error)
         scalars = self.stepper.scalars() if self.stepper is not None else {}
@@ -283,14 +281,16 @@ class OptimizerStep:
         """Look at a reduced gradient, if it is the step's last; return False if it is not finite."""
         if not (self._last_pass and self._looks_at_gradients):
             return True
-        if gradients.home.is_late and self._when != "in_backward":
+        if gradients.storage.is_async and self._when != "in_backward":
             return True  # the host would wait for it to come from the device; the step looks at it
         return self._checks.look_at(gradients)
 
     @property
     def _looks_at_gradients(self) -> bool:
         """Whether gradients are looked at themselves: their norm, where there is one, tells it too."""
-        return self._flag is not None and not (self._clipping or self.scales_loss or self.keeps_local)
+        return self._flag is not None and not (
+            self._clipping or self.scales_loss or self.needs_local_gradients
+        )
 
     def read(self, gradients: UnitGradients, index: int) -> None:
         """Backward runs code of the model again that reads parameter ``index`` of this unit."""
@@ -314,7 +314,7 @@ class OptimizerStep:
         self._launched.clear()
         self._verdict = None
         self._known_to_all = False
-        self._device_errors.take()
+        self._device_errors.poll()
         if self._flag is not None:
             self._flag.lower()
         if self.updates is not None:
@@ -324,9 +324,10 @@ class OptimizerStep:
         """Raises ``RuntimeError`` between a backward pass that makes updates and its step."""
         if self.pending:
             raise RuntimeError(
-                f"{what} between backward and optimizer.step(): offload.step is 'in_backward', so some units "
-                "are updated, some are not, and gradients are used up. Call optimizer.step() first. To clip, "
-                "set gradient_clipping; to read or change gradients, set offload.step to 'after_backward'."
+                f"{what} between backward and optimizer.step(): offload.update_mode is 'in_backward', so "
+                "some units are updated, some are not, and gradients are used up. Call optimizer.step() "
+                "first. To clip, set gradient_clipping. To read or change gradients, set "
+                "offload.update_mode to 'after_backward'."
             )
 
     def refuse_damage(self) -> None:
@@ -344,13 +345,13 @@ class OptimizerStep:
         if self._known_to_all:
             self.judge()
         step = self._decide(edits)
-        self._verdict = None if self.keeps_local else step.verdict
+        self._verdict = None if self.needs_local_gradients else step.verdict
         overflow = (self._launch if self._judges_on_device else self._run_judged)(step, used)
-        self._device_errors.keep()
+        self._device_errors.claim()
         self.skipped_steps += overflow
         self.steps += 1
         self._unjudged = self._tiers.device.is_accelerator
-        self._collectives.wire.begin_step()
+        self._collectives.traffic.begin_step()
         self._tiers.transfers.begin_step()
         return not overflow
 
@@ -387,9 +388,9 @@ class OptimizerStep:
         findings = step.verdict.read()
         if findings.refused or (findings.overflow and not self.scales_loss):
             self._refuse(step)
-        overflow = findings.overflow or (self.keeps_local and self._refuse_local_overflow())
+        overflow = findings.overflow or (self.needs_local_gradients and self._refuse_local_overflow())
         if findings.overflow:
-            self._guarded(lambda updates: updates.take_back())
+            self._guarded(lambda updates: updates.rollback())
         norm = (
             None if findings.norm is None else torch.tensor(findings.norm, dtype=torch.float64, device="cpu")
         )
@@ -402,12 +403,12 @@ class OptimizerStep:
         self._guarded(lambda updates: updates.run(scale, used))
         if self.steps < self._delays_after:
             self.finish()
-        if not (self._waits_for_flag or self.under_way):
+        if not (self._waits_for_flag or self.in_progress):
             self._guarded(lambda updates: self._refuse_state(self.steps + 1))
         return False
 
     def begin_delayed(self) -> None:
-        """The step is counted and told: updates that run beside the next one may start."""
+        """Start the updates that overlap the next step, after this one is counted and published."""
         if self.updates is not None:
             self.updates.begin_delayed()
 
@@ -416,7 +417,7 @@ class OptimizerStep:
             raise AssertionError("a step without an optimizer")
         try:
             action(self.updates)
-        except FailedTogether as error:
+        except CollectiveError as error:
             self.damage = str(error)
             raise
 
@@ -438,11 +439,11 @@ class OptimizerStep:
         if findings.weights:
             self._guarded(lambda updates: self._raise_state(step.number - 1))
         if not findings.updated:
-            self._guarded(lambda updates: updates.take_back())
+            self._guarded(lambda updates: updates.rollback())
         error = self._errors.gradients(
             step.number,
             "" if findings.norm is None else f" (their norm is {findings.norm})",
-            local=self.keeps_local,
+            local=self.needs_local_gradients,
             mixed=findings.updated,
             known=step.non_finite() if late else None,
             late=late,
@@ -463,7 +464,7 @@ class OptimizerStep:
         return bool(ranks)
 
     def _name_overflow(self) -> str:
-        return self._errors.overflow(self.keeps_local)
+        return self._errors.overflow(self.needs_local_gradients)
 
     def _refuse_state(self, step: int) -> None:
         """Raise :class:`NonFiniteState` on all ranks if the update of ``step`` left NaN or infinity on any; a
@@ -473,7 +474,7 @@ class OptimizerStep:
 
     def _refuse_last_update(self) -> None:
         """Raise what the last update left on any rank, an error, NaN or infinity; a collective that waits."""
-        error = self._device_errors.take_and_wait()
+        error = self._device_errors.poll_and_wait()
         found = [bool(error[0]), self._flag is not None and self._flag.is_raised()]
         failed, bad = self._checks.agree(found, "the last update")
         if failed:
@@ -487,7 +488,7 @@ class OptimizerStep:
         raise self._errors.state(step, self.stepper)
 
     def end(self, skipped: bool, loss: float | None, seconds: float) -> StepEnd:
-        """What is told of the step that ended; its norm only if the host knows it."""
+        """Return the event of the step that ended. Its norm is set only if the host knows it."""
         return StepEnd(
             step=self.steps,
             loss=loss,
@@ -496,5 +497,5 @@ class OptimizerStep:
             skipped=skipped,
             loss_scale=self.scaler.scale if self.scales_loss else 1.0,
             seconds=seconds,
-            taken_back=self.updates is not None and self.updates.taken_back,
+            rolled_back=self.updates is not None and self.updates.rolled_back,
         )

@@ -45,7 +45,7 @@ class StepErrors:
         """
         names = self._checks.names(local=local, found_before=known)
         outcome = (
-            "Units whose gradients came earlier were updated during backward (offload.step is "
+            "Units whose gradients came earlier were updated during backward (offload.update_mode is "
             f"'in_backward'). {MIXTURE} With gradient_clipping such updates are taken back."
             if mixed
             else f"No parameter or optimizer state was changed.{_since(late)}"

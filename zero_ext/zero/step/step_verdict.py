@@ -10,6 +10,7 @@ import torch
 from zero_ext import ops
 from zero_ext.comm import Collectives
 from zero_ext.offload import Device
+from zero_ext.offload.device.side_stream import Readback
 from zero_ext.optim.steppers.non_finite_flag import NonFiniteFlag
 from zero_ext.zero.gradients.gradient_norms import OwnSquares
 from zero_ext.zero.units.model_parallel_sync import sum_over_model
@@ -54,11 +55,11 @@ def sum_of_ranks(
         own: its facts, as far as the host knows.
         squares: its part of the norm, None where nothing asks for it.
         flag: raised on the device where an earlier update left NaN or infinity; None where nobody looks.
-        error: int64 [n], what kernels of the device recorded, see :func:`zero_ext.ops.take_device_error_`.
+        error: int64 [n], what kernels of the device recorded, see :func:`zero_ext.ops.pop_device_error_`.
     """
     sums = own.values()
     if device.is_accelerator:
-        (sums,) = device.beside("device", sums)
+        (sums,) = device.to_tier("device", sums)
     if flag is not None:
         sums[WEIGHTS : WEIGHTS + 1].add_(flag.on(device.device))
     if error is not None:
@@ -68,7 +69,7 @@ def sum_of_ranks(
         counts = replicas is None or replicas.rank == 0  # or every replica would add the same squares
         limbs = squares.limbs if counts else torch.zeros_like(squares.limbs)
         if limbs.device.type == "cpu":
-            (limbs,) = device.beside("device", limbs)
+            (limbs,) = device.to_tier("device", limbs)
         sums = torch.cat([sums, limbs])
     collectives.sum_(sums, "agreement on the step")
     if collectives.model is not None:
@@ -104,39 +105,13 @@ class Findings(NamedTuple):
         return None if self.norm is None else torch.tensor(self.norm, dtype=torch.float64, device="cpu")
 
 
-class Readback:
-    """A small tensor [n] on its way to the host; one in host memory is there."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values = values
-        self._event: torch.Event | None = None
-        if values.device.type != "cpu":
-            self._values = torch.empty_like(values, device="cpu", pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._event = torch.accelerator.current_stream(values.device).record_event()
-
-    @property
-    def arrived(self) -> bool:
-        """Whether :meth:`read` returns immediately."""
-        if self._event is not None and self._event.query():
-            self._event = None
-        return self._event is None
-
-    def read(self) -> torch.Tensor:
-        """Return the values in host memory. The host waits for a device that has not computed them yet."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
-        return self._values
-
-
 class Verdict:
     """Whether a step is to be made, from ``sums``: the facts of all ``ranks`` and the limbs of their norm, if
     anything asks for it, int64 [``FACTS``] or [``FACTS + ops.ACCUMULATOR_ENTRIES``].
 
     On a device it is computed there. :meth:`scale` lets kernels obey it before the host knows it.
     ``unscale`` (0-d float32 in host memory) is one over the loss scale. ``error`` is what this rank's kernels
-    recorded, see :func:`zero_ext.ops.take_device_error_`; the host reads it with the verdict.
+    recorded, see :func:`zero_ext.ops.pop_device_error_`; the host reads it with the verdict.
     """
 
     def __init__(

@@ -11,11 +11,11 @@ from zero_ext.comm import Collectives
 from zero_ext.optim import Stepper, Update
 from zero_ext.zero.gradients.accumulator import UnitGradients
 from zero_ext.zero.step.update_schedule import MIXTURE, AfterBackward, publish, settings_of
-from zero_ext.zero.units.collective_errors import together
+from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 from zero_ext.zero.units.master_weights import MasterShard, follow_writes
 from zero_ext.zero.units.unit import Unit
 
-_INSTEAD = "set offload.step to 'after_backward'"
+_INSTEAD = "set offload.update_mode to 'after_backward'"
 
 
 class InBackward(AfterBackward):
@@ -24,7 +24,7 @@ class InBackward(AfterBackward):
     A unit is updated when its reduction is finished and every trainable parameter of it has brought its
     gradient on this rank; units for which that never holds are updated by :meth:`run`. So ranks may differ in
     when, never in what. Without ``on_trial`` a unit's gradient is used up by its update. With it the update
-    assumes that gradients will be neither clipped nor skipped, and :meth:`run` or :meth:`take_back` restores
+    assumes that gradients will be neither clipped nor skipped, and :meth:`run` or :meth:`rollback` restores
     the state exactly if they are (SuperOffload, arXiv 2509.21271). Parameters reach other ranks in ``run``.
     """
 
@@ -56,8 +56,8 @@ class InBackward(AfterBackward):
         due."""
         if self.pending:
             raise RuntimeError(
-                "a further backward pass before optimizer.step(): offload.step is 'in_backward', so the "
-                "updates of the last pass are under way. For several passes a step set "
+                "a further backward pass before optimizer.step(): offload.update_mode is 'in_backward', so "
+                "the updates of the last pass are under way. For several passes a step set "
                 "batch.gradient_accumulation_steps to their number or run all but the last inside "
                 f"'with model.no_sync():'; or {_INSTEAD}."
             )
@@ -92,7 +92,7 @@ class InBackward(AfterBackward):
             with torch.no_grad():
                 gradients.finish()
                 if self._on_trial:
-                    self._stepper.keep(number)
+                    self._stepper.snapshot(number)
                 update = Update(number, gradients.for_optimizer())
                 list(self._stepper.step([update], self._scale, self._early[number]))
         except Exception as error:  # all ranks hear of it in run
@@ -117,11 +117,13 @@ class InBackward(AfterBackward):
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
         """See :class:`AfterBackward`: agrees on what happened in backward, judges updates made on trial,
         makes those that are left, publishes parameters."""
-        self.taken_back = self._on_trial and bool(self._early) and not torch.equal(scale, self._scale)
-        self.taken_back_steps += self.taken_back
-        self.kept_steps += self._on_trial and bool(self._early) and not self.taken_back
+        self.rolled_back = self._on_trial and bool(self._early) and not torch.equal(scale, self._scale)
+        self.rolled_back_steps += self.rolled_back
+        self.committed_steps += self._on_trial and bool(self._early) and not self.rolled_back
         try:
-            together(self._collectives, lambda: self._finish(scale, used), "the optimizer step", MIXTURE)
+            raise_on_all_ranks(
+                self._collectives, lambda: self._finish(scale, used), "the optimizer step", MIXTURE
+            )
         finally:
             self.drop()
         publish(gradients.unit for gradients in self._gradients if gradients.contributed)
@@ -147,24 +149,26 @@ class InBackward(AfterBackward):
                 )
         if self._on_trial:
             for number in self._early:
-                (self._stepper.take_back if self.taken_back else self._stepper.settle)(number)
-            if self.taken_back and self.flag is not None:
+                (self._stepper.rollback if self.rolled_back else self._stepper.commit)(number)
+            if self.rolled_back and self.flag is not None:
                 self.flag.lower()
-        done = () if self.taken_back else self._early
+        done = () if self.rolled_back else self._early
         list(self._stepper.step(self._updates(done), scale, used))
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """See :class:`AfterBackward`."""
-        self.taken_back = bool(self._early)
-        self.taken_back_steps += self.taken_back
+        self.rolled_back = bool(self._early)
+        self.rolled_back_steps += self.rolled_back
         try:
-            together(self._collectives, self._undo, "taking back the updates made in backward", MIXTURE)
+            raise_on_all_ranks(
+                self._collectives, self._undo, "taking back the updates made in backward", MIXTURE
+            )
         finally:
             self.drop()
 
     def _undo(self) -> None:
         for number in self._early:
-            self._stepper.take_back(number)
+            self._stepper.rollback(number)
             self._masters[number].write_output()
         if self.flag is not None:
             self.flag.lower()
@@ -174,7 +178,7 @@ class InBackward(AfterBackward):
         back."""
         if self._early and not self._on_trial:
             raise RuntimeError(
-                "gradients cannot be cleared between backward and optimizer.step(): offload.step is "
+                "gradients cannot be cleared between backward and optimizer.step(): offload.update_mode is "
                 f"'in_backward' and updates were made. Call optimizer.step() first; or {_INSTEAD}."
             )
         return self.abandon()
@@ -198,7 +202,7 @@ class InBackward(AfterBackward):
         """See :class:`AfterBackward`."""
         if self._on_trial:
             for number in self._early:
-                self._stepper.settle(number)
+                self._stepper.commit(number)
         self._early = {}
         self._error = self._stale = None
         self._last = self.pending = False

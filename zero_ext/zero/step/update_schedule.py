@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,8 +13,8 @@ from zero_ext.config import Tier
 from zero_ext.optim import Stepper, Update
 from zero_ext.optim.steppers.non_finite_flag import NonFiniteFlag
 from zero_ext.zero.gradients.accumulator import UnitGradients
-from zero_ext.zero.step.auxiliary_state import Kept
-from zero_ext.zero.units.collective_errors import together
+from zero_ext.zero.units.collective_errors import raise_on_all_ranks
+from zero_ext.zero.units.flat_layout import FlatLayout
 from zero_ext.zero.units.master_weights import MasterShard
 from zero_ext.zero.units.unit import Unit
 
@@ -22,28 +23,58 @@ MIXTURE = (
 )
 
 
+class Ownership(enum.Enum):
+    """The elements of a unit whose auxiliary state a rank owns, in float32."""
+
+    OWN = "own"  # all elements, different on every rank
+    SHARD = "shard"  # the elements of its shard
+    SHARED = "shared"  # all elements, equal on all ranks
+
+
+class AuxiliaryState(NamedTuple):
+    """State beside the optimizer's: values of a unit's elements from ``begin`` on.
+
+    ``number`` is that of the unit's master shard.
+    """
+
+    kind: str
+    number: int
+    begin: int
+    values: torch.Tensor
+    ownership: Ownership
+
+    def by_parameter(self, layout: FlatLayout) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Yield each parameter's name, its first element in memory order, and its values."""
+        for overlap in layout.overlaps(self.begin, self.begin + self.values.numel()):
+            values = self.values[overlap.range_start : overlap.range_start + overlap.numel]
+            yield layout.specs[overlap.index].name, overlap.parameter_start, values
+
+
 class AfterBackward:
     """All updates of a step run inside ``optimizer.step()``, from the gradients of all units.
 
-    The methods are what the engine tells whoever decides when updates run; here only :meth:`run` does
-    something. ``pending`` says that updates may have been made which ``optimizer.step()`` has not finished,
-    ``clears`` that a step forgets its gradients, ``taken_back`` that the last step took updates back,
-    ``under_way`` that parameters are still to follow updates of a step that has ended.
-    ``obeys_scale`` says that :meth:`run` changes nothing where the factor is not finite, whose value the host
-    never needs, if the stepper does not either.
-    ``flag`` is what the stepper raises where its results are not finite, None where nobody looks. Updates
-    that are taken back lower it. ``kept_steps`` and ``taken_back_steps`` count the steps whose updates on
-    trial were right and wrong.
+    The engine calls the methods on every schedule. In this one only :meth:`run` does something.
+
+    Attributes:
+        pending: updates may have been made that ``optimizer.step()`` has not finished.
+        clears: a step forgets its gradients.
+        rolled_back: the last step rolled updates back.
+        in_progress: parameters still have to follow updates of a step that has ended.
+        obeys_scale: :meth:`run` changes nothing if the scale is not finite, and the host never reads it,
+            unless the stepper does.
+        flag: raised by the stepper for results that are not finite, and lowered by rollbacks. None if
+            nothing checks them.
+        committed_steps, rolled_back_steps: number of steps whose trial updates were right and wrong.
     """
 
     pending = False
     clears = False
-    taken_back = False
-    under_way = False
+    rolled_back = False
+    in_progress = False
     obeys_scale = True
     flag: NonFiniteFlag | None = None
-    kept_steps = 0
-    taken_back_steps = 0
+    committed_steps = 0
+    rolled_back_steps = 0
 
     def __init__(
         self,
@@ -58,7 +89,7 @@ class AfterBackward:
         self._collectives = collectives
 
     @property
-    def keeps_local(self) -> bool:
+    def needs_local_gradients(self) -> bool:
         """Whether the next step wants gradients as they are on each rank, unreduced."""
         return False
 
@@ -87,7 +118,7 @@ class AfterBackward:
 
     def run(self, scale: torch.Tensor, used: frozenset[str]) -> None:
         """``optimizer.step()`` has settled the gradients: their factor (0-d float32) and the names of the
-        parameters that have one on any rank. A collective; :class:`FailedTogether` on all ranks if it failed
+        parameters that have one on any rank. A collective; :class:`CollectiveError` on all ranks if it failed
         on some and left a mixture.
 
         Where state lies in storage, which may fail on one rank alone, all ranks agree before anything is
@@ -95,7 +126,7 @@ class AfterBackward:
         """
         publishing: Iterable[Unit]
         if any_stored(self._masters, self._gradients):
-            publishing = together(
+            publishing = raise_on_all_ranks(
                 self._collectives,
                 lambda: list(self._step(scale, used)),
                 "the optimizer step",
@@ -117,13 +148,13 @@ class AfterBackward:
 
     def finish(self) -> None:
         """Returns when the parameters have followed all updates, on all ranks. A collective;
-        :class:`FailedTogether` as of :meth:`run`."""
+        :class:`CollectiveError` as of :meth:`run`."""
 
-    def held_bytes(self) -> Mapping[Tier, int]:
+    def allocated_bytes(self) -> Mapping[Tier, int]:
         """Bytes by tier that hold gradients for updates, beside the units' own."""
         return {}
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """``optimizer.step()`` is skipped: state and parameters are what they were before backward. A
         collective."""
 
@@ -143,13 +174,16 @@ class AfterBackward:
         """With unreduced gradients: the ranks that have one which is not finite. A collective."""
         return []
 
-    def kept(self) -> Iterator[Kept]:
-        """State beside the optimizer's that a checkpoint has to hold."""
+    def auxiliary_state(self) -> Iterator[AuxiliaryState]:
+        """Yield the state beside the optimizer's that checkpoints store."""
         return iter(())
 
-    def make_kept(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
-        """Before a checkpoint is loaded that holds the state named for each parameter: makes what
-        :meth:`kept` will be. Returns what undoes it."""
+    def prepare_auxiliary_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
+        """Create the :meth:`auxiliary_state` of a checkpoint with ``kinds`` of state per parameter.
+
+        Returns:
+            A function that undoes it.
+        """
         return lambda: None
 
     def leaves(self, kind: str) -> bool:
@@ -157,7 +191,7 @@ class AfterBackward:
         return False
 
     def restore(self) -> None:
-        """After a load: parameters follow what was kept, where they are not their masters rounded."""
+        """Update parameters after a load, where they differ from their rounded masters."""
 
     def _updates(self, done: Container[int] = ()) -> list[Update]:
         return [
@@ -170,7 +204,7 @@ class AfterBackward:
 def any_stored(masters: Sequence[MasterShard], gradients: Sequence[UnitGradients]) -> bool:
     """Whether a step of ``masters`` with their ``gradients`` uses storage."""
     return any(
-        "nvme" in (master.state.tier, master.unit.home.tier, own.home.tier)
+        "nvme" in (master.state.tier, master.unit.storage.tier, own.storage.tier)
         for master, own in zip(masters, gradients, strict=True)
     )
 

@@ -5,23 +5,61 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from zero_ext.comm import Collectives
+from zero_ext.zero.memory.pool import BufferPool
 from zero_ext.zero.units.collective_errors import refuse_different_writes
-from zero_ext.zero.units.dtensor_local import like_parameter, local_part
-from zero_ext.zero.units.expert_params import expert_ranks
-from zero_ext.zero.units.master_weights import store_values
+from zero_ext.zero.units.dtensor_local import like_parameter, local_tensor
+from zero_ext.zero.units.master_weights import MasterShard, store_values
+from zero_ext.zero.units.parameter_marks import expert_ranks
 from zero_ext.zero.units.plain_torch import in_transform, plain_torch
 from zero_ext.zero.units.quantized_params import refuse_packed
 from zero_ext.zero.units.released_params import ParameterFacts
 from zero_ext.zero.units.unit import Unit
 from zero_ext.zero.unshard.gather_order import GatherOrder
+from zero_ext.zero.unshard.prefetcher import Prefetcher
 
-if TYPE_CHECKING:
-    from zero_ext.zero.engine import Engine
+
+class StepState(Protocol):
+    """What the optimizer step permits."""
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a delayed update is running."""
+
+    def refuse_pending(self, what: str) -> None:
+        """Raise ``RuntimeError`` while updates inside backward wait for their step."""
+
+    def refuse_drift(self, what: str) -> None:
+        """Raise ``RuntimeError`` while the ranks' parameters differ between 1-bit exchanges."""
+
+
+class ShardedState(Protocol):
+    """What on-demand access needs of an engine."""
+
+    index: dict[nn.Parameter, tuple[Unit, int]]
+    masters: tuple[MasterShard, ...]
+    collectives: Collectives
+    pool: BufferPool
+    prefetcher: Prefetcher
+
+    @property
+    def optimizer_step(self) -> StepState:
+        """Its optimizer step."""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a forward or a backward pass is running."""
+
+    def parameter_read(self, parameter: nn.Parameter) -> None:
+        """Note that the model's code reads ``parameter``."""
+
+    def finish_updates(self) -> None:
+        """Finish a delayed update; a collective."""
 
 
 class OnDemandAccess:
@@ -31,7 +69,7 @@ class OnDemandAccess:
     names the unit. The engine is held weakly.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ShardedState) -> None:
         self._engine = weakref.ref(engine)
 
     def __deepcopy__(self, memo: dict[int, object]) -> OnDemandAccess:
@@ -60,10 +98,10 @@ class OnDemandAccess:
         name = unit.layout.specs[number].name
         engine.optimizer_step.refuse_pending(f"a write to parameter '{name}'")
         with plain_torch():
-            if not engine.hooks.calls and not engine.backward_pass.running:
+            if not engine.in_use:
                 engine.finish_updates()
             with held(engine, [unit]):
-                unit.view_of(number).copy_(local_part(value))
+                unit.view_of(number).copy_(local_tensor(value))
                 commit_writes(engine, unit, [number])
 
     def commit(self, unit: Unit, numbers: list[int]) -> None:
@@ -72,17 +110,17 @@ class OnDemandAccess:
         engine = self._alive()
         name = unit.layout.specs[numbers[0]].name
         engine.optimizer_step.refuse_pending(f"a write to parameter '{name}'")
-        if engine.optimizer_step.under_way:
+        if engine.optimizer_step.in_progress:
             unit.accept_writes()
             raise RuntimeError(
                 f"parameter '{name}' was written to in a forward while a delayed update is under way "
-                "(offload.step is 'delayed'): expected no write until it is finished. Call "
-                "model.finish_update() before that forward, or set offload.step to 'after_backward'."
+                "(offload.update_mode is 'delayed'): expected no write until it is finished. Call "
+                "model.finish_update() before that forward, or set offload.update_mode to 'after_backward'."
             )
         with plain_torch():
             commit_writes(engine, unit, numbers)
 
-    def _alive(self) -> Engine:
+    def _alive(self) -> ShardedState:
         engine = self._engine()
         if engine is None:
             raise RuntimeError(
@@ -107,28 +145,28 @@ def transform_refusal(name: str) -> str:
 
 
 @contextlib.contextmanager
-def held(engine: Engine, units: Sequence[Unit]) -> Iterator[None]:
+def held(engine: ShardedState, units: Sequence[Unit]) -> Iterator[None]:
     """Inside, ``units`` are gathered exactly; a collective. What is written in the block is dropped if it
     raises."""
     holder, complete = object(), False
     # An order of its own: to look ahead from here would gather units that nobody asked for.
     order = GatherOrder()
-    engine.residency.borrowers.add(holder)
+    engine.prefetcher.borrowers.add(holder)
     try:
         for unit in units:
             with engine.pool.growing():
-                engine.residency.need(unit, holder, order, exact=True)
+                engine.prefetcher.need(unit, holder, order, exact=True)
         yield
         complete = True
     finally:
-        engine.residency.borrowers.discard(holder)
+        engine.prefetcher.borrowers.discard(holder)
         for unit in units:
             if not complete and unit.holders == {holder}:
                 unit.accept_writes()
-            engine.residency.let_go(unit, holder)
+            engine.prefetcher.release(unit, holder)
 
 
-def commit_writes(engine: Engine, unit: Unit, numbers: Iterable[int]) -> None:
+def commit_writes(engine: ShardedState, unit: Unit, numbers: Iterable[int]) -> None:
     """Make what was written to the gathered parameters ``numbers`` of ``unit`` the value of the shards and of
     the master weights; a collective.
 

@@ -10,7 +10,7 @@ import torch
 
 from zero_ext.config.events import Bus, DeviceStepEnd, Phase, PhaseEnd
 from zero_ext.offload import Device
-from zero_ext.zero.step.step_verdict import Readback
+from zero_ext.offload.device.side_stream import Readback
 
 _STEPS_AHEAD = 16  # that the host may be before a device, before somebody waits
 
@@ -47,7 +47,7 @@ class StepClock:
         self._loss: torch.Tensor | None = None
         self._phases: list[tuple[Phase, torch.Event, torch.Event]] = []
         self._coming: deque[_Spans] = deque()
-        self._rooms: torch.Tensor | None = None  # the host's, for losses on their way
+        self._loss_slots: torch.Tensor | None = None  # the host's, for losses on their way
 
     def begin(self) -> Beginning | None:
         """A phase begins; None while nobody listens."""
@@ -78,18 +78,18 @@ class StepClock:
             self._coming.clear()
             return None
         while self._coming and (len(self._coming) >= _STEPS_AHEAD or self._coming[0].end.query()):
-            self._tell(self._coming.popleft())
-        here = loss is None or loss.device.type == "cpu"
-        slot = None if here else step % _STEPS_AHEAD
+            self._publish(self._coming.popleft())
+        on_host = loss is None or loss.device.type == "cpu"
+        slot = None if on_host else step % _STEPS_AHEAD
         if loss is not None and slot is not None:
-            if self._rooms is None:
-                self._rooms = self._device.allocate("host", _STEPS_AHEAD, torch.float32)
-            self._rooms[slot : slot + 1].copy_(loss, non_blocking=True)
+            if self._loss_slots is None:
+                self._loss_slots = self._device.allocate("host", _STEPS_AHEAD, torch.float32)
+            self._loss_slots[slot : slot + 1].copy_(loss, non_blocking=True)
         coming = None if norm is None else Readback(norm.view(1))
         end = self._mark()
         if end is not None and (phases or slot is not None or coming is not None):
             self._coming.append(_Spans(step, phases, slot, coming, end))
-        return float(loss) if loss is not None and here else None
+        return float(loss) if loss is not None and on_host else None
 
     def _mark(self) -> torch.Event | None:
         if not self._device.is_accelerator:
@@ -98,12 +98,12 @@ class StepClock:
         event.record(torch.accelerator.current_stream(self._device.device))
         return event
 
-    def _tell(self, spans: _Spans) -> None:
+    def _publish(self, spans: _Spans) -> None:
         spans.end.synchronize()
         seconds: dict[Phase, float] = {}
         for phase, began, ended in spans.phases:
             seconds[phase] = seconds.get(phase, 0.0) + began.elapsed_time(ended) * 1e-3
-        room = None if spans.slot is None or self._rooms is None else self._rooms[spans.slot]
-        loss = None if room is None else float(room)
+        slot_value = None if spans.slot is None or self._loss_slots is None else self._loss_slots[spans.slot]
+        loss = None if slot_value is None else float(slot_value)
         norm = None if spans.norm is None else float(spans.norm.read())
         self._bus.publish(DeviceStepEnd(spans.step, loss, norm, seconds))

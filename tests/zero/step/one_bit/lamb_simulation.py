@@ -22,7 +22,7 @@ class SimulatedLamb(Simulated):
 
     def step(self, what: str, gradients: Sequence[torch.Tensor], used: set[str]) -> None:
         if what == "full":
-            self.takes_part = self._mask(used)
+            self.included = self._mask(used)
             total = torch.zeros(self.layout.numel)
             for gradient in gradients:
                 total = total + gradient.float()
@@ -30,7 +30,7 @@ class SimulatedLamb(Simulated):
             return
         super().step(what, gradients, used)
 
-    def places(self, used: set[str] | None = None) -> list[tuple[str, slice]]:
+    def blocks(self, used: set[str] | None = None) -> list[tuple[str, slice]]:
         return [
             (spec.name, slice(offset, offset + spec.numel))
             for spec, offset in zip(self.layout.specs, self.layout.offsets, strict=True)
@@ -39,8 +39,8 @@ class SimulatedLamb(Simulated):
 
     def sizes(self) -> dict[str, float]:
         return {
-            name: norm(self.momentum[part]) / math.sqrt(part.stop - part.start)
-            for name, part in self.places()
+            name: norm(self.momentum[block]) / math.sqrt(block.stop - block.start)
+            for name, block in self.blocks()
         }
 
     def _raise_variance(self) -> None:
@@ -48,51 +48,51 @@ class SimulatedLamb(Simulated):
         self.fresh = self.variance
 
     def _floors(self) -> list[slice]:
-        return [part for _, part in self.places()]
+        return [block for _, block in self.blocks()]
 
     def _warm_up(self, gradient: torch.Tensor, used: set[str]) -> None:
         self._set_momentum(self._averaged(self.momentum, gradient))
         variance = self.variance * BETA2 + gradient * gradient * (1 - BETA2)
         self.variance = self.fresh = self._where(variance, self.variance)
         self.master = self.master.clone()
-        for name, part in self.places(used):
-            update = self._update(part)[0]
-            weights, updates = norm(self.master[part]), norm(update)
+        for name, block in self.blocks(used):
+            update = self._update(block)[0]
+            weights, updates = norm(self.master[block]), norm(update)
             ratio = min(max(weights / updates, 0.01), 10.0) if weights and updates else 1.0
             if ratio != 1:
                 self.ratios[name] = COEFF_BETA * self.ratios.get(name, 0.0) + (1 - COEFF_BETA) * ratio
-            self.master[part] -= update * (LR * ratio)
+            self.master[block] -= update * (LR * ratio)
         self.parameters = [self.master.to(self.layout.dtype)] * self.ranks
 
     def _scaled(self, gradients: list[torch.Tensor]) -> None:
         scaling = torch.ones(self.layout.numel, dtype=torch.float64)
-        for name, part in self.places():
-            scaling[part] = self.scalings[name]
+        for name, block in self.blocks():
+            scaling[block] = self.scalings[name]
         before = self.momentum
         sent = [self._where((self._averaged(before, each) * scaling.float()), before) for each in gradients]
-        average = self._all_reduce(sent, self.takes_part) if self.ranks > 1 else sent[0]
+        average = self._all_reduce(sent, self.included) if self.ranks > 1 else sent[0]
         self._set_momentum(average / scaling.float())
-        told = (self.momentum - before * BETA1) / (1 - BETA1)
-        self.fresh = self._where(self.fresh * BETA2 + told * told * (1 - BETA2), self.fresh)
+        implied = (self.momentum - before * BETA1) / (1 - BETA1)
+        self.fresh = self._where(self.fresh * BETA2 + implied * implied * (1 - BETA2), self.fresh)
         self.master = self.master.clone()
-        for name, part in self.places():
-            if self.takes_part[part].all():
-                update, alone = self._update(part)
-                self.master[part] -= update * (LR * self._ratio(name, part, norm(update), norm(alone)))
+        for name, block in self.blocks():
+            if self.included[block].all():
+                update, direction = self._update(block)
+                self.master[block] -= update * (LR * self._ratio(name, block, norm(update), norm(direction)))
         self.parameters = [self.master.to(self.layout.dtype)] * self.ranks
 
-    def _ratio(self, name: str, part: slice, whole: float, alone: float) -> float:
-        factor = float(((self.variance[part].sqrt() + EPS) / (self.fresh[part].sqrt() + EPS)).max())
-        share = min(1.0, alone / whole)
+    def _ratio(self, name: str, block: slice, update_norm: float, direction_norm: float) -> float:
+        factor = float(((self.variance[block].sqrt() + EPS) / (self.fresh[block].sqrt() + EPS)).max())
+        share = min(1.0, direction_norm / update_norm)
         factor = min(max(factor * share + (1 - share), FACTOR_MIN), FACTOR_MAX)
         last = self.factors.get(name, 1.0)
         factor = min(max(factor, last * (1 - THRESHOLD)), last * (1 + THRESHOLD))
         self.factors[name] = factor
         return self.ratios[name] * factor
 
-    def _update(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        alone = self.momentum[part] / (self.variance[part].sqrt() + EPS)
-        return alone + self.master[part] * DECAY, alone
+    def _update(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        direction = self.momentum[block] / (self.variance[block].sqrt() + EPS)
+        return direction + self.master[block] * DECAY, direction
 
 
 def norm(values: torch.Tensor) -> float:

@@ -83,7 +83,7 @@ class Simulated:
 
     def step(self, what: str, gradients: Sequence[torch.Tensor], used: set[str]) -> None:
         """``gradients`` of all ranks [n], zero where a rank has none."""
-        self.takes_part = self._mask(used)
+        self.included = self._mask(used)
         if what == "full":
             total = torch.zeros(self.layout.numel)
             for gradient in gradients:
@@ -113,23 +113,23 @@ class Simulated:
 
     def _momentum(self, gradients: list[torch.Tensor]) -> None:
         sent = [self._where(self._averaged(self.momentum, each), self.momentum) for each in gradients]
-        self._set_momentum(self._all_reduce(sent, self.takes_part))
+        self._set_momentum(self._all_reduce(sent, self.included))
         self._descend()
 
     def _gradient(self, gradients: list[torch.Tensor]) -> None:
-        self._set_momentum(self._averaged(self.momentum, self._all_reduce(gradients, self.takes_part)))
+        self._set_momentum(self._averaged(self.momentum, self._all_reduce(gradients, self.included)))
         self._descend()
 
     def _sharded(self, gradients: list[torch.Tensor]) -> None:
         live = self.parameters[0]
         self.replica = torch.where(self.replica.to(live.dtype) == live, self.replica, live.float())
-        messages = self._to_owners(gradients, self.takes_part)
+        messages = self._to_owners(gradients, self.included)
         average = torch.cat([self._sum(message) for message in messages])
         self._set_momentum(self._averaged(self.momentum, average))
         self._descend()
-        ahead = torch.where(self.takes_part, self.master - self.replica, 0.0)
+        ahead = torch.where(self.included, self.master - self.replica, 0.0)
         came = torch.empty_like(ahead)
-        ops.expand_signs_(
+        ops.decompress_1bit_(
             came, _compressed(ahead, torch.zeros_like(ahead), self.ranks), 1.0, False, self.ranks
         )
         self.replica = self._where(self.replica + came, self.replica)
@@ -158,9 +158,9 @@ class Simulated:
 
     def _raise_variance(self) -> None:
         self.variance = self.variance.clone()
-        for part in self._floors():
-            squares = math.fsum((self.momentum[part].double() ** 2).tolist())
-            self.variance[part].clamp_(min=(0.5 * math.sqrt(squares)) ** 2 / (part.stop - part.start))
+        for block in self._floors():
+            squares = math.fsum((self.momentum[block].double() ** 2).tolist())
+            self.variance[block].clamp_(min=(0.5 * math.sqrt(squares)) ** 2 / (block.stop - block.start))
 
     def _floors(self) -> list[slice]:
         """The blocks of one scale: of every rank's part, 8,192 elements at a time."""
@@ -173,34 +173,34 @@ class Simulated:
 
     # -- exchanges ----------------------------------------------------------------------------------------
 
-    def _to_owners(self, values: Sequence[torch.Tensor], takes_part: torch.Tensor) -> list[torch.Tensor]:
+    def _to_owners(self, values: Sequence[torch.Tensor], included: torch.Tensor) -> list[torch.Tensor]:
         """By owner, the messages of all ranks."""
         sent = []
         for value, errors in zip(values, self.worker, strict=True):
-            kept = errors.clone()
-            errors.mul_(takes_part)
-            sent.append(_compressed(value * takes_part, errors, self.ranks).chunk(self.ranks))
-            errors.copy_(torch.where(takes_part, errors, kept))
-        return [torch.cat([parts[owner] for parts in sent]) for owner in range(self.ranks)]
+            before = errors.clone()
+            errors.mul_(included)
+            sent.append(_compressed(value * included, errors, self.ranks).chunk(self.ranks))
+            errors.copy_(torch.where(included, errors, before))
+        return [torch.cat([blocks[owner] for blocks in sent]) for owner in range(self.ranks)]
 
-    def _all_reduce(self, values: Sequence[torch.Tensor], takes_part: torch.Tensor) -> torch.Tensor:
-        kept = self.server.clone()
-        self.server.mul_(takes_part)
+    def _all_reduce(self, values: Sequence[torch.Tensor], included: torch.Tensor) -> torch.Tensor:
+        before = self.server.clone()
+        self.server.mul_(included)
         messages = []
         for received, error in zip(
-            self._to_owners(values, takes_part), self.server.chunk(self.ranks), strict=True
+            self._to_owners(values, included), self.server.chunk(self.ranks), strict=True
         ):
-            message = torch.empty(ops.sign_message_bytes(error.numel()), dtype=torch.uint8)
-            ops.reduce_signs_(message, error, received, 1 / self.ranks)
+            message = torch.empty(ops.sign_payload_bytes(error.numel()), dtype=torch.uint8)
+            ops.reduce_1bit_(message, error, received, 1 / self.ranks)
             messages.append(message)
-        self.server = torch.where(takes_part, self.server, kept)
+        self.server = torch.where(included, self.server, before)
         average = torch.empty(self.layout.numel)
-        ops.expand_signs_(average, torch.cat(messages), 1.0, False, self.ranks)
+        ops.decompress_1bit_(average, torch.cat(messages), 1.0, False, self.ranks)
         return average
 
     def _sum(self, messages: torch.Tensor) -> torch.Tensor:
         average = torch.empty(self.layout.shard_numel)
-        ops.sum_signs_(average, messages, 1 / self.ranks, False)
+        ops.sum_1bit_(average, messages, 1 / self.ranks, False)
         return average
 
     # -- arithmetic ---------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class Simulated:
         self.parameters = [self.master.to(self.layout.dtype)] * self.ranks
 
     def _where(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        return torch.where(self.takes_part, new, old)
+        return torch.where(self.included, new, old)
 
     def _mask(self, used: set[str]) -> torch.Tensor:
         mask = torch.zeros(self.layout.numel, dtype=torch.bool)
@@ -246,9 +246,9 @@ class Simulated:
         return mask
 
 
-def _compressed(values: torch.Tensor, errors: torch.Tensor, parts: int) -> torch.Tensor:
-    messages = torch.empty(parts * ops.sign_message_bytes(values.numel() // parts), dtype=torch.uint8)
-    ops.compress_signs_(messages, errors, values, 1.0, parts)
+def _compressed(values: torch.Tensor, errors: torch.Tensor, blocks: int) -> torch.Tensor:
+    messages = torch.empty(blocks * ops.sign_payload_bytes(values.numel() // blocks), dtype=torch.uint8)
+    ops.compress_1bit_(messages, errors, values, 1.0, blocks)
     return messages
 
 
@@ -278,7 +278,7 @@ def simulate(
                 loss = loss_of(model, step, micro, rank)
                 loss.backward()
                 losses[rank].append(loss.item())
-                for name, gradient in _taken(named):
+                for name, gradient in _included(named):
                     found[name] = found[name].float() + gradient.float() if name in found else gradient
             sums.append(found)
         used = {name for found in sums for name in found}
@@ -296,7 +296,7 @@ def simulate(
     return losses, finals
 
 
-def _taken(named: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+def _included(named: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     found = [(name, value.grad) for name, value in named.items() if value.grad is not None]
     for value in named.values():
         value.grad = None

@@ -136,11 +136,11 @@ def test_a_step_leaves_gradients_as_they_are(world: World, name: str) -> None:
     optimizer.step()
     for gradients, local in zip(engine_of(model).reducer.gradients, before, strict=True):
         for number in gradients._filled:
-            part = slice(
+            shard = slice(
                 gradients.unit.layout.offsets[number],
                 gradients.unit.layout.offsets[number] + gradients.unit.layout.specs[number].numel,
             )
-            assert torch.equal(gradients.local[part], local[part])
+            assert torch.equal(gradients.local[shard], local[shard])
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -149,12 +149,12 @@ def test_a_step_leaves_gradients_as_they_are(world: World, name: str) -> None:
 def test_accumulation_may_be_declared_or_not(world: World, stage: int, dtype: str) -> None:
     course = COURSES["1-bit Adam"]._replace(stage=stage, dtype=dtype)
     finals = []
-    for way in ("declared", "no_sync", "undeclared"):
-        batch = {"gradient_accumulation_steps": 2 if way == "declared" else 1}
+    for case in ("declared", "no_sync", "undeclared"):
+        batch = {"gradient_accumulation_steps": 2 if case == "declared" else 1}
         model, optimizer, _ = prepared(world, course, world.seed, batch=batch)
         for step in range(6):
-            for micro in range(1 if step < 3 and way != "no_sync" else 2):
-                local = way == "no_sync" and micro == 0
+            for micro in range(1 if step < 3 and case != "no_sync" else 2):
+                local = case == "no_sync" and micro == 0
                 with model.no_sync() if local else contextlib.nullcontext():
                     # In the warm-up the ways differ in rounding; here they may not.
                     scale = 0.0 if step < 3 else 1.0

@@ -1,4 +1,4 @@
-"""What the ways to exchange signs have in common: state beside the optimizer's, and what stays out of it."""
+"""Base of the 1-bit exchange strategies: their auxiliary state, and the elements that are left out."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import ClassVar
 import torch
 
 from zero_ext.comm import Collectives
-from zero_ext.comm.compressed import SignExchange
+from zero_ext.comm.compressed import OneBitAllReduce
 from zero_ext.optim.one_bit.onebit_stepper import OneBitStepper
 from zero_ext.zero.gradients.accumulator import UnitGradients
-from zero_ext.zero.step.auxiliary_state import Kept, Room
+from zero_ext.zero.step.update_schedule import AuxiliaryState, Ownership
 from zero_ext.zero.units.flat_layout import FlatLayout
 from zero_ext.zero.units.master_weights import MasterShard
 
@@ -22,8 +22,8 @@ PREFIX = "one_bit_"
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What a way works on; masters and gradients of the same number belong together."""
+class OneBitContext:
+    """Inputs of an exchange strategy. Masters and gradients of the same number belong to one unit."""
 
     stepper: OneBitStepper
     masters: Sequence[MasterShard]
@@ -31,76 +31,76 @@ class Parts:
     collectives: Collectives
 
 
-class Way(ABC):
-    """One way to step with a frozen variance. ``ROOMS`` names the kinds of values that it keeps, zero at
-    first."""
+class ExchangeStrategy(ABC):
+    """A step with a frozen variance. ``OWNERSHIP`` names the kinds of auxiliary state, which starts at
+    zero."""
 
-    ROOMS: ClassVar[Mapping[str, Room]]
-    ALONE: ClassVar[bool] = False  # whether it is for a single rank as well
+    OWNERSHIP: ClassVar[Mapping[str, Ownership]]
+    SINGLE_RANK: ClassVar[bool] = False  # whether a single rank uses it, too
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._stepper = parts.stepper
-        self._ranks = parts.collectives.world_size
-        layouts = [master.unit.layout for master in parts.masters]
-        self._kept = {
+    def __init__(self, context: OneBitContext) -> None:
+        self._context = context
+        self._stepper = context.stepper
+        self._ranks = context.collectives.world_size
+        layouts = [master.unit.layout for master in context.masters]
+        self._state = {
             kind: [
                 torch.zeros(
-                    layout.shard_numel if room is Room.SHARD else layout.numel,
+                    layout.shard_numel if ownership is Ownership.SHARD else layout.numel,
                     dtype=torch.float32,
                     device=master.unit.flat.device,
                 )
-                for layout, master in zip(layouts, parts.masters, strict=True)
+                for layout, master in zip(layouts, context.masters, strict=True)
             ]
-            for kind, room in self.ROOMS.items()
+            for kind, ownership in self.OWNERSHIP.items()
         }
 
     @abstractmethod
     def step(self, scale: float, used: frozenset[str], exchanges: bool) -> None:
-        """One step from the unreduced gradients times ``scale``, for the parameters named in ``used``; a
+        """Step with the unreduced gradients times ``scale``, for the parameters named in ``used``. A
         collective if it ``exchanges``."""
 
     def restore(self) -> None:
-        """What is kept was loaded: the parameters follow it, where they are not the masters rounded."""
-        for master in self._parts.masters:
+        """Update the parameters after the auxiliary state was loaded."""
+        for master in self._context.masters:
             master.write_output()
 
     @classmethod
     def names(cls, collectives: Collectives) -> dict[str, str]:
-        """The kinds' names in a checkpoint, which tell apart what belongs to one rank of so many."""
+        """Return the kinds' names in a checkpoint. Names of state of one rank contain rank and world size."""
         rank, ranks = collectives.rank, collectives.world_size
-        suffix = {Room.OWN: f"_{rank}_of_{ranks}", Room.SHARD: f"_of_{ranks}", Room.SHARED: ""}
-        return {kind: f"{PREFIX}{kind}{suffix[room]}" for kind, room in cls.ROOMS.items()}
+        suffix = {Ownership.OWN: f"_{rank}_of_{ranks}", Ownership.SHARD: f"_of_{ranks}", Ownership.SHARED: ""}
+        return {kind: f"{PREFIX}{kind}{suffix[ownership]}" for kind, ownership in cls.OWNERSHIP.items()}
 
-    def kept(self) -> Iterator[Kept]:
-        """All that an exact resume needs of this rank."""
-        for kind, name in self.names(self._parts.collectives).items():
-            room = self.ROOMS[kind]
-            for number, values in enumerate(self._kept[kind]):
-                begin = self._shard_begin(number) if room is Room.SHARD else 0
-                yield Kept(name, number, begin, values, room)
+    def auxiliary_state(self) -> Iterator[AuxiliaryState]:
+        """Yield the state of this rank that an exact resume needs."""
+        for kind, name in self.names(self._context.collectives).items():
+            ownership = self.OWNERSHIP[kind]
+            for number, values in enumerate(self._state[kind]):
+                begin = self._shard_begin(number) if ownership is Ownership.SHARD else 0
+                yield AuxiliaryState(name, number, begin, values, ownership)
 
-    def held_bytes(self) -> int:
-        """Bytes on the device."""
-        return sum(values.nbytes for each in self._kept.values() for values in each)
+    def allocated_bytes(self) -> int:
+        """Return the bytes on the device."""
+        return sum(values.nbytes for each in self._state.values() for values in each)
 
     def _updating(self) -> list[int]:
-        """Numbers of the masters whose units have gradients on any rank."""
-        return [number for number, each in enumerate(self._parts.gradients) if each.contributed]
+        """Return the numbers of the masters whose units have gradients on any rank."""
+        return [number for number, each in enumerate(self._context.gradients) if each.contributed]
 
     def _layout(self, number: int) -> FlatLayout:
-        return self._parts.masters[number].unit.layout
+        return self._context.masters[number].unit.layout
 
     def _shard_begin(self, number: int) -> int:
-        return self._layout(number).shard_range(self._parts.collectives.rank)[0]
+        return self._layout(number).shard_range(self._context.collectives.rank)[0]
 
-    def _exchange(self, number: int, what: str) -> SignExchange:
-        unit = self._parts.masters[number].unit
+    def _exchange(self, number: int, what: str) -> OneBitAllReduce:
+        unit = self._context.masters[number].unit
         name = f"{what} of {unit.describe()}"
-        return SignExchange(self._parts.collectives, unit.layout.numel, unit.flat.device, name)
+        return OneBitAllReduce(self._context.collectives, unit.layout.numel, unit.flat.device, name)
 
     def _idle(self, number: int, used: frozenset[str]) -> list[tuple[int, int]]:
-        """The elements that take no part: padding, and parameters that are not in ``used``."""
+        """Return the elements that are left out: padding, and parameters that are not in ``used``."""
         layout = self._layout(number)
         unused = [
             (offset, offset + spec.numel)
@@ -111,20 +111,22 @@ class Way(ABC):
 
 
 @contextlib.contextmanager
-def resting(values: torch.Tensor, idle: Sequence[tuple[int, int]], begin: int = 0) -> Iterator[None]:
-    """Inside, the ``idle`` elements of ``values`` are zero at first, and have their values again afterwards.
-    ``values`` [n] are the elements from ``begin`` on of the buffer that ``idle`` counts in."""
+def temporarily_zeroed(
+    values: torch.Tensor, idle: Sequence[tuple[int, int]], begin: int = 0
+) -> Iterator[None]:
+    """Return a context that sets the ``idle`` elements of ``values`` to zero and restores them at its end.
+    ``values`` [n] are the elements from ``begin`` on of the buffer that ``idle`` refers to."""
     end = begin + values.numel()
-    parts = [
+    slices = [
         values[max(first, begin) - begin : min(last, end) - begin]
         for first, last in idle
         if first < end and last > begin
     ]
-    before = [part.clone() for part in parts]
-    for part in parts:
-        part.zero_()
+    saved = [each.clone() for each in slices]
+    for each in slices:
+        each.zero_()
     try:
         yield
     finally:
-        for part, kept in zip(parts, before, strict=True):
-            part.copy_(kept)
+        for each, before in zip(slices, saved, strict=True):
+            each.copy_(before)

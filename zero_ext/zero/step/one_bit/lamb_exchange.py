@@ -1,4 +1,4 @@
-"""The way of 1-bit LAMB: momenta of one magnitude are exchanged, and parameters step by adapted ratios."""
+"""1-bit LAMB: an exchange of scaled momenta and updates with adapted trust ratios."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from typing import ClassVar
 import torch
 
 from zero_ext.optim.one_bit.onebit_lamb_stepper import OneBitLambStepper, square_average
-from zero_ext.zero.step.auxiliary_state import Room
-from zero_ext.zero.step.one_bit.exchange_base import Parts
-from zero_ext.zero.step.one_bit.stage0_exchange import ReplicatedWay
+from zero_ext.zero.step.one_bit.exchange_base import OneBitContext
+from zero_ext.zero.step.one_bit.stage0_exchange import ReplicatedExchange
+from zero_ext.zero.step.update_schedule import Ownership
 
 
-class LambSigns(ReplicatedWay):
-    """Li et al., "1-bit LAMB" (arXiv 2104.06069), algorithm 1. ``fresh_variance`` is made of gradients as the
-    momenta before and after an exchange tell them; a single rank exchanges nothing."""
+class LambExchange(ReplicatedExchange):
+    """Li et al., "1-bit LAMB" (arXiv 2104.06069), algorithm 1. ``fresh_variance`` is computed from the
+    gradients that the momenta before and after an exchange imply. A single rank exchanges nothing."""
 
-    ROOMS: ClassVar[Mapping[str, Room]] = {
-        "lamb_error": Room.OWN,
-        "lamb_server_error": Room.SHARD,
-        "fresh_variance": Room.SHARED,
+    OWNERSHIP: ClassVar[Mapping[str, Ownership]] = {
+        "lamb_error": Ownership.OWN,
+        "lamb_server_error": Ownership.SHARD,
+        "fresh_variance": Ownership.SHARED,
     }
     ERRORS: ClassVar[tuple[str, str]] = ("lamb_error", "lamb_server_error")
-    ALONE: ClassVar[bool] = True
+    SINGLE_RANK: ClassVar[bool] = True
 
-    def __init__(self, parts: Parts) -> None:
-        super().__init__(parts)
-        if not isinstance(parts.stepper, OneBitLambStepper):
+    def __init__(self, context: OneBitContext) -> None:
+        super().__init__(context)
+        if not isinstance(context.stepper, OneBitLambStepper):
             raise AssertionError("1-bit LAMB's exchange with another optimizer")
-        self._lamb = parts.stepper
+        self._lamb = context.stepper
         self._before: dict[int, torch.Tensor] = {}
-        for number, fresh in enumerate(self._kept["fresh_variance"]):
+        for number, fresh in enumerate(self._state["fresh_variance"]):
             fresh.copy_(self._lamb.state(number, "exp_avg_sq"))
 
     def step(self, scale: float, used: frozenset[str], exchanges: bool) -> None:
-        """See :class:`Way`."""
+        """See :class:`ExchangeStrategy`."""
         self._lamb.make_scalings()
 
-        def averaged_here(number: int) -> torch.Tensor:
+        def local_average(number: int) -> torch.Tensor:
             momentum = self._lamb.state(number, "exp_avg")
             self._before[number] = momentum.clone()
             gradient = self._gradient(number)
@@ -47,10 +47,10 @@ class LambSigns(ReplicatedWay):
                 momentum[run.begin : run.end].mul_(self._lamb.scalings[name])
             return momentum
 
-        self._average(used, "the momentum", self._updating(), averaged_here, 1.0)
+        self._average(used, "the momentum", self._updating(), local_average, 1.0)
 
     def _gradient(self, number: int) -> torch.Tensor:
-        gradients = self._parts.gradients[number]
+        gradients = self._context.gradients[number]
         if self._ranks > 1:
             return gradients.local_sum()
         alone = gradients.for_optimizer()
@@ -70,17 +70,17 @@ class LambSigns(ReplicatedWay):
         for number in numbers:
             self._averaged(number, values(number), used)
 
-    def _room(self, number: int) -> torch.Tensor:
+    def _average_buffer(self, number: int) -> torch.Tensor:
         return self._lamb.state(number, "exp_avg")
 
     def _averaged(self, number: int, average: torch.Tensor, used: frozenset[str]) -> None:
-        before, fresh = self._before.pop(number), self._kept["fresh_variance"][number]
+        before, fresh = self._before.pop(number), self._state["fresh_variance"][number]
         for name, run in self._lamb.each(number, used):
-            part = slice(run.begin, run.end)
-            momentum = average[part].div_(self._lamb.scalings[name])
-            told = (momentum - before[part].mul_(run.beta1)).div_(1 - run.beta1)
-            square_average(fresh[part], told, 1.0, run._replace(begin=0, end=told.numel()))
+            extent = slice(run.begin, run.end)
+            momentum = average[extent].div_(self._lamb.scalings[name])
+            implied = (momentum - before[extent].mul_(run.beta1)).div_(1 - run.beta1)
+            square_average(fresh[extent], implied, 1.0, run._replace(begin=0, end=implied.numel()))
             directions = self._lamb.direction(number, run)
-            ratio = self._lamb.adapted_ratio(number, name, run, fresh[part], directions)
+            ratio = self._lamb.adapted_ratio(number, name, run, fresh[extent], directions)
             self._lamb.descend_along(number, run, directions[0], ratio)
-        self._parts.masters[number].write_output()
+        self._context.masters[number].write_output()

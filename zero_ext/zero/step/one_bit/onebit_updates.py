@@ -1,4 +1,4 @@
-"""Which steps exchange signs, and how: the updates of the one-bit family."""
+"""Updates of the 1-bit optimizers: choose the exchange strategy of each step."""
 
 from __future__ import annotations
 
@@ -10,37 +10,36 @@ import torch
 from zero_ext import ops
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier
-from zero_ext.optim.one_bit.compression_phase import Phase
+from zero_ext.optim.one_bit.compression_phase import CompressionPhase
 from zero_ext.optim.one_bit.onebit_stepper import OneBitStepper
 from zero_ext.zero.gradients.accumulator import UnitGradients
-from zero_ext.zero.gradients.squared_norms import Squares
-from zero_ext.zero.step.auxiliary_state import Kept
-from zero_ext.zero.step.one_bit.exchange_base import PREFIX, Parts, Way
-from zero_ext.zero.step.one_bit.lamb_exchange import LambSigns
-from zero_ext.zero.step.one_bit.stage0_exchange import GradientSigns, MomentumSigns
-from zero_ext.zero.step.one_bit.stage1_exchange import ShardedSigns
-from zero_ext.zero.step.one_bit.zero_one_exchange import LocalSteps
-from zero_ext.zero.step.update_schedule import AfterBackward
+from zero_ext.zero.gradients.gradient_storage import Squares
+from zero_ext.zero.step.one_bit.exchange_base import PREFIX, ExchangeStrategy, OneBitContext
+from zero_ext.zero.step.one_bit.lamb_exchange import LambExchange
+from zero_ext.zero.step.one_bit.stage0_exchange import GradientExchange, MomentumExchange
+from zero_ext.zero.step.one_bit.stage1_exchange import ShardedExchange
+from zero_ext.zero.step.one_bit.zero_one_exchange import ZeroOneExchange
+from zero_ext.zero.step.update_schedule import AfterBackward, AuxiliaryState
 from zero_ext.zero.units.master_weights import MasterShard
 from zero_ext.zero.units.unit import Unit
 
 _log = logging.getLogger(__name__)
-_REPLICATED: dict[Phase, type[Way]] = {
-    Phase.GRADIENT: GradientSigns,
-    Phase.MOMENTUM: MomentumSigns,
-    Phase.SCALED: LambSigns,
-    Phase.LOCAL: LocalSteps,
-    Phase.DRIFT: LocalSteps,
+_REPLICATED: dict[CompressionPhase, type[ExchangeStrategy]] = {
+    CompressionPhase.GRADIENT: GradientExchange,
+    CompressionPhase.MOMENTUM: MomentumExchange,
+    CompressionPhase.SCALED: LambExchange,
+    CompressionPhase.LOCAL: ZeroOneExchange,
+    CompressionPhase.DRIFT: ZeroOneExchange,
 }
-_SHARDED: dict[Phase, type[Way]] = {Phase.GRADIENT: ShardedSigns}
+_SHARDED: dict[CompressionPhase, type[ExchangeStrategy]] = {CompressionPhase.GRADIENT: ShardedExchange}
 
 
-class CompressedUpdates(AfterBackward):
-    """Updates of an optimizer that exchanges signs in some steps. In those, gradients stay on their rank
-    (``keeps_local``), and the exchange is part of the step. The optimizer and ``made``, the number of steps
-    made, decide what the next one exchanges. A single rank exchanges nothing, but freezes the variance.
+class OneBitUpdates(AfterBackward):
+    """Updates of an optimizer that uses 1-bit exchanges in some steps. In those, gradients stay on their rank
+    (``needs_local_gradients``), and the exchange is part of the step. The optimizer and ``made``, the number
+    of steps made, decide the next exchange. A single rank exchanges nothing, but freezes the variance.
 
-    What exchanges leave behind is reset where another kind of exchange begins.
+    The auxiliary state is reset where another exchange strategy begins.
     """
 
     obeys_scale = False
@@ -57,12 +56,12 @@ class CompressedUpdates(AfterBackward):
         self._one_bit = stepper
         self._made = made
         self._sharded = any(master.unit.placement.optimizer for master in masters)
-        self._ways = _SHARDED if self._sharded else _REPLICATED
-        self._parts = Parts(stepper, self._masters, self._gradients, collectives)
-        self._way: Way | None = None
+        self._strategies = _SHARDED if self._sharded else _REPLICATED
+        self._context = OneBitContext(stepper, self._masters, self._gradients, collectives)
+        self._strategy: ExchangeStrategy | None = None
 
     @property
-    def keeps_local(self) -> bool:
+    def needs_local_gradients(self) -> bool:
         """See :class:`AfterBackward`."""
         return self._phase.compresses and self._collectives.world_size > 1
 
@@ -72,12 +71,12 @@ class CompressedUpdates(AfterBackward):
         return bool(self._one_bit.rates)
 
     @property
-    def _phase(self) -> Phase:
+    def _phase(self) -> CompressionPhase:
         return self._one_bit.optimizer.phase(self._made() + 1, self._sharded)
 
     def begin_backward(self, last: bool, scale: torch.Tensor) -> None:
         """See :class:`AfterBackward`."""
-        if self.keeps_local and any(gradients.home.valid for gradients in self._gradients):
+        if self.needs_local_gradients and any(gradients.storage.valid for gradients in self._gradients):
             raise RuntimeError(
                 "backward adds to gradients of the last step in full precision, which are averaged over the "
                 "ranks already, but from this step on gradients stay on their rank and signs are exchanged; "
@@ -104,12 +103,12 @@ class CompressedUpdates(AfterBackward):
         self._one_bit.count(used)
         if not self._one_bit.optimizer.phase(self._made(), self._sharded).compresses:
             self._raise_variance()
-        if self._collectives.world_size == 1 and not self._ways[phase].ALONE:
+        if self._collectives.world_size == 1 and not self._strategies[phase].SINGLE_RANK:
             self._step_alone(float(scale), used)
             return
-        if type(self._way) is not self._ways[phase]:
-            self._way = self._ways[phase](self._parts)
-        self._way.step(float(scale), used & self._one_bit.names, phase is not Phase.LOCAL)
+        if type(self._strategy) is not self._strategies[phase]:
+            self._strategy = self._strategies[phase](self._context)
+        self._strategy.step(float(scale), used & self._one_bit.names, phase is not CompressionPhase.LOCAL)
 
     def _raise_variance(self) -> None:
         if self._one_bit.optimizer.variance_floor:
@@ -120,7 +119,7 @@ class CompressedUpdates(AfterBackward):
         for number, gradients in enumerate(self._gradients):
             if gradients.contributed:
                 gradient = gradients.for_optimizer()
-                runs = self._one_bit.runs(number, used)
+                runs = self._one_bit.hyper_ranges(number, used)
                 momentum = self._one_bit.state(number, "exp_avg")
                 self._one_bit.average(momentum, gradient.read(0, gradient.numel), scale, runs)
                 self._one_bit.descend(number, runs)
@@ -128,19 +127,19 @@ class CompressedUpdates(AfterBackward):
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
-    def kept(self) -> Iterator[Kept]:
+    def auxiliary_state(self) -> Iterator[AuxiliaryState]:
         """See :class:`AfterBackward`."""
-        return iter(()) if self._way is None else self._way.kept()
+        return iter(()) if self._strategy is None else self._strategy.auxiliary_state()
 
-    def make_kept(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
+    def prepare_auxiliary_state(self, kinds: Mapping[str, tuple[str, ...]]) -> Callable[[], None]:
         """See :class:`AfterBackward`."""
         stored = {kind for each in kinds.values() for kind in each if kind.startswith(PREFIX)}
-        before, self._way = self._way, None
-        for way in self._ways.values():
-            alone = self._collectives.world_size == 1 and not way.ALONE
-            if stored and not alone and stored.issuperset(way.names(self._collectives).values()):
-                self._way = way(self._parts)
-        if stored and self._way is None and self._collectives.rank == 0:
+        before, self._strategy = self._strategy, None
+        for strategy in self._strategies.values():
+            alone = self._collectives.world_size == 1 and not strategy.SINGLE_RANK
+            if stored and not alone and stored.issuperset(strategy.names(self._collectives).values()):
+                self._strategy = strategy(self._context)
+        if stored and self._strategy is None and self._collectives.rank == 0:
             _log.warning(
                 "the checkpoint holds errors of compression of other ranks, another stage or optimizer (%s): "
                 "they start at zero here, and what the exchanges before had lost stays lost",
@@ -148,19 +147,19 @@ class CompressedUpdates(AfterBackward):
             )
 
         def undo() -> None:
-            self._way = before
+            self._strategy = before
 
         return undo
 
     def leaves(self, kind: str) -> bool:
         """See :class:`AfterBackward`."""
-        return kind.startswith(PREFIX) and self._way is None
+        return kind.startswith(PREFIX) and self._strategy is None
 
     def restore(self) -> None:
         """See :class:`AfterBackward`."""
-        if self._way is not None:
-            self._way.restore()
+        if self._strategy is not None:
+            self._strategy.restore()
 
-    def held_bytes(self) -> Mapping[Tier, int]:
-        """See :class:`AfterBackward`: what exchanges left behind."""
-        return {"device": 0 if self._way is None else self._way.held_bytes()}
+    def allocated_bytes(self) -> Mapping[Tier, int]:
+        """See :class:`AfterBackward`. The auxiliary state of the exchange."""
+        return {"device": 0 if self._strategy is None else self._strategy.allocated_bytes()}

@@ -7,33 +7,47 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from zero_ext.comm import Collectives
 from zero_ext.zero.gradients.accumulator import UnitGradients
+from zero_ext.zero.gradients.gradient_norms import GradientNorms
 from zero_ext.zero.gradients.pending_factors import PendingFactors
+from zero_ext.zero.gradients.reducer import GradientReducer
 from zero_ext.zero.gradients.sharded_gradient import ShardedGradient, Source
 from zero_ext.zero.units.collective_errors import refuse_different
 from zero_ext.zero.units.dtensor_local import (
+    full_tensor_of,
     is_distributed,
     is_split,
     like_parameter,
     local_gradient,
-    local_part,
+    local_tensor,
     local_value,
     set_data,
-    whole_of,
 )
-from zero_ext.zero.units.expert_params import expert_ranks
 from zero_ext.zero.units.flat_layout import in_memory_order
+from zero_ext.zero.units.parameter_marks import expert_ranks
 from zero_ext.zero.units.released_params import ReleasedTensor
-from zero_ext.zero.units.unallocated_tensor import Extent
+from zero_ext.zero.units.view_spec import ViewSpec
 from zero_ext.zero.unshard.backward_pass import in_backward
 
-if TYPE_CHECKING:
-    from zero_ext.zero.engine import Engine
+
+class StepGuard(Protocol):
+    """The optimizer step, which may hold gradients that nobody may touch."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether updates inside backward wait for their step."""
+
+    def refuse_pending(self, what: str) -> None:
+        """Raise ``RuntimeError`` while updates inside backward wait for their step."""
+
+    def refuse_local(self, what: str) -> None:
+        """Raise ``RuntimeError`` where the next step leaves gradients unreduced."""
 
 
 class GradientViews:
@@ -43,13 +57,16 @@ class GradientViews:
     clears it, assigning a tensor replaces it.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.proxy(engine)
-        # Those steps that take a norm need the gradients as they are shown, and other parts of the model
-        # would have other factors.
-        takes_norm = bool(engine.config.gradient_clipping) or engine.optimizer_step.scales_loss
-        alone = engine.collectives.model is None and engine.config.offload.step != "in_backward"
-        self.factors = PendingFactors(alone and not takes_norm)
+    def __init__(
+        self,
+        reducer: GradientReducer,
+        norms: GradientNorms,
+        collectives: Collectives,
+        step: StepGuard,
+        defers_factors: bool,
+    ) -> None:
+        self._reducer, self._norms, self._collectives, self._step = reducer, norms, collectives, step
+        self.factors = PendingFactors(defers_factors)
         self._shown: dict[nn.Parameter, _Shown] = {}
         # Of each parameter the last one: the next gradient is shown by it too, unless somebody has kept it.
         self._placeholders: dict[nn.Parameter, _Shown] = {}
@@ -58,21 +75,21 @@ class GradientViews:
 
     def publish(self) -> None:
         """Makes every contributed gradient visible as ``param.grad``."""
-        readable = not self._engine.optimizer_step.pending
+        readable = not self._step.pending
         self._shown = {}
         with torch._C.DisableTorchFunctionSubclass():
             self._publish(readable)
 
     def _publish(self, readable: bool) -> None:
-        for place, gradients in enumerate(self._engine.reducer.gradients):
+        for position, gradients in enumerate(self._reducer.gradients):
             parameters = gradients.unit.parameters
-            whole = readable and gradients.home.valid and gradients.whole() is not None
+            full = readable and gradients.storage.valid and gradients.full() is not None
             for number in gradients.contributed:
                 parameter = parameters[number]
                 # Whoever takes norms of experts here, as torch's clipping, would take another on every rank.
-                view = gradients.full_view(number) if whole and not expert_ranks(parameter) else None
+                view = gradients.full_view(number) if full and not expert_ranks(parameter) else None
                 if view is None:
-                    shown = self._placeholders.get(parameter) or self._make(parameter, place, number)
+                    shown = self._placeholders.get(parameter) or self._make(parameter, position, number)
                 else:
                     shown = _Shown(like_parameter(parameter, view), view.data_ptr())
                 self._shown[parameter] = shown
@@ -100,8 +117,8 @@ class GradientViews:
             self._clear(gradients, numbers)
         if values:
             self._refuse("assigning param.grad")
-            if not self._engine.reducer.settled:
-                self._engine.reducer.settle()
+            if not self._reducer.synchronized:
+                self._reducer.synchronize()
         for gradients, number, value in values:
             self.replace(gradients, number, value)
 
@@ -109,7 +126,7 @@ class GradientViews:
         """The gradients that were set to None, and those that are other tensors or have other memory."""
         cleared: list[tuple[UnitGradients, list[int]]] = []
         replaced: list[_Replaced] = []
-        for gradients in self._engine.reducer.gradients:
+        for gradients in self._reducer.gradients:
             numbers = []
             for number, parameter in enumerate(gradients.unit.parameters):
                 now, shown = parameter.grad, self._shown.get(parameter)
@@ -127,11 +144,11 @@ class GradientViews:
         if isinstance(value, ShardedGradient | ReleasedTensor):
             return value.clone()
         with torch._C.DisableTorchFunctionSubclass():
-            storage = local_part(value).untyped_storage()._cdata
+            storage = local_tensor(value).untyped_storage()._cdata
             return value.clone() if any(storage == each.storage for each in self._shown.values()) else value
 
     def _clear(self, gradients: UnitGradients, numbers: list[int]) -> None:
-        self._engine.optimizer_step.refuse_pending("clearing param.grad")
+        self._step.refuse_pending("clearing param.grad")
         with torch._C.DisableTorchFunctionSubclass():
             for number in numbers:
                 self.factors.drop(gradients, number)
@@ -145,11 +162,11 @@ class GradientViews:
     def _end(self, parameter: nn.Parameter) -> None:
         entry = self._shown.pop(parameter)
         shown, is_placeholder = entry.tensor, self._placeholders.get(parameter) is entry
-        kept = sys.getrefcount(shown) - 1 > _references(parameter.grad is shown)
+        referenced = sys.getrefcount(shown) - 1 > _references(parameter.grad is shown)
         if is_placeholder:
-            if kept or _is_known(shown):
+            if referenced or _is_known(shown):
                 del self._placeholders[parameter]
-        elif kept and not is_distributed(shown):
+        elif referenced and not is_distributed(shown):
             with torch.no_grad():
                 set_data(shown, shown.clone())
 
@@ -164,8 +181,8 @@ class GradientViews:
                 "other parts, or other experts; call model.clip_grad_norm_(max_norm), which takes the norm "
                 "of the whole model"
             )
-        self._settle()
-        norms = self._engine.norms
+        self._synchronize()
+        norms = self._norms
         value = norms.of(gradients, number) if norm_type == 2 else norms.largest(gradients, number)
         return value * self.factors.of(gradients, number)
 
@@ -173,39 +190,39 @@ class GradientViews:
         """See :class:`GradientAccess`."""
         self._refuse("changing param.grad")
         gradients, number = self._find(key)
-        self._settle()
-        self._engine.reducer.note_edit(gradients.unit.layout.specs[number].name, described)
+        self._synchronize()
+        self._reducer.note_edit(gradients.unit.layout.specs[number].name, described)
         self._multiply(gradients, number, factor)
 
     def multiply_all(self, factor: float) -> None:
         """Multiplies all settled gradients; in the step, where that is more exact."""
-        for gradients in self._engine.reducer.gradients:
+        for gradients in self._reducer.gradients:
             for number in gradients.contributed:
                 self._multiply(gradients, number, factor)
 
     def _multiply(self, gradients: UnitGradients, number: int, factor: float) -> None:
         shown = self._shown.get(gradients.unit.parameters[number])
         self.factors.multiply(gradients, number, factor, seen=shown is None or bool(shown.address))
-        self._engine.norms.forget()
+        self._norms.forget()
 
     def change(self, key: object, change: Callable[[torch.Tensor], object], described: str) -> None:
         """See :class:`GradientAccess`."""
         self._refuse("changing param.grad")
         gradients, number = self._find(key)
-        self._settle()
-        self._engine.reducer.note_edit(gradients.unit.layout.specs[number].name, described)
+        self._synchronize()
+        self._reducer.note_edit(gradients.unit.layout.specs[number].name, described)
         self.factors.apply(gradients, number)
         gradients.change_parameter(number, change)
-        self._engine.norms.forget()
+        self._norms.forget()
 
     def zero(self, key: object) -> None:
         """See :class:`GradientAccess`."""
-        self._engine.optimizer_step.refuse_pending("zeroing param.grad")
+        self._step.refuse_pending("zeroing param.grad")
         gradients, number = self._find(key)
-        self._engine.reducer.note_edit(gradients.unit.layout.specs[number].name, "zero_")
+        self._reducer.note_edit(gradients.unit.layout.specs[number].name, "zero_")
         self.factors.drop(gradients, number)
         gradients.zero_parameter(number)
-        self._engine.norms.forget()
+        self._norms.forget()
 
     def read(self, key: object) -> torch.Tensor:
         """See :class:`GradientAccess`."""
@@ -217,25 +234,25 @@ class GradientViews:
                 "ranks. Compute the loss from zero_ext.full_gradient(param)."
             )
         self._refuse("reading param.grad")
-        self._settle()
-        whole = self.whole(gradients, number)
-        if whole is None:
+        self._synchronize()
+        full_average = self.full_average(gradients, number)
+        if full_average is None:
             raise AssertionError(f"a gradient of '{name}' is shown, and there is none")
-        return whole
+        return full_average
 
     def write(self, key: object, value: torch.Tensor) -> None:
         """See :class:`GradientAccess`."""
         self._refuse("changing param.grad")
         self.replace(*self._find(key), value)
 
-    def whole(self, gradients: UnitGradients, number: int) -> torch.Tensor | None:
-        """A copy of one parameter's whole averaged gradient, None without one; a collective."""
+    def full_average(self, gradients: UnitGradients, number: int) -> torch.Tensor | None:
+        """Return a copy of one parameter's full averaged gradient, None without one; a collective."""
         if number not in gradients.contributed:
             return None
-        unit, engine = gradients.unit, self._engine
+        unit = gradients.unit
         layout, parameter = unit.layout, unit.parameters[number]
-        flat = torch.empty(layout.numel, dtype=gradients.home.dtype, device=parameter.device)
-        own = engine.norms.read_together(lambda: gradients.home.shard().read(0, layout.shard_numel))
+        flat = torch.empty(layout.numel, dtype=gradients.storage.dtype, device=parameter.device)
+        own = self._norms.read_on_all_ranks(lambda: gradients.storage.shard().read(0, layout.shard_numel))
         if unit.collectives.world_size == 1:
             flat.copy_(own)
         else:
@@ -243,16 +260,18 @@ class GradientViews:
             unit.collectives.gather(flat, own, "gather_gradients", label, may_be_nan=True).wait()
         flat.mul_(self.factors.of(gradients, number))
         spec = layout.specs[number]
-        return whole_of(parameter, flat.as_strided(spec.shape, spec.stride, layout.offsets[number])).clone()
+        return full_tensor_of(
+            parameter, flat.as_strided(spec.shape, spec.stride, layout.offsets[number])
+        ).clone()
 
     def replace(self, gradients: UnitGradients, number: int, value: torch.Tensor) -> None:
-        """Makes ``value``, whole and alike on all ranks, one parameter's averaged gradient; a collective.
+        """Make ``value``, full and equal on all ranks, one parameter's averaged gradient; a collective.
         ``RuntimeError`` on all ranks if theirs differ."""
         parameter, spec = gradients.unit.parameters[number], gradients.unit.layout.specs[number]
         local = local_gradient(parameter, value) if is_distributed(value) else local_value(parameter, value)
         flat = in_memory_order(local.detach(), spec).contiguous()
         refuse_different(
-            self._engine.collectives.holders(bool(expert_ranks(parameter))),
+            self._collectives.holders(bool(expert_ranks(parameter))),
             f"the gradient of '{spec.name}' was assigned or written to",
             flat,
             "Average it over the ranks first (torch.distributed.all_reduce), seed random numbers alike, or "
@@ -260,17 +279,17 @@ class GradientViews:
         )
         self.factors.drop(gradients, number)
         gradients.assign(number, flat)
-        self._engine.norms.forget()
+        self._norms.forget()
 
     def _refuse(self, what: str) -> None:
-        self._engine.optimizer_step.refuse_pending(what)
-        self._engine.optimizer_step.refuse_local(what)
+        self._step.refuse_pending(what)
+        self._step.refuse_local(what)
 
-    def _settle(self) -> None:
-        reducer = self._engine.reducer
-        if reducer.settled:
+    def _synchronize(self) -> None:
+        reducer = self._reducer
+        if reducer.synchronized:
             return
-        alike = reducer.settle()
+        alike = reducer.synchronize()
         self.publish()
         if not alike:
             raise RuntimeError(
@@ -281,7 +300,7 @@ class GradientViews:
 
     def _find(self, key: Any) -> tuple[UnitGradients, int]:
         unit, number, _ = key
-        gradients = self._engine.reducer.gradients[unit]
+        gradients = self._reducer.gradients[unit]
         alive = self._placeholders.get(gradients.unit.parameters[number])
         if alive is None or alive.tensor.key != key:  # type: ignore[attr-defined]
             raise RuntimeError(
@@ -290,13 +309,13 @@ class GradientViews:
             )
         return gradients, number
 
-    def _make(self, parameter: nn.Parameter, place: int, number: int) -> _Shown:
-        spec = self._engine.reducer.gradients[place].unit.layout.specs[number]
+    def _make(self, parameter: nn.Parameter, position: int, number: int) -> _Shown:
+        spec = self._reducer.gradients[position].unit.layout.specs[number]
         # Neither key nor access refers to the parameter, which would keep itself alive by its gradient.
-        key = (place, number, next(self._lives))
+        key = (position, number, next(self._lives))
         stride = parameter.stride() if is_distributed(parameter) else spec.stride
-        extent = Extent(parameter.dtype, tuple(parameter.shape), stride, 0)
-        source = Source(weakref.proxy(self), key, spec.name, extent)
+        view_spec = ViewSpec(parameter.dtype, tuple(parameter.shape), stride, 0)
+        source = Source(weakref.proxy(self), key, spec.name, view_spec)
         made = self._placeholders[parameter] = _Shown(ShardedGradient(source, parameter.device), 0)
         return made
 
@@ -328,8 +347,8 @@ class _Shown(NamedTuple):
     @property
     def storage(self) -> int:
         """The identity of a plain tensor's storage; 0 of a sharded gradient."""
-        return local_part(self.tensor).untyped_storage()._cdata if self.address else 0
+        return local_tensor(self.tensor).untyped_storage()._cdata if self.address else 0
 
     def has_moved(self) -> bool:
         """Whether the tensor was given other memory, by ``.data = ...``."""
-        return bool(self.address) and local_part(self.tensor).data_ptr() != self.address
+        return bool(self.address) and local_tensor(self.tensor).data_ptr() != self.address

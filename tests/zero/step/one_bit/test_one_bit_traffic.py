@@ -13,14 +13,14 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.step.one_bit.training import COURSES, check_same, parameters, prepared, train
-from zero_ext.ops import sign_message_bytes
-from zero_ext.optim.one_bit import Phase
+from zero_ext.ops import sign_payload_bytes
+from zero_ext.optim.one_bit import CompressionPhase
 from zero_ext.zero import engine_of
 
 WIDTH = 1024
 
 
-def sent_by_phase(world: World, stage: int, optimizer: Any, steps: int) -> dict[Phase, int]:
+def sent_by_phase(world: World, stage: int, optimizer: Any, steps: int) -> dict[CompressionPhase, int]:
     """Bytes that this rank sends in a step of every kind, of a model in bfloat16."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
     made = optimizer(model.parameters())
@@ -30,12 +30,12 @@ def sent_by_phase(world: World, stage: int, optimizer: Any, steps: int) -> dict[
         {"stage": stage, "precision": {"dtype": "bf16"}, "timeout_seconds": 120.0},
         process_group=world.group,
     )
-    found: dict[Phase, int] = {}
+    found: dict[CompressionPhase, int] = {}
     for step in range(1, steps + 1):
         model(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().square().mean().backward()
         stepped.step()
         stepped.zero_grad()
-        found[made.phase(step, stage == 1)] = sum(engine_of(model).wire.last_bytes_sent.values())
+        found[made.phase(step, stage == 1)] = sum(engine_of(model).traffic.last_bytes_sent.values())
     return found
 
 
@@ -50,20 +50,25 @@ def all_reduce_bytes(world: World) -> float:
     [("OneBitAdam", 0, 0.15, 4.9), ("OneBitAdam", 1, 0.15, 4.9), ("OneBitLamb", 0, 0.16, 4.6)],
 )
 @on_ranks(2, 4)
-def test_signs_are_a_sixteenth(world: World, kind: str, stage: int, warm_up: float, wanted: float) -> None:
+def test_payloads_are_a_sixteenth(world: World, kind: str, stage: int, warm_up: float, wanted: float) -> None:
     found = sent_by_phase(world, stage, lambda params: getattr(zero_ext, kind)(params, freeze_step=2), 3)
     full = all_reduce_bytes(world)
-    (after,) = (sent for phase, sent in found.items() if phase is not Phase.FULL)
+    (after,) = (sent for phase, sent in found.items() if phase is not CompressionPhase.FULL)
     assert full / after >= 15.8
-    assert full / (warm_up * found[Phase.FULL] + (1 - warm_up) * after) >= wanted
+    assert full / (warm_up * found[CompressionPhase.FULL] + (1 - warm_up) * after) >= wanted
 
 
 @on_ranks(2)
-def test_0_1_adam_sends_a_fifteenth_over_a_whole_run(world: World) -> None:
+def test_0_1_adam_sends_a_fifteenth_over_a_run(world: World) -> None:
     policy = {"var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 2}
     found = sent_by_phase(world, 0, lambda params: zero_ext.ZeroOneAdam(params, eps=1.0, **policy), 8)
-    assert found.keys() == {Phase.FULL, Phase.GRADIENT, Phase.LOCAL, Phase.DRIFT}
-    assert found[Phase.LOCAL] < 150  # agreements alone
+    assert found.keys() == {
+        CompressionPhase.FULL,
+        CompressionPhase.GRADIENT,
+        CompressionPhase.LOCAL,
+        CompressionPhase.DRIFT,
+    }
+    assert found[CompressionPhase.LOCAL] < 150  # agreements alone
     # DeepSpeed's policy for BERT over its 118,000 steps, and the default one, up to the freeze alone.
     for freeze, steps in ((23000, 118000), (100000, 100000)):
         published = zero_ext.ZeroOneAdam([torch.zeros(1)], var_freeze_step=freeze)
@@ -74,17 +79,17 @@ def test_0_1_adam_sends_a_fifteenth_over_a_whole_run(world: World) -> None:
 
 @pytest.mark.parametrize("name", ["1-bit Adam", "1-bit Adam, moments sharded"])
 @on_ranks(4)
-def test_signs_cross_to_another_node_once(world: World, name: str) -> None:
+def test_payloads_cross_to_another_node_once(world: World, name: str) -> None:
     course = COURSES[name]
     flat, flat_optimizer, _ = prepared(world, course, world.seed)
     losses = train(world, course, world.seed, flat, flat_optimizer, range(course.steps))
     model, optimizer, _ = prepared(world, course, world.seed, communication={"ranks_per_node": 2})
     assert train(world, course, world.seed, model, optimizer, range(course.steps)) == losses
     check_same(parameters(model), parameters(flat))
-    wire, engine = engine_of(model).wire, engine_of(model)
-    messages = sum(sign_message_bytes(unit.layout.shard_numel) for unit in engine.units)
-    assert wire.last_bytes_sent["signs_to_all"] == 3 * messages
-    assert wire.last_crossing_bytes["signs_to_all"] == messages
-    assert wire.last_bytes_sent["signs_to_owners"] == 3 * messages
-    assert wire.last_elements["signs_to_owners"] == sum(unit.layout.numel for unit in engine.units)
-    assert wire.last_bytes_sent.keys() == {"scalars", "signs_to_owners", "signs_to_all"}
+    traffic, engine = engine_of(model).traffic, engine_of(model)
+    messages = sum(sign_payload_bytes(unit.layout.shard_numel) for unit in engine.units)
+    assert traffic.last_bytes_sent["onebit_all_gather"] == 3 * messages
+    assert traffic.last_crossing_bytes["onebit_all_gather"] == messages
+    assert traffic.last_bytes_sent["onebit_reduce_scatter"] == 3 * messages
+    assert traffic.last_elements["onebit_reduce_scatter"] == sum(unit.layout.numel for unit in engine.units)
+    assert traffic.last_bytes_sent.keys() == {"scalars", "onebit_reduce_scatter", "onebit_all_gather"}

@@ -19,20 +19,23 @@ from tests.zero.gradients.test_accumulator import after_backward, check_step, cl
 from tests.zero.models import language_batch, language_loss
 from zero_ext import ops
 from zero_ext.zero import engine_of
-from zero_ext.zero.gradients import nvme_shard_io
+from zero_ext.zero.gradients import nvme_gradient_storage
 from zero_ext.zero.step.finite_checks import FiniteChecks
 
 
 @contextlib.contextmanager
 def stored(world: World, **more: Any) -> Iterator[tuple[Any, Any, nn.Module]]:
     """See ``after_backward``; gradients lie on NVMe and move in pieces of one block."""
-    before, nvme_shard_io.PIECE_ELEMENTS = nvme_shard_io.PIECE_ELEMENTS, nvme_shard_io.GRAIN
+    before, nvme_gradient_storage.GRADIENT_CHUNK_ELEMENTS = (
+        nvme_gradient_storage.GRADIENT_CHUNK_ELEMENTS,
+        nvme_gradient_storage.GRAIN,
+    )
     try:
         with tempfile.TemporaryDirectory() as folder:
-            offload = {"grads": "nvme", "nvme_paths": [folder], "ring_bytes": 1 << 20, **more}
+            offload = {"grads": "nvme", "nvme_paths": [folder], "staging_buffer_bytes": 1 << 20, **more}
             yield after_backward(world, 3, offload=offload)
     finally:
-        nvme_shard_io.PIECE_ELEMENTS = before
+        nvme_gradient_storage.GRADIENT_CHUNK_ELEMENTS = before
 
 
 @on_ranks(1, 2)
@@ -97,7 +100,7 @@ def backward(world: World, model: Any, number: int) -> None:
 
 
 @on_ranks(1, 2)
-def test_a_gradient_that_cannot_be_kept_is_an_error_of_backward_on_all_ranks(world: World) -> None:
+def test_a_gradient_that_cannot_be_stored_is_an_error_of_backward_on_all_ranks(world: World) -> None:
     for writing in (True, False):
         with stored(world) as (model, optimizer, twin):
             if writing:

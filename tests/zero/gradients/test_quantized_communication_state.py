@@ -14,13 +14,13 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.gradients.test_quantized_communication import prepared, seeded
 from tests.zero.models import TinyModel, language_batch, language_loss
-from tests.zero.simulated_communication import Ways
+from tests.zero.simulated_communication import CommunicationSetup
 from tests.zero.training import adamw
 from zero_ext.zero import engine_of
-from zero_ext.zero.api.full_values import whole_state
+from zero_ext.zero.api.full_values import full_state
 
-ALL_ON = Ways(4, 2, weights="int4", gradients="int4", secondary=True)
-GROUPS = Ways(4, 2, weights="int8", group=2)
+ALL_ON = CommunicationSetup(4, 2, weights="int4", gradients="int4", secondary=True)
+GROUPS = CommunicationSetup(4, 2, weights="int8", group=2)
 
 
 def steps(world: World, model: Any, optimizer: Any, first: int, last: int) -> list[float]:
@@ -37,7 +37,7 @@ def steps(world: World, model: Any, optimizer: Any, first: int, last: int) -> li
 def masters(model: Any) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in model.module.named_parameters():
-        value = whole_state(parameter)
+        value = full_state(parameter)
         assert value is not None
         found[name] = value
     return found
@@ -50,25 +50,27 @@ def check_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) 
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("way", ["all on", "groups"])
-def test_values_outside_forward_are_exact(world: World, way: str) -> None:
+@pytest.mark.parametrize("setup_name", ["all on", "groups"])
+def test_values_outside_forward_are_exact(world: World, setup_name: str) -> None:
     """Whole parameters are rounded masters, whatever a forward left gathered, and an edit of one leaves the
     others their precision."""
-    ways = ALL_ON if way == "all on" else GROUPS
-    model, optimizer = prepared(world, seeded(world.seed), ways, precision={"dtype": "bf16"}, optimizer=adamw)
+    setup = ALL_ON if setup_name == "all on" else GROUPS
+    model, optimizer = prepared(
+        world, seeded(world.seed), setup, precision={"dtype": "bf16"}, optimizer=adamw
+    )
     steps(world, model, optimizer, 0, 2)
     with torch.no_grad():
         before = model(language_batch(world.seed, 9, 0, 0))
-    kept = masters(model)
-    check_same(zero_ext.full_state_dict(model), {name: value.bfloat16() for name, value in kept.items()})
+    expected = masters(model)
+    check_same(zero_ext.full_state_dict(model), {name: value.bfloat16() for name, value in expected.items()})
     block = model.module.blocks[0]
     name, edited = next(iter(block.named_parameters()))
     with zero_ext.gathered(block, modifier_rank=1):
         if world.rank == 1:
             with torch.no_grad():
                 edited.mul_(2)
-    kept[f"blocks.0.{name}"] = (2 * kept[f"blocks.0.{name}"].bfloat16()).float()
-    check_same(masters(model), kept)
+    expected[f"blocks.0.{name}"] = (2 * expected[f"blocks.0.{name}"].bfloat16()).float()
+    check_same(masters(model), expected)
     with torch.no_grad():
         after = model(language_batch(world.seed, 9, 0, 0))
     assert not torch.equal(before, after)
@@ -77,8 +79,8 @@ def test_values_outside_forward_are_exact(world: World, way: str) -> None:
 
 @on_ranks(2)
 def test_a_write_inside_forward_would_round_the_shard(world: World) -> None:
-    ways = Ways(2, 1, weights="int8")
-    model, _ = prepared(world, seeded(world.seed), ways)
+    setup = CommunicationSetup(2, 1, weights="int8")
+    model, _ = prepared(world, seeded(world.seed), setup)
 
     def write(module: torch.nn.Module, _: Any) -> None:
         with zero_ext.gathered(module, modifier_rank=0):
@@ -90,24 +92,24 @@ def test_a_write_inside_forward_would_round_the_shard(world: World) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("way", ["all on", "groups"])
-def test_training_resumes_exactly(world: World, way: str) -> None:
+@pytest.mark.parametrize("setup_name", ["all on", "groups"])
+def test_training_resumes_exactly(world: World, setup_name: str) -> None:
     """Also into a model whose ranks share the state otherwise: masters and moments come back bit for bit."""
-    ways = ALL_ON if way == "all on" else GROUPS
+    setup = ALL_ON if setup_name == "all on" else GROUPS
     more: dict[str, Any] = {"precision": {"dtype": "bf16"}, "optimizer": adamw}
-    model, optimizer = prepared(world, seeded(world.seed), ways, **more)
+    model, optimizer = prepared(world, seeded(world.seed), setup, **more)
     steps(world, model, optimizer, 0, 2)
-    other = Ways(4, 2, group=2) if way == "all on" else Ways(4, 1)
+    other = CommunicationSetup(4, 2, group=2) if setup_name == "all on" else CommunicationSetup(4, 1)
     with tempfile.TemporaryDirectory() as own:
         folder = world.everyone(own)[0]
         zero_ext.save_checkpoint(folder, model)
-        kept, losses = masters(model), steps(world, model, optimizer, 2, 4)
-        for resumed in (ways, other):
+        expected, losses = masters(model), steps(world, model, optimizer, 2, 4)
+        for resumed in (setup, other):
             twin, twin_optimizer = prepared(world, seeded(world.seed + 1), resumed, **more)
             steps(world, twin, twin_optimizer, 0, 1)  # secondary shards of the values before must not stay
             zero_ext.load_checkpoint(folder, twin)
-            check_same(masters(twin), kept)
-            if resumed is ways:
+            check_same(masters(twin), expected)
+            if resumed is setup:
                 assert steps(world, twin, twin_optimizer, 2, 4) == losses
                 check_same(masters(twin), masters(model))
         world.barrier()
@@ -117,9 +119,9 @@ def test_training_resumes_exactly(world: World, way: str) -> None:
 def test_norms_and_gradients_count_replicas_once(world: World) -> None:
     """A step of sharding groups clips by the same norm, and has the same gradients, as one without."""
     found = []
-    for ways in (Ways(4, 2), Ways(4, 2, group=2)):
+    for setup in (CommunicationSetup(4, 2), CommunicationSetup(4, 2, group=2)):
         more: dict[str, Any] = {"gradient_clipping": 0.1}
-        model, optimizer = prepared(world, seeded(world.seed), ways, **more)
+        model, optimizer = prepared(world, seeded(world.seed), setup, **more)
         language_loss(model, language_batch(world.seed, 0, 0, world.rank)).backward()
         norms = [parameter.grad.norm().item() for parameter in model.parameters()]
         gradients = [zero_ext.full_gradient(parameter) for parameter in model.parameters()]
@@ -138,15 +140,15 @@ def test_norms_and_gradients_count_replicas_once(world: World) -> None:
 
 
 @on_ranks(4)
-def test_models_born_in_shards(world: World) -> None:
-    for ways in (ALL_ON, GROUPS):
-        config = {"stage": 3, "communication": ways.communication()}
+def test_presharded_models(world: World) -> None:
+    for setup in (ALL_ON, GROUPS):
+        config = {"stage": 3, "communication": setup.communication()}
         torch.manual_seed(world.seed % 1000)
         with zero_ext.Init(config, process_group=world.group):
             model = TinyModel(layers=2)
         model, _ = zero_ext.prepare(model, adamw(model.parameters()), config, process_group=world.group)
-        whole = {name: value.detach() for name, value in seeded(world.seed).named_parameters()}
-        check_same(zero_ext.full_state_dict(model), whole)
+        full = {name: value.detach() for name, value in seeded(world.seed).named_parameters()}
+        check_same(zero_ext.full_state_dict(model), full)
 
 
 @on_ranks(4)
@@ -155,24 +157,24 @@ def test_overflow_on_one_rank_is_seen_by_all(world: World) -> None:
     model, optimizer = prepared(
         world, seeded(world.seed), ALL_ON, precision={"dtype": "fp16"}, loss_scale={"initial_power": 8}
     )
-    kept = masters(model)
+    expected = masters(model)
     loss = language_loss(model, language_batch(world.seed, 0, 0, world.rank))
     model.backward(loss * (float("inf") if world.rank == 2 else 1.0))
     optimizer.step()
     assert engine_of(model).skipped_steps == 1
-    check_same(masters(model), kept)
+    check_same(masters(model), expected)
 
 
 @on_ranks(4)
 def test_groups_that_cannot_be_are_refused_on_all_ranks(world: World) -> None:
     model = seeded(world.seed)
     before = copy.deepcopy(model.state_dict())
-    for ways, text in (
-        (Ways(4, 3), r"ranks_per_node is 3, which does not divide the 4 ranks"),
-        (Ways(4, 2, group=3), r"sharding_ranks is 3: it does not divide the 4 ranks"),
-        (Ways(4, 4, group=1), r"sharding_ranks is 1: .*stage to 0"),
-        (Ways(4, 2, group=8), r"sharding_ranks is 8: it does not divide the 4 ranks"),
+    for setup, text in (
+        (CommunicationSetup(4, 3), r"ranks_per_node is 3, which does not divide the 4 ranks"),
+        (CommunicationSetup(4, 2, group=3), r"shard_group_size is 3: it does not divide the 4 ranks"),
+        (CommunicationSetup(4, 4, group=1), r"shard_group_size is 1: .*stage to 0"),
+        (CommunicationSetup(4, 2, group=8), r"shard_group_size is 8: it does not divide the 4 ranks"),
     ):
         with pytest.raises(ValueError, match=text):
-            prepared(world, model, ways)
+            prepared(world, model, setup)
     check_same(model.state_dict(), before)

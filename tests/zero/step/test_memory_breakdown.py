@@ -16,7 +16,6 @@ from tests.multi.rank import World
 from zero_ext import ops
 from zero_ext.plan import TrainingState, model_state_bytes
 from zero_ext.zero import engine_of
-from zero_ext.zero.api.memory_breakdown import ledger_by_tier
 from zero_ext.zero.units.unit import UnitState
 
 KINDS = ("params", "grads", "optimizer")
@@ -80,7 +79,7 @@ def test_bytes_of_a_rank(world: World, stage: int) -> None:
     storages, buffers = live_storages(), ops.host_buffer_bytes()
     model, optimizer = train(world, stage)
     engine = engine_of(model)
-    ledger = engine.ledger()
+    ledger = engine.memory_breakdown()
     assert set(ledger) == {*KINDS, "staging"}
 
     psi = sum(parameter.numel() for parameter in model.parameters())
@@ -125,7 +124,7 @@ def test_bytes_count_in_the_tier_where_they_lie(world: World) -> None:
                 config = {
                     "stage": 3,
                     "precision": {"dtype": dtype},
-                    "offload": {**tiers, **paths, "ring_bytes": 1 << 20},
+                    "offload": {**tiers, **paths, "staging_buffer_bytes": 1 << 20},
                 }
                 made = torch.optim.AdamW(model.parameters())
                 model, made = zero_ext.prepare(model, made, config, process_group=world.group)
@@ -133,7 +132,7 @@ def test_bytes_count_in_the_tier_where_they_lie(world: World) -> None:
                 assert not engine.tiers.transfers.moved
                 model(torch.randint(0, 1009, (2, 8))).float().square().mean().backward()
                 made.step()
-                held, width = ledger_by_tier(engine), 2 if dtype == "bf16" else 4
+                held, width = engine.memory_by_tier(), 2 if dtype == "bf16" else 4
                 psi = sum(unit.layout.shard_numel for unit in engine.units)
                 shared = dtype == "fp32" and params == optimizer != "nvme"
                 wanted = {
@@ -145,7 +144,7 @@ def test_bytes_count_in_the_tier_where_they_lie(world: World) -> None:
                     padding = 4096 * len(engine.units) if (kind, tier) == ("optimizer", "nvme") else 0
                     assert 0 <= held[tier][kind] - wanted[kind] <= padding, (kind, tier)
                     assert sum(held[other][kind] for other in held) == held[tier][kind]
-                ledger = engine.ledger()
+                ledger = engine.memory_breakdown()
                 assert sum(ledger.values()) == ops.host_buffer_bytes() - before
                 assert ledger["params"] == (0 if params == "nvme" else width * psi)
                 if optimizer == "nvme":
@@ -161,7 +160,7 @@ def test_fp32_parameters_are_their_own_masters(world: World) -> None:
         model, _ = zero_ext.prepare(
             model, torch.optim.AdamW(model.parameters()), {"stage": stage}, process_group=world.group
         )
-        ledger, engine = engine_of(model).ledger(), engine_of(model)
+        ledger, engine = engine_of(model).memory_breakdown(), engine_of(model)
         share = world.size if stage >= 1 else 1
         padded = sum(unit.layout.numel for unit in engine.units)
         assert ledger["params"] == 4 * padded // (world.size if stage == 3 else 1)
@@ -172,7 +171,7 @@ def test_fp32_parameters_are_their_own_masters(world: World) -> None:
 def test_without_an_optimizer_only_parameters_are_held(world: World) -> None:
     for stage in range(4):
         model, _ = zero_ext.prepare(nn.Linear(320, 200), None, {"stage": stage}, process_group=world.group)
-        ledger = engine_of(model).ledger()
+        ledger = engine_of(model).memory_breakdown()
         assert ledger["grads"] == ledger["optimizer"] == 0
         padded = sum(unit.layout.numel for unit in engine_of(model).units)
         assert ledger["params"] == 4 * padded // (world.size if stage == 3 else 1)
@@ -182,7 +181,7 @@ def test_without_an_optimizer_only_parameters_are_held(world: World) -> None:
 def test_state_of_torchs_own_optimizers_counts_where_its_part_lies(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model: Any = TwoMillion()
-        offload = {"optimizer": "nvme", "ratio": 0.5, "nvme_paths": [folder], "ring_bytes": 1 << 20}
+        offload = {"optimizer": "nvme", "ratio": 0.5, "nvme_paths": [folder], "staging_buffer_bytes": 1 << 20}
         config = {
             "stage": 2,
             "precision": {"dtype": "bf16"},
@@ -194,7 +193,7 @@ def test_state_of_torchs_own_optimizers_counts_where_its_part_lies(world: World)
         model(torch.randint(0, 1009, (2, 8))).float().square().mean().backward()
         made.step()
         engine = engine_of(model)
-        held = ledger_by_tier(engine)
+        held = engine.memory_by_tier()
         live = sum(master.state.numel for master in engine.masters if master.state.tier == "device")
         stored = sum(master.state.numel for master in engine.masters if master.state.tier == "nvme")
         assert live and stored and held["host"]["optimizer"] == 0

@@ -1,0 +1,322 @@
+"""Reduced gradient shards on NVMe: read and written in chunks that go through memory of the pool."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from zero_ext import ops
+from zero_ext.config import Tier
+from zero_ext.config.buffer_sizes import GRADIENT_CHUNK_ELEMENTS
+from zero_ext.config.overlap_limits import READS_AHEAD, WRITES_BEHIND
+from zero_ext.offload import STORAGE_ALIGNMENT, CopyHandle, NvmeShard, ShardStorage, TierManager
+from zero_ext.zero.gradients.gradient_storage import (
+    GradientStorage,
+    MemoryGradientStorage,
+    PooledGradientStorage,
+    Squares,
+)
+from zero_ext.zero.memory.pool import BufferPool
+from zero_ext.zero.units.unit import Unit
+
+GRAIN = STORAGE_ALIGNMENT // 2  # elements in full storage blocks, for all dtypes of gradients
+
+
+class ShardChunk(NamedTuple):
+    """The elements of a shard from ``first`` on, with the pool buffer that holds them."""
+
+    first: int
+    buffer: torch.Tensor
+    values: torch.Tensor
+
+
+def chunk_bounds(storage: NvmeShard, begin: int, end: int) -> list[tuple[int, int]]:
+    """Return first element and length of the block-aligned chunks that cover [begin, end), last one first.
+
+    The order is backwards because a shard that is widened grows over the chunks behind it, which have been
+    read by then.
+    """
+    starts = range(begin // GRAIN * GRAIN, end, GRADIENT_CHUNK_ELEMENTS)
+    last = min(-(-end // GRAIN) * GRAIN, storage.numel)
+    return [(first, min(GRADIENT_CHUNK_ELEMENTS, last - first)) for first in reversed(starts)]
+
+
+def acquire_chunk(pool: BufferPool, storage: NvmeShard, first: int, count: int) -> ShardChunk:
+    """Acquire an uninitialized chunk of ``storage``. All chunks of a storage use buffers of one size."""
+    buffer = pool.acquire(storage.padded_bytes(min(GRADIENT_CHUNK_ELEMENTS, storage.numel)), purpose="chunks")
+    return ShardChunk(first, buffer, buffer.view(storage.dtype)[:count])
+
+
+class ChunkReader:
+    """Iterates once over the chunks of ``storage`` that cover [begin, end), the last one first.
+
+    Reads start in the constructor and stay ahead. The consumer releases the buffer of each chunk.
+    :meth:`close` releases the chunks that were not consumed. A failed transfer raises ``RuntimeError``.
+    """
+
+    def __init__(self, storage: NvmeShard, begin: int, end: int, pool: BufferPool) -> None:
+        self._storage = storage
+        self._pool = pool
+        self._bounds = deque(chunk_bounds(storage, begin, end))
+        self._ahead: deque[tuple[ShardChunk, CopyHandle]] = deque()
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        while self._bounds and len(self._ahead) < READS_AHEAD:
+            chunk = acquire_chunk(self._pool, self._storage, *self._bounds.popleft())
+            padded = chunk.buffer[: self._storage.padded_bytes(chunk.values.numel())].view(
+                self._storage.dtype
+            )
+            try:
+                self._ahead.append((chunk, self._storage.fetch(padded, chunk.first)))
+            except RuntimeError:
+                self._pool.release(chunk.buffer)
+                self.close()
+                raise
+
+    def __iter__(self) -> Iterator[ShardChunk]:
+        while self._ahead:
+            chunk, copy = self._ahead[0]
+            copy.wait()
+            self._ahead.popleft()
+            self._read_ahead()
+            yield chunk
+
+    def close(self) -> None:
+        """Wait for reads in flight and release their buffers."""
+        self._bounds.clear()
+        while self._ahead:
+            chunk, copy = self._ahead.popleft()
+            try:
+                copy.wait()
+            except RuntimeError:
+                continue  # raised already, or the consumer stopped reading
+            finally:
+                self._pool.release(chunk.buffer)
+
+
+class ChunkWriter:
+    """Writes chunks with a few in flight. A buffer is released to the pool once it is written."""
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+        self._behind: deque[tuple[CopyHandle, torch.Tensor]] = deque()
+        self._failure: RuntimeError | None = None
+
+    def start(self, storage: NvmeShard, chunk: ShardChunk) -> None:
+        """Take ownership of ``chunk`` and start to write it to ``storage``."""
+        while len(self._behind) >= WRITES_BEHIND:
+            self._end_oldest()
+        padded = chunk.buffer[: storage.padded_bytes(chunk.values.numel())].view(storage.dtype)
+        try:
+            self._behind.append((storage.write(padded, chunk.first), chunk.buffer))
+        except RuntimeError:
+            self._pool.release(chunk.buffer)
+            raise
+
+    def wait(self) -> None:
+        """Wait for all writes. Raise ``RuntimeError`` for the first that failed since the last call."""
+        while self._behind:
+            self._end_oldest()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _end_oldest(self) -> None:
+        copy, buffer = self._behind.popleft()
+        try:
+            copy.wait()
+        except RuntimeError as error:
+            self._failure = self._failure or error
+        self._pool.release(buffer)
+
+
+class NvmeGradientStorage:
+    """A :class:`GradientStorage` of one gradient [numel] in one extent of the NVMe store.
+
+    The first gradient of a step is written from the memory of its reduction. Further ones are added to it
+    chunk by chunk. Writes continue after :meth:`adopt` until :meth:`wait_transfers`. A failed transfer is
+    stored as ``failure`` and raised by reads only, because it happens on one rank inside backward.
+    """
+
+    tier: Tier = "nvme"
+    alignment = STORAGE_ALIGNMENT
+    is_async = False
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        accumulation_dtype: torch.dtype,
+        pool: BufferPool,
+        tiers: TierManager,
+    ) -> None:
+        self.valid = False
+        self.failure: RuntimeError | None = None
+        self._pool = pool
+        # The extent fits the wider dtype from the start: a later micro-batch may be the first to need it.
+        widest = max(dtype, accumulation_dtype, key=lambda each: each.itemsize)
+        self._extent = tiers.allocate_nvme_shard(numel, widest)
+        self._storage = self._extent.seen_as(dtype)
+        self._sums = self._extent.seen_as(accumulation_dtype)
+        self._squares: Squares | None = None  # of the full gradient, None while unknown
+        self._reader: ChunkReader | None = None
+        self._writer = ChunkWriter(pool)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See :class:`GradientStorage`."""
+        return (self._storage if self._reader is None else self._sums).dtype
+
+    # -- writing ------------------------------------------------------------------------------------------
+
+    def begin_reduction(self, sums: bool = False) -> torch.Tensor | None:
+        """See :class:`GradientStorage`. Return None and start to read the gradient to add to."""
+        self.wait_transfers()
+        with self._noting_failure():
+            if self.valid:
+                self._reader = ChunkReader(self._storage, 0, self._storage.numel, self._pool)
+        return None
+
+    def complete_reduction(self) -> None:
+        """Unsupported: results are passed to :meth:`adopt`."""
+        raise AssertionError("gradients on NVMe are stored by adopt")
+
+    def adopt(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
+        """See :class:`GradientStorage`. Writes continue after this returns."""
+        values = buffer.view(dtype)[: self._storage.numel]
+        self._squares = Squares()
+        reader, self._reader = self._reader, None
+        if not self.valid and dtype == self._sums.dtype:
+            self._storage = self._sums
+        self.valid = True
+        with self._noting_failure():
+            if reader is not None:
+                self._storage = self._sums
+                with contextlib.closing(reader):
+                    for chunk in reader:
+                        self._write(self._sum_of(chunk, values))
+            elif dtype != self._storage.dtype:
+                for first, count in chunk_bounds(self._storage, 0, self._storage.numel):
+                    chunk = acquire_chunk(self._pool, self._storage, first, count)
+                    ops.pack_(chunk.values, [values[first : first + count]], [0])
+                    self._write(chunk)
+            else:
+                self._write(ShardChunk(0, buffer, values))
+                return
+        self._pool.release(buffer)
+
+    def _sum_of(self, stored: ShardChunk, values: torch.Tensor) -> ShardChunk:
+        """``stored``, in the dtype in which gradients add up, plus the ``values`` that belong there."""
+        first, count = stored.first, stored.values.numel()
+        total = stored
+        if stored.values.dtype != self._storage.dtype:
+            total = acquire_chunk(self._pool, self._storage, first, count)
+            ops.pack_(total.values, [stored.values], [0])
+            self._pool.release(stored.buffer)
+        ops.accumulate_(total.values, [values[first : first + count]], [0])
+        return total
+
+    def _write(self, chunk: ShardChunk) -> None:
+        """Write a chunk to the store, and add its squares while it is in memory."""
+        if self._squares is not None:
+            self._squares.add(chunk.values)
+        self._writer.start(self._storage, chunk)
+
+    def wait_transfers(self) -> None:
+        """See :class:`GradientStorage`. All writes have ended."""
+        with self._noting_failure():
+            self._writer.wait()
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self.failure = self.failure or error
+
+    # -- reading ------------------------------------------------------------------------------------------
+
+    def shard(self) -> ShardStorage:
+        """See :class:`GradientStorage`."""
+        return self._storage
+
+    def visit(self, begin: int, end: int) -> Iterator[torch.Tensor]:
+        """See :class:`GradientStorage`. Raise ``RuntimeError`` if a read fails."""
+        self._finish()
+        with contextlib.closing(ChunkReader(self._storage, begin, end, self._pool)) as reader:
+            for chunk in reader:
+                try:
+                    yield _inside(chunk, begin, end)
+                finally:
+                    self._pool.release(chunk.buffer)
+
+    def change(self, begin: int, end: int, change: Callable[[torch.Tensor], object]) -> None:
+        """See :class:`GradientStorage`. An error is stored as ``failure``."""
+        self._squares = None
+        with self._noting_failure():
+            self._finish()
+            with contextlib.closing(ChunkReader(self._storage, begin, end, self._pool)) as reader:
+                for chunk in reader:
+                    change(_inside(chunk, begin, end))
+                    self._writer.start(self._storage, chunk)
+            self._writer.wait()
+
+    def add_squares(self, squares: Squares) -> None:
+        """See :class:`GradientStorage`. Read the gradient only if its squares are unknown."""
+        if self._squares is None:
+            own = Squares()
+            for values in self.visit(0, self._storage.numel):
+                own.add(values)
+            self._squares = own
+        squares.add_all(self._squares)
+
+    def forget(self) -> None:
+        """See :class:`GradientStorage`. The extent and the dtype stay."""
+        self.wait_transfers()
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+        self.valid = False
+        self.failure = None
+
+    def allocated_bytes(self) -> int:
+        """See :class:`GradientStorage`. Space in the store for the wider dtype."""
+        return self._extent.padded_bytes(self._extent.numel)
+
+    def _finish(self) -> None:
+        """Wait for writes. Raise the first error since the gradient was last forgotten."""
+        self.wait_transfers()
+        if self.failure is not None:
+            raise self.failure
+
+
+def _inside(chunk: ShardChunk, begin: int, end: int) -> torch.Tensor:
+    """Return the elements of ``chunk`` in [begin, end)."""
+    return chunk.values[max(begin - chunk.first, 0) : end - chunk.first]
+
+
+def sharded_gradient_storage(
+    unit: Unit,
+    dtype: torch.dtype,
+    accumulation_dtype: torch.dtype,
+    pool: BufferPool,
+    staging_buffers: BufferPool,
+    tiers: TierManager,
+    used_up: bool,
+) -> GradientStorage:
+    """Return the storage of the shard of ``unit``'s gradient by its tier.
+
+    ``used_up``: an update in backward follows the reduction, so that the device need not store the gradient.
+    """
+    tier, numel = unit.placement.grads_tier, unit.layout.shard_numel
+    if tier == "nvme":
+        return NvmeGradientStorage(numel, dtype, accumulation_dtype, pool, tiers)
+    if used_up and tier == "device":
+        return PooledGradientStorage(numel, dtype, accumulation_dtype, pool, tiers.transfers)
+    memory = tiers.device.allocate(tier, numel, dtype)
+    return MemoryGradientStorage(tier, memory, accumulation_dtype, pool, tiers.transfers, staging_buffers)
