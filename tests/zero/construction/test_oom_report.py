@@ -15,8 +15,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
 from zero_ext.zero import engine_of
-from zero_ext.zero.api.memory_breakdown import ledger_by_tier
-from zero_ext.zero.construction.oom_report import Forecast
+from zero_ext.zero.construction.oom_report import MemoryEstimate
 
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
@@ -28,20 +27,20 @@ TIERS: list[dict[str, str]] = [
     {"optimizer": "host"},
     {"optimizer": "host", "grads": "host", "params": "host"},
 ]
-CODES = {"quantized_weights": "int8", "quantized_gradients": "int4", "secondary_shards": True}
+CODES = {"quantized_weights": "int8", "quantized_gradients": "int4", "hierarchical_partition": True}
 
 
 def compare(world: World, device: str, config: dict[str, Any], optimizer: str) -> None:
-    """Prepares a model, makes a step, and compares forecast and ledger."""
-    made: list[Forecast] = []
+    """Prepares a model, makes a step, and compares the estimate and the memory breakdown."""
+    made: list[MemoryEstimate] = []
 
-    def make(*arguments: Any) -> Forecast:
-        made.append(Forecast(*arguments))
+    def make(*arguments: Any) -> MemoryEstimate:
+        made.append(MemoryEstimate(*arguments))
         return made[-1]
 
     model = TinyModel(layers=2)
     module = importlib.import_module("zero_ext.zero.api.prepare")
-    with mock.patch.object(module, "Forecast", make):
+    with mock.patch.object(module, "MemoryEstimate", make):
         model, prepared = zero_ext.prepare(
             model,
             OPTIMIZERS[optimizer](model.parameters()),
@@ -53,11 +52,11 @@ def compare(world: World, device: str, config: dict[str, Any], optimizer: str) -
         language_loss(model, language_batch(world.seed, 0, 0, world.rank).to(device)).backward()
         prepared.step()
         prepared.zero_grad()
-    (forecast,) = made
-    held = forecast.held()
-    told = ledger_by_tier(engine_of(model))
-    planned = {tier: {kind: held[tier][kind] for kind in told[tier]} for tier in told}
-    assert planned == told, (config, planned, told)
+    (estimate,) = made
+    held = estimate.bytes_by_tier()
+    breakdown = engine_of(model).memory_by_tier()
+    planned = {tier: {kind: held[tier][kind] for kind in breakdown[tier]} for tier in breakdown}
+    assert planned == breakdown, (config, planned, breakdown)
     trained = [unit for unit in engine_of(model).units if any(each.requires_grad for each in unit.parameters)]
     most = before = 0
     for unit in reversed(trained):  # a unit's gradients live until the next one's first comes
@@ -68,10 +67,10 @@ def compare(world: World, device: str, config: dict[str, Any], optimizer: str) -
     assert held["device"]["NCCL's buffers (estimate)"] == 0  # no NCCL here
     if engine_of(model).world_size > 1:
         with (
-            mock.patch.object(forecast, "device", torch.device("cuda")),
-            mock.patch.object(forecast.collectives, "in_one_order", True),
+            mock.patch.object(estimate, "device", torch.device("cuda")),
+            mock.patch.object(estimate.collectives, "in_one_order", True),
         ):
-            assert forecast.held()["device"]["NCCL's buffers (estimate)"] >= 32 * (4 << 20)
+            assert estimate.bytes_by_tier()["device"]["NCCL's buffers (estimate)"] >= 32 * (4 << 20)
 
 
 def configs() -> list[dict[str, Any]]:
@@ -93,7 +92,7 @@ def test_the_plan_is_what_is_held(world: World, optimizer: str) -> None:
 
 @on_ranks(2, 4)
 def test_the_plan_is_what_is_held_of_compressed_communication(world: World) -> None:
-    for communication in ({"ranks_per_node": 1, **CODES}, {"sharding_ranks": 2}):
+    for communication in ({"ranks_per_node": 1, **CODES}, {"shard_group_size": 2}):
         config = {"stage": 3, "communication": communication, "precision": {"dtype": "bf16"}}
         compare(world, "cpu", config, "adamw")
 

@@ -31,7 +31,7 @@ SHARED: dict[str, Callable[[Any], object]] = {
     "a parameter over data": lambda m: setattr(m.b, "weight", nn.Parameter(m.a.weight.data)),
     "a parameter over a part": lambda m: setattr(m, "part", nn.Parameter(m.a.weight.data[1:3])),
     "a buffer": lambda m: m.register_buffer("start", m.a.weight.data),
-    "in a list": lambda m: setattr(m, "kept", [m.a.weight.detach().t()]),
+    "in a list": lambda m: setattr(m, "stored", [m.a.weight.detach().t()]),
 }
 
 
@@ -54,23 +54,23 @@ def test_shared_memory_is_refused_when_it_is_made_inside_init(world: World) -> N
         Pair(SHARED["a parameter over data"])
 
 
-class Keeps(Pair):
-    """Keeps a view of a weight as an attribute, and uses it."""
+class StoresView(Pair):
+    """Stores a view of a weight as an attribute, and uses it."""
 
     def __init__(self) -> None:
-        super().__init__(lambda m: setattr(m, "kept", m.a.weight.detach()[1:4].t()))
+        super().__init__(lambda m: setattr(m, "stored", m.a.weight.detach()[1:4].t()))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        return super().forward(features)[:, :3] + features @ self.kept
+        return super().forward(features)[:, :3] + features @ self.stored
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_attribute_over_a_parameter_follows_it(world: World, stage: int) -> None:
     torch.manual_seed(world.seed)
-    plain = Keeps()
+    plain = StoresView()
     torch.manual_seed(world.seed)
-    twin = Keeps()
+    twin = StoresView()
     model, optimizer = zero_ext.prepare(
         twin, adamw(twin.parameters()), configuration(stage), process_group=world.group
     )

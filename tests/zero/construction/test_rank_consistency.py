@@ -42,23 +42,23 @@ def after_backward(world: World, config: dict[str, Any]) -> tuple[nn.Module, opt
 @on_ranks(2, 3)
 @pytest.mark.parametrize("key", CHANGES)
 def test_a_step_with_other_settings_is_refused_on_all_ranks(world: World, key: str) -> None:
-    value, here, there = CHANGES[key]
+    value, expected, different = CHANGES[key]
     odd = world.size - 1
     for stage in (0, 3):
         model, optimizer = after_backward(world, configuration(stage))
         before = zero_ext.full_state_dict(model)
-        kept = optimizer.param_groups[1][key]
+        setting = optimizer.param_groups[1][key]
         if world.rank == odd:
             optimizer.param_groups[1][key] = value
         pattern = (
-            f"rank {world.rank}: optimizer param group 1, '{key}': expected {here} on all ranks, as on rank "
-            f"0, got {there} on rank {odd}. Ranks [{odd}] differ from rank 0. Nothing was updated."
+            f"rank {world.rank}: optimizer param group 1, '{key}': expected {expected} on all ranks, as on "
+            f"rank 0, got {different} on rank {odd}. Ranks [{odd}] differ from rank 0. Nothing was updated."
         )
         with pytest.raises(RuntimeError, match=re.escape(pattern)):
             optimizer.step()
         after = zero_ext.full_state_dict(model)
         assert all(torch.equal(after[name], before[name]) for name in before)
-        optimizer.param_groups[1][key] = kept
+        optimizer.param_groups[1][key] = setting
         optimizer.param_groups[0]["lr"] = 1.0  # on all ranks, as a scheduler does
         optimizer.step()
         changed = zero_ext.full_state_dict(model)
@@ -68,7 +68,7 @@ def test_a_step_with_other_settings_is_refused_on_all_ranks(world: World, key: s
 @on_ranks(2)
 def test_updates_made_in_backward_with_other_settings_are_a_mixture(world: World) -> None:
     config = configuration(1)
-    config["offload"] = {"step": "in_backward"}
+    config["offload"] = {"update_mode": "in_backward"}
     torch.manual_seed(world.seed)
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     model, optimizer = zero_ext.prepare(

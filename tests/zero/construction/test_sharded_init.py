@@ -21,7 +21,7 @@ from tests.multi.rank import World
 from tests.zero.models import Block, TinyModel, language_batch, language_loss
 from tests.zero.training import adamw, configuration
 from zero_ext.zero.construction import sharded_init as init_module
-from zero_ext.zero.units.presharded import BornShard, born_shard, full_value
+from zero_ext.zero.units.presharded import PreshardedParameter, presharded_of, unshard_presharded
 
 
 class Handmade(nn.Module):
@@ -111,14 +111,14 @@ def check_same(
     random_state = torch.get_rng_state()
     torch.manual_seed(world.seed)
     with (
-        mock.patch.object(init_module, "WHOLE_ELEMENTS_LIMIT", limit),
+        mock.patch.object(init_module, "UNSHARDED_ELEMENTS_LIMIT", limit),
         zero_ext.Init({"stage": 3}, process_group=world.group),
         torch.device("meta") if meta else contextlib.nullcontext(),
     ):
         model = make()
     assert make is FROM_META["tied"] or torch.equal(torch.get_rng_state(), random_state)
-    born = [born_shard(parameter) is not None for parameter in model.parameters()]
-    assert all(born) if world.size > 1 else not any(born)
+    presharded = [presharded_of(parameter) is not None for parameter in model.parameters()]
+    assert all(presharded) if world.size > 1 else not any(presharded)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = dict(model.named_parameters())
     prepared, _ = zero_ext.prepare(model, optimizer, configuration(stage), process_group=world.group)
@@ -201,7 +201,7 @@ def check_nothing_left() -> None:
     assert not registration._global_buffer_registration_hooks
     assert not torch.overrides._get_current_function_mode_stack()
     weight = nn.Linear(2, 2).weight
-    assert born_shard(weight) is None and not weight.isnan().any()
+    assert presharded_of(weight) is None and not weight.isnan().any()
 
 
 @on_ranks(1, 2)
@@ -209,7 +209,7 @@ def test_an_exception_inside_restores_everything(world: World) -> None:
     before = nn.Module.register_parameter
     made: list[nn.Module] = []
     init = zero_ext.Init(process_group=world.group)
-    with mock.patch.object(init_module, "WHOLE_ELEMENTS_LIMIT", 1):
+    with mock.patch.object(init_module, "UNSHARDED_ELEMENTS_LIMIT", 1):
         with pytest.raises(ZeroDivisionError), init:
             made.append(nn.Linear(3, 3))
             raise ZeroDivisionError
@@ -218,7 +218,7 @@ def test_an_exception_inside_restores_everything(world: World) -> None:
             again = nn.Linear(4, 4)
     assert nn.Module.register_parameter is before
     assert not made[0].bias.isnan().any()
-    assert (born_shard(again.weight) is not None) == (world.size > 1)
+    assert (presharded_of(again.weight) is not None) == (world.size > 1)
     check_nothing_left()
 
 
@@ -227,7 +227,7 @@ def test_nested_and_repeated(world: World) -> None:
     torch.manual_seed(world.seed)
     plain = nn.ModuleList([TinyModel(), TinyModel(tied=True), Block()])
     torch.manual_seed(world.seed)
-    with mock.patch.object(init_module, "WHOLE_ELEMENTS_LIMIT", 100):
+    with mock.patch.object(init_module, "UNSHARDED_ELEMENTS_LIMIT", 100):
         with zero_ext.Init(process_group=world.group):
             first = TinyModel()
             with zero_ext.Init(process_group=world.group):
@@ -249,8 +249,8 @@ def test_nested_and_repeated(world: World) -> None:
         assert torch.equal(found[name], value), name
 
 
-def shard_nbytes(born: BornShard) -> int:
-    return born.cut.shard_numel * born.spec.dtype.itemsize
+def shard_nbytes(presharded: PreshardedParameter) -> int:
+    return presharded.layout.shard_numel * presharded.spec.dtype.itemsize
 
 
 @on_ranks(2, 4)
@@ -262,11 +262,13 @@ def test_memory_while_building_is_near_one_parameter(world: World) -> None:
         parameters.append(parameter)
         with torch._C.DisableTorchFunction():  # a look at the memory must not gather it
             storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters}
-        shards = sum(shard_nbytes(born) for p in parameters if (born := born_shard(p)) is not None)
+        shards = sum(
+            shard_nbytes(presharded) for p in parameters if (presharded := presharded_of(p)) is not None
+        )
         seen.append((sum(storages.values()) + shards) // 4)
 
     limit = 300
-    with mock.patch.object(init_module, "WHOLE_ELEMENTS_LIMIT", limit):
+    with mock.patch.object(init_module, "UNSHARDED_ELEMENTS_LIMIT", limit):
         handle = registration.register_module_parameter_registration_hook(count)
         with zero_ext.Init(process_group=world.group):
             model = nn.Sequential(*(Block() for _ in range(20)))
@@ -276,22 +278,24 @@ def test_memory_while_building_is_near_one_parameter(world: World) -> None:
     padding = 16 * world.size * len(parameters)
     assert max(seen) <= limit + 2 * largest + total // world.size + padding
     assert max(seen) < 0.8 * total
-    born = [born_shard(parameter) for parameter in model.parameters()]
-    engine_count = sum(one.cut.shard_numel for one in born if one is not None)
+    presharded = [presharded_of(parameter) for parameter in model.parameters()]
+    engine_count = sum(one.layout.shard_numel for one in presharded if one is not None)
     assert total / world.size <= engine_count <= total / world.size + padding
 
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_other_stages_build_plainly_and_any_stage_takes_a_born_model(world: World, stage: int) -> None:
+def test_other_stages_build_plainly_and_any_stage_prepares_a_presharded_model(
+    world: World, stage: int
+) -> None:
     with zero_ext.Init({"stage": stage}, process_group=world.group):
         model = TinyModel()
-    assert all(born_shard(parameter) is None for parameter in model.parameters())
+    assert all(presharded_of(parameter) is None for parameter in model.parameters())
     check_same(world, TinyModel, limit=60, stage=stage)
 
 
 @on_ranks(2)
-def test_a_born_model_trains_like_a_plain_one(world: World) -> None:
+def test_a_presharded_model_trains_like_a_plain_one(world: World) -> None:
     losses: list[list[float]] = []
     for context in (contextlib.nullcontext(), zero_ext.Init(process_group=world.group)):
         torch.manual_seed(world.seed)
@@ -332,11 +336,11 @@ def test_a_copy_before_prepare_is_an_ordinary_module(world: World) -> None:
 
 @on_ranks(2)
 def test_misuse_between_init_and_prepare(world: World) -> None:
-    def born(make: Callable[[], nn.Module]) -> nn.Module:
+    def presharded(make: Callable[[], nn.Module]) -> nn.Module:
         with zero_ext.Init(process_group=world.group):
             return make()
 
-    model = born(lambda: nn.Linear(3, 1))
+    model = presharded(lambda: nn.Linear(3, 1))
     with pytest.raises(RuntimeError, match=r"from zero_ext.Init cannot be pickled: this rank holds only"):
         pickle.dumps(model)
     torch.manual_seed(world.rank)
@@ -351,7 +355,7 @@ def test_misuse_between_init_and_prepare(world: World) -> None:
         ("weight", lambda model: model.weight.data[0, 1:].fill_(7.0)),
     ]
     for name, edit in edits:
-        model = born(lambda: nn.Linear(3, 1))
+        model = presharded(lambda: nn.Linear(3, 1))
         plain = nn.Linear(3, 1)
         with torch.no_grad():
             for own, parameter in zip(plain.parameters(), model.parameters(), strict=True):
@@ -360,33 +364,33 @@ def test_misuse_between_init_and_prepare(world: World) -> None:
             edit(model)
         zero_ext.prepare(model, None, configuration(3), process_group=world.group)
         assert torch.equal(zero_ext.full_state_dict(model)[name], plain.get_parameter(name))
-    model = born(lambda: nn.Linear(3, 1))
+    model = presharded(lambda: nn.Linear(3, 1))
     with pytest.raises(RuntimeError, match=r"sharded by zero_ext.Init over 2 ranks.*prepared over 3"):
-        full_value(model.weight, mock.Mock(world_size=3))
+        unshard_presharded(model.weight, mock.Mock(world_size=3))
 
 
 @on_ranks(1, 2)
-def test_values_empty_takes_meta_and_born_parameters(world: World) -> None:
+def test_init_skip_prepares_meta_and_presharded_parameters(world: World) -> None:
     with torch.device("meta"):
         meta = TinyModel()
     with pytest.raises(ValueError, match=r"'embedding.weight' is on device 'meta'.*zero_ext.Init"):
         zero_ext.prepare(meta, None, configuration(3), process_group=world.group)
     with zero_ext.Init(process_group=world.group):
-        born = TinyModel()
+        presharded = TinyModel()
     plain = TinyModel()
-    for model in (meta, born):
+    for model in (meta, presharded):
         for stage in (2, 3):
             prepared, _ = zero_ext.prepare(
                 copy.deepcopy(model) if model is meta else model,
                 None,
                 configuration(stage),
                 process_group=world.group,
-                values="empty",
+                init="skip",
             )
             zero_ext.load_full_state_dict(prepared, plain.state_dict())
             for name, value in zero_ext.full_state_dict(prepared).items():
                 assert torch.equal(value, plain.state_dict()[name])
-            if model is born:
+            if model is presharded:
                 break
 
 
@@ -401,5 +405,5 @@ def test_buffers_that_no_checkpoint_fills_are_named(world: World) -> None:
     with torch.device("meta"):
         model = Position()
     with pytest.warns(RuntimeWarning, match=r"buffers \['angles'\] stay on the meta device"):
-        model, _ = zero_ext.prepare(model, None, configuration(3), process_group=world.group, values="empty")
+        model, _ = zero_ext.prepare(model, None, configuration(3), process_group=world.group, init="skip")
     assert model.angles.is_meta and not model.scale.is_meta

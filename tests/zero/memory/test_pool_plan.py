@@ -37,14 +37,14 @@ def test_demands_that_meet_do_not_overlap() -> None:
     for _ in range(20):
         demands = random_demands(source)
         plan = plan_pool(demands)
-        assert plan.places.keys() == {demand.key for demand in demands}
+        assert plan.offsets.keys() == {demand.key for demand in demands}
         for number, demand in enumerate(demands):
-            places = plan.places[demand.key]
-            assert len(places) == demand.count and places.step == extent_bytes(demand.nbytes)
-            begin, end = places.start, places.start + demand.extent
+            offsets = plan.offsets[demand.key]
+            assert len(offsets) == demand.count and offsets.step == extent_bytes(demand.nbytes)
+            begin, end = offsets.start, offsets.start + demand.extent
             assert begin % STORAGE_ALIGNMENT == 0 and end <= plan.nbytes
             for other in demands[:number]:
-                start = plan.places[other.key].start
+                start = plan.offsets[other.key].start
                 assert not demand.meets(other) or end <= start or start + other.extent <= begin
         assert busiest(demands) <= plan.nbytes <= sum(demand.extent for demand in demands)
         one, two, many = (slot_pool_bytes(demands, classes) for classes in (1, 2, 30))
@@ -52,7 +52,7 @@ def test_demands_that_meet_do_not_overlap() -> None:
         assert one % max(demand.nbytes for demand in demands) == 0
 
 
-def test_no_demands_take_nothing() -> None:
+def test_no_demands_need_no_memory() -> None:
     assert plan_pool([]).nbytes == slot_pool_bytes([], 1) == 0
 
 
@@ -80,13 +80,13 @@ def test_the_arena_against_a_list_of_pages() -> None:
             size = live.pop(offset)
             assert all(page is not None for page in pages[offset // STORAGE_ALIGNMENT :][:size])
             pages[offset // STORAGE_ALIGNMENT : offset // STORAGE_ALIGNMENT + size] = [None] * size
-            arena.give(offset)
+            arena.release(offset)
             continue
         nbytes = source.randrange(1, 12 * STORAGE_ALIGNMENT)
         size = extent_bytes(nbytes) // STORAGE_ALIGNMENT
         wanted = source.randrange(len(pages))
         free = pages[wanted : wanted + size] == [None] * size
-        got = arena.take(nbytes, range(wanted * STORAGE_ALIGNMENT, wanted * STORAGE_ALIGNMENT + 1))
+        got = arena.allocate(nbytes, range(wanted * STORAGE_ALIGNMENT, wanted * STORAGE_ALIGNMENT + 1))
         gaps = [
             len(run) for run in "".join("x" if page is not None else "." for page in pages).split("x") if run
         ]
@@ -101,11 +101,11 @@ def test_the_arena_against_a_list_of_pages() -> None:
     assert arena.high_water == highest
 
 
-def test_an_extent_is_given_back_once() -> None:
+def test_an_extent_is_released_once() -> None:
     arena = ExtentArena(4 * STORAGE_ALIGNMENT)
-    offset = arena.take(1)
-    assert offset == 0 and arena.take(1) == STORAGE_ALIGNMENT
-    arena.give(0)
+    offset = arena.allocate(1)
+    assert offset == 0 and arena.allocate(1) == STORAGE_ALIGNMENT
+    arena.release(0)
     for wrong in (0, 1, 2 * STORAGE_ALIGNMENT):
         with pytest.raises(KeyError, match=f"no extent starts at {wrong}"):
-            arena.give(wrong)
+            arena.release(wrong)

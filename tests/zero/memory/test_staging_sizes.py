@@ -75,22 +75,25 @@ def configurations(world_size: int) -> Iterator[list[tuple[dict[str, Any], Make]
             ("nvme", "nvme", "nvme"),
         ):
             offload: dict[str, Any] = {"params": params, "grads": grads, "optimizer": optimizer}
-            offload["ring_bytes"] = 2**20
+            offload["staging_buffer_bytes"] = 2**20
             if "nvme" in offload.values():
                 offload["nvme_paths"] = [folder]
             makes = (adamw, rmsprop) if params == optimizer or optimizer == "device" else (adamw,)
             found += [({"stage": 3, "offload": offload}, make) for make in makes]
         stored = {"params": "nvme", "grads": "host", "optimizer": "nvme"}
         found += [
-            ({"stage": 3, "offload": {**stored, "ring_bytes": 2**20, "nvme_paths": [folder]}}, lamb),
+            (
+                {"stage": 3, "offload": {**stored, "staging_buffer_bytes": 2**20, "nvme_paths": [folder]}},
+                lamb,
+            ),
             ({"stage": 3, "offload": {"optimizer": "host"}, "precision": {"dtype": "bf16"}}, lamb),
             ({"stage": 3, "precision": {"dtype": "bf16", "communication_dtype": "fp32"}}, adamw),
             ({"stage": 2, "units": {"bucket_elements": 100_000}, "gradient_clipping": 1.0}, adamw),
             ({"stage": 3, "units": {"persistence_threshold": 1000, "prefetch_elements": 0}}, rmsprop),
             ({"stage": 3, "units": {"tiles": {"embedding": 4, "head": 4}}}, adamw),
             ({"stage": 3, "batch": {"gradient_accumulation_steps": 2}}, adamw),
-            ({"stage": 3, "offload": {"step": "in_backward"}}, adamw),
-            ({"stage": 2, "offload": {"step": "delayed", "optimizer": "host"}}, adamw),
+            ({"stage": 3, "offload": {"update_mode": "in_backward"}}, adamw),
+            ({"stage": 2, "offload": {"update_mode": "delayed", "optimizer": "host"}}, adamw),
         ]
         yield found
 
@@ -121,7 +124,7 @@ def test_set_up_allocates_the_formula_and_steps_nothing_else(world: World) -> No
                 )
                 micro = config.get("batch", {}).get("gradient_accumulation_steps", 1)
                 engine = engine_of(model)
-                assert engine.ledger()["staging"] == planned.total, config
+                assert engine.memory_breakdown()["staging"] == planned.total, config
                 train(model, optimizer, 2, micro)
                 gc.collect()  # or what tests before this one left goes while it is counted
                 before = ops.host_buffer_bytes()
@@ -129,7 +132,7 @@ def test_set_up_allocates_the_formula_and_steps_nothing_else(world: World) -> No
                     train(model, optimizer, 2, micro)
             assert not counter.found, (config, make.__name__, counter.found)
             assert ops.host_buffer_bytes() == before, (config, make.__name__)
-            assert engine.ledger()["staging"] == planned.total, config
+            assert engine.memory_breakdown()["staging"] == planned.total, config
             assert engine.pool.overflow.total_bytes == 0 and engine.pool.live_bytes == 0
             if make is adamw:  # nothing is set aside in vain
                 assert engine.pool.high_water == planned.pool.nbytes, (config, engine.pool.high_water)
@@ -206,9 +209,13 @@ def test_host_staging_does_not_grow_with_the_largest_tensor_nor_tiled_device_sta
         "grads": "host",
         "optimizer": "nvme",
         "nvme_paths": ["/unused"],
-        "ring_bytes": 2**20,
+        "staging_buffer_bytes": 2**20,
     }
-    for tiers in (offload, {"optimizer": "host", "ring_bytes": 2**20}, {**offload, "optimizer": "host"}):
+    for tiers in (
+        offload,
+        {"optimizer": "host", "staging_buffer_bytes": 2**20},
+        {**offload, "optimizer": "host"},
+    ):
         found = []
         for rows, tiles in ((20_000, 20), (40_000, 40)):
             with torch.device("meta"):

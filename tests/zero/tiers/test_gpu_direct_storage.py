@@ -16,9 +16,8 @@ from tests.multi.rank import World
 from tests.zero.models import language_batch, language_loss
 from tests.zero.test_accelerator import on_accelerator, tiny_model, train
 from tests.zero.training import Plan, check_equal
-from zero_ext.zero.api.memory_breakdown import ledger_by_tier
 
-ASKED = {"aio": {"direct_storage": "auto"}}
+ASKED = {"aio": {"gpu_direct_storage": "auto"}}
 PLANS = [Plan(steps=2, clip=0.1), Plan(steps=2, micro_batches=2, dtype="bf16", accumulation="no_sync")]
 
 
@@ -38,7 +37,7 @@ def test_training_is_the_cpus(world: World) -> None:
             if plan is PLANS[1]:
                 continue
             plain = on_accelerator(world, number, 3, plan, offload)
-            staging = [ledger_by_tier(each.engine)["host"]["staging"] for each in (run, plain)]
+            staging = [each.engine.memory_by_tier()["host"]["staging"] for each in (run, plain)]
             assert staging[0] < staging[1]
             assert plain.engine.tiers.transfers.last_moved == moved  # counted alike
 

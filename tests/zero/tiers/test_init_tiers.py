@@ -28,16 +28,17 @@ from tests.zero.training import adamw, configuration
 from zero_ext import ops
 from zero_ext.offload import copy_of, count, init_storage
 from zero_ext.zero import engine_of
+from zero_ext.zero.api.engine_lookup import checkpoint_sources
 from zero_ext.zero.construction import sharded_init as init_module
 from zero_ext.zero.tiling import replace_layers
-from zero_ext.zero.units import presharded as born_module
-from zero_ext.zero.units.presharded import BornShard, born_shard
+from zero_ext.zero.units import presharded as presharded_module
+from zero_ext.zero.units.presharded import PreshardedParameter, presharded_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def offloaded(tier: str, folder: str, **more: Any) -> dict[str, Any]:
-    paths = {"nvme_paths": [folder], "ring_bytes": 1 << 20} if tier == "nvme" else {}
+    paths = {"nvme_paths": [folder], "staging_buffer_bytes": 1 << 20} if tier == "nvme" else {}
     return configuration(3, offload={"params": tier, "optimizer": tier, **paths}, **more)
 
 
@@ -48,7 +49,7 @@ def names_in(folder: str | Path) -> list[str]:
 def build(world: World, config: Any, make: Callable[[], nn.Module], limit: int) -> nn.Module:
     torch.manual_seed(world.seed)
     with (
-        mock.patch.object(init_module, "WHOLE_ELEMENTS_LIMIT", limit),
+        mock.patch.object(init_module, "UNSHARDED_ELEMENTS_LIMIT", limit),
         zero_ext.Init(config, process_group=world.group),
     ):
         return make()
@@ -66,18 +67,18 @@ def test_weights_are_those_of_plain_construction(world: World, tier: str) -> Non
             config, before = offloaded(tier, folder), names_in(folder)
             model = build(world, config, make, limit=(1, 60, 1 << 23)[(number + world.seed) % 3])
             assert torch.equal(torch.get_rng_state(), state)
-            born = [born_shard(parameter) for parameter in model.parameters()]
-            assert all(one is not None and one.home.tier == tier for one in born)
-            del born
-            birthplaces = set(names_in(folder)) - set(before)
-            assert len(birthplaces) == (tier == "nvme")
+            presharded = [presharded_of(parameter) for parameter in model.parameters()]
+            assert all(one is not None and one.storage.tier == tier for one in presharded)
+            del presharded
+            stores = set(names_in(folder)) - set(before)
+            assert len(stores) == (tier == "nvme")
             # One piece is a block a rank, so that there are several of a parameter.
-            with mock.patch.object(born_module, "PIECE_BYTES", 1):
+            with mock.patch.object(presharded_module, "INIT_CHUNK_BYTES", 1):
                 prepared, _ = zero_ext.prepare(model, None, config, process_group=world.group)
             found = zero_ext.full_state_dict(prepared)
             for name, value in plain.state_dict().items():
                 assert torch.equal(found[name], value), f"{name} differs"
-            assert birthplaces.isdisjoint(names_in(folder))
+            assert stores.isdisjoint(names_in(folder))
             del model, prepared
 
 
@@ -86,26 +87,28 @@ def test_weights_are_those_of_plain_construction(world: World, tier: str) -> Non
 def test_training_is_that_of_a_plain_model(world: World, tiles: dict[str, int]) -> None:
     losses: list[list[float]] = []
     read: list[int] = []
-    fetch = BornShard._fetch
+    fetch = PreshardedParameter._fetch
 
-    def counting(self: BornShard, into: torch.Tensor, begin: int) -> None:
+    def counting(self: PreshardedParameter, into: torch.Tensor, begin: int) -> None:
         read.append(into.nbytes)
         fetch(self, into, begin)
 
     with tempfile.TemporaryDirectory() as folder:
         config = offloaded("nvme", folder, precision={"dtype": "bf16"}, units={"tiles": tiles})
-        for born in (False, True):
+        for presharded in (False, True):
             torch.manual_seed(world.seed)
             model = TinyModel(tied=True)
             plain = copy.deepcopy(model)
-            if born:
+            if presharded:
                 model = build(world, config, lambda: TinyModel(tied=True), limit=100)  # type: ignore[assignment]
-            shards = [one for parameter in model.parameters() if (one := born_shard(parameter))]
-            stored = sum(shard.cut.shard_numel * 4 for shard in shards)
+            shards = [one for parameter in model.parameters() if (one := presharded_of(parameter))]
+            stored = sum(shard.layout.shard_numel * 4 for shard in shards)
             del shards
             with (
-                mock.patch.object(BornShard, "_fetch", counting),
-                mock.patch.object(replace_layers, "full_value", side_effect=AssertionError("made whole")),
+                mock.patch.object(PreshardedParameter, "_fetch", counting),
+                mock.patch.object(
+                    replace_layers, "unshard_presharded", side_effect=AssertionError("unsharded")
+                ),
             ):
                 prepared, optimizer = zero_ext.prepare(
                     model, adamw(model.parameters()), config, process_group=world.group
@@ -113,10 +116,12 @@ def test_training_is_that_of_a_plain_model(world: World, tiles: dict[str, int]) 
             if not tiles:
                 assert sum(read) == stored
             wanted = {name: value.flatten() for name, value in plain.state_dict().items()}
-            for piece in engine_of(prepared).state.load_pieces():
-                if piece.kind == "master":  # as they were made, without rounding
-                    end = piece.start + count(piece.tensor)
-                    assert torch.equal(copy_of(piece.tensor), wanted[piece.name][piece.start : end])
+            for state_slice in checkpoint_sources(engine_of(prepared)).own.load_slices():
+                if state_slice.kind == "master":  # as they were made, without rounding
+                    end = state_slice.start + count(state_slice.tensor)
+                    assert torch.equal(
+                        copy_of(state_slice.tensor), wanted[state_slice.name][state_slice.start : end]
+                    )
             del model
             losses.append([])
             for step in range(3):
@@ -130,7 +135,7 @@ def test_training_is_that_of_a_plain_model(world: World, tiles: dict[str, int]) 
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("tiled", ["rows", "transposed"])
-def test_tiles_of_a_born_layer(world: World, tiled: str) -> None:
+def test_tiles_of_a_presharded_layer(world: World, tiled: str) -> None:
     def make() -> nn.Module:
         model = nn.Sequential(nn.Linear(300, 700), nn.Linear(700, 5))
         if tiled == "transposed":
@@ -142,7 +147,7 @@ def test_tiles_of_a_born_layer(world: World, tiled: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = offloaded("nvme", folder, units={"tiles": {"0": 3}, "persistence_threshold": 0})
         model = build(world, config, make, limit=1)
-        with mock.patch.object(born_module, "PIECE_BYTES", 1 << 16):
+        with mock.patch.object(presharded_module, "INIT_CHUNK_BYTES", 1 << 16):
             prepared, _ = zero_ext.prepare(model, None, config, process_group=world.group)
         assert max(unit.layout.numel for unit in engine_of(prepared).units) < 100_000
         found = zero_ext.full_state_dict(prepared)
@@ -159,12 +164,12 @@ def test_a_fault_on_one_rank_ends_init_on_all_and_leaves_nothing(world: World, f
         reason = "No space left" if fault == "full" else "Input/output error"
         pattern = "storing a parameter of zero_ext.Init failed|reading a parameter from its shards failed"
         with (
-            mock.patch.object(init_module, "WHOLE_ELEMENTS_LIMIT", 1),
+            mock.patch.object(init_module, "UNSHARDED_ELEMENTS_LIMIT", 1),
             mock.patch.object(init_storage, "_GROWTH_BYTES", 0),
             pytest.raises(RuntimeError, match=pattern) as caught,
             init,
         ):
-            store = init._births._place._store  # type: ignore[union-attr]
+            store = init._parameters._storage._store  # type: ignore[union-attr]
             assert store is not None
             first = nn.Linear(50, 50)
             if world.rank == 0 and fault == "full":
@@ -189,7 +194,7 @@ def test_an_exception_in_the_block_removes_the_files(world: World) -> None:
     made: list[nn.Module] = []
     with tempfile.TemporaryDirectory() as folder:
         init = zero_ext.Init(offloaded("nvme", folder), process_group=world.group)
-        with mock.patch.object(init_module, "WHOLE_ELEMENTS_LIMIT", 1):
+        with mock.patch.object(init_module, "UNSHARDED_ELEMENTS_LIMIT", 1):
             with pytest.raises(ZeroDivisionError), init:
                 made.append(TinyModel())
                 assert len(names_in(folder)) == 1
@@ -272,7 +277,7 @@ def watch():
         time.sleep(0.002)
 
 offload = {"params": "nvme", "optimizer": "nvme", "grads": "host", "nvme_paths": [sys.argv[1]]}
-offload["ring_bytes"] = 4 << 20
+offload["staging_buffer_bytes"] = 4 << 20
 config = {"precision": {"dtype": "bf16"}, "offload": offload, "units": {"block_classes": ["Layer"]}}
 with zero_ext.Init(config):
     warm = Layer()
@@ -297,10 +302,10 @@ def test_memory_while_building_does_not_grow_with_the_model(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     print(found)
-    whole = found["elements"] * 4
-    assert whole > 400e6
-    unit, limit = 3 * 512 * 2048 * 4, init_module.WHOLE_ELEMENTS_LIMIT * 4
+    full = found["elements"] * 4
+    assert full > 400e6
+    unit, limit = 3 * 512 * 2048 * 4, init_module.UNSHARDED_ELEMENTS_LIMIT * 4
     # As much again as the limit may have been freed and not yet given back.
     assert found["built"] <= 2 * limit + unit + (32 << 20)
-    assert found["prepared"] <= limit + unit + 2 * born_module.PIECE_BYTES + (32 << 20)
+    assert found["prepared"] <= limit + unit + 2 * presharded_module.INIT_CHUNK_BYTES + (32 << 20)
     assert names_in(tmp_path) == []

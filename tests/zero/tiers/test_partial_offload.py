@@ -18,13 +18,13 @@ from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.tiers.test_tiers import OPTIMIZERS, PLANS, RING, round_up, train
 from tests.zero.training import Plan, adamw, check_equal
-from zero_ext.config.state_placement import within
+from zero_ext.config.state_placement import largest_within_ratio
 from zero_ext.zero import Engine
 
 
 def best(sizes: list[int], ratio: float) -> int:
     """The largest sum of a subset that the ratio allows, by trying all."""
-    sums = (sum(kept) for count in range(len(sizes) + 1) for kept in itertools.combinations(sizes, count))
+    sums = (sum(some) for count in range(len(sizes) + 1) for some in itertools.combinations(sizes, count))
     return max(total for total in sums if total <= ratio * sum(sizes))
 
 
@@ -35,13 +35,13 @@ def test_units_are_chosen_from_below() -> None:
     for _ in range(200):
         sizes = [dice.randint(1, 50) for _ in range(dice.randint(1, 9))]
         ratio = dice.uniform(0.01, 1)
-        moved = sum(sizes[index] for index in within(sizes, ratio))
+        moved = sum(sizes[index] for index in largest_within_ratio(sizes, ratio))
         assert moved <= ratio * sum(sizes)
-        left = [size for index, size in enumerate(sizes) if index not in within(sizes, ratio)]
+        left = [size for index, size in enumerate(sizes) if index not in largest_within_ratio(sizes, ratio)]
         assert all(moved + size > ratio * sum(sizes) for size in left)  # nothing more fits
         assert 2 * moved >= best(sizes, ratio)
-    assert within([5, 5, 5, 5], 0.5) == {0, 1}
-    assert within([3, 9, 4], 1.0) == {0, 1, 2}
+    assert largest_within_ratio([5, 5, 5, 5], 0.5) == {0, 1}
+    assert largest_within_ratio([3, 9, 4], 1.0) == {0, 1, 2}
 
 
 def elements(engine: Engine, tier: str) -> list[int]:
@@ -82,7 +82,7 @@ def test_bytes_fall_by_the_fraction(world: World) -> None:
         stored = sum(round_up(12 * numel, 4096) for numel in elements(run.engine, "nvme"))
         wanted = {("nvme", "host"): stored, ("host", "nvme"): stored}
         assert run.engine.tiers.transfers.last_moved == Counter(wanted)
-        assert run.engine.ledger()["optimizer"] == 12 * sum(elements(run.engine, "device"))
+        assert run.engine.memory_breakdown()["optimizer"] == 12 * sum(elements(run.engine, "device"))
 
 
 @on_ranks(1, 2)
@@ -129,14 +129,14 @@ def test_updates_in_backward_keep_no_gradients_of_the_units_that_stay(world: Wor
     for tier in ("host", "nvme"):
         for stage, grads in ((2, "device"), (3, tier)):
             reference = train(world, stage, Plan(), {})
-            offload = {"optimizer": tier, "grads": grads, "ratio": 0.6, "step": "in_backward"}
+            offload = {"optimizer": tier, "grads": grads, "ratio": 0.6, "update_mode": "in_backward"}
             run = train(world, stage, Plan(), offload)
             check_equal(run, reference)
             assert run.engine is not None and elements(run.engine, "device")
-            kept = {
-                unit.name: sum(run.engine.gradients_of(unit).held_bytes().values())
+            resident = {
+                unit.name: sum(run.engine.gradients_of(unit).allocated_bytes().values())
                 for unit in (master.unit for master in run.engine.masters if master.state.tier == "device")
             }
-            assert not any(kept.values()), (tier, stage, kept)
+            assert not any(resident.values()), (tier, stage, resident)
             moved = sum(elements(run.engine, tier))
-            assert run.engine.ledger()["grads"] == (4 * moved if grads == "host" else 0)
+            assert run.engine.memory_breakdown()["grads"] == (4 * moved if grads == "host" else 0)

@@ -21,9 +21,9 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.zero.models import TinyModel, language_batch, language_loss
 from zero_ext import ops
-from zero_ext.offload import StoredHome
+from zero_ext.offload import NvmeShard
 from zero_ext.zero import engine_of
-from zero_ext.zero.api.full_values import whole_state
+from zero_ext.zero.api.full_values import full_state
 
 
 def prepared(world: World, folder: str, stage: int = 3, **more: Any) -> tuple[Any, Any]:
@@ -37,7 +37,7 @@ def prepared(world: World, folder: str, stage: int = 3, **more: Any) -> tuple[An
             "grads": "host",
             "optimizer": "nvme",
             "nvme_paths": [folder],
-            "ring_bytes": 1 << 20,
+            "staging_buffer_bytes": 1 << 20,
             **more,
         },
     }
@@ -83,7 +83,7 @@ def test_a_failed_transfer_ends_the_step_on_all_ranks(world: World, writing: boo
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_failed_read_of_parameters_is_told_to_all_ranks_at_once(world: World, backward: bool) -> None:
+def test_a_failed_read_of_parameters_is_raised_on_all_ranks(world: World, backward: bool) -> None:
     with tempfile.TemporaryDirectory() as nvme:
         model, optimizer = prepared(world, nvme)
         step(world, model, optimizer, 0)
@@ -109,7 +109,7 @@ def test_a_failed_read_of_parameters_is_told_to_all_ranks_at_once(world: World, 
 
 
 @on_ranks(2, 3)
-def test_a_failed_read_ahead_that_nobody_needs_is_told_as_well(world: World) -> None:
+def test_a_failed_prefetch_that_nobody_needs_is_raised_as_well(world: World) -> None:
     """It comes up where what is under way is dropped: in a step after an evaluation."""
     with tempfile.TemporaryDirectory() as nvme:
         model, optimizer = prepared(world, nvme)
@@ -120,8 +120,8 @@ def test_a_failed_read_ahead_that_nobody_needs_is_told_as_well(world: World) -> 
 
         def fail(*_: object) -> None:
             for unit in engine.units:  # the fault is for the read started next, not for one under way
-                if unit._arrival is not None:
-                    unit._arrival.wait()
+                if unit._copy is not None:
+                    unit._copy.wait()
             ops.store_inject_fault(engine.tiers.store.handle, False, 0, -errno.EIO, 1)
 
         with torch.no_grad():
@@ -190,7 +190,7 @@ def test_bad_paths_are_refused_on_all_ranks_before_anything_changes(world: World
             before = [parameter.data_ptr() for parameter in model.parameters()]
             good = world.rank != 0
             paths = [folder if good else str(path)]
-            config = {"offload": {"optimizer": "nvme", "nvme_paths": paths, "ring_bytes": 1 << 20}}
+            config = {"offload": {"optimizer": "nvme", "nvme_paths": paths, "staging_buffer_bytes": 1 << 20}}
             optimizer = torch.optim.AdamW(model.parameters())
             with pytest.raises(RuntimeError, match=r"on ranks \[0\]") as caught:
                 zero_ext.prepare(model, optimizer, config, process_group=world.group)
@@ -240,7 +240,7 @@ class Fault(NamedTuple):
 FAULTS = {
     "step after a write": Fault(1, False, write_alike, lambda _, optimizer: optimizer.step()),
     "step, masters written": Fault(1, True, write_alike, lambda _, optimizer: optimizer.step()),
-    "master": Fault(3, False, lambda _: None, lambda model, _: list(map(whole_state, model.parameters()))),
+    "master": Fault(3, False, lambda _: None, lambda model, _: list(map(full_state, model.parameters()))),
     "gathered": Fault(3, True, lambda _: None, lambda model, _: gather_and_write(model)),
     "write in the loop": Fault(3, True, lambda _: None, lambda model, _: write_alike(model)),
 }
@@ -275,7 +275,7 @@ def test_gradients_that_cannot_be_read_to_be_added_to_raise_in_the_step_of_all_r
         def fail(*_: object) -> NoReturn:
             raise RuntimeError("no request can be made")
 
-        fails = mock.patch.object(StoredHome, "fetch", fail) if world.rank else contextlib.nullcontext()
+        fails = mock.patch.object(NvmeShard, "fetch", fail) if world.rank else contextlib.nullcontext()
         with fails, pytest.raises(RuntimeError, match=r"keeping gradients on NVMe failed on ranks \[1\]"):
             language_loss(model, language_batch(world.seed, 1, 0, world.rank)).backward()
         optimizer.zero_grad()

@@ -34,7 +34,13 @@ def prepared(world: World, folder: str | None, aio: dict[str, Any] | None = None
     """Model and optimizer with all state below ``folder``, or in memory."""
     torch.manual_seed(world.seed)
     model = TinyModel()
-    nvme = {"params": "nvme", "optimizer": "nvme", "nvme_paths": [folder], "ring_bytes": RING, **more}
+    nvme = {
+        "params": "nvme",
+        "optimizer": "nvme",
+        "nvme_paths": [folder],
+        "staging_buffer_bytes": RING,
+        **more,
+    }
     config = {"timeout_seconds": 120.0, "offload": nvme if folder else {}, "aio": aio or {}}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return zero_ext.prepare(model, optimizer, config, process_group=world.group)
@@ -126,8 +132,8 @@ def test_limits_and_sizes_that_only_cost_time(world: World) -> None:
 @on_ranks(2)
 def test_a_ring_smaller_than_a_block_is_refused_by_name(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        with pytest.raises(ValueError, match=r"offload\.ring_bytes.*at least 1048576"):
-            prepared(world, folder, ring_bytes=4096)
+        with pytest.raises(ValueError, match=r"offload\.staging_buffer_bytes.*at least 1048576"):
+            prepared(world, folder, staging_buffer_bytes=4096)
         assert list(Path(folder).iterdir()) == []
 
 
@@ -159,7 +165,7 @@ def test_a_damaged_shard_is_found_on_all_ranks_and_the_checkpoint_is_good(world:
         losses(world, made)
         zero_ext.save_checkpoint(saves, made[0])
         if world.rank == 0:
-            offset = engine_of(made[0]).units[0].home.offset
+            offset = engine_of(made[0]).units[0].storage.offset
             with next(Path(nvme).rglob("extents.bin")).open("r+b") as data:
                 data.seek(offset)
                 byte = data.read(1)

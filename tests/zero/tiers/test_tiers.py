@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, Any] = {
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
     "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
 }
-RING = {"ring_bytes": 1 << 20}
+RING = {"staging_buffer_bytes": 1 << 20}
 PLANS = [
     Plan(),
     Plan(clip=0.1, dtype="bf16"),
@@ -140,7 +140,7 @@ def test_bytes_of_a_step(world: World) -> None:
         2 * unit.layout.shard_numel * bool(size) for unit, size in zip(run.engine.units, touched, strict=True)
     ]
     gathered = 2 * elements - gathered_once(run.engine) // world.size
-    assert run.engine.wire.last_elements["gather"] == gathered * world.size
+    assert run.engine.traffic.last_elements["gather"] == gathered * world.size
     wanted = {
         ("nvme", "device"): 2 * gathered,
         ("device", "host"): 2 * elements,
@@ -176,5 +176,5 @@ def test_bytes_of_gradients_in_storage(world: World) -> None:
                 wanted["nvme", "host"] += state
                 wanted["host", "nvme"] += state
             assert run.engine.tiers.transfers.last_moved == +wanted
-            assert run.engine.ledger()["grads"] == 0
+            assert run.engine.memory_breakdown()["grads"] == 0
             assert run.engine.pool.live_bytes == 0

@@ -15,8 +15,7 @@ import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.ops.torch_2_11 import hide_swap
-from tests.zero import test_accelerator
-from tests.zero.api import test_memory_breakdown
+from tests.zero import test_accelerator, test_memory_breakdown
 from tests.zero.models import TinyModel, language_batch, language_loss
 from tests.zero.tiers import test_tiers
 from tests.zero.training import DEFAULT, Plan, adamw, check_equal, configuration
@@ -45,7 +44,7 @@ def test_every_stage_and_tier_trains_as_ever(world: World) -> None:
 
 
 @on_ranks(2)
-def test_live_storages_are_what_the_ledger_says(world: World) -> None:
+def test_live_storages_match_the_memory_breakdown(world: World) -> None:
     with torch_2_11():
         test_memory_breakdown.test_bytes_of_a_rank.on_one_rank(world, 3)
 
@@ -84,7 +83,7 @@ def test_gathered_units_lie_in_the_pool(world: World) -> None:
 @on_ranks(1, stand_in=True)
 def test_on_an_accelerator(world: World) -> None:
     with torch_2_11():
-        test_accelerator.test_memory_is_what_the_ledger_and_the_plan_say.on_one_rank(world)
+        test_accelerator.test_memory_matches_the_breakdown_and_the_plan.on_one_rank(world)
     for number, tier in enumerate(("host", "nvme")):
         plan = (DEFAULT, Plan(micro_batches=2, clip=0.1, dtype="bf16"))[(number + world.seed) % 2]
         reference = test_accelerator.train(world, "cpu", 3, plan, {})

@@ -33,7 +33,7 @@ from zero_ext import TiledEmbedding, TiledLinear
 from zero_ext.zero import engine_of
 from zero_ext.zero.tiling import Tile
 from zero_ext.zero.tiling.replace_layers import plan_tiling
-from zero_ext.zero.tiling.tile_slice import Place, bounds
+from zero_ext.zero.tiling.tile_slice import TileSlice, bounds
 
 BOTH = {"embedding": 4, "head": 3}
 TIED = {"embedding": 4, "head": 4}
@@ -47,24 +47,26 @@ def seed() -> int:
     return value
 
 
-# -- places --------------------------------------------------------------------------------------------------
+# -- tile slices ---------------------------------------------------------------------------------------------
 
 
-def test_runs_are_the_elements_of_the_tile() -> None:
+def test_ranges_are_the_elements_of_the_tile() -> None:
     for shape in ((7, 5), (6, 1), (9,)):
-        whole = torch.arange(torch.Size(shape).numel()).view(shape)
+        full = torch.arange(torch.Size(shape).numel()).view(shape)
         for splits in (1, 2, 3):
             for first, last in bounds(shape[0], splits, "rows"):
                 for left, right in (
                     bounds(shape[1], min(splits, shape[1]), "columns") if shape[1:] else [(0, 0)]
                 ):
                     axes = len(shape)
-                    place = Place("w", shape, (first, left)[:axes], (last - first, right - left)[:axes])
-                    tile = place.part_of(whole).flatten()
+                    tile_slice = TileSlice(
+                        "w", shape, (first, left)[:axes], (last - first, right - left)[:axes]
+                    )
+                    tile = tile_slice.view_in(full).flatten()
                     for start in range(len(tile)):
                         for end in range(start, len(tile) + 1):
                             found: list[int] = []
-                            for begin, at, count in place.runs(start, end - start):
+                            for begin, at, count in tile_slice.ranges(start, end - start):
                                 assert begin == len(found) and count > 0
                                 found += range(at, at + count)
                             assert found == tile[start:end].tolist()
@@ -154,7 +156,7 @@ def test_embedding_is_the_plain_one_bit_for_bit(options: dict[str, Any]) -> None
             tiled(torch.tensor([3, bad]))
 
 
-def test_values_are_taken_over_without_a_copy() -> None:
+def test_tiles_share_memory_with_the_plain_layer() -> None:
     linear, embedding = nn.Linear(8, 12), nn.Embedding(12, 8)
     for plain, tiled in (
         (linear, TiledLinear.from_linear(linear, 2, 3)),
@@ -293,7 +295,7 @@ def test_no_more_than_a_tile_and_the_next_are_gathered(world: World) -> None:
                     optimizer.zero_grad()
             largest = max(unit.layout.numel for unit in peak.units if "tiles" in unit.name)
             assert 0 < peak.elements <= back + tiles * largest, (tied, ahead, peak.elements, largest)
-            assert engine.residency.live_elements == 0
+            assert engine.prefetcher.live_elements == 0
 
 
 @on_ranks(1, 2)
@@ -358,17 +360,17 @@ def test_state_goes_between_tiled_and_plain_models(world: World) -> None:
                 model, make(model.parameters()), configuration(3, units=units), process_group=world.group
             )
             zero_ext.load_checkpoint(folder, prepared)
-            whole = zero_ext.full_state_dict(prepared)
-            assert whole.keys() == plain.state_dict().keys()
-            assert all(torch.equal(value, whole[name]) for name, value in run.parameters.items())
+            full = zero_ext.full_state_dict(prepared)
+            assert full.keys() == plain.state_dict().keys()
+            assert all(torch.equal(value, full[name]) for name, value in run.parameters.items())
             prepared.backward(language_loss(prepared, language_batch(world.seed, 9, 0, world.rank)))
             optimizer.step()
             after.append(zero_ext.full_state_dict(prepared))
-            prepared.load_state_dict(whole)
+            prepared.load_state_dict(full)
             again = zero_ext.full_state_dict(prepared)
-            assert all(torch.equal(value, whole[name]) for name, value in again.items())
+            assert all(torch.equal(value, full[name]) for name, value in again.items())
             with pytest.raises(ValueError, match=r"missing \['head.weight'\], unexpected \['tail'\]"):
-                prepared.load_state_dict({"tail" if n == "head.weight" else n: v for n, v in whole.items()})
+                prepared.load_state_dict({"tail" if n == "head.weight" else n: v for n, v in full.items()})
         assert distance(after[1], after[0]) < 1e-6 and distance(after[2], after[0]) < 1e-6
 
 
@@ -405,10 +407,10 @@ def test_checkpointed_blocks_and_meta_models_can_be_tiled(world: World) -> None:
     with torch.device("meta"):
         empty = TinyModel(2)
     config = configuration(3, units={"tiles": tiles})
-    prepared, _ = zero_ext.prepare(empty, None, config, process_group=world.group, values="empty")
+    prepared, _ = zero_ext.prepare(empty, None, config, process_group=world.group, init="skip")
     prepared.load_state_dict(plain.parameters)
-    whole = zero_ext.full_state_dict(prepared)
-    assert all(torch.equal(value, whole[name]) for name, value in plain.parameters.items())
+    full = zero_ext.full_state_dict(prepared)
+    assert all(torch.equal(value, full[name]) for name, value in plain.parameters.items())
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""Flat layouts: every element has one place, every shard is equally long and aligned, for any parameters."""
+"""Flat layouts: every element has one position, every shard is equally long and aligned."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ def test_shards_are_equal_aligned_and_as_short_as_that_allows(
 
 
 @given(SHAPES, DTYPES, WORLDS)
-def test_every_element_has_exactly_one_place(
+def test_every_element_has_exactly_one_position(
     shapes: list[tuple[int, ...]], dtype: torch.dtype, world_size: int
 ) -> None:
     layout = layout_of(shapes, dtype, world_size)
     owner = [-1] * layout.numel
     for index, (spec, offset) in enumerate(zip(layout.specs, layout.offsets, strict=True)):
         assert offset * dtype.itemsize % ALIGNMENT_BYTES == 0
-        for place in range(offset, offset + spec.numel):
-            assert owner[place] == -1
-            owner[place] = index
-    gaps = {place for begin, end in layout.gaps for place in range(begin, end)}
-    assert gaps == {place for place, index in enumerate(owner) if index == -1}
+        for position in range(offset, offset + spec.numel):
+            assert owner[position] == -1
+            owner[position] = index
+    gaps = {position for begin, end in layout.gaps for position in range(begin, end)}
+    assert gaps == {position for position, index in enumerate(owner) if index == -1}
 
 
 @given(SHAPES, DTYPES, WORLDS, st.data())
-def test_overlaps_of_any_cut_tell_where_each_element_is(
+def test_overlaps_of_any_range_locate_each_element(
     shapes: list[tuple[int, ...]], dtype: torch.dtype, world_size: int, data: st.DataObject
 ) -> None:
     layout = layout_of(shapes, dtype, world_size)
@@ -80,7 +80,9 @@ def test_overlaps_of_any_cut_tell_where_each_element_is(
 
 
 @given(SHAPES.map(lambda shapes: max(shapes, key=len)), st.randoms(use_true_random=False))
-def test_memory_order_keeps_dense_strides_and_replaces_others(shape: tuple[int, ...], rng: object) -> None:
+def test_memory_order_preserves_dense_strides_and_replaces_others(
+    shape: tuple[int, ...], rng: object
+) -> None:
     order = list(range(len(shape)))
     rng.shuffle(order)  # type: ignore[attr-defined]
     permuted = torch.empty([shape[dim] for dim in order]).permute(

@@ -18,9 +18,8 @@ from tests.multi.pool import RankPool
 from tests.multi.rank import World
 from tests.zero.training import adamw, check_close, configuration, distance, train_plain, train_prepared
 from zero_ext.zero import engine_of
-from zero_ext.zero.api.memory_breakdown import ledger_by_tier
 
-HERE = "tests.zero.units.test_quantized_params"
+MODULE = "tests.zero.units.test_quantized_params"
 WIDTH = 13
 TIERS: tuple[dict[str, Any], ...] = ({}, {"params": "host", "optimizer": "host"}, {"params": "nvme"})
 
@@ -65,8 +64,8 @@ class ByteLinear(nn.Module):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         codes = self.weight.view(torch.uint8)[:, : features.shape[-1]]
         meaning = self.weight.meaning
-        whole = (codes.float() - meaning.nested.offset) * meaning.scale
-        base = functional.linear(features, whole, self.bias)
+        full = (codes.float() - meaning.nested.offset) * meaning.scale
+        base = functional.linear(features, full, self.bias)
         return torch.tanh(base + functional.linear(functional.linear(features, self.down), self.up))
 
 
@@ -104,7 +103,7 @@ def test_training_over_packed_bytes_is_that_of_one_process(world: World) -> None
                     if name.endswith("0.weight"):
                         assert isinstance(parameter, Packed) and parameter.dtype is dtype
                         assert parameter.grad is None
-                _check_ledger(run.engine, model, stage, offload.get("params", "device"))
+                _check_memory_breakdown(run.engine, model, stage, offload.get("params", "device"))
                 state = zero_ext.full_state_dict(model)
             for number in range(3):
                 own, twin = state[f"{number}.weight"], frozen[number].weight.data
@@ -120,14 +119,14 @@ def test_training_over_packed_bytes_is_that_of_one_process(world: World) -> None
             check_close(run._replace(parameters=parameters), reference, tolerance=1e-5)
 
 
-def _check_ledger(engine: Any, model: nn.Module, stage: int, tier: str) -> None:
+def _check_memory_breakdown(engine: Any, model: nn.Module, stage: int, tier: str) -> None:
     """Bytes are counted as bytes, in their tier, and the optimizer's are those of what is trained alone."""
     held: dict[str, int] = {}
     for unit in engine.units:
         lies = tier if unit.placement.params else "device"
         numel = unit.layout.shard_numel if unit.placement.params else unit.layout.numel
         held[lies] = held.get(lies, 0) + numel * unit.layout.dtype.itemsize
-    found = ledger_by_tier(engine)
+    found = engine.memory_by_tier()
     assert {name: found[name]["params"] for name in found if found[name]["params"]} == held
     trained = {name for name, each in model.named_parameters() if each.requires_grad}
     assert trained == {spec.name for master in engine.masters for spec in master.unit.layout.specs}
@@ -174,7 +173,7 @@ def test_a_released_parameter_of_integers_refuses_to_be_computed_with(world: Wor
 
 
 @on_ranks(2)
-def test_bytes_born_sharded(world: World) -> None:
+def test_presharded_bytes(world: World) -> None:
     for offload in ({}, {"params": "host"}):
         torch.manual_seed(world.seed)
         with zero_ext.Init(configuration(3, offload=offload), process_group=world.group):
@@ -217,7 +216,7 @@ def test_checkpoints_hold_the_bytes_and_what_they_mean(
     print(f"seed {seed}")
     arguments = {"folder": str(tmp_path), "seed": seed, "tier": tier}
     for ranks, save in ((2, True), (3, False), (1, False)):
-        for outputs in rank_pool.run(ranks, f"{HERE}:checkpoint", {**arguments, "save": save}):
+        for outputs in rank_pool.run(ranks, f"{MODULE}:checkpoint", {**arguments, "save": save}):
             assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[2])
 
 
@@ -231,14 +230,14 @@ def resume(world: World, folder: str, save: bool, seed: int) -> list[float]:
     if not save:
         with pytest.raises(ValueError, match=r"'0\.weight' is missing"):
             zero_ext.load_checkpoint(folder, prepared)
-        zero_ext.load_checkpoint(folder, prepared, frozen=False)
+        zero_ext.load_checkpoint(folder, prepared, include_frozen=False)
     losses = []
     for step in range(4 if save else 2):
         if save and step == 2:
-            zero_ext.save_checkpoint(folder, prepared, step=2, frozen=False, asynchronous=False)
-            found = zero_ext.full_state_dict(prepared, wanted=lambda name: name.endswith("up"))
+            zero_ext.save_checkpoint(folder, prepared, step=2, include_frozen=False, async_save=False)
+            found = zero_ext.full_state_dict(prepared, key_filter=lambda name: name.endswith("up"))
             assert sorted(found) == ["0.up", "1.up", "2.up"] and found["1.up"].shape == (WIDTH, 2)
-            assert not zero_ext.full_state_dict(prepared, wanted=lambda name: False)
+            assert not zero_ext.full_state_dict(prepared, key_filter=lambda name: False)
         loss = loss_of(prepared, batch_of(seed, step % 2, 0, 0))
         loss.backward()
         optimizer.step()
@@ -251,9 +250,9 @@ def test_a_checkpoint_without_the_frozen_base_resumes(rank_pool: RankPool, tmp_p
     seed = int(torch.randint(1 << 30, ()))
     print(f"seed {seed}")
     arguments = {"folder": str(tmp_path), "seed": seed}
-    wanted = rank_pool.run(2, f"{HERE}:resume", {**arguments, "save": True})[0]
+    wanted = rank_pool.run(2, f"{MODULE}:resume", {**arguments, "save": True})[0]
     for ranks in (2, 1):
-        found = rank_pool.run(ranks, f"{HERE}:resume", {**arguments, "save": False})[0]
+        found = rank_pool.run(ranks, f"{MODULE}:resume", {**arguments, "save": False})[0]
         assert found == pytest.approx(wanted, rel=1e-5) if ranks == 1 else found == wanted
     stored = "".join(file.read_text() for file in tmp_path.rglob("*.json"))
     assert "0.up" in stored and "0.weight" not in stored and "0.bias" not in stored

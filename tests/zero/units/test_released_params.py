@@ -222,13 +222,13 @@ def test_uses_without_autograd_see_the_present_value(world: World) -> None:
     model, _ = zero_ext.prepare(copy.deepcopy(plain), None, configuration(3), process_group=world.group)
     inner = unwrapped(model)
     features = feature_batch(world.seed, 0, 0, 0)
-    kept = inner.blocks[0].inner.weight.data[1:3]  # a view that is kept
+    stored = inner.blocks[0].inner.weight.data[1:3]  # a view that is kept
     with torch.no_grad():
         assert torch.equal(inner.blocks[1].inner(features), plain.blocks[1].inner(features))
         assert torch.equal(inner.blocks[1].project(features), plain.blocks[1].project(features))
         inner.blocks[0].inner.weight.mul_(2.0)
     with torch.inference_mode():
-        assert torch.equal(kept, plain.blocks[0].inner.weight[1:3] * 2.0)
+        assert torch.equal(stored, plain.blocks[0].inner.weight[1:3] * 2.0)
     weight = inner.blocks[0].inner.weight
     assert weight.tolist() == (plain.blocks[0].inner.weight * 2.0).tolist()
     assert weight.detach().numpy().sum() == pytest.approx(weight.sum().item(), rel=1e-5)
@@ -300,21 +300,21 @@ def test_uses_that_cannot_be_right_are_refused_by_name(world: World, use: str) -
     optimizer.step()
 
 
-class Keeps(nn.Module):
-    """Keeps a view of its weight beyond its call."""
+class StoresView(nn.Module):
+    """Stores a view of its weight after its call."""
 
     def __init__(self, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.view = view
-        self.kept = torch.empty(0)
+        self.stored = torch.empty(0)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        self.kept = self.view(self.layer.weight)
+        self.stored = self.view(self.layer.weight)
         return self.layer(features)
 
 
-KEPT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+STORED_VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda p: p.t(),
     "rows": lambda p: p[2:5],
     "detached": lambda p: p.detach(),
@@ -324,18 +324,18 @@ KEPT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", ["keep", "bf16", "fp16"])
-@pytest.mark.parametrize("view", list(KEPT))
-def test_a_view_that_is_kept_beyond_its_block_is_nan_and_found(world: World, view: str, dtype: str) -> None:
+@pytest.mark.parametrize("view", list(STORED_VIEWS))
+def test_a_view_stored_after_its_block_is_nan_and_detected(world: World, view: str, dtype: str) -> None:
     """Nothing tells the engine of a read of such a view, which has no memory of its own."""
-    model: Any = nn.Sequential(Keeps(KEPT[view]), nn.Linear(WIDTH, WIDTH))
+    model: Any = nn.Sequential(StoresView(STORED_VIEWS[view]), nn.Linear(WIDTH, WIDTH))
     config = configuration(3, precision={"dtype": dtype}, units={"prefetch_elements": 0})
     model, optimizer = zero_ext.prepare(model, adamw(model.parameters()), config, process_group=world.group)
     features = feature_batch(world.seed, 0, 0, world.rank)
     with torch.no_grad():
         model(features)
-        kept = model.module[0].kept
-        assert kept.isnan().all() and (kept + 1).isnan().all() and kept.clone().float().sum().isnan()
-        factor = kept.float().mean()
+        stored = model.module[0].stored
+        assert stored.isnan().all() and (stored + 1).isnan().all() and stored.clone().float().sum().isnan()
+        factor = stored.float().mean()
     model.backward(model(features).square().mean() * factor)
     if dtype == "fp16":
         assert not optimizer.step()
@@ -346,6 +346,6 @@ def test_a_view_that_is_kept_beyond_its_block_is_nan_and_found(world: World, vie
     model.backward(model(features).square().mean())
     optimizer.step()
     with torch.no_grad():
-        kept.fill_(0.5)
+        stored.fill_(0.5)
     with pytest.raises(RuntimeError, match=r"'0\.layer\.weight' was written to through a tensor"):
         model(features)

@@ -1,50 +1,48 @@
-"""Turns a model's parameters into units, one unit at a time, so that memory never holds the model twice."""
+"""Construction of units from a model's parameters, one by one, so that the model is never in memory twice."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
 
 from zero_ext.comm import Collectives
-from zero_ext.config import CommunicationPolicy
-from zero_ext.offload import STORAGE_ALIGNMENT, Tiers
-from zero_ext.zero.construction.grouping import Owned, UnitPlan
+from zero_ext.config import CommunicationConfig
+from zero_ext.offload import STORAGE_ALIGNMENT, TierManager
+from zero_ext.zero.construction.grouping import OwnedParameter, UnitPlan
 from zero_ext.zero.memory.pool import BufferPool
-from zero_ext.zero.memory.trim_heap import trim_heap
-from zero_ext.zero.units.deferred_errors import Postponed
-from zero_ext.zero.units.dtensor_local import local_part
+from zero_ext.zero.units.collective_errors import DeferredError
+from zero_ext.zero.units.dtensor_local import local_tensor
 from zero_ext.zero.units.flat_layout import ALIGNMENT_BYTES, FlatLayout, in_memory_order
 from zero_ext.zero.units.master_weights import MasterShard
-from zero_ext.zero.units.presharded import PIECE_BYTES, REBUILD, born_shard, forget_birth
-from zero_ext.zero.units.quantized_params import packed_tensors
+from zero_ext.zero.units.presharded import INIT_CHUNK_BYTES, REBUILD, clear_presharded, presharded_of
 from zero_ext.zero.units.unit import Unit
 
 
-def in_birth_order(owned: Sequence[Owned]) -> list[Owned]:
-    """``owned`` with the memory order that parameters from :class:`zero_ext.Init` had while whole."""
+def with_init_strides(owned: Sequence[OwnedParameter]) -> list[OwnedParameter]:
+    """Return ``owned`` with the strides that presharded parameters had before they were sharded."""
     found = []
     for item in owned:
-        born = born_shard(item.parameter)
-        if born is not None:
-            item = replace(item, spec=replace(item.spec, stride=born.spec.stride))
+        presharded = presharded_of(item.parameter)
+        if presharded is not None:
+            item = replace(item, spec=replace(item.spec, stride=presharded.spec.stride))
         found.append(item)
     return found
 
 
-def check_values(owned: Sequence[Owned]) -> None:
-    """Raises before anything changes if a parameter has no value that could be sharded.
+def check_values(owned: Sequence[OwnedParameter]) -> None:
+    """Raise before anything changes if a parameter has no value that could be sharded.
 
     ``ValueError`` for one on the meta device, ``RuntimeError`` for one from :class:`zero_ext.Init` that was
     written to since.
     """
     for item in owned:
         parameter = item.parameter
-        born = born_shard(parameter)
-        if born is not None and born.replaced_in(parameter):
+        presharded = presharded_of(parameter)
+        if presharded is not None and presharded.was_replaced(parameter):
             raise RuntimeError(
                 f"parameter '{item.spec.name}' was written to between zero_ext.Init and zero_ext.prepare, "
                 "while only shards of it exist; the value would be lost. Write inside 'with "
@@ -54,11 +52,11 @@ def check_values(owned: Sequence[Owned]) -> None:
         if parameter.is_meta:
             raise ValueError(
                 f"parameter '{item.spec.name}' is on device 'meta', which has no values; build the model "
-                "inside 'with zero_ext.Init(config):', or pass values='empty' and load a checkpoint"
+                "inside 'with zero_ext.Init(config):', or pass init='skip' and load a checkpoint"
             )
 
 
-def device_of(owned: Sequence[Owned], wanted: torch.device | str | None = None) -> torch.device:
+def device_of(owned: Sequence[OwnedParameter], wanted: torch.device | str | None = None) -> torch.device:
     """The device that a model trains on: the one ``wanted``, its parameters', or where none has a value of
     its own yet (meta, :class:`zero_ext.Init`) the accelerator, or the CPU without one. ``ValueError`` for
     several devices."""
@@ -66,7 +64,7 @@ def device_of(owned: Sequence[Owned], wanted: torch.device | str | None = None) 
         return torch.empty(0, device=wanted).device  # with its index
     found: dict[torch.device, str] = {}
     for item in owned:
-        if not item.parameter.is_meta and born_shard(item.parameter) is None:
+        if not item.parameter.is_meta and presharded_of(item.parameter) is None:
             found.setdefault(item.parameter.device, item.spec.name)
     if len(found) > 1:
         seen = ", ".join(f"'{name}' on '{device}'" for device, name in found.items())
@@ -86,7 +84,7 @@ def accelerator_or_cpu() -> torch.device:
 
 
 def layout_of(plan: UnitPlan) -> FlatLayout:
-    """How the unit of ``plan`` will lie in its flat buffer."""
+    """Return the flat layout of the unit of ``plan``."""
     stored = plan.placement.params and plan.placement.params_tier == "nvme"
     alignment = STORAGE_ALIGNMENT if stored else ALIGNMENT_BYTES
     return FlatLayout.build([item.spec for item in plan.members], plan.ranks, alignment)
@@ -94,12 +92,11 @@ def layout_of(plan: UnitPlan) -> FlatLayout:
 
 def reserve_storage(
     plans: Sequence[UnitPlan],
-    tiers: Tiers,
+    tiers: TierManager,
     trains: Callable[[UnitPlan], bool],
     sums: torch.dtype,
 ) -> None:
-    """Makes room in storage for all that the units will keep there, before anything changes; gradients may
-    add up in ``sums``."""
+    """Reserve the NVMe space of all units, before anything changes. Gradients may add up in ``sums``."""
     total = 0
     for plan in plans:
         layout, placement = layout_of(plan), plan.placement
@@ -118,12 +115,12 @@ def build_unit(
     plan: UnitPlan,
     collectives: Collectives,
     pool: BufferPool,
-    tiers: Tiers,
-    policy: CommunicationPolicy,
+    tiers: TierManager,
+    communication: CommunicationConfig,
     load_values: bool,
     trains: bool,
 ) -> tuple[Unit, MasterShard | None]:
-    """Makes one unit from the parameters' present values, which are freed, and its master weights.
+    """Make one unit from the parameters' present values, which are freed, and its master weights.
 
     The values count that rank 0 has, of an expert those of the first rank that has it. ``load_values`` False
     leaves everything zero (a checkpoint follows); ``trains`` False makes no master weights. Raises
@@ -140,7 +137,7 @@ def build_unit(
         holders.shards,
         pool,
         tiers,
-        policy,
+        communication,
         plan.persistent,
     )
     master = MasterShard(unit, tiers) if trains and layout.dtype.is_floating_point else None
@@ -150,47 +147,54 @@ def build_unit(
         else:
             unit.publish_views()
         for item in members:
-            forget_birth(item.parameter)
+            clear_presharded(item.parameter)
     if plan.placement.params:
         unit.to_released()
     trim_heap()
     return unit, master
 
 
-def _fill(unit: Unit, master: MasterShard | None, members: Sequence[Owned], collectives: Collectives) -> None:
-    """Streams the parameters' values into a unit and its master weights, a piece at a time."""
-    failures = Postponed()
+def _fill(
+    unit: Unit, master: MasterShard | None, members: Sequence[OwnedParameter], collectives: Collectives
+) -> None:
+    """Stream the parameters' values into a unit and its master weights, chunk by chunk."""
+    failures = DeferredError()
     for index, item in enumerate(members):
-        for start, values in _pieces(item, collectives, failures):
+        for start, values in _value_chunks(item, collectives, failures):
             unit.put(index, start, values)
             if master is not None:
                 failures.attempt(partial(master.put, index, start, values))
     failures.attempt(unit.publish)
-    failures.settle(collectives, f"filling {unit.describe()}", REBUILD)
+    failures.raise_deferred(collectives, f"filling {unit.describe()}", REBUILD)
 
 
-def _pieces(item: Owned, collectives: Collectives, failures: Postponed) -> Iterator[tuple[int, torch.Tensor]]:
-    """Rank 0's values of a parameter in memory order, in pieces, each with its first element's number. They
-    go to everyone unless the same ranks have shared them before."""
+def _value_chunks(
+    item: OwnedParameter, collectives: Collectives, failures: DeferredError
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield rank 0's values of a parameter in chunks, each with the number of its first element.
+
+    They are broadcast unless the same ranks have shards of them already.
+    """
     parameter = item.parameter
-    born = born_shard(parameter)
-    if born is not None and born.ranks in (None, collectives.ranks):
-        yield from born.pieces(collectives, failures)
+    presharded = presharded_of(parameter)
+    if presharded is not None and presharded.ranks in (None, collectives.ranks):
+        yield from presharded.chunks(collectives, failures)
         return
-    value = local_part(parameter).data if born is None else born.whole()
+    value = local_tensor(parameter).data if presharded is None else presharded.gather()
     flattened = in_memory_order(value, item.spec)
     if flattened.numel():
         collectives.broadcast_(flattened, 0, f"first value of parameter '{item.spec.name}' from rank 0")
-    step = PIECE_BYTES // flattened.element_size()
+    step = INIT_CHUNK_BYTES // flattened.element_size()
     for start in range(0, flattened.numel(), step):
         yield start, flattened[start : start + step]
 
 
-def broadcast_buffers(model: nn.Module, collectives: Collectives) -> None:
-    """Gives every rank rank 0's module buffers, and what makes sense of its quantised parameters."""
-    for name, buffer in (*model.named_buffers(), *packed_tensors(model).items()):
-        if buffer.numel() and not buffer.is_meta:
-            value = buffer.data.contiguous()
-            collectives.broadcast_(value.view(-1).view(torch.uint8), 0, f"buffer '{name}' from rank 0")
-            if value.data_ptr() != buffer.data_ptr():
-                buffer.data.copy_(value)
+def trim_heap() -> None:
+    """Return the free pages of the C library's heap to the system, if it can (glibc).
+
+    After a few large tensors were freed, glibc puts tensors of up to 32 MiB on its heap, which it gives back
+    only from the end: of a model that is built and freed parameter by parameter most would stay.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)

@@ -9,16 +9,16 @@ import torch.distributed as dist
 
 from zero_ext.config import ZeroConfig
 from zero_ext.optim.lamb import Lamb
-from zero_ext.zero.construction.grouping import Owned
+from zero_ext.zero.construction.grouping import OwnedParameter
 from zero_ext.zero.tiling.replace_layers import Tiling
-from zero_ext.zero.units.expert_params import expert_ranks
-from zero_ext.zero.units.presharded import born_shard
+from zero_ext.zero.units.parameter_marks import expert_ranks
+from zero_ext.zero.units.presharded import presharded_of
 from zero_ext.zero.units.quantized_params import is_packed
 from zero_ext.zero.units.rank_groups import RankGroups
 
 
 def check_experts(
-    owned: Sequence[Owned],
+    owned: Sequence[OwnedParameter],
     tiling: Tiling,
     optimizer: torch.optim.Optimizer | None,
     settings: ZeroConfig,
@@ -34,9 +34,9 @@ def check_experts(
         problem = _problem(item, tiling, ranks)
         if problem:
             raise ValueError(f"parameter '{item.spec.name}' belongs to an expert and {problem}")
-    if settings.communication.sharding_ranks is not None:
+    if settings.communication.shard_group_size is not None:
         raise ValueError(
-            f"communication.sharding_ranks is {settings.communication.sharding_ranks}, and the model has "
+            f"communication.shard_group_size is {settings.communication.shard_group_size}, and the model has "
             "experts on several ranks, which are sharded over those with the same ones; leave it out"
         )
     if isinstance(optimizer, Lamb):
@@ -46,14 +46,14 @@ def check_experts(
         )
 
 
-def _problem(item: Owned, tiling: Tiling, ranks: tuple[int, ...]) -> str:
+def _problem(item: OwnedParameter, tiling: Tiling, ranks: tuple[int, ...]) -> str:
     spread = expert_ranks(item.parameter)
     if spread != ranks:
         return (
             f"is one of those on ranks {list(spread)}, but the mesh has 'ep' ranks {list(ranks)}; give "
             "zero_ext.prepare, as its process_group, the mesh that MixtureOfExperts was built with"
         )
-    if born_shard(item.parameter) is not None:
+    if presharded_of(item.parameter) is not None:
         return (
             "was built inside zero_ext.Init, which shards over all ranks and gives them one rank's values; "
             "build experts outside of it"

@@ -1,4 +1,4 @@
-"""Casts what meets the parameters, inputs and running statistics, to a model's compute precision."""
+"""Cast a model's inputs to its compute precision."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
@@ -22,18 +21,6 @@ def end_casts(model: nn.Module) -> None:
         if isinstance(hook, partial) and hook.func is _cast_arguments:
             del model._forward_pre_hooks[key]
             del model._forward_pre_hooks_with_kwargs[key]
-
-
-def cast_running_statistics(model: nn.Module, dtype: torch.dtype) -> None:
-    """Batch and instance norms get running statistics in ``dtype``: their kernels refuse a mixture.
-
-    Other buffers keep their precision, which a rotary embedding's frequencies need.
-    """
-    for module in model.modules():
-        if isinstance(module, _NormBase):
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
-                    module._buffers[name] = buffer.to(dtype)
 
 
 def _cast_arguments(

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from zero_ext.zero.units.dtensor_local import like_parameter, local_part
+from zero_ext.zero.units.dtensor_local import like_parameter, local_tensor
 
 Make = Callable[[torch.Tensor], torch.Tensor]
 
 
-def materialise(modules: Iterable[nn.Module]) -> None:
+def materialize(modules: Iterable[nn.Module]) -> None:
     """Replaces the meta tensors of ``modules``, given in order of construction, and initialises them.
 
     Children come before their parents: a constructor makes its submodules, whose constructors initialise
@@ -42,7 +42,7 @@ def _visit(module: nn.Module, made: dict[torch.Tensor, torch.Tensor], done: dict
             raise ValueError(
                 f"{type(module).__name__} was built on the meta device with {fresh} and has no "
                 "reset_parameters to initialise them. Build it inside zero_ext.Init without "
-                "torch.device('meta'), or pass values='empty' to zero_ext.prepare and load a checkpoint."
+                "torch.device('meta'), or pass init='skip' to zero_ext.prepare and load a checkpoint."
             )
     return done[module]
 
@@ -73,7 +73,7 @@ def leave_meta(model: nn.Module) -> None:
 
 def _zeros(old: torch.Tensor) -> torch.Tensor:
     if isinstance(old, nn.Parameter):
-        zeros = torch.zeros((), dtype=old.dtype, device="cpu").expand(local_part(old).shape)
+        zeros = torch.zeros((), dtype=old.dtype, device="cpu").expand(local_tensor(old).shape)
         return like_parameter(old, zeros)
     return torch.zeros_like(old, device="cpu")
 

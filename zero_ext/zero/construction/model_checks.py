@@ -1,4 +1,4 @@
-"""Checks of a model before anything of it is sharded: what would be wrong without an error is refused."""
+"""Checks of a model, before anything is sharded, for what would train wrongly without an error."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def check_embeddings(model: nn.Module, world_size: int) -> None:
 
 def check_unchanged(
     model: nn.Module,
-    places: Sequence[tuple[nn.Parameter, str, weakref.ref[nn.Module]]],
+    owned: Sequence[tuple[nn.Parameter, str, weakref.ref[nn.Module]]],
     known: Mapping[nn.Parameter, object],
 ) -> None:
     """Refuse a forward of a prepared model whose parameters are not those that were prepared.
 
     Args:
         model: The prepared model.
-        places: Every parameter with each of its full names and the module that owns it under that name.
+        owned: Every parameter with each of its full names and the module that owns it under that name.
         known: The parameters that were prepared.
 
     Raises:
@@ -68,8 +68,8 @@ def check_unchanged(
             "memory that comes and goes are no part of a trace. Trace a copy that is filled from "
             "zero_ext.full_state_dict(model)."
         )
-    for parameter, name, place in places:
-        owner = place()
+    for parameter, name, reference in owned:
+        owner = reference()
         found = None if owner is None else dict.get(owner._parameters, name.rpartition(".")[2])
         # torch.func.functional_call puts tensors that are no parameters there for a while.
         if found is not parameter and (found is None or isinstance(found, nn.Parameter)):

@@ -1,4 +1,4 @@
-"""The staging of a model: its parameters and units as input of ``staging_of``."""
+"""Staging of a model: its units as input of ``staging_of``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from zero_ext.optim import moments_dtype_named, state_kinds
 from zero_ext.optim.elementwise_check import fusible, streamable
 from zero_ext.zero.construction.build_units import layout_of
 from zero_ext.zero.construction.grouping import (
-    Owned,
+    OwnedParameter,
     UnitPlan,
     find_blocks,
     trained_by,
     uses_up_gradients,
 )
-from zero_ext.zero.memory.pool_replay import StagedUnit
-from zero_ext.zero.memory.staging_sizes import Staging, StateStep, arrive_together, staging_of
+from zero_ext.zero.memory.pool_replay import UnitUsage
+from zero_ext.zero.memory.staging_sizes import Staging, StateStep, gradient_spans, staging_of
 from zero_ext.zero.tiling import Tile
 from zero_ext.zero.unshard.hook_installation import looks_up
 
@@ -29,7 +29,7 @@ def plan_staging(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     plans: Sequence[UnitPlan],
-    owned: Sequence[Owned],
+    owned: Sequence[OwnedParameter],
     config: ZeroConfig,
     replicas: int = 1,
     device: torch.device = CPU.device,
@@ -58,40 +58,40 @@ def _staged_units(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     plans: Sequence[UnitPlan],
-    owned: Sequence[Owned],
+    owned: Sequence[OwnedParameter],
     config: ZeroConfig,
     replicas: int,
-) -> list[StagedUnit]:
+) -> list[UnitUsage]:
     inside: dict[nn.Module, list[int]] = {}
     for number, item in enumerate(owned):
         for owner in item.owners:
             inside.setdefault(owner, []).append(number)
 
     def span(module: nn.Module) -> tuple[int, int]:
-        held = [number for part in module.modules() for number in inside.get(part, ())]
-        return min(held), max(held)
+        numbers = [number for inner in module.modules() for number in inside.get(inner, ())]
+        return min(numbers), max(numbers)
 
     blocks = [block for block in find_blocks(model, config).values() if any(True for _ in block.parameters())]
-    block_of = {part: span(block) for block in reversed(blocks) for part in block.modules()}
-    arrivals = arrive_together([_block_span(number, item, block_of) for number, item in enumerate(owned)])
-    together = {item.parameter: arrival for item, arrival in zip(owned, arrivals, strict=True)}
+    block_of = {inner: span(block) for block in reversed(blocks) for inner in block.modules()}
+    spans = gradient_spans([_block_span(number, item, block_of) for number, item in enumerate(owned)])
+    span_of = {item.parameter: found for item, found in zip(owned, spans, strict=True)}
     trains, found = trained_by(optimizer), []
     for plan in plans:
-        own = [together[item.parameter] for item in plan.members]
+        own = [span_of[item.parameter] for item in plan.members]
         layout = layout_of(plan)
-        comes = max(last for _, last in own)
-        gathered = span(plan.home) if plan.home is not None else (min(own)[0], comes)
-        completes = min(own) if trains(plan) and layout.dtype.is_floating_point else None
+        grads_start = max(last for _, last in own)
+        gathered = span(plan.module) if plan.module is not None else (min(own)[0], grads_start)
+        grads_end = min(own) if trains(plan) and layout.dtype.is_floating_point else None
         found.append(
-            StagedUnit(
+            UnitUsage(
                 plan.name,
                 layout.numel,
                 layout.dtype.itemsize,
                 plan.ranks,
                 plan.placement,
                 gathered,
-                comes,
-                completes,
+                grads_start,
+                grads_end,
                 replicas,
                 layout.dtype.is_floating_point,
                 not all(looks_up(owner) for item in plan.members for owner in item.owners),
@@ -103,9 +103,9 @@ def _staged_units(
 
 
 def _block_span(
-    number: int, item: Owned, block_of: Mapping[nn.Module, tuple[int, int]]
+    number: int, item: OwnedParameter, block_of: Mapping[nn.Module, tuple[int, int]]
 ) -> tuple[int, int] | None:
-    """Tiles come one after another."""
+    """Return first and last parameter of the item's block. Tiles come one after another."""
     if all(isinstance(owner, Tile) for owner in item.owners):
         return number, number
     return block_of.get(item.owners[0]) if len(item.owners) == 1 else None

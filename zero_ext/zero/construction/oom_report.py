@@ -1,4 +1,4 @@
-"""Where the state of a model will lie and what it will take there, told when there is no room for it."""
+"""Estimate of a model's memory by tier, and the report when the device has too little."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch import nn
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier, ZeroConfig
 from zero_ext.config.library_memory import communicator_bytes
-from zero_ext.offload import MemoryHome, StateField
+from zero_ext.offload import MemoryShard, StateField
 from zero_ext.optim import moments_dtype_named, state_kinds
-from zero_ext.optim.elementwise_check import exchanges_signs, fusible
+from zero_ext.optim.elementwise_check import fusible, is_one_bit
 from zero_ext.zero.construction.build_units import layout_of
 from zero_ext.zero.construction.grouping import (
     DTYPES,
-    Owned,
+    OwnedParameter,
     UnitPlan,
     plan_units,
     split_optimizer,
@@ -30,28 +30,32 @@ from zero_ext.zero.construction.grouping import (
     uses_up_gradients,
 )
 from zero_ext.zero.construction.model_staging import plan_staging
-from zero_ext.zero.units.collective_errors import FailedTogether, together
-from zero_ext.zero.units.presharded import born_shard
+from zero_ext.zero.units.collective_errors import CollectiveError, raise_on_all_ranks
+from zero_ext.zero.units.presharded import presharded_of
 
 # What to move off the device, the cheapest first: the optimizer's state is used once a step.
 _MOVES = (("optimizer",), ("optimizer", "grads"), ("optimizer", "grads", "params"))
-_PLACES: tuple[Tier, ...] = ("host", "nvme")
-Held = Mapping[Tier, Mapping[str, int]]
+_OFFLOAD_TIERS: tuple[Tier, ...] = ("host", "nvme")
+TierBytes = Mapping[Tier, Mapping[str, int]]
 
 
-class Forecast:
-    """The units that ``model``, whose parameters are ``owned``, will be made of under ``config`` (its batch
-    resolved), and the bytes of their state on one rank of ``collectives``, which trains on ``device``.
+class MemoryEstimate:
+    """Plan of a model's units under ``config``, and the bytes of their state on one rank.
 
-    ``trains`` says which units need master weights, ``kinds`` what the optimizer keeps beside these, None
-    without one; ``staging`` is what passes through.
+    ``model`` has the parameters ``owned`` and is trained on ``device``. The batch of ``config`` is resolved.
+
+    Attributes:
+        plans: The planned units.
+        trains: Whether a unit needs master weights.
+        kinds: Optimizer state besides master weights; None without an optimizer.
+        staging: Staging memory of a step.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        owned: Sequence[Owned],
+        owned: Sequence[OwnedParameter],
         config: ZeroConfig,
         collectives: Collectives,
         device: torch.device,
@@ -62,7 +66,7 @@ class Forecast:
         self.device = device
         self.trains = trained_by(optimizer)
         self._fused = optimizer is not None and fusible(optimizer)
-        self._parts_masters = exchanges_signs(optimizer)
+        self._separates_masters = is_one_bit(optimizer)
         self.kinds: Mapping[str, StateField] | None = None
         if optimizer is not None:
             self.kinds = state_kinds(optimizer, moments_dtype_named(config.precision.moments_dtype))
@@ -72,8 +76,8 @@ class Forecast:
         self.plans = split_optimizer(plans, config, self.trains)
         self.staging = plan_staging(model, optimizer, self.plans, owned, config, replicas, device)
 
-    def held(self) -> Held:
-        """Bytes by tier and kind, as ``ledger_by_tier`` reports them after a step."""
+    def bytes_by_tier(self) -> TierBytes:
+        """Return bytes by tier and kind, as ``Engine.memory_by_tier`` reports them after a step."""
         held: dict[Tier, Counter[str]] = {"device": Counter(), "host": Counter(), "nvme": Counter()}
         dtypes = (item.spec.dtype for plan in self.plans for item in plan.members)
         used_up = uses_up_gradients(self.config, dtypes)
@@ -86,7 +90,7 @@ class Forecast:
         return held
 
     def _communicator_bytes(self) -> int:
-        """What the communicators have not allocated yet, which are open."""
+        """Return the bytes that open communicators have not allocated yet."""
         if self.device.type != "cuda":
             return 0
         groups = [each for each in (self.collectives, self.collectives.model) if each is not None]
@@ -100,10 +104,10 @@ class Forecast:
         layout, placement = layout_of(plan), plan.placement
         dtype, holders = layout.dtype, self.collectives.holders(plan.expert).shards
 
-        def place(sharded: bool, tier: Tier) -> tuple[Tier, int]:
+        def tier_and_numel(sharded: bool, tier: Tier) -> tuple[Tier, int]:
             return (tier, layout.shard_numel) if sharded else ("device", layout.numel)
 
-        params_tier, numel = place(placement.params, placement.params_tier)
+        params_tier, numel = tier_and_numel(placement.params, placement.params_tier)
         held[params_tier]["params"] += numel * dtype.itemsize
         if placement.params:
             held["device"]["params"] += self.config.communication.secondary_bytes(
@@ -114,14 +118,14 @@ class Forecast:
             )
         if self.kinds is None or not self.trains(plan) or not dtype.is_floating_point:
             return
-        grads_tier, numel = place(placement.grads, placement.grads_tier)
+        grads_tier, numel = tier_and_numel(placement.grads, placement.grads_tier)
         accumulates = self.config.batch.gradient_accumulation_steps > 1
         width = (DTYPES[self.config.precision.grad_accum_dtype] if accumulates else dtype).itemsize
         if not (used_up and placement.grads and grads_tier == "device"):
             held[grads_tier]["grads"] += numel * width
-        tier, numel = place(placement.optimizer, placement.optimizer_tier)
-        apart = self.config.offload.step == "delayed" or self._parts_masters
-        shared = dtype is torch.float32 and params_tier == tier and not apart
+        tier, numel = tier_and_numel(placement.optimizer, placement.optimizer_tier)
+        separate = self.config.offload.update_mode == "delayed" or self._separates_masters
+        shared = dtype is torch.float32 and params_tier == tier and not separate
         held[tier]["optimizer"] += 0 if shared else numel * 4
         if not self._fused and tier != "nvme":  # torch's own code has tensors of its own, without padding
             begin, end = layout.shard_range(holders.rank) if placement.optimizer else (0, layout.numel)
@@ -130,37 +134,37 @@ class Forecast:
             field.entries(numel) * field.dtype.itemsize for field in self.kinds.values()
         )
 
-    def told(self, room: int) -> str:
-        """What is planned for the device, which had ``room`` bytes left, and what would fit."""
-        planned = self.held()["device"]
+    def message(self, free_bytes: int) -> str:
+        """Return what is planned for the device, which had ``free_bytes`` left, and what would fit."""
+        planned = self.bytes_by_tier()["device"]
         return (
             f"planned were {_size(sum(planned.values()))} on {self.device}: {_listed(planned)}; "
-            f"{_size(room)} were free, and activations come on top. {self._advice(room)}"
+            f"{_size(free_bytes)} were free, and activations come on top. {self._advice(free_bytes)}"
         )
 
-    def _advice(self, room: int) -> str:
+    def _advice(self, free_bytes: int) -> str:
         available = _available_bytes()
-        for keys, forecast in self._alternatives():
-            held = forecast.held()
+        for keys, estimate in self._alternatives():
+            held = estimate.bytes_by_tier()
             on_device, on_host, stored = (sum(held[tier].values()) for tier in ("device", "host", "nvme"))
-            if on_device <= room and on_host <= available:
+            if on_device <= free_bytes and on_host <= available:
                 rest = [f"{_size(on_host)} of host memory"] + [f"{_size(stored)} of NVMe"] * bool(stored)
                 return f"With {', '.join(keys)} it is {_size(on_device)} there, {' and '.join(rest)}"
         return "No placement fits: take more ranks, or smaller blocks ('units.tiles')"
 
-    def _alternatives(self) -> Iterator[tuple[list[str], Forecast]]:
+    def _alternatives(self) -> Iterator[tuple[list[str], MemoryEstimate]]:
         """Other placements, the cheapest first, with the keys to set for them."""
-        moves: list[tuple[Tier, Sequence[str]]] = [("host", ()), *itertools.product(_PLACES, _MOVES)]
+        moves: list[tuple[Tier, Sequence[str]]] = [("host", ()), *itertools.product(_OFFLOAD_TIERS, _MOVES)]
         for stage, (tier, kinds) in itertools.product(sorted({self.config.stage, 3}), moves):
             moved = [kind for kind in kinds if getattr(self.config.offload, kind) == "device"]
             keys = [f"'stage' {stage}"] * (stage != self.config.stage)
             keys += [f"'offload.{kind}' '{tier}'" for kind in moved]
-            forecast = self._under(stage, tier, moved) if keys else None
-            if forecast is not None:
-                yield keys, forecast
+            estimate = self._under(stage, tier, moved) if keys else None
+            if estimate is not None:
+                yield keys, estimate
 
-    def _under(self, stage: int, tier: Tier, kinds: Sequence[str]) -> Forecast | None:
-        """The forecast with ``kinds`` in ``tier``; None if no configuration says so."""
+    def _under(self, stage: int, tier: Tier, kinds: Sequence[str]) -> MemoryEstimate | None:
+        """Return the estimate with ``kinds`` in ``tier``; None if there is no such configuration."""
         changes: dict[str, Any] = dict.fromkeys(kinds, tier)
         if tier == "nvme":
             changes["nvme_paths"] = self.config.offload.nvme_paths or ("/",)
@@ -170,48 +174,55 @@ class Forecast:
             return None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return Forecast(*self._subject, config, self.collectives, self.device)
+            return MemoryEstimate(*self._subject, config, self.collectives, self.device)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Around the allocation of all state; a collective. ``torch.OutOfMemoryError`` says what was planned,
-        on all ranks and before anything is sharded if any rank has not that much. The CPU's memory is not
-        watched."""
+        """Return a context for the allocation of all state; a collective. The CPU's memory is not checked.
+
+        Raises:
+            torch.OutOfMemoryError: The message has the plan. It is raised on all ranks before anything is
+                sharded if any has too little memory.
+        """
         if self.device.type == "cpu":
             yield
             return
-        room = _room_on(self.device) + self._replaced_bytes()
+        free_bytes = _free_bytes_on(self.device) + self._replaced_bytes()
         try:
-            together(self.collectives, lambda: self._check(room), "placing the model", "Nothing was sharded.")
-        except FailedTogether as error:
+            raise_on_all_ranks(
+                self.collectives, lambda: self._check(free_bytes), "placing the model", "Nothing was sharded."
+            )
+        except CollectiveError as error:
             raise torch.OutOfMemoryError(str(error)) from error
         try:
             yield
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
-                f"prepare ran out of memory: {self.told(room)}. The model is sharded in part: build it "
-                f"again. ({error})"
+                f"prepare ran out of memory: {self.message(free_bytes)}. The model is sharded in part: build "
+                f"it again. ({error})"
             ) from error
 
-    def _check(self, room: int) -> None:
-        if sum(self.held()["device"].values()) > room:
-            raise torch.OutOfMemoryError(self.told(room))
+    def _check(self, free_bytes: int) -> None:
+        if sum(self.bytes_by_tier()["device"].values()) > free_bytes:
+            raise torch.OutOfMemoryError(self.message(free_bytes))
 
     def _replaced_bytes(self) -> int:
-        """What the parameters take of the device now, and leave to their units."""
+        """Return the bytes of the device that the parameters use now, and their units will use."""
         members = [item.parameter for plan in self.plans for item in plan.members]
-        shards = {id(born.home): born.home for each in members if (born := born_shard(each)) is not None}
+        shards = {
+            id(found.storage): found.storage for each in members if (found := presharded_of(each)) is not None
+        }
         shard_bytes = sum(
-            home.numel * home.dtype.itemsize
-            for home in shards.values()
-            if isinstance(home, MemoryHome) and home.tier == "device"
+            shard.numel * shard.dtype.itemsize
+            for shard in shards.values()
+            if isinstance(shard, MemoryShard) and shard.tier == "device"
         )
-        whole = (each for each in members if each.device == self.device and born_shard(each) is None)
-        return shard_bytes + sum(each.untyped_storage().nbytes() for each in whole)
+        ordinary = (each for each in members if each.device == self.device and presharded_of(each) is None)
+        return shard_bytes + sum(each.untyped_storage().nbytes() for each in ordinary)
 
 
-def _room_on(device: torch.device) -> int:
-    """Bytes that this process can still allocate there, those that the allocator keeps for it included."""
+def _free_bytes_on(device: torch.device) -> int:
+    """Return the bytes that this process can still allocate, including those that the allocator caches."""
     free, total = torch.accelerator.get_memory_info(device)
     allocated = torch.accelerator.memory_allocated(device)
     return min(free + torch.accelerator.memory_reserved(device), total) - allocated

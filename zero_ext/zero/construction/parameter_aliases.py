@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from zero_ext.zero.construction.grouping import Owned
-from zero_ext.zero.units.presharded import born_shard
+from zero_ext.zero.construction.grouping import OwnedParameter
+from zero_ext.zero.units.presharded import presharded_of
 from zero_ext.zero.units.released_params import (
-    Extent,
     GatheredParameter,
     ReleasedView,
+    ViewSpec,
     origin,
     view_of_released,
 )
-
-if TYPE_CHECKING:
-    from zero_ext.zero.engine import Engine
-
+from zero_ext.zero.units.unit import Unit
 
 _WITH_MEMORY = (torch.Tensor, nn.Parameter, GatheredParameter)
 
@@ -31,7 +28,7 @@ class Alias(NamedTuple):
     module: nn.Module
     attribute: str
     parameter: nn.Parameter
-    extent: Extent  # offset from the parameter's first element
+    view_spec: ViewSpec  # offset from the parameter's first element
 
 
 class Memory(NamedTuple):
@@ -66,16 +63,16 @@ def two_over_one_memory(first: str, second: str) -> ValueError:
     )
 
 
-def find_aliases(model: nn.Module, owned: Sequence[Owned]) -> list[Alias]:
+def find_aliases(model: nn.Module, owned: Sequence[OwnedParameter]) -> list[Alias]:
     """Return the attributes of modules that share memory with a parameter.
 
     Raises:
         ValueError: Two parameters, or a parameter and a buffer or an item of a container, share memory: once
             sharded they would drift apart.
     """
-    by_storage: dict[int, list[tuple[Memory, Owned]]] = {}
+    by_storage: dict[int, list[tuple[Memory, OwnedParameter]]] = {}
     for item in owned:
-        memory = memory_of(item.parameter) if born_shard(item.parameter) is None else None
+        memory = memory_of(item.parameter) if presharded_of(item.parameter) is None else None
         if memory is None:
             continue
         for other, earlier in by_storage.get(memory.storage, ()):
@@ -84,10 +81,10 @@ def find_aliases(model: nn.Module, owned: Sequence[Owned]) -> list[Alias]:
         by_storage.setdefault(memory.storage, []).append((memory, item))
     found: list[Alias] = []
     for prefix, module in model.named_modules():
-        for attribute, tensor, fixed in _kept_tensors(module):
+        for attribute, tensor, fixed in _attribute_tensors(module):
             if isinstance(tensor, ReleasedView) and not fixed:
-                parameter, part = origin(tensor)
-                found += [Alias(module, attribute, parameter, part)] if part is not None else []
+                parameter, view_spec = origin(tensor)
+                found += [Alias(module, attribute, parameter, view_spec)] if view_spec is not None else []
                 continue
             memory = memory_of(tensor)
             for other, item in by_storage.get(memory.storage, ()) if memory is not None else ():
@@ -102,12 +99,14 @@ def find_aliases(model: nn.Module, owned: Sequence[Owned]) -> list[Alias]:
                         "own, as sharded they would drift apart. Give it a copy (.detach().clone()), or read "
                         "the parameter where it is used."
                     )
-                extent = Extent.of(tensor)._replace(offset=(memory.begin - other.begin) // tensor.itemsize)
-                found.append(Alias(module, attribute, item.parameter, extent))
+                view_spec = ViewSpec.of(tensor)._replace(
+                    offset=(memory.begin - other.begin) // tensor.itemsize
+                )
+                found.append(Alias(module, attribute, item.parameter, view_spec))
     return found
 
 
-def _kept_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def _attribute_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Buffers and other tensors of a module by name, and whether they cannot be exchanged for a view."""
     for name, buffer in module._buffers.items():
         if buffer is not None:
@@ -123,15 +122,15 @@ def _kept_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]
                     yield f"{name}[{key!r}]", item, True
 
 
-def renew(aliases: Iterable[Alias], engine: Engine) -> None:
+def renew(aliases: Iterable[Alias], index: Mapping[nn.Parameter, tuple[Unit, int]]) -> None:
     """Make each attribute a view of its parameter's new memory, fetched when it is used where that is
     sharded."""
-    for module, attribute, parameter, extent in aliases:
-        unit, number = engine.index[parameter]
-        extent = extent._replace(dtype=unit.layout.dtype)
+    for module, attribute, parameter, view_spec in aliases:
+        unit, number = index[parameter]
+        view_spec = view_spec._replace(dtype=unit.layout.dtype)
         if unit.placement.params:
-            view: torch.Tensor = view_of_released(parameter, extent)
+            view: torch.Tensor = view_of_released(parameter, view_spec)
         else:
-            extent = extent._replace(offset=extent.offset + unit.layout.offsets[number])
-            view = extent.in_memory_of(unit.flat)
+            view_spec = view_spec._replace(offset=view_spec.offset + unit.layout.offsets[number])
+            view = view_spec.view_into(unit.flat)
         setattr(module, attribute, view)

@@ -13,8 +13,8 @@ import torch
 from zero_ext.comm import Collectives
 from zero_ext.config import ZeroConfig
 from zero_ext.config.schema.config_errors import shortened
-from zero_ext.zero.construction.grouping import Owned
-from zero_ext.zero.units.expert_params import expert_ranks
+from zero_ext.zero.construction.grouping import OwnedParameter
+from zero_ext.zero.units.parameter_marks import expert_ranks
 from zero_ext.zero.units.quantized_params import packed_shapes
 
 _FIELD_BYTES = 256  # of a name or a value in an error
@@ -29,7 +29,7 @@ class Fact(NamedTuple):
 
 
 def check_agreement(
-    owned: Sequence[Owned],
+    owned: Sequence[OwnedParameter],
     config: ZeroConfig,
     collectives: Collectives,
     optimizer: torch.optim.Optimizer | None = None,
@@ -75,7 +75,7 @@ def _flattened(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, An
             yield path, value
 
 
-def _parameter_fact(number: int, item: Owned, group_of: Mapping[Any, int]) -> Fact:
+def _parameter_fact(number: int, item: OwnedParameter, group_of: Mapping[Any, int]) -> Fact:
     parameter = item.parameter
     value = [
         "an expert's" if expert_ranks(parameter) else item.spec.name,
@@ -132,8 +132,8 @@ def refuse_different_facts(collectives: Collectives, facts: Sequence[Fact], advi
     """
     own = torch.tensor([_digest(repr(fact)) for fact in facts], dtype=torch.int64, device="cpu")
     totals = _of_all_ranks(collectives, torch.tensor([_digest(repr(own.tolist())), len(own)], device="cpu"))
-    heard = totals[totals[:, 1] > 0]  # One rank that simulates the others hears nothing from them.
-    if bool((heard == heard[0]).all()):
+    received = totals[totals[:, 1] > 0]  # One rank that simulates the others receives nothing from them.
+    if bool((received == received[0]).all()):
         return
     wanted = own if collectives.rank == 0 else torch.empty(int(totals[0, 1]), dtype=torch.int64, device="cpu")
     collectives.broadcast_(wanted, 0, "agreement of the ranks, each fact")
@@ -163,7 +163,7 @@ def _field(text: str) -> bytes:
 
 
 def _fact_of(row: torch.Tensor) -> Fact:
-    return Fact(*(bytes(part.tolist()).rstrip(b"\0").decode() for part in row.chunk(2)))
+    return Fact(*(bytes(field.tolist()).rstrip(b"\0").decode() for field in row.chunk(2)))
 
 
 def _of_all_ranks(collectives: Collectives, own: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""``Init``: models that are sharded while they are built, so that no rank ever holds one whole."""
+"""``Init``: models that are sharded while they are built, so that no rank ever holds a full one."""
 
 from __future__ import annotations
 
@@ -20,42 +20,45 @@ from torch.overrides import TorchFunctionMode
 from zero_ext.comm import Collectives
 from zero_ext.comm.process_group import join_world, make_collectives
 from zero_ext.config import ZeroConfig, load_config
-from zero_ext.offload import Birthplace
-from zero_ext.zero.construction.build_units import accelerator_or_cpu
-from zero_ext.zero.construction.materialize import materialise
+from zero_ext.offload import InitStorage
+from zero_ext.zero.construction.build_units import accelerator_or_cpu, trim_heap
+from zero_ext.zero.construction.materialize import materialize
 from zero_ext.zero.construction.parameter_aliases import memory_of, two_over_one_memory
-from zero_ext.zero.memory.trim_heap import trim_heap
-from zero_ext.zero.units.collective_errors import together
-from zero_ext.zero.units.deferred_errors import Postponed
-from zero_ext.zero.units.presharded import REBUILD, born_shard, full_value, leave_init, shard_at_birth
+from zero_ext.zero.units.collective_errors import DeferredError, raise_on_all_ranks
+from zero_ext.zero.units.presharded import (
+    REBUILD,
+    leave_init,
+    presharded_of,
+    shard_on_init,
+    unshard_presharded,
+)
 from zero_ext.zero.units.released_params import METADATA, function_name
 
-WHOLE_ELEMENTS_LIMIT = 8 * 1024 * 1024
+UNSHARDED_ELEMENTS_LIMIT = 8 * 1024 * 1024
 
 
 class Init:
-    """``with zero_ext.Init(config): model = Model(...)`` builds ``Model`` born sharded; a collective.
+    """``with zero_ext.Init(config): model = Model(...)`` shards ``Model`` while it is built; a collective.
 
-    Each parameter is made whole, initialised as always and then cut into shards, one after another, so the
-    same seed on every rank gives the same weights as plain construction, bit for bit, at every world size.
-    Code that initialises parameters again later (``module.apply(init)``) sees them whole. Whole at any time
-    are the parameters that one torch function reads, those of which views are alive, and the newest up to
-    8 Mi elements.
+    Each parameter is created in full, initialized as usual and then sharded, one after another. The same seed
+    on every rank gives the same weights as plain construction, bit for bit, at every world size. Code that
+    initializes parameters again later (``module.apply(init)``) sees full values. Unsharded at a time are the
+    parameters that one torch function reads, those with live views, and the newest up to 8 Mi elements.
 
-    Parameters made on the meta device are materialised at the end by their modules' ``reset_parameters``,
+    Parameters made on the meta device are materialized at the end by their modules' ``reset_parameters``,
     in the order in which construction would have called them; one without any raises ``ValueError`` naming
     its module. The weights are those of plain construction unless that draws more than its modules'
     ``reset_parameters`` do (a weight made and then replaced by a tied one, layers made by deepcopy). Some
     become new parameter objects: build the optimizer after the block.
 
-    Shards go to the tier that ``config`` names for parameters: to NVMe as soon as they are cut, into a store
-    of the model's own, whose files ``prepare`` reads once and removes. They are removed as well if the block
-    raises, and after a crash when the next run opens the path.
+    Shards are stored in the tier that ``config`` names for parameters. On NVMe that is a store of the model's
+    own, whose files ``prepare`` reads once and removes. They are also removed if the block raises, and after
+    a crash when the next run opens the path.
 
     Nothing is sharded if the configured stage is not 3 (parameters are then ordinary ones of the device that
     they are built on), or on one rank without an accelerator that keeps them on the device. Shards of the
-    device tier wait in host memory for :func:`zero_ext.prepare`, which moves them to the accelerator.
-    Between the block and prepare, which wants the same ``process_group``, the parameters are NaN
+    device tier stay in host memory until :func:`zero_ext.prepare` moves them to the accelerator. It expects
+    the same ``process_group``. Between the block and prepare the parameters are NaN
     placeholders. Raises ``RuntimeError`` on all ranks if storage fails on any.
     """
 
@@ -69,10 +72,12 @@ class Init:
         with torch.device("cpu"):
             join_world(settings.timeout_seconds)
             collectives = make_collectives(process_group, settings.timeout_seconds)
-        # On an accelerator a single rank's parameters too have yet to get to their place.
+        # On an accelerator a single rank's parameters have to be moved as well.
         moving = settings.offload.params != "device" or accelerator_or_cpu().type != "cpu"
         sharding = collectives.world_size > 1 or moving
-        self._births = _Births(collectives, settings) if sharding and settings.stage == 3 else None
+        self._parameters = (
+            _InitParameters(collectives, settings) if sharding and settings.stage == 3 else None
+        )
         self._modules: dict[nn.Module, None] = {}
         self._entered: contextlib.ExitStack | None = None
 
@@ -86,9 +91,9 @@ class Init:
                 (registration.register_module_module_registration_hook, self._on_module),
             ):
                 stack.callback(register(hook).remove)
-            if self._births is not None:
-                self._births.open()
-                stack.enter_context(_WholeOnTouch(self._births))
+            if self._parameters is not None:
+                self._parameters.open()
+                stack.enter_context(_UnshardOnUse(self._parameters))
             self._entered = stack.pop_all()
         return self
 
@@ -106,11 +111,11 @@ class Init:
         try:
             with entered, torch.device("cpu"):
                 if kind is None:
-                    materialise(modules)
-            if self._births is not None and kind is None:
+                    materialize(modules)
+            if self._parameters is not None and kind is None:
                 with torch._C.DisableTorchFunction():
-                    self._births.refuse_aliases(modules)
-                    self._births.shard_all()
+                    self._parameters.refuse_aliases(modules)
+                    self._parameters.shard_all()
                 for module in modules:
                     for parameter in module._parameters.values():
                         if parameter is not None:
@@ -118,12 +123,12 @@ class Init:
             complete = kind is None
         finally:
             self._modules.clear()
-            if self._births is not None:
-                self._births.forget(complete)
+            if self._parameters is not None:
+                self._parameters.clear(complete)
 
     def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         self._modules[module] = None
-        self._born(() if parameter is None else (parameter,))
+        self._add(() if parameter is None else (parameter,))
 
     def _on_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
         self._modules[module] = None
@@ -133,56 +138,58 @@ class Init:
         if child is not None:
             # Copies (deepcopy, a moved submodule) come with parameters that were never registered.
             self._modules.update(dict.fromkeys(child.modules()))
-            self._born(child.parameters())
+            self._add(child.parameters())
 
-    def _born(self, parameters: Iterable[nn.Parameter]) -> None:
-        if self._births is None:
+    def _add(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self._parameters is None:
             return
         # Registration runs under the mode below, which must not take sharding itself for a use.
         with torch._C.DisableTorchFunction():
             for parameter in parameters:
                 if not is_lazy(parameter) and parameter.device.type == "cpu":
-                    self._births.add(parameter)
+                    self._parameters.add(parameter)
 
 
-class _Births:
-    """Parameters that are whole for now, oldest first; the oldest are sharded when too many are."""
+class _InitParameters:
+    """Unsharded parameters of an ``Init``, oldest first. The oldest are sharded when there are too many."""
 
     def __init__(self, collectives: Collectives, settings: ZeroConfig) -> None:
         self._collectives = collectives
         self._settings = settings
-        self._place: Birthplace | None = None
-        self._failures = Postponed()
-        self._whole: OrderedDict[int, tuple[nn.Parameter, int]] = OrderedDict()
-        self._elements = 0  # of all that are whole, as they were when they became so
-        self._cut_elements = 0  # since freed memory was given back
+        self._storage: InitStorage | None = None
+        self._deferred = DeferredError()
+        self._unsharded: OrderedDict[int, tuple[nn.Parameter, int]] = OrderedDict()
+        self._elements = 0  # of all unsharded ones, as they were when they were added
+        self._cut_elements = 0  # since freed memory was returned to the system
         self._by_placeholder: dict[int, weakref.ref[nn.Parameter]] = {}
         self._by_storage: dict[int, weakref.ref[nn.Parameter]] = {}
         self._aliases: list[tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Parameter]]] = []
 
     def open(self) -> None:
-        """Makes the place where shards go; a collective where that is storage."""
+        """Create the storage of shards; a collective if that is NVMe."""
 
-        def make() -> Birthplace:
-            return Birthplace(self._settings.offload, self._settings.aio)
+        def make() -> InitStorage:
+            return InitStorage(self._settings.offload, self._settings.aio)
 
-        self._failures = Postponed()
+        self._deferred = DeferredError()
         stored = self._settings.offload.params == "nvme"
-        self._place = together(self._collectives, make, "setting up storage on NVMe") if stored else make()
+        self._storage = (
+            raise_on_all_ranks(self._collectives, make, "setting up storage on NVMe") if stored else make()
+        )
 
     def add(self, parameter: nn.Parameter) -> None:
-        """``parameter`` was made."""
+        """Add the new ``parameter``."""
         # nn.Parameter(other_parameter) shares the other's memory and is no torch function.
         reference = self._by_placeholder.get(parameter.data_ptr()) if parameter.numel() else None
         origin = reference() if reference is not None else None
         if origin is not None and origin is not parameter:
-            born = born_shard(origin)
-            if born is not None and born.placeholder.data_ptr() == parameter.data_ptr():
-                self.touch([origin])
+            presharded = presharded_of(origin)
+            if presharded is not None and presharded.placeholder.data_ptr() == parameter.data_ptr():
+                self.unshard([origin])
                 parameter.data = origin.data
-        if id(parameter) not in self._whole and born_shard(parameter) is None:
+        if id(parameter) not in self._unsharded and presharded_of(parameter) is None:
             self._note_alias(parameter)
-            self._keep(parameter)
+            self._add_unsharded(parameter)
             self._shard_oldest(1)
 
     def _note_alias(self, parameter: nn.Parameter) -> None:
@@ -209,66 +216,66 @@ class _Births:
             if first is not None and second is not None:
                 raise two_over_one_memory(first, second)
 
-    def touch(self, parameters: Sequence[nn.Parameter]) -> None:
-        """``parameters`` are about to be read or written, together."""
+    def unshard(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Unshard ``parameters``, which one function is about to read or write."""
         if not parameters:
             return
         for parameter in parameters:
-            if born_shard(parameter) is not None:
-                parameter.data = full_value(parameter, self._collectives)
-                self._keep(parameter)
-            elif id(parameter) in self._whole:
-                self._whole.move_to_end(id(parameter))
+            if presharded_of(parameter) is not None:
+                parameter.data = unshard_presharded(parameter, self._collectives)
+                self._add_unsharded(parameter)
+            elif id(parameter) in self._unsharded:
+                self._unsharded.move_to_end(id(parameter))
         self._shard_oldest(len(parameters))
 
     def shard_all(self) -> None:
-        """Cuts everything that is still whole."""
-        for key in list(self._whole):
+        """Shard everything that is still unsharded."""
+        for key in list(self._unsharded):
             self._shard(key)
-        self._settle()
+        self._raise_deferred()
 
-    def forget(self, complete: bool) -> None:
-        """Leaves what is whole as it is. Unless the model is ``complete``, what is stored of it goes."""
-        self._whole.clear()
+    def clear(self, complete: bool) -> None:
+        """Leave unsharded parameters as they are. Remove stored shards unless the model is ``complete``."""
+        self._unsharded.clear()
         self._by_placeholder.clear()
         self._by_storage.clear()
         self._aliases.clear()
         self._elements = 0
-        # From here on the shards hold their place, which goes with the last of them.
-        place, self._place = self._place, None
-        self._failures = Postponed()
-        if place is not None and not complete:
-            place.close()
+        # From here on the shards keep the storage alive, which is freed with the last of them.
+        storage, self._storage = self._storage, None
+        self._deferred = DeferredError()
+        if storage is not None and not complete:
+            storage.close()
 
-    def _settle(self) -> None:
+    def _raise_deferred(self) -> None:
         if self._settings.offload.params == "nvme":
-            self._failures.settle(self._collectives, "storing a parameter of zero_ext.Init", REBUILD)
+            self._deferred.raise_deferred(self._collectives, "storing a parameter of zero_ext.Init", REBUILD)
 
-    def _keep(self, parameter: nn.Parameter) -> None:
-        _, before = self._whole.pop(id(parameter), (parameter, 0))
-        self._whole[id(parameter)] = parameter, parameter.numel()
+    def _add_unsharded(self, parameter: nn.Parameter) -> None:
+        _, before = self._unsharded.pop(id(parameter), (parameter, 0))
+        self._unsharded[id(parameter)] = parameter, parameter.numel()
         self._elements += parameter.numel() - before
 
     def _shard_oldest(self, spared: int) -> None:
-        if self._elements <= WHOLE_ELEMENTS_LIMIT:
+        if self._elements <= UNSHARDED_ELEMENTS_LIMIT:
             return
-        for key in list(self._whole)[: len(self._whole) - spared]:
+        for key in list(self._unsharded)[: len(self._unsharded) - spared]:
             # What is written through a view would be lost: weight.data[padding] = 0, in several statements.
-            if not _has_views(self._whole[key][0]):
+            if not _has_views(self._unsharded[key][0]):
                 self._shard(key)
-            if self._elements <= WHOLE_ELEMENTS_LIMIT:
+            if self._elements <= UNSHARDED_ELEMENTS_LIMIT:
                 return
 
     def _shard(self, key: int) -> None:
-        parameter, elements = self._whole.pop(key)
+        parameter, elements = self._unsharded.pop(key)
         self._elements -= elements
         self._cut_elements += elements
-        if born_shard(parameter) is None and self._place is not None:
-            shard_at_birth(parameter, self._collectives, self._place, self._failures)
+        if presharded_of(parameter) is None and self._storage is not None:
+            shard_on_init(parameter, self._collectives, self._storage, self._deferred)
             if self._collectives.world_size == 1:
-                self._settle()
+                self._raise_deferred()
             self._by_placeholder[parameter.data_ptr()] = weakref.ref(parameter)
-        if self._cut_elements > WHOLE_ELEMENTS_LIMIT:
+        if self._cut_elements > UNSHARDED_ELEMENTS_LIMIT:
             self._cut_elements = 0
             trim_heap()
 
@@ -279,12 +286,12 @@ def _has_views(parameter: nn.Parameter) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) > 2
 
 
-class _WholeOnTouch(TorchFunctionMode):
-    """Makes parameters whole before any torch function sees them, but for pure questions of metadata."""
+class _UnshardOnUse(TorchFunctionMode):
+    """Unshards parameters before any torch function uses them, except for metadata."""
 
-    def __init__(self, births: _Births) -> None:
+    def __init__(self, births: _InitParameters) -> None:
         super().__init__()
-        self._births = births
+        self._parameters = births
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -296,5 +303,5 @@ class _WholeOnTouch(TorchFunctionMode):
                     if isinstance(item, nn.Parameter):
                         found[id(item)] = item
             with torch._C.DisableTorchFunction():
-                self._births.touch(list(found.values()))
+                self._parameters.unshard(list(found.values()))
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Where in the pool each demand lies: exact extents, side by side where they are needed at the same time."""
+"""Offsets in the pool for each demand, so that demands that overlap in time never overlap in memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from zero_ext.config.buffer_sizes import extent_bytes
 
-# What a unit takes memory for: its whole parameters, the messages that they are gathered in, its unreduced
-# gradient, and while that is reduced the shard on its way to another tier, a copy in the precision of the
-# wire, or messages, and what the other ranks sent.
-# Pieces of gradients on NVMe that others are added to belong to no unit.
-Purpose = Literal["parameters", "messages", "gradient", "landing", "wire", "received", "pieces"]
+# What a unit uses memory for: its full parameters, the payload in which quantized ones are gathered, its
+# unreduced gradient, and during the reduction the shard that is copied to another tier ("staging"), the data
+# sent, in the communication dtype or quantized, and the data received from other ranks.
+# Chunks of gradients on NVMe that others are added to belong to no unit.
+Purpose = Literal["parameters", "payload", "gradient", "staging", "sent", "received", "chunks"]
 Key = tuple[str, Purpose]  # the unit's name, or an empty one
 
 
@@ -44,18 +44,18 @@ class Demand:
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """Bytes of the pool, and the places of each demand in it: one offset for each of its ``count``."""
+    """Bytes of the pool, and the offsets of each demand in it: one for each of its ``count``."""
 
     nbytes: int
-    places: Mapping[Key, range]
+    offsets: Mapping[Key, range]
 
 
 def plan_pool(demands: Sequence[Demand]) -> PoolPlan:
-    """A place for every demand, none of which meet in time and overlap in memory.
+    """Plan offsets such that demands that overlap in time do not overlap in memory.
 
-    To lay them out in the least memory is NP-hard. Three orders are tried, each demand taking the lowest
-    place that is left: by size, by size times duration, by time; the last also with equal slots. The smallest
-    pool counts.
+    The layout of least memory is NP-hard. Three orders are tried, and each demand gets the lowest free
+    offset: by size, by size times duration, and by time, the last also with equal slots. The smallest pool is
+    returned.
     """
     orders: tuple[Callable[[Demand], Any], ...] = (
         lambda demand: (-demand.extent, demand.when),
@@ -69,7 +69,7 @@ def plan_pool(demands: Sequence[Demand]) -> PoolPlan:
 
 
 def _laid_out(demands: Sequence[Demand], slot: int = 0) -> PoolPlan:
-    """The demands in places of at least ``slot`` bytes."""
+    """Lay out the demands one after another in slots of at least ``slot`` bytes."""
     placed: list[tuple[int, int, Demand]] = []  # begin, end
     for demand in demands:
         offset, size = 0, max(demand.extent, slot)
@@ -79,8 +79,8 @@ def _laid_out(demands: Sequence[Demand], slot: int = 0) -> PoolPlan:
                 break
             offset = max(offset, end)
         placed.append((offset, offset + size, demand))
-    places = {
+    offsets = {
         demand.key: range(begin, begin + demand.extent, extent_bytes(demand.nbytes))
         for begin, _, demand in placed
     }
-    return PoolPlan(max((begin + demand.extent for begin, _, demand in placed), default=0), places)
+    return PoolPlan(max((begin + demand.extent for begin, _, demand in placed), default=0), offsets)

@@ -1,7 +1,7 @@
-"""A step's demands on the pool, replayed before there is one: who needs how much of it, and when.
+"""Replay of a step that finds its demands on the pool: how many bytes each unit needs, and when.
 
-The replay does what ``residency.py``, ``gradients.py`` and ``reducer.py`` do, for a model that uses its
-parameters in the order of their registration, block by block; inside a block gradients may come in any order.
+The replay does what ``prefetcher.py``, ``accumulator.py`` and ``reducer.py`` do, for a model that uses its
+parameters in the order of their registration, block by block. Inside a block gradients may come in any order.
 """
 
 from __future__ import annotations
@@ -11,41 +11,53 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zero_ext.config import ZeroConfig
-from zero_ext.config.buffer_sizes import BYTES_OF_DTYPE, PIECE_ELEMENTS
-from zero_ext.config.overlap_limits import HOMES_UNDER_WAY, READS_AHEAD, REDUCTIONS_IN_FLIGHT, WRITES_BEHIND
-from zero_ext.config.quantization_blocks import message_bytes
+from zero_ext.config.buffer_sizes import BYTES_OF_DTYPE, GRADIENT_CHUNK_ELEMENTS
+from zero_ext.config.overlap_limits import (
+    READS_AHEAD,
+    REDUCTIONS_IN_FLIGHT,
+    SHARD_TRANSFERS_IN_FLIGHT,
+    WRITES_BEHIND,
+)
+from zero_ext.config.quantization_blocks import payload_bytes
 from zero_ext.config.sections.communication import CODE_BITS, CodeDtype
-from zero_ext.config.state_placement import Placement
+from zero_ext.config.state_placement import StatePlacement
 from zero_ext.zero.memory.pool_plan import Demand, Key, Purpose
 
-# Of gradients on NVMe at once: read ahead for reductions under way, written behind for those that have ended,
-# one that is read, one that it is added to.
-_PIECES = READS_AHEAD * REDUCTIONS_IN_FLIGHT + WRITES_BEHIND * (HOMES_UNDER_WAY + 1) + 2
-_ON_THE_WAY: tuple[Purpose, ...] = ("received", "wire")
-_ANY_PIECES: Key = ("", "pieces")
+# Chunks of gradients on NVMe in memory at a time: read ahead for running reductions, written behind for those
+# that have ended, one that is read, and one that it is added to.
+_CHUNKS = READS_AHEAD * REDUCTIONS_IN_FLIGHT + WRITES_BEHIND * (SHARD_TRANSFERS_IN_FLIGHT + 1) + 2
+_REDUCING: tuple[Purpose, ...] = ("received", "sent")
+_ANY_CHUNKS: Key = ("", "chunks")
 
 
 @dataclass(frozen=True, eq=False)
-class StagedUnit:
-    """What a unit means to staging: ``numel`` elements with padding, of ``itemsize`` bytes, in as many shards
-    as there are ranks. Parameters are numbered in the order of registration.
+class UnitUsage:
+    """Sizes of a unit and when a step uses it. Parameters are numbered in the order of registration.
 
-    ``gathered`` are the first and the last of the parameters that the module holds which needs the unit: it
-    is gathered from the one to the other, in backward if that ``rereads`` it. Its own gradients come in
-    backward from the parameter ``comes`` on, the last of them while backward is at ``completes`` (first and
-    last); None where it has none. As many groups of ranks as ``replicas`` have all shards; only what
-    ``is_float`` is gathered in codes. ``shared_bytes`` are those of parameters that several modules share,
-    ``largest_bytes`` those of its largest parameter.
+    Attributes:
+        name: Name of the unit.
+        numel: Elements, padding included.
+        itemsize: Bytes of an element.
+        world_size: Ranks, and so shards.
+        placement: Which of its state is sharded, and the tiers.
+        gathered: First and last parameter of the module that needs the unit, which is gathered meanwhile.
+        grads_start: Parameter from which on its gradients are computed in backward.
+        grads_end: First and last parameter at which its last gradient may be computed; None without any.
+        replicas: Groups of ranks that each have all shards.
+        is_float: Only such units are gathered in quantized form.
+        rereads: Whether backward gathers it again.
+        shared_bytes: Bytes of parameters that several modules share.
+        largest_bytes: Bytes of its largest parameter.
     """
 
     name: str
     numel: int
     itemsize: int
     world_size: int
-    placement: Placement
+    placement: StatePlacement
     gathered: tuple[int, int]
-    comes: int
-    completes: tuple[int, int] | None
+    grads_start: int
+    grads_end: tuple[int, int] | None
     replicas: int = 1
     is_float: bool = True
     rereads: bool = True
@@ -59,28 +71,29 @@ class StagedUnit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole flat buffer."""
+        """Bytes of the full flat buffer."""
         return self.numel * self.itemsize
 
-    def messages_bytes(self, codes: CodeDtype) -> int:
-        """Bytes of all shards in ``codes``."""
-        return self.world_size * message_bytes(self.shard_numel, CODE_BITS[codes])
+    def payload_bytes(self, codes: CodeDtype) -> int:
+        """Return the bytes of all shards quantized to ``codes``."""
+        return self.world_size * payload_bytes(self.shard_numel, CODE_BITS[codes])
 
 
-def demands_of_a_step(units: Sequence[StagedUnit], config: ZeroConfig, used_up: bool = False) -> list[Demand]:
-    """What one forward and backward pass takes from the pool; ``used_up``: each unit's gradient ends with its
-    update in backward.
+def demands_of_a_step(units: Sequence[UnitUsage], config: ZeroConfig, used_up: bool = False) -> list[Demand]:
+    """Return the demands of one forward and backward pass on the pool.
 
-    - Forward, and backward in reverse: a unit is gathered while the module that needs it runs, and ahead of
-      it the next one (two where shards come from storage) and as many more as ``units.prefetch_elements`` and
-      ``units.live_elements`` allow. What backward needs first stays from forward on, and what
-      ``units.reuse_elements`` allows.
-    - Parameters that travel in codes have those of all shards beside them until they are needed.
-    - A sharded gradient is whole from the block of the unit's last parameter to the end of its reduction.
-    - A reduction takes the other ranks' shards, and where they differ a copy in the precision of the wire, or
-      twice the codes of all shards, and the shard on its way to another tier, or to an update in backward.
-      Two are under way at once, while further gradients come; two more that have ended may be on their way
-      to NVMe. Where gradients add up there, pieces of them come back.
+    ``used_up``: each unit's gradient ends with its update in backward.
+
+    - Forward, and backward in reverse: a unit is gathered while the module that needs it runs. The next one
+      (two where shards are on NVMe) is gathered ahead, and as many more as ``units.prefetch_elements`` and
+      ``units.max_live_elements`` allow. Units that backward needs first stay gathered after forward, and
+      those that ``units.reuse_elements`` allows.
+    - Quantized parameters need a payload with all shards until they are used.
+    - A sharded gradient is full from the block of the unit's last parameter to the end of its reduction.
+    - A reduction needs the other ranks' shards, a copy in the communication dtype if that differs or twice
+      the quantized payload, and the shard that is copied to another tier or used by an update in backward.
+      Two reductions run simultaneously while further gradients are computed. Two more that have ended may
+      still be written to NVMe. Where gradients add up there, chunks of them are read back.
     - Forward without autograd: after the last unit the first ones are gathered ahead, for the next call.
     """
     replay = _Replay(units, config, used_up)
@@ -103,102 +116,102 @@ def is_reused(unit: object, expected: Iterable[tuple[object, int]], most: int) -
     return False
 
 
-def gathered_once(units: Sequence[StagedUnit], config: ZeroConfig) -> list[StagedUnit]:
-    """The sharded ones that a step gathers for forward alone: backward finds them there, or needs none."""
+def gathered_once(units: Sequence[UnitUsage], config: ZeroConfig) -> list[UnitUsage]:
+    """Return the sharded units that a step gathers for forward alone, as backward reuses or needs none."""
     replay = _Replay(units, config, used_up=False)
     replay.forward(repeats=False)
     return [unit for unit in units if unit.placement.params and not (unit.rereads and replay.needs(unit))]
 
 
 class _Replay:
-    def __init__(self, units: Sequence[StagedUnit], config: ZeroConfig, used_up: bool) -> None:
+    def __init__(self, units: Sequence[UnitUsage], config: ZeroConfig, used_up: bool) -> None:
         self._units = units
         self._sharded = [unit for unit in units if unit.placement.params]
         self._prefetch = config.units.prefetch_elements
-        self._live_limit = config.units.live_elements
+        self._live_limit = config.units.max_live_elements
         self._reuse_limit = config.units.reuse_elements
         self._accumulates = config.batch.gradient_accumulation_steps > 1
         self._sum_bytes = BYTES_OF_DTYPE[config.precision.grad_accum_dtype]
-        wire = config.precision.communication_dtype
+        sent = config.precision.communication_dtype
         self._used_up = used_up
-        self._wire_bytes = BYTES_OF_DTYPE[wire] if wire is not None else None
+        self._sent_bytes = BYTES_OF_DTYPE[sent] if sent is not None else None
         self._communication = config.communication
         self._reduction = config.precision.reduction
-        self._gathered: list[StagedUnit] = []  # or on their way
-        self._in_use: set[StagedUnit] = set()
-        self._kept: set[StagedUnit] = set()  # from forward to backward, beside what is looked ahead at
-        self._flying: deque[StagedUnit] = deque()
-        self._moving: deque[StagedUnit] = deque()
+        self._gathered: list[UnitUsage] = []  # or being gathered
+        self._in_use: set[UnitUsage] = set()
+        self._reused: set[UnitUsage] = set()  # from forward to backward, in addition to the prefetch window
+        self._flying: deque[UnitUsage] = deque()
+        self._moving: deque[UnitUsage] = deque()
         self._now = 0
         self._open: dict[Key, int] = {}
         self._nbytes: dict[Key, int] = {}
         self._when: dict[Key, list[tuple[int, int]]] = defaultdict(list)
 
     def demands(self) -> list[Demand]:
-        """What was replayed so far."""
+        """Return the demands replayed so far."""
         return [
-            Demand(key, self._nbytes[key], tuple(when), _PIECES if key == _ANY_PIECES else 1)
+            Demand(key, self._nbytes[key], tuple(when), _CHUNKS if key == _ANY_CHUNKS else 1)
             for key, when in self._when.items()
         ]
 
-    def needs(self, unit: StagedUnit) -> bool:
-        """Whether ``unit`` is neither there nor on its way."""
+    def needs(self, unit: UnitUsage) -> bool:
+        """Return whether ``unit`` is neither gathered nor being gathered."""
         return unit not in self._gathered
 
     def forward(self, repeats: bool) -> None:
-        """Every unit in the order of need, the next ones ahead of it; around the end if the pass repeats,
-        else on into backward."""
+        """Gather every unit in the order of use, and the next ones ahead: from the first again if the pass
+        repeats, else on into backward."""
         order = sorted(self._sharded, key=lambda unit: (unit.gathered[0], -unit.gathered[1]))
-        for place, unit in enumerate(order):
-            around = order[:place] if repeats else []
+        for index, unit in enumerate(order):
+            around = order[:index] if repeats else []
             then = around if repeats else self._backward_order()
-            self._leave([*order[place:], *then], until=unit.gathered[0])
-            self._need(unit, [*order[place + 1 :], *around])
+            self._leave([*order[index:], *then], until=unit.gathered[0])
+            self._need(unit, [*order[index + 1 :], *around])
         self._leave([] if repeats else self._backward_order())
-        wanted = {*self._window(self._backward_order()), *(() if repeats else self._kept)}
+        wanted = {*self._window(self._backward_order()), *(() if repeats else self._reused)}
         self._release([unit for unit in self._gathered if unit not in wanted])
 
-    def _backward_order(self) -> list[StagedUnit]:
+    def _backward_order(self) -> list[UnitUsage]:
         rereads = [unit for unit in self._sharded if unit.rereads]
         return sorted(rereads, key=lambda unit: (-unit.gathered[1], unit.gathered[0]))
 
     def backward(self) -> None:
-        """The reverse, with gradients: parameter after parameter, from the last one on."""
+        """Replay backward with its gradients: parameter after parameter, from the last one on."""
         order = self._backward_order()
-        comes, early, complete = defaultdict(list), defaultdict(list), defaultdict(list)
+        grads_start, early, complete = defaultdict(list), defaultdict(list), defaultdict(list)
         for unit in self._units:
-            if unit.completes is not None:
-                first, last = unit.completes
-                comes[unit.comes].append(unit)
+            if unit.grads_end is not None:
+                first, last = unit.grads_end
+                grads_start[unit.grads_start].append(unit)
                 complete[first].append(unit)
-                if any(unit.completes == other.completes for other in self._units if other is not unit) or (
-                    unit.completes != unit.gathered
+                if any(unit.grads_end == other.grads_end for other in self._units if other is not unit) or (
+                    unit.grads_end != unit.gathered
                 ):
                     early[last].append(unit)
         needs = deque(enumerate(order, 1))
         for number in range(max((unit.gathered[1] for unit in self._units), default=-1), -1, -1):
             while needs and needs[0][1].gathered[1] == number:
-                place, unit = needs.popleft()
-                self._need(unit, order[place:])
-            for unit in comes[number]:
+                index, unit = needs.popleft()
+                self._need(unit, order[index:])
+            for unit in grads_start[number]:
                 if unit.placement.grads:
-                    self._take(unit, "gradient", unit.nbytes)
+                    self._acquire(unit, "gradient", unit.nbytes)
             for unit in early[number]:
-                self._take_scratch(unit)
+                self._acquire_scratch(unit)
             for unit in reversed(complete[number]):
                 self._reduce(unit)
             self._release([other for other in self._gathered if other.gathered[0] == number])
         while self._flying:
             self._finish_oldest()
         while self._moving:
-            self._settle_oldest()
-        self._close(_ANY_PIECES)
+            self._end_transfer()
+        self._close(_ANY_CHUNKS)
 
-    def _need(self, unit: StagedUnit, upcoming: Sequence[StagedUnit]) -> None:
+    def _need(self, unit: UnitUsage, upcoming: Sequence[UnitUsage]) -> None:
         self._in_use.add(unit)
-        self._kept.discard(unit)
+        self._reused.discard(unit)
         if unit in self._gathered:
-            self._give(unit, "messages")
+            self._free(unit, "payload")
         else:
             first, last = unit.gathered
             inner = [
@@ -209,18 +222,18 @@ class _Replay:
                     break
                 self._release([other])
             self._gather(unit)
-            self._give(unit, "messages")
+            self._free(unit, "payload")
         for later in self._window(upcoming):
             if later not in self._gathered:
                 if self._live() + later.numel > self._live_limit:
                     return
                 self._gather(later)
 
-    def _window(self, upcoming: Iterable[StagedUnit]) -> Iterator[StagedUnit]:
-        """What should be under way of the units expected next."""
-        ahead, seen = 0, set[StagedUnit]()
+    def _window(self, upcoming: Iterable[UnitUsage]) -> Iterator[UnitUsage]:
+        """Yield the units expected next that should be gathered already."""
+        ahead, seen = 0, set[UnitUsage]()
         for unit in upcoming if self._prefetch else ():
-            if unit in self._in_use or unit in seen or unit in self._kept:
+            if unit in self._in_use or unit in seen or unit in self._reused:
                 continue
             ahead += unit.numel
             least = 2 if unit.placement.params_tier == "nvme" else 1
@@ -229,9 +242,8 @@ class _Replay:
             seen.add(unit)
             yield unit
 
-    def _leave(self, upcoming: Sequence[StagedUnit], until: int | None = None) -> None:
-        """Modules before the parameter ``until``, or all, have run: their units go, unless one is needed
-        again next."""
+    def _leave(self, upcoming: Sequence[UnitUsage], until: int | None = None) -> None:
+        """Release the units of modules before the parameter ``until``, or of all, unless needed next."""
         in_use = [unit for unit in self._gathered if unit in self._in_use]
         ended = [unit for unit in in_use if until is None or unit.gathered[1] < until]
         for unit in sorted(ended, key=lambda unit: (unit.gathered[1], -unit.gathered[0])):
@@ -240,91 +252,91 @@ class _Replay:
                 stays = self._live() <= self._live_limit
             elif stays := is_reused(unit, ((other, other.numel) for other in upcoming), self._reuse_limit):
                 following = next((other for other in upcoming if other not in self._gathered), None)
-                room = 0 if following is None else following.numel
-                stays = self._live() + room <= self._live_limit
+                needed = 0 if following is None else following.numel
+                stays = self._live() + needed <= self._live_limit
                 if stays:
-                    self._kept.add(unit)
+                    self._reused.add(unit)
             if not stays:
                 self._release([unit])
 
-    def _gather(self, unit: StagedUnit) -> None:
+    def _gather(self, unit: UnitUsage) -> None:
         self._gathered.append(unit)
-        self._take(unit, "parameters", unit.nbytes)
+        self._acquire(unit, "parameters", unit.nbytes)
         codes = self._communication.quantized_weights
         if codes is not None and unit.is_float and unit.world_size > 1:
-            self._take(unit, "messages", unit.messages_bytes(codes))
+            self._acquire(unit, "payload", unit.payload_bytes(codes))
 
-    def _release(self, units: Iterable[StagedUnit]) -> None:
+    def _release(self, units: Iterable[UnitUsage]) -> None:
         for unit in units:
             self._gathered.remove(unit)
             self._in_use.discard(unit)
-            self._kept.discard(unit)
-            self._give(unit, "parameters")
-            self._give(unit, "messages")
+            self._reused.discard(unit)
+            self._free(unit, "parameters")
+            self._free(unit, "payload")
 
     def _live(self) -> int:
         return sum(unit.numel for unit in self._gathered)
 
-    def _reduce(self, unit: StagedUnit) -> None:
+    def _reduce(self, unit: UnitUsage) -> None:
         while len(self._flying) >= REDUCTIONS_IN_FLIGHT:
             self._finish_oldest()
         self._flying.append(unit)
-        self._take_scratch(unit)
+        self._acquire_scratch(unit)
         if unit.world_size == 1:
             self._finish_oldest()
 
-    def _take_scratch(self, unit: StagedUnit) -> None:
-        """What a reduction takes, unless the unit has it already."""
+    def _acquire_scratch(self, unit: UnitUsage) -> None:
+        """Acquire what a reduction needs, unless the unit has it already."""
         placement = unit.placement
         if self._accumulates and placement.grads and placement.grads_tier == "nvme":
             size = max(self._sum_bytes, unit.itemsize)
-            self._open_up(_ANY_PIECES, min(PIECE_ELEMENTS, unit.shard_numel) * size)
-        if unit.world_size == 1 or any((unit.name, purpose) in self._open for purpose in _ON_THE_WAY):
+            self._open_up(_ANY_CHUNKS, min(GRADIENT_CHUNK_ELEMENTS, unit.shard_numel) * size)
+        if unit.world_size == 1 or any((unit.name, purpose) in self._open for purpose in _REDUCING):
             return
         own = self._sum_bytes if self._accumulates else unit.itemsize
         local = unit.itemsize if placement.grads else own
-        wire = local if self._wire_bytes is None else self._wire_bytes
+        sent = local if self._sent_bytes is None else self._sent_bytes
         if placement.grads and (placement.grads_tier != "device" or self._used_up):
-            self._take(unit, "landing", unit.shard_numel * own)
+            self._acquire(unit, "staging", unit.shard_numel * own)
         codes = self._communication.quantized_gradients
         if codes is not None and placement.grads:
-            self._take(unit, "wire", unit.messages_bytes(codes))
-            self._take(unit, "received", unit.messages_bytes(codes))
+            self._acquire(unit, "sent", unit.payload_bytes(codes))
+            self._acquire(unit, "received", unit.payload_bytes(codes))
             return
         reduction = self._reduction if unit.replicas == 1 else "rank_order"
-        if wire != local or reduction == "node_order":
-            self._take(unit, "wire", unit.numel * wire)
+        if sent != local or reduction == "node_order":
+            self._acquire(unit, "sent", unit.numel * sent)
         if reduction == "node_order":
-            received = unit.numel * wire if wire > local else 0
+            received = unit.numel * sent if sent > local else 0
         elif reduction == "backend":
-            received = unit.shard_numel * wire
+            received = unit.shard_numel * sent
         else:
-            received = unit.shard_numel * (max(unit.world_size, unit.replicas) - 1) * wire
+            received = unit.shard_numel * (max(unit.world_size, unit.replicas) - 1) * sent
         if received:
-            self._take(unit, "received", received)
+            self._acquire(unit, "received", received)
 
     def _finish_oldest(self) -> None:
         unit = self._flying.popleft()
-        self._give(unit, "received")
-        self._give(unit, "wire")
+        self._free(unit, "received")
+        self._free(unit, "sent")
         self._moving.append(unit)
         stored = unit.placement.grads_tier == "nvme"
         if unit.world_size > 1 or not stored:
-            self._give(unit, "gradient")
+            self._free(unit, "gradient")
         if not stored:
-            self._give(unit, "landing")
-        while len(self._moving) > HOMES_UNDER_WAY:
-            self._settle_oldest()
+            self._free(unit, "staging")
+        while len(self._moving) > SHARD_TRANSFERS_IN_FLIGHT:
+            self._end_transfer()
 
-    def _settle_oldest(self) -> None:
+    def _end_transfer(self) -> None:
         unit = self._moving.popleft()
-        self._give(unit, "landing")
-        self._give(unit, "gradient")
+        self._free(unit, "staging")
+        self._free(unit, "gradient")
 
-    def _take(self, unit: StagedUnit, purpose: Purpose, nbytes: int) -> None:
+    def _acquire(self, unit: UnitUsage, purpose: Purpose, nbytes: int) -> None:
         self._open_up((unit.name, purpose), nbytes)
 
-    def _give(self, unit: StagedUnit, purpose: Purpose) -> None:
+    def _free(self, unit: UnitUsage, purpose: Purpose) -> None:
         self._close((unit.name, purpose))
 
     def _open_up(self, key: Key, nbytes: int) -> None:

@@ -1,6 +1,6 @@
-"""How much memory a step passes through: the one formula that set-up allocates by and plans are made with.
+"""Sizes of the staging memory of a step: one formula for what ``prepare`` allocates and for plans.
 
-Layouts, placements and the configuration decide, values never.
+They depend on layouts, placements and the configuration, never on values.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from zero_ext.config.buffer_sizes import (
     BYTES_OF_DTYPE,
     SLOTS,
     STORAGE_ALIGNMENT,
-    StepRooms,
-    chunk_rooms_bytes,
+    StagingSizes,
+    chunk_buffer_bytes,
     extent_bytes,
-    part_elements,
+    staging_chunk_elements,
     stream_chunk_elements,
 )
 from zero_ext.config.library_memory import UnitGradientBytes, autograd_gradient_bytes
-from zero_ext.config.overlap_limits import HOMES_UNDER_WAY
-from zero_ext.config.state_placement import Placement
+from zero_ext.config.overlap_limits import SHARD_TRANSFERS_IN_FLIGHT
+from zero_ext.config.state_placement import StatePlacement
 from zero_ext.zero.memory.pool_plan import Demand, PoolPlan, plan_pool
-from zero_ext.zero.memory.pool_replay import StagedUnit, demands_of_a_step
+from zero_ext.zero.memory.pool_replay import UnitUsage, demands_of_a_step
 
 _NEIGHBOURS = 8
 _GRAIN = 2 * SLOTS * STORAGE_ALIGNMENT
@@ -32,38 +32,38 @@ MEMORY: tuple[Tier, Tier] = ("device", "host")
 
 @dataclass(frozen=True)
 class Staging:
-    """Memory that one rank sets aside for what passes through.
+    """Staging memory of one rank.
 
     Attributes:
-        pool: device memory for gathered units, unreduced gradients and what their reductions receive.
-        demands: what the pool is planned for.
-        rooms: memory, by the tier of its state, of an optimizer step whose state lies in another tier than
-            gradients or parameters, or that torch's own optimizers run.
-        ring: host memory through which optimizer state on NVMe streams.
-        landings: host memory in which gradients from an accelerator wait to be added to others.
-        transit: host memory through which parameters and gradients pass between NVMe and an accelerator.
-        autograd: device memory for gradients that are not in their unit's buffer yet. Autograd allocates it,
-            so it is no part of ``device``.
+        pool: Device memory for gathered units, unreduced gradients and what their reductions receive.
+        demands: What the pool is planned for.
+        step_buffers: Memory of an optimizer step, by the tier of its state, where the state is stored in
+            another tier than gradients or parameters, or torch's own optimizers run.
+        ring: Host memory through which optimizer state on NVMe streams.
+        gradient_staging: Host memory in which gradients from an accelerator wait to be added to others.
+        bounce_buffer: Host memory through which parameters and gradients are copied between NVMe and an
+            accelerator.
+        autograd: Device memory for gradients that are not in their unit's buffer yet. Autograd allocates it,
+            so ``device`` does not contain it.
     """
 
     pool: PoolPlan
     demands: tuple[Demand, ...]
-    rooms: Mapping[Tier, StepRooms]
+    step_buffers: Mapping[Tier, StagingSizes]
     ring: int
-    landings: int = 0
-    transit: int = 0
+    gradient_staging: int = 0
+    bounce_buffer: int = 0
     autograd: int = 0
 
     @property
     def device(self) -> int:
         """Bytes of device memory."""
-        return self.pool.nbytes + sum(self.rooms["device"])
+        return self.pool.nbytes + sum(self.step_buffers["device"])
 
     @property
     def host(self) -> int:
-        """Bytes of host memory. They do not grow with the largest tensor, but for torch's own optimizers on
-        state there."""
-        return sum(self.rooms["host"]) + self.ring + self.landings + self.transit
+        """Bytes of host memory. Only torch's own optimizers make them grow with the largest tensor."""
+        return sum(self.step_buffers["host"]) + self.ring + self.gradient_staging + self.bounce_buffer
 
     @property
     def total(self) -> int:
@@ -73,7 +73,7 @@ class Staging:
 
 @dataclass(frozen=True)
 class StateStep:
-    """What a step of the optimizer means to staging.
+    """Properties of the optimizer step that staging depends on.
 
     Attributes:
         fused: one op runs it where state is in memory, else torch's own code does.
@@ -87,7 +87,7 @@ class StateStep:
 
 
 def staging_of(
-    units: Sequence[StagedUnit],
+    units: Sequence[UnitUsage],
     config: ZeroConfig,
     step: StateStep | None,
     *,
@@ -101,49 +101,53 @@ def staging_of(
 
     - pool: the busiest moment of a forward and backward pass, laid out in exact extents; see
       :func:`demands_of_a_step` and :func:`plan_pool`;
-    - gradients, outputs: the largest shard, at most ``ring_bytes / 8`` elements, in the precision of
-      gradients or parameters, where the step in memory finds them in another tier;
+    - gradients, outputs: the largest shard, at most ``staging_buffer_bytes / 8`` elements, in the precision
+      of gradients or parameters, where the step in memory finds them in another tier;
     - elementwise: the largest shard's gradient in fp32 where the optimizer's own code steps state in memory;
       where it steps state on NVMe, three chunks (an eighth of the ring each, at most) and the gradient and
       parameters of one;
-    - ring: ``ring_bytes`` where optimizer state is on NVMe;
-    - landings: for as many of the largest shards as reductions may be under way to the host, where gradients
+    - ring: ``staging_buffer_bytes`` where optimizer state is on NVMe;
+    - gradient_staging: for as many of the largest shards as reductions to the host may run, where gradients
       from an accelerator add up there;
-    - transit: twelve of the largest shard that passes, at most ``ring_bytes``.
+    - bounce_buffer: twelve of the largest shard that is copied, at most ``staging_buffer_bytes``.
     """
     demands = tuple(demands_of_a_step(units, config, used_up))
     pool = plan_pool(demands)
-    transit = _transit_bytes(units, config) if accelerated else 0
+    bounce = _bounce_bytes(units, config) if accelerated else 0
     if step is None:
-        return Staging(pool, demands, {"device": StepRooms(), "host": StepRooms()}, 0, transit=transit)
-    trained = [unit for unit in units if unit.completes is not None]
+        return Staging(
+            pool, demands, {"device": StagingSizes(), "host": StagingSizes()}, 0, bounce_buffer=bounce
+        )
+    trained = [unit for unit in units if unit.grads_end is not None]
 
-    def one_pass(unit: StagedUnit) -> bool:
+    def one_pass(unit: UnitUsage) -> bool:
         return step.streams or (step.fused and unit.placement.optimizer_tier != "nvme")
 
     state = sum(step.sizes)
-    chunk = 0 if step.streams else stream_chunk_elements(config.offload.ring_bytes, step.sizes)
-    rooms: dict[Tier, StepRooms] = {}
+    chunk = 0 if step.streams else stream_chunk_elements(config.offload.staging_buffer_bytes, step.sizes)
+    buffers: dict[Tier, StagingSizes] = {}
     for tier in MEMORY:
         near = [unit for unit in trained if (unit.placement.optimizer_tier == "device") == (tier == "device")]
         own_code = [unit for unit in near if not one_pass(unit)]
-        rooms[tier] = StepRooms(
+        buffers[tier] = StagingSizes(
             max(
-                (_gradient_room(unit, config, chunk, one_pass(unit) and accelerated) for unit in near),
+                (_gradient_bytes(unit, config, chunk, one_pass(unit) and accelerated) for unit in near),
                 default=0,
             ),
-            max((_output_room(unit, config, one_pass(unit), accelerated) for unit in near), default=0),
-            max((_elementwise_room(unit, chunk, state, config) for unit in own_code), default=0),
+            max((_output_bytes(unit, config, one_pass(unit), accelerated) for unit in near), default=0),
+            max((_elementwise_bytes(unit, chunk, state, config) for unit in own_code), default=0),
         )
-    ring = config.offload.ring_bytes if config.offload.optimizer == "nvme" else 0
-    landings = _landing_bytes(trained, config) if accelerated else 0
-    return Staging(pool, demands, rooms, ring, landings, transit, _autograd_bytes(trained))
+    ring = config.offload.staging_buffer_bytes if config.offload.optimizer == "nvme" else 0
+    gradients = _gradient_staging_bytes(trained, config) if accelerated else 0
+    return Staging(pool, demands, buffers, ring, gradients, bounce, _autograd_bytes(trained))
 
 
-def arrive_together(blocks: Sequence[tuple[int, int] | None]) -> list[tuple[int, int]]:
-    """The first and last parameter among which each one's gradient may come anywhere: those of its block, or
-    up to ``_NEIGHBOURS`` in a row outside blocks: embeddings, a head. ``blocks`` are the first and last
-    parameter of each one's block, None outside blocks."""
+def gradient_spans(blocks: Sequence[tuple[int, int] | None]) -> list[tuple[int, int]]:
+    """Return for each parameter the first and last one among which its gradient may come in any order.
+
+    These are the parameters of its block, or up to ``_NEIGHBOURS`` consecutive ones outside blocks, as in
+    embeddings or a head. ``blocks`` are the first and last parameter of each one's block, None outside.
+    """
     found: list[tuple[int, int]] = []
     run = 0
     for number, block in enumerate(blocks):
@@ -158,8 +162,10 @@ def arrive_together(blocks: Sequence[tuple[int, int] | None]) -> list[tuple[int,
 
 
 def bucket_groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Which tensors of ``sizes`` elements, by number, share a bucket: neighbours of at most ``limit``
-    together, or a larger one alone."""
+    """Group tensors of ``sizes`` elements into buckets, by number.
+
+    A bucket holds consecutive tensors of at most ``limit`` elements in sum, or one larger tensor.
+    """
     groups: list[list[int]] = []
     filled = 0
     for number, size in enumerate(sizes):
@@ -171,24 +177,26 @@ def bucket_groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
     return groups
 
 
-def _autograd_bytes(trained: Sequence[StagedUnit]) -> int:
+def _autograd_bytes(trained: Sequence[UnitUsage]) -> int:
     # Of those that may be complete at the same parameter, a block's own unit has what forward uses first.
-    when = {id(unit): unit.completes or (0, 0) for unit in trained}
+    when = {id(unit): unit.grads_end or (0, 0) for unit in trained}
     backward = sorted(trained, key=lambda unit: (when[id(unit)][0], -when[id(unit)][1]))[::-1]
     return autograd_gradient_bytes(
         UnitGradientBytes(unit.nbytes, unit.largest_bytes, unit.shared_bytes) for unit in backward
     )
 
 
-def _owned_numel(unit: StagedUnit) -> int:
+def _owned_numel(unit: UnitUsage) -> int:
     return unit.shard_numel if unit.placement.optimizer else unit.numel
 
 
-def _part_bytes(unit: StagedUnit, config: ZeroConfig, itemsize: int) -> int:
-    return extent_bytes(min(_owned_numel(unit), part_elements(config.offload.ring_bytes)) * itemsize)
+def _chunk_bytes(unit: UnitUsage, config: ZeroConfig, itemsize: int) -> int:
+    return extent_bytes(
+        min(_owned_numel(unit), staging_chunk_elements(config.offload.staging_buffer_bytes)) * itemsize
+    )
 
 
-def _landing_bytes(trained: Sequence[StagedUnit], config: ZeroConfig) -> int:
+def _gradient_staging_bytes(trained: Sequence[UnitUsage], config: ZeroConfig) -> int:
     if config.batch.gradient_accumulation_steps == 1:
         return 0
     sums = BYTES_OF_DTYPE[config.precision.grad_accum_dtype]
@@ -197,10 +205,10 @@ def _landing_bytes(trained: Sequence[StagedUnit], config: ZeroConfig) -> int:
         for unit in trained
         if unit.placement.grads and unit.placement.grads_tier == "host"
     ]
-    return (HOMES_UNDER_WAY + 1) * extent_bytes(max(shards, default=0))
+    return (SHARD_TRANSFERS_IN_FLIGHT + 1) * extent_bytes(max(shards, default=0))
 
 
-def _transit_bytes(units: Sequence[StagedUnit], config: ZeroConfig) -> int:
+def _bounce_bytes(units: Sequence[UnitUsage], config: ZeroConfig) -> int:
     widest = BYTES_OF_DTYPE[config.precision.grad_accum_dtype]
     shards = [0]
     for unit in units:
@@ -209,13 +217,13 @@ def _transit_bytes(units: Sequence[StagedUnit], config: ZeroConfig) -> int:
             shards.append(unit.shard_numel * unit.itemsize)
         if placement.grads and placement.grads_tier == "nvme":
             shards.append(unit.shard_numel * max(unit.itemsize, widest))
-    return min(2 * SLOTS * extent_bytes(max(shards)), config.offload.ring_bytes // _GRAIN * _GRAIN)
+    return min(2 * SLOTS * extent_bytes(max(shards)), config.offload.staging_buffer_bytes // _GRAIN * _GRAIN)
 
 
-def _gradient_room(unit: StagedUnit, config: ZeroConfig, chunk: int, far: bool) -> int:
+def _gradient_bytes(unit: UnitUsage, config: ZeroConfig, chunk: int, far: bool) -> int:
     """Bytes; ``chunk`` elements are what torch's own code reads of a gradient on NVMe, and ``far`` says that
     the fused step there does not reach the device. Delayed updates work on copies."""
-    if config.offload.step == "delayed":
+    if config.offload.update_mode == "delayed":
         return 0
     placement = unit.placement
     tier = placement.grads_tier if placement.grads else "device"
@@ -224,13 +232,13 @@ def _gradient_room(unit: StagedUnit, config: ZeroConfig, chunk: int, far: bool) 
     width = summed if accumulates else unit.itemsize
     if far and _is_far(placement):
         # Parts are whole chunks of the state, also of sums that nobody announced.
-        return _two_parts_bytes(unit, config, max(width, summed)) if tier == "device" else 0
+        return _two_chunks_bytes(unit, config, max(width, summed)) if tier == "device" else 0
     if placement.optimizer_tier == "nvme":
         return extent_bytes(min(_owned_numel(unit), chunk) * width) if tier == "nvme" else 0
-    return 0 if tier == placement.optimizer_tier else _part_bytes(unit, config, width)
+    return 0 if tier == placement.optimizer_tier else _chunk_bytes(unit, config, width)
 
 
-def _is_far(placement: Placement) -> bool:
+def _is_far(placement: StatePlacement) -> bool:
     """Whether state is on NVMe, and gradients or parameters on the device."""
     tiers = {
         placement.grads_tier if placement.grads else "device",
@@ -239,25 +247,27 @@ def _is_far(placement: Placement) -> bool:
     return placement.optimizer_tier == "nvme" and "device" in tiers
 
 
-def _two_parts_bytes(unit: StagedUnit, config: ZeroConfig, itemsize: int) -> int:
-    return 2 * extent_bytes(min(_owned_numel(unit), part_elements(config.offload.ring_bytes) // 2) * itemsize)
+def _two_chunks_bytes(unit: UnitUsage, config: ZeroConfig, itemsize: int) -> int:
+    return 2 * extent_bytes(
+        min(_owned_numel(unit), staging_chunk_elements(config.offload.staging_buffer_bytes) // 2) * itemsize
+    )
 
 
-def _output_room(unit: StagedUnit, config: ZeroConfig, fused: bool, accelerated: bool) -> int:
+def _output_bytes(unit: UnitUsage, config: ZeroConfig, fused: bool, accelerated: bool) -> int:
     placement = unit.placement
     tier = placement.params_tier if placement.params else "device"
-    delayed = config.offload.step == "delayed"  # then parameters follow the masters after the step
+    delayed = config.offload.update_mode == "delayed"  # then parameters follow the masters after the step
     if accelerated and fused and not delayed and _is_far(placement):
-        return _two_parts_bytes(unit, config, unit.itemsize) if tier == "device" else 0
+        return _two_chunks_bytes(unit, config, unit.itemsize) if tier == "device" else 0
     if placement.optimizer_tier in ("nvme", tier) or ((delayed or not fused) and tier != "nvme"):
         return 0
-    return _part_bytes(unit, config, unit.itemsize)
+    return _chunk_bytes(unit, config, unit.itemsize)
 
 
-def _elementwise_room(unit: StagedUnit, chunk: int, state: int, config: ZeroConfig) -> int:
+def _elementwise_bytes(unit: UnitUsage, chunk: int, state: int, config: ZeroConfig) -> int:
     """Bytes; in storage an element has ``state`` bytes of master weight and others."""
     placement = unit.placement
     if placement.optimizer_tier != "nvme":
         return _owned_numel(unit) * 4
-    stored = placement.params and placement.params_tier == "nvme" and config.offload.step != "delayed"
-    return chunk_rooms_bytes(chunk, state, unit.itemsize if stored else 0)
+    stored = placement.params and placement.params_tier == "nvme" and config.offload.update_mode != "delayed"
+    return chunk_buffer_bytes(chunk, state, unit.itemsize if stored else 0)

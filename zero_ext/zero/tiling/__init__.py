@@ -1,8 +1,8 @@
-"""Layers whose weight is cut into tiles, each a unit of its own: what is gathered never exceeds a tile."""
+"""Layers whose weight is cut into tiles. Each tile is a unit, so no more than a tile is gathered."""
 
-from zero_ext.zero.tiling.full_tensor_map import Wholes
+from zero_ext.zero.tiling.full_tensor_map import FullTensorMap
 from zero_ext.zero.tiling.tile import Tile
 from zero_ext.zero.tiling.tiled_embedding import TiledEmbedding
 from zero_ext.zero.tiling.tiled_linear import TiledLinear
 
-__all__ = ["Tile", "TiledEmbedding", "TiledLinear", "Wholes"]
+__all__ = ["FullTensorMap", "Tile", "TiledEmbedding", "TiledLinear"]

@@ -1,4 +1,4 @@
-"""Tiles: modules that hold one part of a layer's weight."""
+"""Tiles: modules that own one slice of a layer's weight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 class Tile(nn.Module):
-    """A part of a layer's weight, and a unit of its own where parameters are sharded.
+    """A slice of a layer's weight, and a unit of its own where parameters are sharded.
 
     Called with inputs that need no gradient it does not read its parameters in backward, so they need not
     be gathered there.
@@ -22,7 +22,7 @@ class Tile(nn.Module):
 class LinearTile(Tile):
     """``rows`` outputs from ``columns`` inputs: weight [rows, columns], bias [rows] or None.
 
-    ``fan_in`` is the number of inputs of the whole layer, which sets the range of initial values.
+    ``fan_in`` is the number of inputs of the full layer, which sets the range of initial values.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Ranks look up different rows, and must gather the same tiles."""
+"""Consensus of the ranks on the embedding tiles to gather, as each looks up different rows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zero_ext.comm import Collectives
 from zero_ext.zero.tiling.tiled_embedding import TiledEmbedding
 
 
-class LookedUpAnywhere:
-    """Sums the look-ups of each tile over the ranks, a collective. A deep copy of it is None: a copied model
-    runs on its own."""
+class LookUpSum:
+    """Sums the look-ups of each tile over the ranks, a collective. Its deep copy is None: a copied model runs
+    on one rank."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -25,16 +25,16 @@ class LookedUpAnywhere:
         return self._collectives.sum_(counts.clone(), "look-ups in the tiles of an embedding")
 
 
-def end_agreement(model: nn.Module) -> None:
-    """The reverse of :func:`agree_on_tiles`."""
+def remove_tile_consensus(model: nn.Module) -> None:
+    """Undo :func:`add_tile_consensus`."""
     for module in model.modules():
         if isinstance(module, TiledEmbedding):
-            module.agreement = None
+            module.consensus = None
 
 
-def agree_on_tiles(model: nn.Module, collectives: Collectives) -> None:
-    """Makes every tiled embedding of ``model`` gather what any rank looks up."""
+def add_tile_consensus(model: nn.Module, collectives: Collectives) -> None:
+    """Make every tiled embedding of ``model`` gather what any rank looks up."""
     if collectives.world_size > 1:
         for module in model.modules():
             if isinstance(module, TiledEmbedding):
-                module.agreement = LookedUpAnywhere(collectives)
+                module.consensus = LookUpSum(collectives)

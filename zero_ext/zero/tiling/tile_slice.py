@@ -1,4 +1,4 @@
-"""Where a tile lies in the tensor that it was cut from. Pure arithmetic."""
+"""Arithmetic of tiles as slices of the tensors that they were cut from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def bounds(size: int, splits: int, what: str) -> list[tuple[int, int]]:
-    """Begin and end of each of ``splits`` parts of ``size``, whose sizes differ by one at most.
+    """Return begin and end of each of ``splits`` slices of ``size``, whose sizes differ by one at most.
 
     Raises ``ValueError`` naming ``what`` unless ``splits`` is an integer from 1 to ``size``.
     """
@@ -22,33 +22,36 @@ def bounds(size: int, splits: int, what: str) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A tile of ``sizes`` at ``corner`` of the tensor ``name`` of ``shape``; both row-major, 1-D or 2-D."""
+class TileSlice:
+    """A tile of ``sizes`` at ``offset`` of the tensor ``name`` of ``shape``; both row-major, 1-D or 2-D."""
 
     name: str
     shape: tuple[int, ...]
-    corner: tuple[int, ...]
+    offset: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def stride(self) -> tuple[int, ...]:
-        """Strides of the whole tensor."""
+        """Strides of the full tensor."""
         return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
 
-    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The tile's view of ``whole`` [shape]."""
-        for axis, (begin, size) in enumerate(zip(self.corner, self.sizes, strict=True)):
-            whole = whole.narrow(axis, begin, size)
-        return whole
+    def view_in(self, full: torch.Tensor) -> torch.Tensor:
+        """Return the tile's view of ``full`` [shape]."""
+        for axis, (begin, size) in enumerate(zip(self.offset, self.sizes, strict=True)):
+            full = full.narrow(axis, begin, size)
+        return full
 
-    def runs(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
-        """The tile's elements from ``start`` on as runs of the whole tensor: first element counted from
-        ``start``, first element in the whole tensor, number of elements."""
-        width, whole_width = math.prod(self.sizes[1:]), math.prod(self.shape[1:])
-        left = self.corner[1] if len(self.corner) > 1 else 0
+    def ranges(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the tile's elements from ``start`` on as contiguous ranges of the full tensor.
+
+        Each is the first element counted from ``start``, the first element in the full tensor, and the number
+        of elements.
+        """
+        width, full_width = math.prod(self.sizes[1:]), math.prod(self.shape[1:])
+        left = self.offset[1] if len(self.offset) > 1 else 0
         position, end = start, start + numel
         while position < end:
             row, column = divmod(position, width)
-            count = end - position if width == whole_width else min(width - column, end - position)
-            yield position - start, (self.corner[0] + row) * whole_width + left + column, count
+            count = end - position if width == full_width else min(width - column, end - position)
+            yield position - start, (self.offset[0] + row) * full_width + left + column, count
             position += count

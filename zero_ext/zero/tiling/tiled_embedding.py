@@ -1,4 +1,4 @@
-"""``TiledEmbedding``: an embedding that is never whole."""
+"""``TiledEmbedding``: an embedding of which only the tiles that are looked up are gathered."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import nn
 
 from zero_ext.zero.tiling.tile import EmbeddingTile, Tile
 from zero_ext.zero.tiling.tile_slice import bounds
-from zero_ext.zero.tiling.tiled_module import Tiled
+from zero_ext.zero.tiling.tiled_module import TiledModule
 
 
-class Agreement(Protocol):
-    """Turns this rank's number of look-ups in each tile [tiles] int64 into one that is 0 on every rank or on
+class TileConsensus(Protocol):
+    """Turns this rank's number of look-ups in each tile [tiles] int64 into one that is 0 on all ranks or on
     none."""
 
     def __call__(self, counts: torch.Tensor, /) -> torch.Tensor: ...
 
 
-class TiledEmbedding(Tiled):
+class TiledEmbedding(TiledModule):
     """``nn.Embedding`` whose rows are cut into ``splits`` tiles of nearly equal size.
 
     In stage 3 every tile is a unit, gathered only if some rank looks up a row of it, and never in backward.
@@ -43,7 +43,7 @@ class TiledEmbedding(Tiled):
         super().__init__()
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
-        self.agreement: Agreement | None = None
+        self.consensus: TileConsensus | None = None
         self._rows = bounds(num_embeddings, splits, "splits")
         if padding_idx is not None:
             if not -num_embeddings <= padding_idx < num_embeddings:
@@ -61,8 +61,9 @@ class TiledEmbedding(Tiled):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, splits: int) -> TiledEmbedding:
-        """The same layer, tiled. The tiles share the memory of ``embedding``'s weight, so nothing is held
-        twice; drop ``embedding``, or train only one of the two.
+        """Return the same layer, tiled. The tiles share the memory of ``embedding``'s weight.
+
+        Drop ``embedding``, or train only one of the two.
 
         Raises ``ValueError`` for ``max_norm``, which rewrites rows in forward, and sparse gradients.
         """
@@ -79,16 +80,16 @@ class TiledEmbedding(Tiled):
             "meta",
             weight.dtype,
         )
-        made.take("weight", made.cut("weight", weight, weight.requires_grad))
+        made.set_tiles("weight", made.cut("weight", weight, weight.requires_grad))
         return made.train(embedding.training)
 
-    def corners(self) -> list[tuple[Tile, tuple[int, int]]]:
-        """See :class:`Tiled`."""
-        places = [(first, 0) for first, _ in self._rows]
-        return list(zip(self.tiles, places, strict=True))  # type: ignore[arg-type]
+    def tile_offsets(self) -> list[tuple[Tile, tuple[int, int]]]:
+        """See :class:`TiledModule`."""
+        offsets = [(first, 0) for first, _ in self._rows]
+        return list(zip(self.tiles, offsets, strict=True))  # type: ignore[arg-type]
 
-    def whole_shape(self) -> tuple[int, int]:
-        """See :class:`Tiled`."""
+    def full_shape(self) -> tuple[int, int]:
+        """See :class:`TiledModule`."""
         return self.num_embeddings, self.embedding_dim
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -100,12 +101,14 @@ class TiledEmbedding(Tiled):
         ends = torch.tensor([last for _, last in self._rows], device=flat.device)
         tile_of = torch.bucketize(flat, ends, right=True)
         counts = torch.bincount(tile_of, minlength=len(self._rows))
-        wanted = counts if self.agreement is None else self.agreement(counts)
+        wanted = counts if self.consensus is None else self.consensus(counts)
         # Stable, so that gradients of a row that occurs twice add up in the order they do without tiles.
         order = tile_of.argsort(stable=True)
-        parts = flat[order].split(counts.tolist())
+        ids_of_tiles = flat[order].split(counts.tolist())
         values = []
-        for (tile, (first, _)), rows, looked_up in zip(self.corners(), parts, wanted.tolist(), strict=True):
+        for (tile, (first, _)), rows, looked_up in zip(
+            self.tile_offsets(), ids_of_tiles, wanted.tolist(), strict=True
+        ):
             if not isinstance(tile, EmbeddingTile):
                 raise AssertionError(f"{type(tile).__name__} in an embedding")
             values.append(tile(rows - first) if looked_up else tile.nothing(rows))

@@ -1,4 +1,4 @@
-"""``TiledLinear``: a linear layer that is never whole."""
+"""``TiledLinear``: a linear layer that is gathered one tile at a time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import nn
 
 from zero_ext.zero.tiling.tile import LinearTile, Tile
 from zero_ext.zero.tiling.tile_slice import bounds
-from zero_ext.zero.tiling.tiled_module import Tiled
+from zero_ext.zero.tiling.tiled_module import TiledModule
 
 if TYPE_CHECKING:
     from zero_ext.zero.tiling.tiled_embedding import TiledEmbedding
 
 
-class TiledLinear(Tiled):
+class TiledLinear(TiledModule):
     """``nn.Linear`` cut into ``out_splits`` x ``in_splits`` tiles of nearly equal size.
 
     In stage 3 every tile is a unit: forward and backward gather one after another (memory-centric tiling,
@@ -52,34 +52,36 @@ class TiledLinear(Tiled):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, in_splits: int = 1, out_splits: int = 1) -> TiledLinear:
-        """The same layer, tiled. The tiles share the memory of ``linear``'s weight, so nothing is held twice;
-        drop ``linear``, or train only one of the two."""
+        """Return the same layer, tiled. The tiles share the memory of ``linear``'s weight.
+
+        Drop ``linear``, or train only one of the two.
+        """
         sizes = (linear.in_features, linear.out_features, linear.bias is not None, in_splits, out_splits)
         made = cls(*sizes, device="meta", dtype=linear.weight.dtype)
         for name, parameter in linear.named_parameters():
-            made.take(name, made.cut(name, parameter, parameter.requires_grad))
+            made.set_tiles(name, made.cut(name, parameter, parameter.requires_grad))
         return made.train(linear.training)
 
     @classmethod
     def tied_to(cls, embedding: TiledEmbedding, bias: bool = False) -> TiledLinear:
-        """A head [embedding_dim] to [num_embeddings] whose tiles are those of ``embedding``."""
-        weights = [tile.weight for tile, _ in embedding.corners()]
+        """Return a head [embedding_dim] to [num_embeddings] whose tiles are those of ``embedding``."""
+        weights = [tile.weight for tile, _ in embedding.tile_offsets()]
         shape = (embedding.embedding_dim, embedding.num_embeddings)
         made = cls(*shape, False, 1, len(weights), device="meta", dtype=weights[0].dtype)
-        made.take("weight", weights)
+        made.set_tiles("weight", weights)
         if bias:
             for tile, weight in zip(made.tiles, weights, strict=True):
                 zeros = torch.zeros(len(weight), device=weight.device, dtype=weight.dtype)
                 tile.bias = nn.Parameter(zeros)
         return made
 
-    def corners(self) -> list[tuple[Tile, tuple[int, int]]]:
-        """See :class:`Tiled`; the tiles of one row of the grid follow one another."""
-        places = [(first, left) for first, _ in self._rows for left, _ in self._columns]
-        return list(zip(self.tiles, places, strict=True))  # type: ignore[arg-type]
+    def tile_offsets(self) -> list[tuple[Tile, tuple[int, int]]]:
+        """See :class:`TiledModule`; the tiles of one row of the grid follow one another."""
+        offsets = [(first, left) for first, _ in self._rows for left, _ in self._columns]
+        return list(zip(self.tiles, offsets, strict=True))  # type: ignore[arg-type]
 
-    def whole_shape(self) -> tuple[int, int]:
-        """See :class:`Tiled`."""
+    def full_shape(self) -> tuple[int, int]:
+        """See :class:`TiledModule`."""
         return self.out_features, self.in_features
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -87,19 +89,19 @@ class TiledLinear(Tiled):
         return torch.cat(list(self.chunks(inputs)), dim=-1)
 
     def chunks(self, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The output a tile at a time, [..., rows of the tile], for a loss that needs no more at once.
+        """Yield the output one tile at a time, [..., rows of the tile], for a loss that needs no more.
 
-        Take all of them, on all ranks.
+        Use all of them, on all ranks.
         """
         sizes = [right - left for left, right in self._columns]
-        parts = inputs.split(sizes, dim=-1) if len(sizes) > 1 else (inputs,)
+        columns = inputs.split(sizes, dim=-1) if len(sizes) > 1 else (inputs,)
         for row in range(len(self._rows)):
             output: torch.Tensor | None = None
-            for column, part in enumerate(parts):
-                tile = self.tiles[row * len(parts) + column]
+            for number, column in enumerate(columns):
+                tile = self.tiles[row * len(columns) + number]
                 # A view for each tile: its gradient is there as soon as the tile is done, so that the tile
                 # can go. That of the input itself comes after the last tile's.
-                value = tile(part.view_as(part))
+                value = tile(column.view_as(column))
                 output = value if output is None else output + value
             if output is None:
                 raise AssertionError("a layer without tiles")

@@ -1,4 +1,4 @@
-"""What tiled layers share: in state dicts they are one weight and one bias under the plain layer's names."""
+"""Base class of tiled layers, whose state dicts have one weight and one bias, as the plain layer's."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from zero_ext.zero.tiling.tile import Tile
-from zero_ext.zero.tiling.tile_slice import Place
+from zero_ext.zero.tiling.tile_slice import TileSlice
 
 
-class Tiled(nn.Module):
-    """A layer made of ``tiles``. ``state_dict`` gives copies of the whole tensors, ``load_state_dict`` wants
-    them whole."""
+class TiledModule(nn.Module):
+    """A layer made of ``tiles``. ``state_dict`` returns copies of the full tensors, which
+    ``load_state_dict`` expects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,69 +22,71 @@ class Tiled(nn.Module):
         self.register_state_dict_post_hook(_merge)
         self.register_load_state_dict_pre_hook(_cut)
 
-    def corners(self) -> list[tuple[Tile, tuple[int, int]]]:
-        """Every tile with its first row and column, in the order of ``tiles``."""
-        raise AssertionError(f"{type(self).__name__} does not say where its tiles lie")
+    def tile_offsets(self) -> list[tuple[Tile, tuple[int, int]]]:
+        """Return every tile with its first row and column, in the order of ``tiles``."""
+        raise AssertionError(f"{type(self).__name__} does not define the offsets of its tiles")
 
-    def whole_shape(self) -> tuple[int, int]:
-        """Shape of the whole weight."""
-        raise AssertionError(f"{type(self).__name__} does not say how large it is")
+    def full_shape(self) -> tuple[int, int]:
+        """Return the shape of the full weight."""
+        raise AssertionError(f"{type(self).__name__} does not define its shape")
 
-    def places(self) -> Iterator[tuple[str, Place]]:
-        """The name of every parameter within this module, and where it belongs."""
-        shape = self.whole_shape()
-        for number, (tile, corner) in enumerate(self.corners()):
+    def tile_slices(self) -> Iterator[tuple[str, TileSlice]]:
+        """Yield the name of every parameter within this module, and its slice of the full tensor."""
+        shape = self.full_shape()
+        for number, (tile, offset) in enumerate(self.tile_offsets()):
             for name, parameter in tile._parameters.items():
                 if parameter is not None:
                     axes = parameter.dim()
-                    place = Place(name, shape[:axes], corner[:axes], tuple(parameter.shape))
-                    yield f"tiles.{number}.{name}", place
+                    found = TileSlice(name, shape[:axes], offset[:axes], tuple(parameter.shape))
+                    yield f"tiles.{number}.{name}", found
 
-    def cut(self, name: str, whole: torch.Tensor, requires_grad: bool) -> list[nn.Parameter]:
-        """``whole``, the values of ``weight`` or ``bias``, as one parameter a tile. They share its memory,
-        unless its elements do not lie row by row."""
-        values = whole.detach().contiguous()
+    def cut(self, name: str, full: torch.Tensor, requires_grad: bool) -> list[nn.Parameter]:
+        """Cut ``full``, the value of ``weight`` or ``bias``, into one parameter per tile.
+
+        They share its memory if it is contiguous.
+        """
+        values = full.detach().contiguous()
         return [
-            nn.Parameter(place.part_of(values).data, requires_grad=requires_grad)
-            for _, place in self.places()
-            if place.name == name
+            nn.Parameter(tile.view_in(values).data, requires_grad=requires_grad)
+            for _, tile in self.tile_slices()
+            if tile.name == name
         ]
 
-    def take(self, name: str, parts: Sequence[nn.Parameter]) -> None:
-        """Makes ``parts`` the tiles' own ``weight`` or ``bias``, one after another.
+    def set_tiles(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
+        """Make ``parameters`` the tiles' own ``weight`` or ``bias``, one after another.
 
         Raises ``ValueError`` if they are of other shapes than the tiles.
         """
-        wanted = [(inner, place.sizes) for inner, place in self.places() if place.name == name]
-        shapes = [tuple(part.shape) for part in parts]
+        wanted = [(inner, tile.sizes) for inner, tile in self.tile_slices() if tile.name == name]
+        shapes = [tuple(each.shape) for each in parameters]
         if shapes != [sizes for _, sizes in wanted]:
             raise ValueError(
                 f"{name}: tiles of shapes {shapes} given, {[sizes for _, sizes in wanted]} wanted; cut both "
                 "layers into the same number of tiles"
             )
-        for (inner, _), part in zip(wanted, parts, strict=True):
-            setattr(self.get_submodule(inner.rpartition(".")[0]), name, part)
+        for (inner, _), parameter in zip(wanted, parameters, strict=True):
+            setattr(self.get_submodule(inner.rpartition(".")[0]), name, parameter)
 
 
-def _merge(module: Tiled, state: dict[str, Any], prefix: str, _: Any) -> None:
-    for name, place in module.places():
-        part = state.pop(prefix + name, None)
-        if part is not None:
-            key = prefix + place.name
+def _merge(module: TiledModule, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name, tile in module.tile_slices():
+        value = state.pop(prefix + name, None)
+        if value is not None:
+            key = prefix + tile.name
             if key not in state:
-                state[key] = torch.empty(place.shape, dtype=part.dtype, device=part.device)
-            place.part_of(state[key]).copy_(part.detach())
+                state[key] = torch.empty(tile.shape, dtype=value.dtype, device=value.device)
+            tile.view_in(state[key]).copy_(value.detach())
 
 
-def _cut(module: Tiled, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _cut(module: TiledModule, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     errors = rest[-1]
-    given = {name: state.pop(prefix + name) for name in ("weight", "bias") if prefix + name in state}
-    for name, place in module.places():
-        whole = given.get(place.name)
-        if whole is None:
+    loaded = {name: state.pop(prefix + name) for name in ("weight", "bias") if prefix + name in state}
+    for name, tile in module.tile_slices():
+        full = loaded.get(tile.name)
+        if full is None:
             continue
-        if tuple(whole.shape) == place.shape:
-            state[prefix + name] = place.part_of(whole)
+        if tuple(full.shape) == tile.shape:
+            state[prefix + name] = tile.view_in(full)
         else:
-            errors.append(f"{prefix}{place.name} has shape {tuple(whole.shape)}, {place.shape} wanted")
-            del given[place.name]
+            errors.append(f"{prefix}{tile.name} has shape {tuple(full.shape)}, {tile.shape} wanted")
+            del loaded[tile.name]

@@ -1,4 +1,4 @@
-"""What may fail on one rank alone, so that it fails on all of them."""
+"""Errors of one rank, raised on all ranks: otherwise the others would wait for it in a collective."""
 
 from __future__ import annotations
 
@@ -13,15 +13,23 @@ from zero_ext.comm import Collectives
 Result = TypeVar("Result")
 
 
-class FailedTogether(RuntimeError):
-    """Some rank failed; every rank raises this, the failed one from its own error."""
+class CollectiveError(RuntimeError):
+    """The error that every rank raises once any rank has failed; chained to this rank's own error."""
 
 
-def together(collectives: Collectives, action: Callable[[], Result], what: str, advice: str = "") -> Result:
-    """The result of ``action`` on this rank, once all ranks have theirs; a collective.
+def raise_on_all_ranks(
+    collectives: Collectives, action: Callable[[], Result], what: str, advice: str = ""
+) -> Result:
+    """Run ``action`` on this rank and return its result if it succeeded on all ranks; a collective.
 
-    Raises :class:`FailedTogether` on all ranks if ``action`` raised on any: it says what failed on which
-    ranks, this rank's own reason, and ``advice``.
+    Args:
+        collectives: The ranks.
+        action: What may fail on one rank alone.
+        what: What ``action`` does, for the message.
+        advice: End of the message.
+
+    Raises:
+        CollectiveError: ``action`` raised on some rank. The error names these ranks and this rank's reason.
     """
     results: list[Result] = []
     error: Exception | None = None
@@ -34,10 +42,42 @@ def together(collectives: Collectives, action: Callable[[], Result], what: str, 
     failed = collectives.sum_(flags, f"agreement on {what}").nonzero().flatten().tolist()
     if failed:
         reason = f": {error}." if error is not None else "; look at their messages."
-        raise FailedTogether(
+        raise CollectiveError(
             f"rank {collectives.rank}: {what} failed on ranks {failed}{reason} {advice}".rstrip()
         ) from error
     return results[0]
+
+
+class DeferredError:
+    """The first error of several actions, held back until all ranks can raise it. True once there is one."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __bool__(self) -> bool:
+        return self.error is not None
+
+    def attempt(self, action: Callable[[], object]) -> None:
+        """Run ``action`` unless an earlier one failed, and hold back its error."""
+        if self.error is None:
+            try:
+                action()
+            except Exception as error:
+                self.error = error
+
+    def raise_deferred(self, collectives: Collectives, what: str, advice: str = "") -> None:
+        """Raise :class:`CollectiveError` on all ranks if any has an error; a collective.
+
+        Args:
+            collectives: The ranks.
+            what: What was attempted, for the message.
+            advice: End of the message.
+        """
+        raise_on_all_ranks(collectives, self._raise, what, advice)
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise self.error
 
 
 def refuse_different(collectives: Collectives, what: str, flat: torch.Tensor, advice: str) -> None:

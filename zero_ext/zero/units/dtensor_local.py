@@ -1,6 +1,7 @@
-"""Parameters that are split over tensor-parallel ranks (``DTensor``): the part of one that is here.
+"""Local tensors of parameters that are split over tensor-parallel ranks (``DTensor``).
 
-ZeRO shards that part over the data-parallel ranks as it would any tensor; others are their own part.
+ZeRO shards the local tensor over the data-parallel ranks like any other tensor. An ordinary parameter is its
+own local tensor.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ _KNOWN = ("Shard", "_StridedShard", "Replicate")
 
 
 def is_distributed(tensor: object) -> TypeGuard[DTensor]:
-    """Whether ``tensor`` is one that ranks hold together. Who has made none does not import what they are."""
+    """Return whether ``tensor`` is a ``DTensor``, without importing its module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """The part of ``parameter`` that is here: itself, if nobody else has others."""
+def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of ``parameter``, which is itself if it is no ``DTensor``."""
     local: torch.Tensor = parameter._local_tensor if is_distributed(parameter) else parameter
     return local
 
 
 def point_at(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
-    """Makes ``tensor`` the part of ``parameter`` that is here."""
+    """Make ``tensor`` the local tensor of ``parameter``."""
     if is_distributed(parameter):
         parameter._local_tensor = tensor
     else:
@@ -41,52 +42,53 @@ def point_at(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
 
 
 def is_split(parameter: torch.Tensor) -> bool:
-    """Whether other ranks have other parts of ``parameter``."""
+    """Return whether other ranks have other slices of ``parameter``."""
     return is_distributed(parameter) and not all(each.is_replicate() for each in parameter.placements)
 
 
-class Box(NamedTuple):
-    """A part of ``sizes`` at ``corner`` of a tensor seen, in the same memory order, as one of ``shape``."""
+class LocalSlice(NamedTuple):
+    """A slice of ``sizes`` at ``offset`` of a tensor viewed, in the same memory order, as ``shape``."""
 
     shape: tuple[int, ...]
-    corner: tuple[int, ...]
+    offset: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
-def box_of(parameter: torch.Tensor) -> Box | None:
-    """Where the part that is here lies in ``parameter``; None if it is all of it."""
+def local_slice_of(parameter: torch.Tensor) -> LocalSlice | None:
+    """Return the slice of ``parameter`` that is its local tensor; None if that is all of it."""
     if not (is_distributed(parameter) and is_split(parameter)):
         return None
-    parts = _side_by_side(parameter)
-    if parts:
-        return _box_in_rows(parameter, parts)
+    blocks = _stacked_blocks(parameter)
+    if blocks:
+        return _slice_of_rows(parameter, blocks)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    sizes, corner = compute_local_shape_and_global_offset(
+    sizes, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
-    return Box(tuple(parameter.shape), tuple(corner), tuple(sizes))
+    return LocalSlice(tuple(parameter.shape), tuple(offset), tuple(sizes))
 
 
-def _side_by_side(parameter: DTensor) -> int:
-    """The tensors that lie side by side in ``parameter``, each of them split; 0 for one that is split as a
-    whole."""
+def _stacked_blocks(parameter: DTensor) -> int:
+    """Return how many tensors, each split by itself, are stacked in ``parameter``; 0 for none."""
     placement: Any = parameter.placements[0]
     return int(placement.split_factor) if type(placement).__name__ == "_StridedShard" else 0
 
 
-def _box_in_rows(parameter: DTensor, parts: int) -> Box:
-    """The box among rows that each hold a run of the split axis: a row for each of the ``parts`` and each
-    element of the axes before."""
+def _slice_of_rows(parameter: DTensor, blocks: int) -> LocalSlice:
+    """Return the slice in a view of rows, one for each of the ``blocks`` and each element of the axes before.
+
+    Each row is contiguous along the split axis.
+    """
     placement: Any = parameter.placements[0]
     ranks, rank = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
-    rows = math.prod(parameter.shape[: placement.dim]) * parts
+    rows = math.prod(parameter.shape[: placement.dim]) * blocks
     width = parameter.numel() // rows
-    return Box((rows, width), (0, rank * width // ranks), (rows, width // ranks))
+    return LocalSlice((rows, width), (0, rank * width // ranks), (rows, width // ranks))
 
 
 def like_parameter(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """``local``, a value of the part that is here, as a tensor of the kind of ``parameter``."""
+    """Return ``local``, a value of the local tensor, as a ``DTensor`` if ``parameter`` is one."""
     if not is_distributed(parameter):
         return local
     from torch.distributed.tensor import DTensor
@@ -102,27 +104,29 @@ def like_parameter(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor
     return made
 
 
-def whole_of(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """The whole of what ``local`` is the part here of; a collective of the tensor-parallel ranks."""
+def full_tensor_of(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of the local value ``local``; a collective of the tensor-parallel ranks."""
     value: Any = like_parameter(parameter, local)
-    whole: torch.Tensor = value.full_tensor() if is_distributed(value) else value
-    return whole
+    full: torch.Tensor = value.full_tensor() if is_distributed(value) else value
+    return full
 
 
-def local_value(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """The part here of a ``whole`` value of ``parameter``."""
-    box = box_of(parameter)
-    if box is None:
-        return whole
-    part = whole.reshape(box.shape)
-    for axis, (begin, size) in enumerate(zip(box.corner, box.sizes, strict=True)):
-        part = part.narrow(axis, begin, size)
-    return part.reshape(local_part(parameter).shape).contiguous()
+def local_value(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """Return the local slice of a ``full`` value of ``parameter``."""
+    found = local_slice_of(parameter)
+    if found is None:
+        return full
+    local = full.reshape(found.shape)
+    for axis, (begin, size) in enumerate(zip(found.offset, found.sizes, strict=True)):
+        local = local.narrow(axis, begin, size)
+    return local.reshape(local_tensor(parameter).shape).contiguous()
 
 
 def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The part here of a gradient as autograd brings it; a collective of the tensor-parallel ranks where they
-    have terms of a sum, or where it is split otherwise than ``parameter``."""
+    """Return the local tensor of a gradient from autograd.
+
+    A collective of the tensor-parallel ranks if the gradient's placements differ from those of ``parameter``.
+    """
     if not is_distributed(parameter) or not is_distributed(gradient):
         return gradient
     if gradient.placements != parameter.placements:
@@ -132,8 +136,10 @@ def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
 
 
 def problem_of(parameter: torch.Tensor, ranks: list[int], dtype: torch.dtype) -> str:
-    """Why the part of ``parameter`` that is here cannot be sharded in ``dtype``, empty if it can; ``ranks``
-    are the tensor-parallel ones."""
+    """Return why the local tensor of ``parameter`` cannot be sharded in ``dtype``, an empty text if it can.
+
+    ``ranks`` are the tensor-parallel ones.
+    """
     if not is_distributed(parameter):
         return ""
     mesh = parameter.device_mesh
@@ -150,14 +156,17 @@ def problem_of(parameter: torch.Tensor, ranks: list[int], dtype: torch.dtype) ->
     if not all(type(each).__name__ in _KNOWN for each in parameter.placements):
         return f"is placed as {parameter.placements}; one of {', '.join(_KNOWN)} wanted"
     placement: Any = parameter.placements[0]
-    parts = _side_by_side(parameter)
-    if parts and parameter.shape[placement.dim] % (parts * mesh.size()):
+    blocks = _stacked_blocks(parameter)
+    if blocks and parameter.shape[placement.dim] % (blocks * mesh.size()):
         return (
-            f"of shape {tuple(parameter.shape)} is {parts} side by side, which do not divide by {mesh.size()}"
+            f"of shape {tuple(parameter.shape)} is {blocks} side by side, which do not divide by "
+            f"{mesh.size()}"
         )
-    if is_split(parameter) and parameter.dim() > 2 and not parts:
+    if is_split(parameter) and parameter.dim() > 2 and not blocks:
         return f"has {parameter.dim()} dimensions and is split; 1 or 2 wanted"
     local = parameter._local_tensor
     if not local.is_contiguous() and any(local.stride()):  # which are 0 where a placeholder stands in for it
-        return "has a part here that is not contiguous; split it with distribute_tensor or parallelize_module"
+        return (
+            "has a local tensor that is not contiguous; split it with distribute_tensor or parallelize_module"
+        )
     return ""

@@ -9,15 +9,15 @@ from torch import nn
 
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier
-from zero_ext.offload import MASTER, ShardHome, Tiers, Values, part_of, put, replace
+from zero_ext.offload import MASTER, ShardStorage, TierManager, Values, put, replace, subrange_of
 from zero_ext.optim import OwnedRange, Segment
-from zero_ext.zero.units.collective_errors import together
-from zero_ext.zero.units.expert_params import expert_ranks
+from zero_ext.zero.units.collective_errors import raise_on_all_ranks
 from zero_ext.zero.units.flat_layout import Overlap
+from zero_ext.zero.units.parameter_marks import expert_ranks
 from zero_ext.zero.units.unit import Unit
 
 # Several chunks of the state at once, so that transfers from and to storage are long ones.
-_PIECE_ELEMENTS = 4 << 20
+_CHUNK_ELEMENTS = 4 << 20
 _MIXED = "Its values are now a mixture of before and after; load the last checkpoint before going on."
 _REPEAT = "No step was made. Repeat it, or load the last checkpoint."
 
@@ -35,54 +35,55 @@ class MasterShard:
     precision.
     """
 
-    def __init__(self, unit: Unit, tiers: Tiers) -> None:
+    def __init__(self, unit: Unit, tiers: TierManager) -> None:
         layout, placement = unit.layout, unit.placement
         self.unit = unit
         self.begin, self.end = (
             layout.shard_range(unit.collectives.rank) if placement.optimizer else (0, layout.numel)
         )
-        live: ShardHome = unit.home if placement.optimizer else tiers.in_memory(unit.flat)
-        shares = layout.dtype == torch.float32 and not tiers.parts_masters
+        live: ShardStorage = unit.storage if placement.optimizer else tiers.wrap_memory(unit.flat)
+        shares = layout.dtype == torch.float32 and not tiers.separate_masters
         shared = live.memory(placement.optimizer_tier) if shares else None
         self.separate = shared is None
-        self.state = tiers.state_home(placement.optimizer_tier, self.end - self.begin, shared)
-        self.output: ShardHome | None = live if self.separate else None
+        self.state = tiers.allocate_optimizer_state(placement.optimizer_tier, self.end - self.begin, shared)
+        self.output: ShardStorage | None = live if self.separate else None
         self.step_output = self.output
         if tiers.delays_updates:
             stored = self.state.tier == "nvme"
-            self.step_output = tiers.shard_home("host", live.numel, live.dtype) if stored else None
+            self.step_output = tiers.allocate_shard("host", live.numel, live.dtype) if stored else None
         self._staging = tiers.staging
         self.overlaps: tuple[Overlap, ...] = tuple(layout.overlaps(self.begin, self.end))
         self._overlap_of = {overlap.index: overlap for overlap in self.overlaps}
 
     def owned_range(self, group_of: Mapping[nn.Parameter, int]) -> OwnedRange:
-        """Return what an optimizer steps of the parameters in ``group_of``, by the numbers of their param
-        groups."""
+        """Return what an optimizer steps of the parameters in ``group_of``, which maps them to groups."""
         segments = []
         for number, parameter in enumerate(self.unit.parameters):
             if parameter not in group_of:
                 continue
-            part = self._overlap_of.get(number, Overlap(number, 0, 0, 0))
+            owned = self._overlap_of.get(number, Overlap(number, 0, 0, 0))
             name, group = self.unit.layout.specs[number].name, group_of[parameter]
-            segments.append(Segment(name, group, part.parameter_start, part.range_start, part.numel))
+            segments.append(Segment(name, group, owned.parameter_start, owned.range_start, owned.numel))
         return OwnedRange(self.state, self.step_output, tuple(segments))
 
     def put(self, index: int, start: int, values: torch.Tensor) -> None:
-        """Takes elements of parameter ``index``, in memory order from ``start`` on, without rounding; those
-        that this rank does not own are left aside."""
+        """Copy elements of parameter ``index``, in memory order from ``start`` on, without rounding.
+
+        Elements that this rank does not own are ignored.
+        """
         overlap = self._overlap_of.get(index)
         if overlap is None or not self.separate:
             return
         first = max(start, overlap.parameter_start)
         last = min(start + values.numel(), overlap.parameter_start + overlap.numel)
         if first < last:
-            part = part_of(
-                self.part(overlap), first - overlap.parameter_start, last - overlap.parameter_start
+            target = subrange_of(
+                self.values_of(overlap), first - overlap.parameter_start, last - overlap.parameter_start
             )
-            replace(part, values[first - start : last - start].float())
+            replace(target, values[first - start : last - start].float())
 
     def follow_output(self) -> None:
-        """Takes over parameter values that were edited from outside; unedited ones keep their precision."""
+        """Copy edited parameter values into the master weights; unedited ones keep their precision."""
         if self.output is None:
             return
         for begin, end in self.state.spans():
@@ -92,19 +93,19 @@ class MasterShard:
                 values[edited] = live[edited].float()
 
     def write_output(self) -> None:
-        """Rounds the master weights into the parameter memory."""
+        """Round the master weights into the parameters' storage."""
         if self.output is None:
             return
         tier: Tier = "device" if self.state.tier == "device" else "host"
         if self.state.tier != "nvme" and self.output.tier == "nvme" and self._staging.holds_outputs(tier):
             self._staging.send(self.state.read(MASTER, 0, self.state.numel), self.output, self.state.tier)
             return
-        for begin in range(0, self.state.numel, _PIECE_ELEMENTS):
-            end = min(begin + _PIECE_ELEMENTS, self.state.numel)
+        for begin in range(0, self.state.numel, _CHUNK_ELEMENTS):
+            end = min(begin + _CHUNK_ELEMENTS, self.state.numel)
             put(self.output, begin, self.state.read(MASTER, begin, end), self.state.tier)
 
     def publish(self, used: frozenset[str]) -> None:
-        """The parameters named in ``used`` follow a step that did not write them itself."""
+        """Update the parameters named in ``used`` after a step that did not write them itself."""
         if self.output is None:
             raise AssertionError("parameters that are their own masters follow every step")
         if self.step_output is None:
@@ -122,20 +123,19 @@ class MasterShard:
             put(self.output, begin, self.step_output.read(begin, end), "host")
 
     def ahead_bytes(self) -> int:
-        """Bytes of host memory for parameters that are ahead of those in use."""
+        """Return the bytes of host memory of parameters that are ahead of those in use."""
         if self.step_output is None or self.step_output is self.output:
             return 0
         return self.step_output.numel * self.step_output.dtype.itemsize
 
-    def part(self, overlap: Overlap) -> Values:
-        """The master weights of one parameter's owned elements, where they lie."""
-        return self.state.run(MASTER, overlap.range_start, overlap.range_start + overlap.numel)
+    def values_of(self, overlap: Overlap) -> Values:
+        """Return the master weights of one parameter's owned elements, where they are stored."""
+        return self.state.view(MASTER, overlap.range_start, overlap.range_start + overlap.numel)
 
-    def held_bytes(self) -> int:
-        """Bytes that masters and moments take in their tier, those of parameters that are their own masters
-        left out."""
+    def allocated_bytes(self) -> int:
+        """Return the bytes of master weights and moments in their tier, without shared fp32 parameters."""
         shared = 0 if self.separate else self.state.numel * 4
-        return self.state.held_bytes() - shared
+        return self.state.allocated_bytes() - shared
 
 
 def store_values(unit: Unit, masters: Iterable[MasterShard], collectives: Collectives) -> None:
@@ -153,15 +153,15 @@ def store_values(unit: Unit, masters: Iterable[MasterShard], collectives: Collec
         for master in own:
             master.follow_output()
 
-    if "nvme" in (unit.home.tier, *(master.state.tier for master in own)):
+    if "nvme" in (unit.storage.tier, *(master.state.tier for master in own)):
         everyone = collectives.holders(bool(expert_ranks(unit.parameters[0])))
-        together(everyone, store, f"storing what was written to {unit.describe()}", _MIXED)
+        raise_on_all_ranks(everyone, store, f"storing what was written to {unit.describe()}", _MIXED)
     else:
         store()
 
 
 def follow_writes(masters: Iterable[MasterShard], collectives: Collectives | None = None) -> None:
-    """Master weights take over what the user wrote in place to replicated parameters.
+    """Copy what the user wrote in place to replicated parameters into the master weights.
 
     With ``collectives`` it is a collective where master weights are on NVMe, which may fail on one rank
     alone: all ranks raise ``RuntimeError`` then, and a later call repeats it.
@@ -173,7 +173,7 @@ def follow_writes(masters: Iterable[MasterShard], collectives: Collectives | Non
             master.follow_output()
 
     if collectives is not None and any(master.state.tier == "nvme" for master in written):
-        together(collectives, follow, "taking over parameters that were written to", _REPEAT)
+        raise_on_all_ranks(collectives, follow, "taking over parameters that were written to", _REPEAT)
     else:
         follow()
     for master in written:

@@ -1,25 +1,31 @@
-"""How a unit's shards become its whole parameters on every rank."""
+"""All-gather of a unit's shards into its full parameters, optionally quantized or from secondary shards."""
 
 from __future__ import annotations
 
 import torch
 
 from zero_ext import ops
-from zero_ext.comm import Collectives, Pending
-from zero_ext.config.sections.communication import CommunicationPolicy
-from zero_ext.offload import Tiers
+from zero_ext.comm import Collectives, PendingCollective
+from zero_ext.config.quantization_blocks import BLOCK_ELEMENTS
+from zero_ext.config.sections.communication import CODE_BITS, CodeDtype, CommunicationConfig
+from zero_ext.offload import TierManager
 from zero_ext.zero.memory.pool import BufferPool
 from zero_ext.zero.units.flat_layout import FlatLayout
-from zero_ext.zero.units.integer_formats import format_of
 
 
-class ParameterExchange:
-    """Gathers a unit of ``layout``: its shards, or messages of what they are quantised to (qwZ, ZeRO++, Wang
-    et al., arXiv 2306.10209, section 3.1).
+def format_of(codes: CodeDtype | None) -> ops.BlockFormat | None:
+    """Return the symmetric block format of ``codes``, in which zero stays zero; None for None."""
+    return None if codes is None else ops.BlockFormat(CODE_BITS[codes], True, BLOCK_ELEMENTS)
 
-    Where nodes keep secondary shards (hpZ, section 3.2), a rank keeps what its counterparts in all nodes and
-    itself sent, until :meth:`forget`; meanwhile gathers stay in the node and need no shard. All ranks end
-    with the same values, so a rank's own slice is what its message says, and not its shard.
+
+class ParameterGather:
+    """Gathers the shards of a unit, in quantized form if configured.
+
+    Quantized gathers are qwZ (ZeRO++, Wang et al., arXiv 2306.10209, section 3.1).
+
+    With secondary shards (hpZ, section 3.2) a rank stores what its counterparts in all nodes and itself sent,
+    until :meth:`invalidate`. Meanwhile gathers stay in the node and need no shard. All ranks end with the
+    same values, so a rank's own slice is the dequantized payload, not its shard.
     """
 
     def __init__(
@@ -28,83 +34,90 @@ class ParameterExchange:
         layout: FlatLayout,
         collectives: Collectives,
         pool: BufferPool,
-        tiers: Tiers,
-        policy: CommunicationPolicy,
+        tiers: TierManager,
+        config: CommunicationConfig,
     ) -> None:
         self._name = name
         self._layout = layout
         self._collectives = collectives
         self._pool = pool
         alone = collectives.world_size == 1
-        quantises = not alone and layout.dtype.is_floating_point
-        self._format = format_of(policy.quantized_weights) if quantises else None
-        self._messages: torch.Tensor | None = None
+        quantizes = not alone and layout.dtype.is_floating_point
+        self._format = format_of(config.quantized_weights) if quantizes else None
+        self._payload: torch.Tensor | None = None
         self._slots: list[torch.Tensor] = []
         self._secondary: torch.Tensor | None = None
-        kept = policy.secondary_bytes(
+        stored = config.secondary_bytes(
             layout.shard_numel,
             layout.dtype.itemsize,
             collectives.nodes.nodes,
             layout.dtype.is_floating_point,
         )
-        if kept:
-            self._secondary = tiers.device.allocate("device", kept, torch.uint8)
-        self._knows = False  # whether the secondary shard has what was gathered last
+        if stored:
+            self._secondary = tiers.device.allocate("device", stored, torch.uint8)
+        self._secondary_valid = False  # whether the secondary shard has the values gathered last
 
     @property
     def needs_shard(self) -> bool:
         """Whether the next gather, unless it is exact, sends this rank's shard."""
-        return not self._knows
+        return not self._secondary_valid
 
     @property
-    def rounds(self) -> bool:
+    def is_lossy(self) -> bool:
         """Whether gathered parameters differ from their shards."""
         return self._format is not None
 
-    def forget(self) -> None:
-        """The shards change; on all ranks alike."""
-        self._knows = False
+    def invalidate(self) -> None:
+        """Discard the secondary shard after the shards changed, on all ranks."""
+        self._secondary_valid = False
 
-    def held_bytes(self) -> int:
-        """Bytes of device memory that the secondary shard takes."""
+    def allocated_bytes(self) -> int:
+        """Return the bytes of device memory of the secondary shard."""
         return 0 if self._secondary is None else self._secondary.nbytes
 
-    def start(self, flat: torch.Tensor, own: torch.Tensor, kind: str, label: str, exact: bool) -> Pending:
-        """Begins to fill ``flat`` [layout.numel] on every rank; ``own`` is this rank's slice of it with its
-        shard. ``exact``: with the shards themselves. After its end comes :meth:`finish`."""
-        exact = exact and self.rounds
+    def start(
+        self, flat: torch.Tensor, own: torch.Tensor, kind: str, label: str, exact: bool
+    ) -> PendingCollective:
+        """Start to fill ``flat`` [layout.numel] on every rank. Call :meth:`finish` when it has ended.
+
+        Args:
+            flat: The unit's flat buffer.
+            own: This rank's slice of it, with its shard.
+            kind: Name under which the traffic is counted.
+            label: Name of the collective in errors.
+            exact: Whether to gather the shards without quantization.
+        """
+        exact = exact and self.is_lossy
         if exact or (self._format is None and self._secondary is None):
             return self._collectives.gather(flat, own, kind, label)
         ranks, rank = self._collectives.world_size, self._collectives.rank
         if self._format is not None:
-            nbytes = ranks * self._format.message_bytes(own.numel())
-            self._messages = self._pool.take(nbytes, self._name, "messages")
-        self._slots = list(
-            (flat.view(torch.uint8) if self._messages is None else self._messages).chunk(ranks)
-        )
-        if self._knows:
-            for kept, slot in self._kept():
-                slot.copy_(kept)
+            nbytes = ranks * self._format.payload_bytes(own.numel())
+            self._payload = self._pool.acquire(nbytes, self._name, "payload")
+        self._slots = list((flat.view(torch.uint8) if self._payload is None else self._payload).chunk(ranks))
+        if self._secondary_valid:
+            for stored, slot in self._secondary_slots():
+                slot.copy_(stored)
         elif self._format is not None:
-            ops.quantise_(self._slots[rank], own, self._format, 1)
-        return self._collectives.gather_messages(
-            self._slots, kind, self._layout.numel, label, in_node=self._knows
+            ops.quantize_(self._slots[rank], own, self._format, 1)
+        return self._collectives.gather_payloads(
+            self._slots, kind, self._layout.numel, label, in_node=self._secondary_valid
         )
 
     def finish(self, flat: torch.Tensor) -> None:
-        """Once :meth:`start` has ended: ``flat`` becomes what was gathered."""
-        if self._secondary is not None and self._slots and not self._knows:
-            for kept, slot in self._kept():
-                kept.copy_(slot)
-            self._knows = True
+        """Write the gathered values to ``flat`` once the collective of :meth:`start` has ended."""
+        if self._secondary is not None and self._slots and not self._secondary_valid:
+            for stored, slot in self._secondary_slots():
+                stored.copy_(slot)
+            self._secondary_valid = True
         self._slots = []
-        if self._messages is not None and self._format is not None:
-            messages, self._messages = self._messages, None
-            ops.dequantise_(flat, messages, self._format, self._collectives.world_size)
-            self._pool.give(messages)
+        if self._payload is not None and self._format is not None:
+            payload, self._payload = self._payload, None
+            ops.dequantize_(flat, payload, self._format, self._collectives.world_size)
+            self._pool.release(payload)
 
-    def _kept(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each part of the secondary shard with its slot."""
+    def _secondary_slots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair each slice of the secondary shard with its slot in the payload."""
         nodes = self._collectives.nodes
         if self._secondary is None:
             return []

@@ -1,4 +1,4 @@
-"""Parameters that were sharded at birth, one by one, before any unit exists."""
+"""Presharded parameters: sharded one by one while the model is built, before any unit exists."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch import nn
 
 from zero_ext.comm import Collectives
 from zero_ext.config import Tier
-from zero_ext.offload import STORAGE_ALIGNMENT, Arrival, Birthplace, ShardHome, allocate
-from zero_ext.zero.units.collective_errors import refuse_different_writes, together
-from zero_ext.zero.units.deferred_errors import Postponed
-from zero_ext.zero.units.dtensor_local import local_part, point_at
+from zero_ext.offload import STORAGE_ALIGNMENT, CopyHandle, InitStorage, ShardStorage, allocate
+from zero_ext.zero.units.collective_errors import DeferredError, raise_on_all_ranks, refuse_different_writes
+from zero_ext.zero.units.dtensor_local import local_tensor, point_at
 from zero_ext.zero.units.flat_layout import (
     ALIGNMENT_BYTES,
     FlatLayout,
@@ -28,47 +27,50 @@ from zero_ext.zero.units.plain_torch import plain_torch
 from zero_ext.zero.units.quantized_params import refuse_packed
 from zero_ext.zero.units.released_params import ParameterFacts, release_to, restore_class
 
-ATTRIBUTE = "_zero_ext_born_shard"
+ATTRIBUTE = "_zero_ext_presharded"
 GUARDED = ("__reduce_ex__", "share_memory_")
-# What is on its way at a time between the ranks, and between memory and storage, all ranks' parts together.
-PIECE_BYTES = 16 << 20
+# Bytes in transfer at a time between the ranks, and between memory and storage, in sum over all ranks.
+INIT_CHUNK_BYTES = 16 << 20
 
 
-class Lost:
-    """The home of a shard that could not be stored."""
+class FailedStorage:
+    """Stands for the storage of a shard that could not be stored."""
 
     def __init__(self, tier: Tier, reason: Exception | None) -> None:
         self.tier = tier
         self._reason = str(reason)
 
-    def fetch(self, into: torch.Tensor, begin: int = 0) -> Arrival:
-        """Raises ``RuntimeError``."""
+    def fetch(self, into: torch.Tensor, begin: int = 0) -> CopyHandle:
+        """Raise ``RuntimeError``."""
         raise RuntimeError(f"a parameter's shard could not be stored when it was made: {self._reason}")
 
 
-class BornShard:
-    """What this rank has of one parameter, the elements from ``start`` on of a tensor that was cut at birth:
-    ``home`` keeps its shard of that tensor, ``cut`` says how all of it lies.
+class PreshardedParameter:
+    """This rank's shard of one parameter, which is a slice of a flat tensor that was sharded.
 
-    ``spec`` has shape, stride and dtype of the parameter, ``collectives`` are of the ranks that hold it.
-    Parameters that are parts of one tensor share its home, which is freed with the last of them. Of an engine
-    that was closed the tensor is a unit, and ``ranks`` are those that have the same value; None before there
-    was one. ``device`` is where the parameter seems to be.
+    Parameters that are slices of one tensor share its storage, which is freed with the last of them.
+
+    Attributes:
+        spec: Shape, stride and dtype of the parameter.
+        layout: Layout and shards of the flat tensor.
+        storage: Storage of this rank's shard of that tensor.
+        collectives: The ranks that have shards.
+        ranks: After an engine was closed, the ranks that have the same values; None before there was one.
     """
 
     def __init__(
         self,
         spec: ParameterSpec,
-        cut: FlatLayout,
-        home: ShardHome | Lost,
+        layout: FlatLayout,
+        storage: ShardStorage | FailedStorage,
         collectives: Collectives,
         start: int = 0,
         ranks: tuple[int, ...] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.spec = spec
-        self.cut = cut
-        self.home = home
+        self.layout = layout
+        self.storage = storage
         self.collectives = collectives
         self.ranks = ranks
         self._start = start
@@ -76,194 +78,203 @@ class BornShard:
 
     @property
     def placeholder(self) -> torch.Tensor:
-        """What the parameter's data is meanwhile: one NaN (0 for integers) in the true shape."""
+        """The parameter's data while it is sharded: one NaN (0 for integers) in the true shape."""
         return self._memory.expand(self.spec.shape)
 
-    def replaced_in(self, parameter: nn.Parameter) -> bool:
-        """Whether somebody gave ``parameter`` a value while only shards of it existed."""
+    def was_replaced(self, parameter: nn.Parameter) -> bool:
+        """Return whether ``parameter`` was given a value while only shards of it existed."""
         if not self.spec.numel:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             return (
                 parameter.dtype != self._memory.dtype
-                or local_part(parameter).data_ptr() != self._memory.data_ptr()
+                or local_tensor(parameter).data_ptr() != self._memory.data_ptr()
                 or not bool(are_blank(self._memory).all())
             )
 
-    def part(self, start: int, shape: tuple[int, ...]) -> BornShard:
-        """The elements from ``start`` on, in memory order, as a parameter of ``shape``, row-major."""
+    def slice(self, start: int, shape: tuple[int, ...]) -> PreshardedParameter:
+        """Return the elements from ``start`` on, in memory order, as a parameter of ``shape``, row-major."""
         stride = torch.empty(shape, device="meta").stride()
         spec = replace(self.spec, shape=shape, stride=stride)
-        place = (self._start + start, self.ranks, self._memory.device)
-        return BornShard(spec, self.cut, self.home, self.collectives, *place)
+        position = (self._start + start, self.ranks, self._memory.device)
+        return PreshardedParameter(spec, self.layout, self.storage, self.collectives, *position)
 
-    def pieces(self, collectives: Collectives, failures: Postponed) -> Iterator[tuple[int, torch.Tensor]]:
-        """The parameter's elements in memory order a piece at a time, each with its first element's number;
-        a collective. A piece is valid until the next one.
+    def chunks(self, collectives: Collectives, failures: DeferredError) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the parameter's elements in chunks, each with the number of its first element; a collective.
 
-        They come in no order, and not at all once something failed on this rank, which ``failures`` tells.
-        ``collectives`` count for parameters from :class:`zero_ext.Init`.
+        A chunk is contiguous in memory order and valid until the next one. Chunks come in any order, and no
+        more once ``failures`` has an error. ``collectives`` are used for parameters from
+        :class:`zero_ext.Init`.
         """
-        collectives = self._over(collectives)
+        collectives = self._holders(collectives)
         self._check_world(collectives)
-        ranges = [self._part_of(rank) for rank in range(collectives.world_size)]
-        # All ranks read whole blocks, from one place in their shards, as many as the longest part needs.
+        ranges = [self._range_in_shard(rank) for rank in range(collectives.world_size)]
+        # All ranks read full blocks from the same offset in their shards, as many as the longest range needs.
         grain = STORAGE_ALIGNMENT // self.spec.dtype.itemsize
         begin = min((low // grain * grain for low, high in ranges if low < high), default=0)
         end = max(high for _, high in ranges)
-        step = max(PIECE_BYTES // STORAGE_ALIGNMENT // collectives.world_size, 1) * grain
-        step = min(step, max(self.cut.shard_numel - begin, 1))
-        room = allocate(step * collectives.world_size, self.spec.dtype)
+        step = max(INIT_CHUNK_BYTES // STORAGE_ALIGNMENT // collectives.world_size, 1) * grain
+        step = min(step, max(self.layout.shard_numel - begin, 1))
+        buffer = allocate(step * collectives.world_size, self.spec.dtype)
         for first in range(begin, end, step):
-            last = min(first + step, self.cut.shard_numel)
-            flat = room[: (last - first) * collectives.world_size]
-            parts = flat.view(collectives.world_size, last - first)
-            failures.attempt(partial(self._fetch, parts[collectives.rank], first))
+            last = min(first + step, self.layout.shard_numel)
+            flat = buffer[: (last - first) * collectives.world_size]
+            rows = flat.view(collectives.world_size, last - first)
+            failures.attempt(partial(self._fetch, rows[collectives.rank], first))
             collectives.gather(
-                flat, parts[collectives.rank], "gather_born", "gather of a parameter from its shards"
+                flat, rows[collectives.rank], "gather_presharded", "gather of a parameter from its shards"
             ).wait()
             for rank, (low, high) in enumerate(ranges):
                 low, high = max(low, first), min(high, last)
                 if low < high and not failures:
-                    number = rank * self.cut.shard_numel + low - self._start
-                    yield number, parts[rank, low - first : high - first]
+                    number = rank * self.layout.shard_numel + low - self._start
+                    yield number, rows[rank, low - first : high - first]
 
-    def whole(self, collectives: Collectives | None = None) -> torch.Tensor:
-        """The parameter's value, in memory of its own; a collective. Raises ``RuntimeError`` on all ranks if
-        one cannot read its shard."""
-        collectives = self._over(collectives or self.collectives)
-        failures = Postponed()
+    def gather(self, collectives: Collectives | None = None) -> torch.Tensor:
+        """Return the parameter's full value, in memory of its own; a collective.
+
+        Raises ``RuntimeError`` on all ranks if one cannot read its shard.
+        """
+        collectives = self._holders(collectives or self.collectives)
+        failures = DeferredError()
         flat = torch.empty(self.spec.numel, dtype=self.spec.dtype, device="cpu")
-        for start, values in self.pieces(collectives, failures):
+        for start, values in self.chunks(collectives, failures):
             flat[start : start + values.numel()].copy_(values)
-        if self.home.tier == "nvme":
-            failures.settle(collectives, "reading a parameter from its shards", REBUILD)
+        if self.storage.tier == "nvme":
+            failures.raise_deferred(collectives, "reading a parameter from its shards", REBUILD)
         return flat.as_strided(self.spec.shape, self.spec.stride, 0).to(self._memory.device)
 
-    def replace_own(self, flat: torch.Tensor) -> None:
-        """The shard becomes this rank's part of ``flat``, the parameter's elements in memory order. Raises
-        ``RuntimeError`` where it cannot be stored."""
-        if isinstance(self.home, Lost):
-            self.home.fetch(flat)
+    def store_from_full(self, flat: torch.Tensor) -> None:
+        """Store this rank's slice of ``flat``, the parameter's elements in memory order, as the shard.
+
+        Raises ``RuntimeError`` if it cannot be stored.
+        """
+        if isinstance(self.storage, FailedStorage):
+            self.storage.fetch(flat)
             return
-        begin, end = self.cut.shard_range(self.collectives.rank)
-        _fill(self.home, flat[begin:end])
+        begin, end = self.layout.shard_range(self.collectives.rank)
+        _fill(self.storage, flat[begin:end])
 
     def detach_from(self, parameter: nn.Parameter) -> None:
-        """Leaves ``parameter`` to itself, until :func:`set_born` gives it back; the refusal of pickling
-        stays."""
+        """Make ``parameter`` an ordinary one until :func:`set_presharded`. Pickling stays refused."""
         restore_class(parameter)
         vars(parameter).pop(ATTRIBUTE, None)
 
-    def _over(self, collectives: Collectives) -> Collectives:
+    def _holders(self, collectives: Collectives) -> Collectives:
         return collectives if self.ranks is None else self.collectives
 
     def _fetch(self, into: torch.Tensor, begin: int) -> None:
-        self.home.fetch(into, begin).wait()
+        self.storage.fetch(into, begin).wait()
 
-    def _part_of(self, rank: int) -> tuple[int, int]:
-        """The parameter's elements within the shard of ``rank``, counted there; empty if there are none."""
-        begin, end = self.cut.shard_range(rank)
+    def _range_in_shard(self, rank: int) -> tuple[int, int]:
+        """Return the range of the parameter's elements in the shard of ``rank``, which may be empty."""
+        begin, end = self.layout.shard_range(rank)
         low, high = max(begin, self._start), min(end, self._start + self.spec.numel)
         return (low - begin, high - begin) if low < high else (0, 0)
 
     def _check_world(self, collectives: Collectives) -> None:
-        if self.cut.world_size != collectives.world_size:
+        if self.layout.world_size != collectives.world_size:
             raise RuntimeError(
                 f"parameter of shape {self.spec.shape} was sharded by zero_ext.Init over "
-                f"{self.cut.world_size} ranks, and is now prepared over {collectives.world_size}; pass both "
-                "the same process group"
+                f"{self.layout.world_size} ranks, and is now prepared over {collectives.world_size}; pass "
+                "both the same process group"
             )
 
 
-def born_shard(parameter: nn.Parameter) -> BornShard | None:
-    """The shard of a parameter made by ``zero_ext.Init``; None for one that is whole."""
+def presharded_of(parameter: nn.Parameter) -> PreshardedParameter | None:
+    """Return the shard of a parameter made by ``zero_ext.Init``; None for an ordinary one."""
     found = getattr(parameter, ATTRIBUTE, None)
-    return found if isinstance(found, BornShard) else None
+    return found if isinstance(found, PreshardedParameter) else None
 
 
-def shard_at_birth(
-    parameter: nn.Parameter, collectives: Collectives, place: Birthplace, failures: Postponed
+def shard_on_init(
+    parameter: nn.Parameter, collectives: Collectives, storage: InitStorage, failures: DeferredError
 ) -> None:
-    """Keeps this rank's shard of ``parameter`` in ``place`` and makes its data a NaN placeholder of the same
-    shape. A shard that cannot be stored, which ``failures`` tells, is lost."""
+    """Store this rank's shard of ``parameter`` and make its data a NaN placeholder of the same shape.
+
+    If it cannot be stored, the error goes to ``failures``.
+    """
     spec = ParameterSpec("", tuple(parameter.shape), memory_order(parameter), parameter.dtype)
-    alignment = STORAGE_ALIGNMENT if place.tier == "nvme" else ALIGNMENT_BYTES
-    cut = FlatLayout.build([spec], collectives.world_size, alignment)
-    begin, end = cut.shard_range(collectives.rank)
-    homes: list[ShardHome] = []
+    alignment = STORAGE_ALIGNMENT if storage.tier == "nvme" else ALIGNMENT_BYTES
+    layout = FlatLayout.build([spec], collectives.world_size, alignment)
+    begin, end = layout.shard_range(collectives.rank)
+    stored: list[ShardStorage] = []
 
-    def keep() -> None:
-        home = place.home(end - begin, spec.dtype)
-        _fill(home, in_memory_order(parameter.data, spec)[begin:end])
-        homes.append(home)
+    def store() -> None:
+        shard = storage.allocate(end - begin, spec.dtype)
+        _fill(shard, in_memory_order(parameter.data, spec)[begin:end])
+        stored.append(shard)
 
-    failures.attempt(keep)
-    home = homes[0] if homes else Lost(place.tier, failures.error)
-    _mark_born(parameter, BornShard(spec, cut, home, collectives))
+    failures.attempt(store)
+    shard = stored[0] if stored else FailedStorage(storage.tier, failures.error)
+    _mark_presharded(parameter, PreshardedParameter(spec, layout, shard, collectives))
 
 
-def _fill(home: ShardHome, own: torch.Tensor) -> None:
-    step = PIECE_BYTES // own.dtype.itemsize
+def _fill(storage: ShardStorage, own: torch.Tensor) -> None:
+    step = INIT_CHUNK_BYTES // own.dtype.itemsize
     for first in range(0, own.numel(), step):
-        home.store(first, own[first : first + step], "device").let_go()
+        storage.store(first, own[first : first + step], "device").wait_source()
 
 
-def _mark_born(parameter: nn.Parameter, born: BornShard) -> None:
-    setattr(parameter, ATTRIBUTE, born)
+def _mark_presharded(parameter: nn.Parameter, presharded: PreshardedParameter) -> None:
+    setattr(parameter, ATTRIBUTE, presharded)
     restore_class(parameter)
-    point_at(parameter, born.placeholder)
+    point_at(parameter, presharded.placeholder)
 
 
-def set_born(parameter: nn.Parameter, born: BornShard) -> None:
-    """Makes ``born`` all that there is of ``parameter``; its value is fetched when it is used."""
-    _mark_born(parameter, born)
-    release_to(parameter, _BornAccess(born))
+def set_presharded(parameter: nn.Parameter, presharded: PreshardedParameter) -> None:
+    """Make ``parameter`` a presharded one, whose value is gathered when it is used."""
+    _mark_presharded(parameter, presharded)
+    release_to(parameter, _PreshardedAccess(presharded))
 
 
 def leave_init(parameter: nn.Parameter) -> None:
-    """Begin to fetch the value of ``parameter``, if it is sharded, when it is used; until then
-    :class:`zero_ext.Init` sees to that."""
-    born = born_shard(parameter)
-    if born is not None:
-        release_to(parameter, _BornAccess(born))
+    """Gather the value of ``parameter`` whenever it is used, if it is presharded.
+
+    Inside the block of :class:`zero_ext.Init` that class does so.
+    """
+    presharded = presharded_of(parameter)
+    if presharded is not None:
+        release_to(parameter, _PreshardedAccess(presharded))
         refuse_pickling(parameter)
 
 
-class _BornAccess:
+class _PreshardedAccess:
     """Reads and writes a parameter of :class:`zero_ext.Init` before ``prepare``; see :class:`Access`."""
 
-    def __init__(self, born: BornShard) -> None:
-        self._born = born
+    def __init__(self, presharded: PreshardedParameter) -> None:
+        self._presharded = presharded
 
     def facts(self, parameter: nn.Parameter) -> ParameterFacts:
         """See :class:`~zero_ext.zero.units.released_params.Access`."""
-        spec = self._born.spec
+        spec = self._presharded.spec
         return ParameterFacts(spec.name or f"of shape {spec.shape} from zero_ext.Init", spec.stride)
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         """See :class:`~zero_ext.zero.units.released_params.Access`."""
         refuse_packed(parameter, self.facts(parameter).name)
         with plain_torch():
-            return self._born.whole()
+            return self._presharded.gather()
 
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """See :class:`~zero_ext.zero.units.released_params.Access`."""
-        born = self._born
+        presharded = self._presharded
         with plain_torch():
-            flat = in_memory_order(value, born.spec)
-            refuse_different_writes(born.collectives, self.facts(parameter).name, flat)
-            together(
-                born.collectives, lambda: born.replace_own(flat), "a write to a parameter of zero_ext.Init"
+            flat = in_memory_order(value, presharded.spec)
+            refuse_different_writes(presharded.collectives, self.facts(parameter).name, flat)
+            raise_on_all_ranks(
+                presharded.collectives,
+                lambda: presharded.store_from_full(flat),
+                "a write to a parameter of zero_ext.Init",
             )
 
 
 def refuse_pickling(parameter: nn.Parameter) -> None:
-    """Makes pickling and ``share_memory_`` of a parameter sharded at birth an error."""
+    """Make pickling and ``share_memory_`` of a presharded parameter an error."""
 
     def refuse(*_: object) -> Any:
         raise RuntimeError(
-            "a parameter from zero_ext.Init cannot be pickled: this rank holds only a part of it. Pickle "
+            "a parameter from zero_ext.Init cannot be pickled: this rank holds only a shard of it. Pickle "
             "copy.deepcopy(parameter), made on all ranks."
         )
 
@@ -271,23 +282,23 @@ def refuse_pickling(parameter: nn.Parameter) -> None:
         setattr(parameter, name, refuse)
 
 
-def forget_birth(parameter: nn.Parameter) -> None:
-    """Drops the shard and the refusals that came with it."""
+def clear_presharded(parameter: nn.Parameter) -> None:
+    """Remove the shard and the refusals of :func:`refuse_pickling`."""
     restore_class(parameter)
     for name in (ATTRIBUTE, *GUARDED):
         vars(parameter).pop(name, None)
 
 
-def full_value(parameter: nn.Parameter, collectives: Collectives) -> torch.Tensor:
-    """The whole value of a parameter sharded at birth; a collective. Ends its being born-sharded.
+def unshard_presharded(parameter: nn.Parameter, collectives: Collectives) -> torch.Tensor:
+    """Return the full value of a presharded parameter, which becomes an ordinary one; a collective.
 
     Raises ``RuntimeError`` on all ranks, with nothing changed, if one cannot read its shard.
     """
-    born = born_shard(parameter)
-    if born is None:
-        raise AssertionError("full_value of a parameter that is whole")
-    value = born.whole(collectives)
-    forget_birth(parameter)
+    presharded = presharded_of(parameter)
+    if presharded is None:
+        raise AssertionError("unshard_presharded of an ordinary parameter")
+    value = presharded.gather(collectives)
+    clear_presharded(parameter)
     return value
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from zero_ext.zero.units.dtensor_local import is_distributed
 from zero_ext.zero.units.placeholder import placeholder
-from zero_ext.zero.units.unallocated_tensor import Extent, found_in, replaced
+from zero_ext.zero.units.view_spec import ViewSpec, instances_in, map_nested
 
 # True of a placeholder too. Autograd's own calls refer to the tensor itself, whatever its value.
 METADATA_NAMES = """
@@ -51,13 +51,13 @@ _MEMORY_NAMES = """
 MEMORY = frozenset(_MEMORY_NAMES.split())
 """Names of the functions that need a tensor's memory."""
 _ACCESS = "_zero_ext_access"
-_DATA = "_zero_ext_data"  # of a parameter: the tensors that its ``data`` was, as far as they are still used
+_DATA = "_zero_ext_data"  # of a parameter: the tensors that its ``data`` was, while they are alive
 _get_data: Callable[..., Any] = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _set_data: Callable[..., Any] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Access(Protocol):
-    """How the value of a released parameter is read and written; both are collectives."""
+    """Reads and writes the value of a released parameter; both are collectives."""
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return an independent copy of the full value."""
@@ -66,7 +66,7 @@ class Access(Protocol):
         """Make ``value``, alike on all ranks, the parameter's value."""
 
     def facts(self, parameter: nn.Parameter) -> ParameterFacts:
-        """Return what is known of the parameter without its value."""
+        """Return the facts of the parameter that need no value."""
 
 
 class ParameterFacts(NamedTuple):
@@ -78,7 +78,7 @@ class ParameterFacts(NamedTuple):
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """The name that a function given to ``__torch_function__`` is known by; a property's is its own."""
+    """Return the name of a function passed to ``__torch_function__``, of a property that of the property."""
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         name = getattr(getattr(function, "__self__", None), "__name__", "")
@@ -134,11 +134,11 @@ class ReleasedTensor:
         if id(self) in memo:
             found: torch.Tensor = memo[id(self)]
             return found
-        parameter, extent = origin(self)
+        parameter, view_spec = origin(self)
         value = _access(parameter).read(parameter)
         made: torch.Tensor
-        if extent is not None:
-            made = extent.in_memory_of(value).clone()
+        if view_spec is not None:
+            made = view_spec.view_into(value).clone()
         else:
             made = plain_class(parameter)(value, parameter.requires_grad)
         memo[id(self)] = made
@@ -154,13 +154,13 @@ class ReleasedTensor:
         raise _memory_refusal(self, "as_subclass")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        parameter, _extent = origin(self)
+        parameter, _view_spec = origin(self)
         described = f"shape={tuple(self.shape)}, dtype={self.dtype}"  # type: ignore[attr-defined]
         return f"<{type(self).__name__} '{_name(parameter)}', {described}>"
 
 
 class ReleasedView(ReleasedTensor, torch.Tensor):  # type: ignore[misc]
-    """A view of a released parameter: :class:`Extent` of its memory, fetched when it is used."""
+    """A view of a released parameter: :class:`ViewSpec` of its memory, fetched when it is used."""
 
 
 @functools.cache
@@ -199,7 +199,7 @@ def restore_class(parameter: nn.Parameter) -> None:
 
 
 def set_access(parameter: nn.Parameter, access: Access) -> None:
-    """Name who reads and writes the value of ``parameter`` whenever it is released."""
+    """Set the access to the value of ``parameter`` whenever it is released."""
     setattr(parameter, _ACCESS, access)
 
 
@@ -217,9 +217,9 @@ def _name(parameter: nn.Parameter) -> str:
     return _access(parameter).facts(parameter).name
 
 
-def origin(tensor: Any) -> tuple[nn.Parameter, Extent | None]:
-    """Return the parameter that a released tensor is, or is a view of, and then which part."""
-    found: tuple[nn.Parameter, Extent | None] = vars(tensor).get("_zero_ext_view") or (tensor, None)
+def origin(tensor: Any) -> tuple[nn.Parameter, ViewSpec | None]:
+    """Return the parameter that a released tensor is or is a view of, and the spec of that view."""
+    found: tuple[nn.Parameter, ViewSpec | None] = vars(tensor).get("_zero_ext_view") or (tensor, None)
     return found
 
 
@@ -236,20 +236,20 @@ def _check_new_data(target: Any, value: torch.Tensor) -> None:
 
 
 def _remembered(parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
-    """``data``, which keeps its values when the parameter is given others by ``.data = ...``."""
+    """Return ``data`` and remember it: it does not change when ``.data = ...`` replaces the parameter's."""
     vars(parameter).setdefault(_DATA, weakref.WeakSet()).add(data)
     return data
 
 
 def _set_new_data(target: Any, value: torch.Tensor) -> None:
-    """What ``.data = value`` does to a plain tensor: tensors that were its data before keep theirs."""
+    """Do what ``.data = value`` does to a plain tensor: tensors that were its data before do not change."""
     parameter, _ = origin(target)
     with torch.no_grad():
         value = value.clone()  # it may be one of them
         for data in vars(parameter).pop(_DATA, ()):
-            kept = data.clone()
+            copied = data.clone()
             data.__class__ = torch.Tensor
-            _set_data(data, kept)
+            _set_data(data, copied)
         target.copy_(value)
 
 
@@ -267,7 +267,7 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if name in MEMORY:
-        raise _memory_refusal(next(found_in((args, kwargs), ReleasedTensor)), name)
+        raise _memory_refusal(next(instances_in((args, kwargs), ReleasedTensor)), name)
     if name in _LAYOUT:
         if any(map(is_distributed, args)):  # which knows its layout itself
             with torch._C.DisableTorchFunctionSubclass():
@@ -282,20 +282,20 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     if name in ("data", "detach") and is_distributed(args[0]):
         return _Use().run(torch.Tensor.detach, args, {})
     if name in ("data", "detach"):
-        parameter, extent = origin(args[0])
-        view = view_of_released(parameter, extent or _whole(parameter))
+        parameter, view_spec = origin(args[0])
+        view = view_of_released(parameter, view_spec or _full_view(parameter))
         return _remembered(parameter, view) if name == "data" else view
     if name in ("view_as", "expand_as") and len(args) == 2 and args[0] is args[1]:
-        # Torch's way to the node that accumulates a leaf's gradient, behind that of such a view.
-        parameter, extent = origin(args[0])
+        # How torch finds the node that accumulates a leaf's gradient, behind that of such a view.
+        parameter, view_spec = origin(args[0])
         tracked = torch.is_grad_enabled() and args[0].requires_grad
-        return view_of_released(parameter, extent or _whole(parameter), args[0] if tracked else None)
+        return view_of_released(parameter, view_spec or _full_view(parameter), args[0] if tracked else None)
     return _Use().run(func, args, kwargs)
 
 
-def _whole(parameter: nn.Parameter) -> Extent:
-    """The extent of the full value in memory of its own."""
-    return Extent(parameter.dtype, tuple(parameter.shape), _access(parameter).facts(parameter).stride, 0)
+def _full_view(parameter: nn.Parameter) -> ViewSpec:
+    """Return the view spec of the full value in memory of its own."""
+    return ViewSpec(parameter.dtype, tuple(parameter.shape), _access(parameter).facts(parameter).stride, 0)
 
 
 def _on_layout(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -304,22 +304,22 @@ def _on_layout(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
     def layout(item: Any) -> Any:
         if not isinstance(item, ReleasedTensor):
             return item
-        parameter, extent = origin(item)
-        return (extent or _whole(parameter)).on_meta()
+        parameter, view_spec = origin(item)
+        return (view_spec or _full_view(parameter)).on_meta()
 
     if name in _CREATES and kwargs.get("device") is None:
-        kwargs = {**kwargs, "device": next(found_in((args, kwargs), ReleasedTensor)).device}  # type: ignore[attr-defined]
-    return func(*replaced(args, layout), **replaced(dict(kwargs), layout))
+        kwargs = {**kwargs, "device": next(instances_in((args, kwargs), ReleasedTensor)).device}  # type: ignore[attr-defined]
+    return func(*map_nested(args, layout), **map_nested(dict(kwargs), layout))
 
 
 def view_of_released(
-    parameter: nn.Parameter, extent: Extent, source: torch.Tensor | None = None
+    parameter: nn.Parameter, view_spec: ViewSpec, source: torch.Tensor | None = None
 ) -> ReleasedView:
-    """Return the view of ``parameter`` at ``extent``. Its gradient is that of ``source``, a view of the
+    """Return the view of ``parameter`` at ``view_spec``. Its gradient is that of ``source``, a view of the
     value."""
-    blank = placeholder(extent.shape, extent.dtype, parameter.device)
+    blank = placeholder(view_spec.shape, view_spec.dtype, parameter.device)
     view: Any = torch.Tensor._make_subclass(ReleasedView, blank)
-    view._zero_ext_view = (parameter, extent)
+    view._zero_ext_view = (parameter, view_spec)
     attached: ReleasedView = view if source is None else _Attached.apply(source, [view])
     return attached
 
@@ -340,7 +340,7 @@ class _Saved(NamedTuple):
     """A tensor that autograd saved, by where it lies in a parameter's value of that time."""
 
     parameter: nn.Parameter
-    extent: Extent
+    view_spec: ViewSpec
     generation: int
 
     def fetch(self) -> torch.Tensor:
@@ -351,7 +351,7 @@ class _Saved(NamedTuple):
                 f"backward: expected the value of parameter '{facts.name}' that forward used, but the "
                 "parameter was updated or written to since. Run backward before optimizer.step()."
             )
-        return self.extent.in_memory_of(access.read(self.parameter))
+        return self.view_spec.view_into(access.read(self.parameter))
 
 
 class _StandIn(NamedTuple):
@@ -373,27 +373,27 @@ class _Use:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of ``func``, having written what it wrote."""
-        args, kwargs = replaced(args, self._resolve), replaced(dict(kwargs), self._resolve)
+        args, kwargs = map_nested(args, self._resolve), map_nested(dict(kwargs), self._resolve)
         if torch.is_grad_enabled():
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
         self._write()
-        return replaced(result, self._seen_as)
+        return map_nested(result, self._seen_as)
 
     def _resolve(self, item: Any) -> Any:
         if not isinstance(item, ReleasedTensor):
             return item
         released: Any = item
-        parameter, extent = origin(released)
+        parameter, view_spec = origin(released)
         if parameter not in self._values:
             self._values[parameter] = _access(parameter).read(parameter)
         value = self._values[parameter]
         if not is_distributed(value):
             self._parameter_of[value.untyped_storage()._cdata] = parameter
             with torch.inference_mode(False):
-                value = (extent or Extent.of(value)).in_memory_of(value)
+                value = (view_spec or ViewSpec.of(value)).view_into(value)
         if torch.is_grad_enabled() and released.requires_grad:
             value = _Attached.apply(released, [value])
         self._stand_ins[id(value)] = _StandIn(released, value, value._version, value.grad_fn)
@@ -409,7 +409,7 @@ class _Use:
         parameter = self._owner(tensor)
         if parameter is None:
             return tensor
-        return _Saved(parameter, Extent.of(tensor), _access(parameter).facts(parameter).generation)
+        return _Saved(parameter, ViewSpec.of(tensor), _access(parameter).facts(parameter).generation)
 
     def _write(self) -> None:
         written: dict[nn.Parameter, None] = {}
@@ -432,7 +432,7 @@ class _Use:
             _access(parameter).write(parameter, self._values[parameter])
 
     def _seen_as(self, result: Any) -> Any:
-        """What the caller gets for ``result``: views of fetched values stay lazy."""
+        """Return what the caller gets for ``result``: views of fetched values stay lazy."""
         if isinstance(result, np.ndarray):
             result.flags.writeable = False  # a write to it would be lost
             return result
@@ -444,7 +444,7 @@ class _Use:
             return result
         if result.is_conj() or result.is_neg():
             return result.resolve_conj().resolve_neg()
-        return view_of_released(parameter, Extent.of(result), result if result.requires_grad else None)
+        return view_of_released(parameter, ViewSpec.of(result), result if result.requires_grad else None)
 
 
 def _unpack(packed: Any) -> torch.Tensor:

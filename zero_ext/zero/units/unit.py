@@ -1,4 +1,4 @@
-"""A unit: parameters that are gathered, reduced and released together, in one flat buffer."""
+"""A unit: parameters that share one flat buffer and are gathered, reduced and released as one."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from zero_ext.comm import Collectives, Pending
-from zero_ext.config.sections.communication import CommunicationPolicy
-from zero_ext.config.state_placement import Placement
-from zero_ext.offload import HERE, Arrival, Tiers, put
+from zero_ext.comm import Collectives, PendingCollective
+from zero_ext.config.sections.communication import CommunicationConfig
+from zero_ext.config.state_placement import StatePlacement
+from zero_ext.offload import COMPLETED, CopyHandle, TierManager, put
 from zero_ext.zero.memory.lifetime import Ending
 from zero_ext.zero.memory.pool import BufferPool, attach, detach
-from zero_ext.zero.units.dtensor_local import is_distributed, local_part, point_at, set_data
+from zero_ext.zero.units.dtensor_local import is_distributed, local_tensor, point_at, set_data
 from zero_ext.zero.units.flat_layout import FlatLayout
-from zero_ext.zero.units.param_gather import ParameterExchange
+from zero_ext.zero.units.param_gather import ParameterGather
 from zero_ext.zero.units.placeholder import blanks
 from zero_ext.zero.units.released_params import gathered_class, plain_class, released_class
 
@@ -26,16 +26,16 @@ class UnitState(enum.Enum):
     """The life of a unit's full parameters."""
 
     RELEASED = "released"  # only the shard exists; every parameter is a placeholder
-    FETCHING = "fetching"  # a pool buffer is attached and the shard is on its way into it
-    GATHERING = "gathering"  # the other ranks' shards are on their way
+    FETCHING = "fetching"  # a pool buffer is attached and the shard is being copied into it
+    GATHERING = "gathering"  # the all-gather is running
     GATHERED = "gathered"  # the parameters are views of the full flat buffer
 
 
 class Unit(Ending):
-    """Flat parameters of one dtype, their shard, and the moves between gathered and released.
+    """Flat parameters of one dtype, their shard, and the transitions between gathered and released.
 
-    ``flat`` [layout.numel] keeps one storage object for life: empty while released, a pool buffer while
-    gathered. ``home`` keeps this rank's part [layout.shard_numel], in some tier; where parameters are
+    ``flat`` [layout.numel] has the same storage object throughout: empty while released, a pool buffer while
+    gathered. ``storage`` is this rank's shard [layout.shard_numel], in some tier. Where parameters are
     replicated it is a slice of ``flat``. ``holders`` are the running calls that need the unit; it may be
     released when there is none.
     """
@@ -45,11 +45,11 @@ class Unit(Ending):
         name: str,
         parameters: Sequence[nn.Parameter],
         layout: FlatLayout,
-        placement: Placement,
+        placement: StatePlacement,
         collectives: Collectives,
         pool: BufferPool,
-        tiers: Tiers,
-        policy: CommunicationPolicy,
+        tiers: TierManager,
+        communication: CommunicationConfig,
         persistent: bool = False,
     ) -> None:
         self.name = name
@@ -64,11 +64,11 @@ class Unit(Ending):
         self.holders: set[object] = set()
         self._pool = pool
         self._buffer: torch.Tensor | None = None
-        self._arrival: Arrival = HERE
-        self._pending: Pending | None = None
-        self.exact = True  # whether what is gathered, or on its way, are the shards themselves
-        policy = policy if placement.params else CommunicationPolicy()
-        self.exchange = ParameterExchange(name, layout, collectives, pool, tiers, policy)
+        self._copy: CopyHandle = COMPLETED
+        self._pending: PendingCollective | None = None
+        self.exact = True  # whether the gathered values are the shards themselves, not quantized ones
+        communication = communication if placement.params else CommunicationConfig()
+        self.param_gather = ParameterGather(name, layout, collectives, pool, tiers, communication)
         with torch.inference_mode(False), torch.no_grad():
             self._make_buffers(tiers)
             self._views = [
@@ -94,69 +94,71 @@ class Unit(Ending):
         self._expected = self._generations
         self.state = UnitState.GATHERED
 
-    def _make_buffers(self, tiers: Tiers) -> None:
+    def _make_buffers(self, tiers: TierManager) -> None:
         layout = self.layout
         if self.placement.params:
             empty = torch.empty(0, dtype=layout.dtype, device=tiers.device.device)
             memory = self._pool.blank(layout.nbytes).untyped_storage()
-            self._buffer = self._pool.take(layout.nbytes, self.name, "parameters")
+            self._buffer = self._pool.acquire(layout.nbytes, self.name, "parameters")
             attach(memory, self._buffer)
             self.flat = empty.set_(memory, 0, (layout.numel,), (1,))
-            self.home = tiers.shard_home(self.placement.params_tier, layout.shard_numel, layout.dtype)
+            self.storage = tiers.allocate_shard(self.placement.params_tier, layout.shard_numel, layout.dtype)
         else:
             self.flat = tiers.device.allocate("device", layout.numel, layout.dtype)
         begin, end = layout.shard_range(self.collectives.rank)
         self._own = self.flat[begin:end]
         if not self.placement.params:
-            self.home = tiers.in_memory(self._own)
+            self.storage = tiers.wrap_memory(self._own)
 
     @property
-    def arrives_in_steps(self) -> bool:
-        """Whether what follows a shard's way out of storage is worth starting before the unit is needed: an
-        exchange, or a copy to an accelerator."""
+    def needs_early_gather(self) -> bool:
+        """Whether a gather or a copy to an accelerator follows the fetch, and should start before use."""
         return self.layout.world_size > 1 or self.flat.device.type != "cpu"
 
     # -- life cycle ---------------------------------------------------------------------------------------
 
     def to_fetching(self, exact: bool = False) -> None:
-        """Attaches a buffer and starts to bring the shard into it, where the exchange needs it. ``exact``:
-        the shards themselves will be gathered. From RELEASED only."""
+        """Attach a buffer and start to fetch the shard into it, if the gather needs it. From RELEASED only.
+
+        ``exact``: the shards themselves will be gathered.
+        """
         self._require(UnitState.RELEASED)
         misuse = self._misuse()
         if misuse is not None:
             raise misuse
-        self._buffer = self._pool.take(self.layout.nbytes, self.name, "parameters")
+        self._buffer = self._pool.acquire(self.layout.nbytes, self.name, "parameters")
         attach(self.flat.untyped_storage(), self._buffer)
         self.state = UnitState.FETCHING
-        self.exact = exact or not self.exchange.rounds
-        if self.exchange.needs_shard or exact:
+        self.exact = exact or not self.param_gather.is_lossy
+        if self.param_gather.needs_shard or exact:
             try:
-                self._arrival = self.home.fetch(self._own)
+                self._copy = self.storage.fetch(self._own)
             except RuntimeError as error:
                 self._drop_buffer()
-                raise self._give_up(error) from error
+                raise self._abort(error) from error
 
     def to_gathering(self) -> None:
-        """Starts to exchange the shard as soon as it is there. From FETCHING only; back to RELEASED, to be
-        tried again, if the shard could not be read."""
+        """Start the all-gather as soon as the shard is fetched. From FETCHING only.
+
+        Returns to RELEASED, to be tried again, if the shard could not be read.
+        """
         self._require(UnitState.FETCHING)
         with contextlib.ExitStack() as following:
             try:
                 if self.exact:
-                    following.enter_context(self._arrival.followed())
+                    following.enter_context(self._copy.stream_context())
                 else:
-                    self._arrival.wait()  # messages are made in the current stream, as their memory is given
+                    self._copy.wait()  # payloads are quantized in the current stream
             except RuntimeError as error:
                 self._drop_buffer()
-                raise self._give_up(error) from error
-            self._pending = self.exchange.start(
-                self.flat, self._own, self.wire_kind("gather"), f"gather of {self._described}", self.exact
+                raise self._abort(error) from error
+            self._pending = self.param_gather.start(
+                self.flat, self._own, self.traffic_kind("gather"), f"gather of {self._described}", self.exact
             )
         self.state = UnitState.GATHERING
 
     def to_gathered(self) -> None:
-        """Waits for the gather, if there is still one, and makes the parameters views of it. From GATHERING
-        only."""
+        """Wait for the gather, if one is running, and make the parameters views. From GATHERING only."""
         self._require(UnitState.GATHERING)
         self._await_exchange()
         misuse = self._misuse()
@@ -167,7 +169,7 @@ class Unit(Ending):
         self.state = UnitState.GATHERED
 
     def set_aside(self) -> None:
-        """Keeps the full values for :meth:`to_gathered`, while every parameter is a placeholder. From
+        """Store the full values for :meth:`to_gathered`, while every parameter is a placeholder. From
         GATHERED only, with nothing written."""
         self._require(UnitState.GATHERED)
         self._point_at(self._placeholders)
@@ -175,21 +177,21 @@ class Unit(Ending):
 
     @property
     def is_aside(self) -> bool:
-        """Whether :meth:`set_aside` keeps the values."""
+        """Whether :meth:`set_aside` stores the values."""
         return self.state is UnitState.GATHERING and self._pending is None
 
     def to_released(self) -> None:
-        """Drops the full parameters, or what is on its way to become them, once it has arrived. From any
-        other state, without holders, where parameters are sharded."""
+        """Drop the full parameters, after waiting for a running copy or gather. From any other state, without
+        holders, where parameters are sharded."""
         self._require(UnitState.FETCHING, UnitState.GATHERING, UnitState.GATHERED)
         if not self.placement.params or self.holders:
             raise AssertionError(f"{self.describe()}: released while replicated or still held")
         problem = self._misuse()
         if self.state is UnitState.FETCHING:
             try:
-                self._arrival.wait()
+                self._copy.wait()
             except RuntimeError as error:
-                problem = problem or self._give_up(error)
+                problem = problem or self._abort(error)
         elif self.state is UnitState.GATHERING:
             # If this raises the buffer stays: a peer's shard may still come into it.
             self._await_exchange()
@@ -199,32 +201,31 @@ class Unit(Ending):
 
     def _await_exchange(self) -> None:
         if self._pending is None:
-            return  # set aside: it has come
+            return  # set aside: it is complete
         self._pending.wait()
         self._pending = None
-        self._arrival.wait()
-        self.exchange.finish(self.flat)
+        self._copy.wait()
+        self.param_gather.finish(self.flat)
 
     def _drop_buffer(self) -> None:
         if self._buffer is None:
             raise AssertionError(f"{self.describe()}: no buffer to drop")
         self._point_at(self._placeholders)
         detach(self.flat.untyped_storage(), self._buffer)
-        self._pool.give(self._buffer)
-        self._buffer, self._arrival = None, HERE
+        self._pool.release(self._buffer)
+        self._buffer, self._copy = None, COMPLETED
         self.state = UnitState.RELEASED
 
-    def _give_up(self, error: RuntimeError) -> RuntimeError:
-        """After what fails on this rank alone, while the others wait for its part of the gather: tells them
-        why this one goes no further; returns what to raise here."""
+    def _abort(self, error: RuntimeError) -> RuntimeError:
+        """Abort the gather on the other ranks after an error of this rank, and return the error to raise."""
         reason = f"rank {self.collectives.rank}: the shard of {self.describe()} could not be read: {error}"
-        self.collectives.give_up(reason)
+        self.collectives.abort(reason)
         alone = self.collectives.world_size == 1
         advice = "Nothing was changed." if alone else "Start all ranks again from the last checkpoint."
         return RuntimeError(f"{reason}. {advice}")
 
     def ensure_gathered(self, exact: bool = False) -> None:
-        """Gathers from whatever state the unit is in, and waits; ``exact`` where it is RELEASED."""
+        """Gather from whatever state the unit is in, and waits; ``exact`` where it is RELEASED."""
         if self.state is UnitState.RELEASED:
             self.to_fetching(exact)
         if self.state is UnitState.FETCHING:
@@ -232,30 +233,30 @@ class Unit(Ending):
         if self.state is UnitState.GATHERING:
             self.to_gathered()
 
-    def start_publishing(self) -> Pending | None:
-        """After a step: sends the updated shard to all ranks where parameters are replicated but updated
-        in shards. Returns what to wait for, or None if there is nothing to do."""
+    def start_publishing(self) -> PendingCollective | None:
+        """Start to gather the updated shards after a step, where parameters are replicated but updated in
+        shards. Return what to wait for, or None if there is nothing to do."""
         single = self.collectives.world_size == 1
         if single or self.placement.params or not self.placement.optimizer:
             return None
         return self.collectives.gather(
             self.flat,
             self._own,
-            self.wire_kind("gather_updated"),
+            self.traffic_kind("gather_updated"),
             f"gather of the updated {self.describe()}",
         )
 
     # -- contents -----------------------------------------------------------------------------------------
 
     def put(self, index: int, start: int, values: torch.Tensor) -> None:
-        """Writes elements of parameter ``index``, in memory order from ``start`` on (any dtype, cast), into
+        """Write elements of parameter ``index``, in memory order from ``start`` on (any dtype, cast), into
         the gathered flat buffer."""
         self._require(UnitState.GATHERED)
         begin = self.layout.offsets[index] + start
         self.flat[begin : begin + values.numel()].copy_(values)
 
     def publish(self) -> None:
-        """Makes what was put into the gathered flat buffer the parameters and the shard."""
+        """Make what was put into the gathered flat buffer the parameters and the shard."""
         self._require(UnitState.GATHERED)
         for begin, end in self.layout.gaps:
             self.flat[begin:end].zero_()
@@ -263,25 +264,28 @@ class Unit(Ending):
         self.publish_views()
 
     def publish_views(self) -> None:
-        """Makes the parameters views of the gathered flat buffer as it is."""
+        """Make the parameters views of the gathered flat buffer as it is."""
         self._require(UnitState.GATHERED)
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.__class__ = plain_class(parameter)
-            if not torch._has_compatible_shallow_copy_type(local_part(parameter), view):
+            if not torch._has_compatible_shallow_copy_type(local_tensor(parameter), view):
                 _move(parameter, view.device)
         self._point_at(self._views)
 
     def store_shard(self) -> None:
-        """Copies this rank's slice of the gathered flat buffer to the shard, where they are not one. Raises
-        ``RuntimeError``, alike on all ranks, if the buffer was gathered in codes: the shard would lose its
-        precision."""
+        """Copy this rank's slice of the gathered flat buffer to the shard, unless they share memory.
+
+        Raises:
+            RuntimeError: The buffer was gathered in quantized form, so the shard would lose its precision. It
+                is raised on all ranks.
+        """
         if not self.exact:
             raise RuntimeError(
                 f"{self.describe()} is in use, gathered as communication.quantized_weights says, and so not "
                 "with the exact values of its shards; write to it outside forward and backward"
             )
-        self.exchange.forget()
-        put(self.home, 0, self._own, "device")
+        self.param_gather.invalidate()
+        put(self.storage, 0, self._own, "device")
 
     def view_of(self, index: int) -> torch.Tensor:
         """The gathered full value of parameter ``index``; valid until the unit is released."""
@@ -298,7 +302,7 @@ class Unit(Ending):
         return self._generations[index]
 
     def accept_writes(self) -> None:
-        """Declares what was written to the parameters so far as intended."""
+        """Declare what was written to the parameters so far as intended."""
         released = self._expected is self._released_generations
         if not released:
             self._set_generations(parameter._version for parameter in self.parameters)
@@ -340,8 +344,8 @@ class Unit(Ending):
         """Name and parameters, for messages."""
         return self._described
 
-    def wire_kind(self, kind: str) -> str:
-        """The wire log's name for a collective of this unit."""
+    def traffic_kind(self, kind: str) -> str:
+        """Return the name under which the traffic of a collective of this unit is counted."""
         return f"{kind}_persistent" if self.persistent else kind
 
     def _point_at(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -360,7 +364,7 @@ class Unit(Ending):
         self._mark(released)
 
     def check_unmoved(self) -> None:
-        """Raises if a parameter does not point where the engine has put it: ``.half()``, ``p.data = ...``."""
+        """Raise if a parameter's data was replaced: ``.half()``, ``p.data = ...``."""
         moved = self._moved()
         if moved is not None:
             raise moved
@@ -371,8 +375,8 @@ class Unit(Ending):
             begin = self.flat.data_ptr()
             addresses = [0 if start is None else begin + start for start in self._starts]
         with torch._C.DisableTorchFunctionSubclass():
-            here = [local_part(each) for each in self.parameters] if self._distributed else self.parameters
-            for number, (local, address) in enumerate(zip(here, addresses, strict=True)):
+            tensors = list(map(local_tensor, self.parameters)) if self._distributed else self.parameters
+            for number, (local, address) in enumerate(zip(tensors, addresses, strict=True)):
                 if local.data_ptr() != address or local.dtype is not dtype:
                     return RuntimeError(
                         f"rank {self.collectives.rank}: the data of parameter "
