@@ -17,7 +17,7 @@ from benchmarks.harness.parallel_trainers import Shape
 from benchmarks.harness.ranks import Team
 from benchmarks.harness.report import Table, conclude, terminal
 from benchmarks.harness.statistics import Ratio, ratio_of_rounds
-from zero_ext.parallel.pipeline import Slot, bubble_bound, busy_part, replay
+from zero_ext.parallel.pipeline import Slot, bubble_bound, busy_fraction, replay
 
 WORKER = "benchmarks.harness.parallel_rank"
 PIPELINE = "zero-pp-2"
@@ -31,7 +31,14 @@ AGAINST = {
     "torch-pp": ("zero-pp-0", "zero-pp-2", "zero-pp-3"),
     "torch-tp": ("zero-tp-0", "zero-tp-2", "zero-tp-3"),
 }
-TRAFFIC = ((0, "once"), (1, "once"), (2, "once"), (2, "each"), (3, "once"), (3, "each"))
+TRAFFIC = (
+    (0, "per_step"),
+    (1, "per_step"),
+    (2, "per_step"),
+    (2, "per_micro_batch"),
+    (3, "per_step"),
+    (3, "per_micro_batch"),
+)
 
 
 @dataclass(frozen=True)
@@ -75,14 +82,14 @@ def simulated(shape: Shape) -> tuple[list[Fullness], float]:
         {what: statistics.median(time for each in rounds for time in each[stage][what]) for what in kinds}
         for stage, kinds in enumerate(rounds[0])
     ]
-    ways = {
+    comparisons = {
         "4 stages, simulated": lambda slot: usual[slot.stage][slot.what],
         "the same, each pass as it came": lambda slot: rounds[-1][slot.stage][slot.what][slot.micro_batch],
     }
     found = []
-    for what, seconds in ways.items():
+    for what, seconds in comparisons.items():
         placed = replay(order, seconds, exchange)
-        found.append(Fullness(what, 4, shape.micro_batches, busy_part(placed), bubble_bound(placed)))
+        found.append(Fullness(what, 4, shape.micro_batches, busy_fraction(placed), bubble_bound(placed)))
     return found, exchange
 
 
@@ -92,7 +99,7 @@ def real(team: Team, micro_batches: int, rounds: int) -> list[Fullness]:
     for _ in range(rounds):
         team.ask("steps", kind=PIPELINE, count=1)
         slots = slots_of(team)
-        found.append(Fullness("2 stages, real", 2, micro_batches, busy_part(slots), bubble_bound(slots)))
+        found.append(Fullness("2 stages, real", 2, micro_batches, busy_fraction(slots), bubble_bound(slots)))
     return found
 
 
@@ -100,39 +107,43 @@ def measured(shape: Shape, rounds: int) -> tuple[list[Fullness], dict[str, list[
     """Two ranks, started afresh several times for every peer and those against it: how full zero_ext's
     pipelines are, and seconds by contender."""
     runs: list[Fullness] = []
-    taken: dict[str, list[float]] = {}
+    durations: dict[str, list[float]] = {}
     for start in range(STARTS):
         for peer, own in AGAINST.items():
             kinds = (peer, *own)
             with Team("two ranks", 2, 1, worker=WORKER) as team:
                 team.ask("start", shape=asdict(shape))
                 for kind, seconds in in_turn(team, rounds, (*kinds[start:], *kinds[:start])).items():
-                    taken.setdefault(kind, []).extend(seconds)
+                    durations.setdefault(kind, []).extend(seconds)
                 if PIPELINE in kinds:
                     runs += real(team, shape.micro_batches, rounds)
-    return runs, taken
+    return runs, durations
 
 
 def in_turn(team: Team, rounds: int, kinds: tuple[str, ...]) -> dict[str, list[float]]:
     """Seconds of steps of the contenders ``kinds`` in turn, made in this order."""
-    taken: dict[str, list[float]] = {kind: [] for kind in kinds}
+    durations: dict[str, list[float]] = {kind: [] for kind in kinds}
     for kind in kinds:
         team.ask("make", kind=kind)
         team.ask("steps", kind=kind, count=2)
     for number in range(rounds):
         # To and fro: a machine that gets slower does so for all alike.
         for kind in kinds[:: -1 if number % 2 else 1]:
-            taken[kind].append(max(team.ask("steps", kind=kind, count=1)))
-    return taken
+            durations[kind].append(max(team.ask("steps", kind=kind, count=1)))
+    return durations
 
 
-def overheads(taken: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
+def overheads(durations: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
     """Seconds of every contender, and their ratio to its peer's."""
     return {
-        kind: {"seconds": taken[kind], "peer": peer, "ratio": ratio_of_rounds(taken[kind], taken[peer])}
+        kind: {
+            "seconds": durations[kind],
+            "peer": peer,
+            "ratio": ratio_of_rounds(durations[kind], durations[peer]),
+        }
         for peer, own in AGAINST.items()
         for kind in own
-    } | {peer: {"seconds": taken[peer]} for peer in AGAINST}
+    } | {peer: {"seconds": durations[peer]} for peer in AGAINST}
 
 
 def traffic(shape: Shape) -> list[dict[str, Any]]:
@@ -140,11 +151,11 @@ def traffic(shape: Shape) -> list[dict[str, Any]]:
     found = []
     with Team("two stages, two replicas", 4, 1, worker=WORKER) as team:
         team.ask("start", shape=asdict(shape))
-        for stage, reduce in TRAFFIC:
-            sent = team.ask("traffic", stage=stage, reduce=reduce)
+        for stage, grad_reduction in TRAFFIC:
+            sent = team.ask("traffic", stage=stage, grad_reduction=grad_reduction)
             kinds = sorted({kind for each in sent for kind in each})
             total = {kind: sum(each.get(kind, 0) for each in sent) for kind in kinds}
-            found.append({"stage": stage, "reduce": reduce, "sent": total})
+            found.append({"stage": stage, "grad_reduction": grad_reduction, "sent": total})
     return found
 
 
@@ -198,9 +209,9 @@ def traffic_table(found: list[dict[str, Any]]) -> Table:
     )
     for each in found:
         kinds = ", ".join(f"{kind} {count / 1e6:.2f}" for kind, count in each["sent"].items())
-        together = f"{sum(each['sent'].values()) / 1e6:.2f}"
-        when = "once a step" if each["reduce"] == "once" else "after every micro-batch"
-        table.rows.append([str(each["stage"]), when, kinds, together])
+        all_sent = f"{sum(each['sent'].values()) / 1e6:.2f}"
+        when = "once a step" if each["grad_reduction"] == "per_step" else "after every micro-batch"
+        table.rows.append([str(each["stage"]), when, kinds, all_sent])
     return table
 
 
@@ -217,8 +228,8 @@ def main(
     shape = Shape(width, blocks, 8, window, micro_batches, samples=1)
     starts = sorted((simulated(shape) for _ in range(STARTS)), key=lambda start: start[0][0].reached)
     simulations, exchange = starts[(STARTS - 1) // 2]
-    runs, taken = measured(shape, rounds)
-    costs = overheads(taken)
+    runs, durations = measured(shape, rounds)
+    costs = overheads(durations)
     sent = traffic(shape)
     failures = [
         f"{each.what}: {each.reached:.3f} of the schedule's bound, {EFFICIENCY_BAR} wanted"

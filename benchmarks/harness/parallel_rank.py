@@ -66,7 +66,7 @@ class ParallelRank:
 
     def exchange_seconds(self, repeats: int) -> float:
         """Median seconds in which the activations of a micro-batch come from rank 0 to rank 1."""
-        shape, taken = self.shape, []
+        shape, durations = self.shape, []
         hidden = torch.zeros(shape.samples, shape.window, shape.width)
         for _ in range(repeats):
             dist.barrier()
@@ -75,15 +75,15 @@ class ParallelRank:
                 for sender in (0, 1):
                     other = 1 - self.rank
                     dist.send(hidden, other) if self.rank == sender else dist.recv(hidden, other)
-            taken.append((time.perf_counter() - began) / 2)
-        return statistics.median(taken)
+            durations.append((time.perf_counter() - began) / 2)
+        return statistics.median(durations)
 
-    def traffic(self, stage: int, reduce: str) -> dict[str, int]:
+    def traffic(self, stage: int, grad_reduction: str) -> dict[str, int]:
         """Bytes by kind that this rank's engine sends in a step of 2 stages over the rest as replicas."""
-        own = ZeroPipeline(self.shape, make_mesh(pp=2), stage, reduce)
+        own = ZeroPipeline(self.shape, make_mesh(pp=2), stage, grad_reduction)
         own.step(*self.shape.batch(0))
         own.step(*self.shape.batch(1))
-        return dict(engine_of(own.model).wire.last_bytes_sent)
+        return dict(engine_of(own.model).traffic.last_bytes_sent)
 
     def _pipeline(self, kind: str) -> ZeroPipeline:
         made = self.made[kind]

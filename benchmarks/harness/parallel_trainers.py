@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import zero_ext
-from examples.demo_3d.model import BYTES, Block, Places, loss, split_tensors
+from examples.demo_3d.model import BYTES, Block, Positions, apply_tensor_parallel, loss
 from zero_ext.parallel import make_mesh
 from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule, layer_seed
 
@@ -36,7 +36,7 @@ class Shape:
         """The model, one layer after another; no weight is shared."""
         return [
             LayerSpec(nn.Embedding, BYTES, self.width),
-            LayerSpec(Places, self.window, self.width),
+            LayerSpec(Positions, self.window, self.width),
             *(LayerSpec(Block, self.width, self.heads) for _ in range(self.blocks)),
             LayerSpec(nn.LayerNorm, self.width),
             LayerSpec(nn.Linear, self.width, BYTES, bias=False),
@@ -64,13 +64,15 @@ class Trainer(Protocol):
 class ZeroPipeline:
     """zero_ext's pipeline over all ranks of `mesh`."""
 
-    def __init__(self, shape: Shape, mesh: DeviceMesh, stage: int, reduce: Any = "once") -> None:
+    def __init__(self, shape: Shape, mesh: DeviceMesh, stage: int, grad_reduction: Any = "per_step") -> None:
         module = _pipelined(shape, mesh)
-        accumulation = shape.micro_batches if reduce == "each" else 1
+        accumulation = shape.micro_batches if grad_reduction == "per_micro_batch" else 1
         config = {"stage": stage, "batch": {"gradient_accumulation_steps": accumulation}}
         optimizer = torch.optim.AdamW(module.parameters(), lr=RATE)
         self.model, optimizer = zero_ext.prepare(module, optimizer, config, process_group=mesh)
-        self.pipeline = Pipeline(self.model, optimizer, micro_batches=shape.micro_batches, reduce=reduce)
+        self.pipeline = Pipeline(
+            self.model, optimizer, micro_batches=shape.micro_batches, grad_reduction=grad_reduction
+        )
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         """See `Trainer`."""
@@ -144,5 +146,5 @@ def _pipelined(shape: Shape, mesh: DeviceMesh) -> PipelineModule:
 def _split(shape: Shape, mesh: DeviceMesh) -> nn.Sequential:
     torch.manual_seed(SEED)
     model = nn.Sequential(*(spec.build(layer_seed(number)) for number, spec in enumerate(shape.layers())))
-    split_tensors(model, mesh)
+    apply_tensor_parallel(model, mesh)
     return model

@@ -17,15 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from zero_ext.plan.layout import Layout, rank_needs
-from zero_ext.plan.models import PlannedModel, model_named
+from zero_ext.plan.layout import ParallelLayout, rank_needs
+from zero_ext.plan.models import ModelSpec, model_named
 from zero_ext.plan.simulation import Training, Transformer, machine_named
 
 KINDS = ("params", "grads", "optimizer")
 
 
 @dataclass(frozen=True)
-class SimulatedPart:
+class SimulatedStage:
     """A rank of pipeline stage `stage` after set-up: bytes held and planned by kind, its schedule's passes
     and the most micro-batches under way in it, turns of the whole pipeline, and its units."""
 
@@ -34,7 +34,7 @@ class SimulatedPart:
     planned: dict[str, int]
     forwards: int
     backwards: int
-    under_way: int
+    in_flight: int
     turns: int
     units: int
     exchanged: dict[str, int]
@@ -51,23 +51,23 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
 
-def planned_layout(pp: int, dp: int, tp: int, stage: int, micro_batches: int) -> Layout:
+def planned_layout(pp: int, dp: int, tp: int, stage: int, micro_batches: int) -> ParallelLayout:
     """A sample a micro-batch, state on the device."""
-    return Layout(pp, tp, Training(dp, stage=stage, accumulation_steps=micro_batches))
+    return ParallelLayout(pp, tp, Training(dp, stage=stage, accumulation_steps=micro_batches))
 
 
-def untied(name: str) -> PlannedModel:
+def untied(name: str) -> ModelSpec:
     """The preset with an output matrix of its own."""
-    return PlannedModel.of_shape(replace(model_named(name).shape, tied=False), "")
+    return ModelSpec.of_shape(replace(model_named(name).shape, tied=False), "")
 
 
-def simulate(name: str, lengths: list[int], zero: int, micro_batches: int, stage: int) -> SimulatedPart:
+def simulate(name: str, lengths: list[int], zero: int, micro_batches: int, stage: int) -> SimulatedStage:
     """A rank of pipeline stage `stage` of model `name` in `lengths` (pp, dp, tp) with ZeRO's stage `zero`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import zero_ext
     from zero_ext.parallel.pipeline import Pipeline
-    from zero_ext.plan import wire_elements
+    from zero_ext.plan import collective_elements
     from zero_ext.zero import engine_of
 
     pp, dp, tp = lengths
@@ -82,26 +82,26 @@ def simulate(name: str, lengths: list[int], zero: int, micro_batches: int, stage
     config = {"stage": zero, "precision": {"dtype": "bf16"}}
     config["batch"] = {"gradient_accumulation_steps": micro_batches}
     optimizer = torch.optim.AdamW(module.parameters())
-    prepared, optimizer = zero_ext.prepare(module, optimizer, config, process_group=mesh, values="empty")
-    reduce = "each" if layout.reduces_each else "once"
-    pipeline = Pipeline(prepared, optimizer, micro_batches=micro_batches, reduce=reduce)
+    prepared, optimizer = zero_ext.prepare(module, optimizer, config, process_group=mesh, init="skip")
+    grad_reduction = "per_micro_batch" if layout.reduces_each else "per_step"
+    pipeline = Pipeline(prepared, optimizer, micro_batches=micro_batches, grad_reduction=grad_reduction)
     runner: Any = pipeline._runner
     order = runner._make().schedule._get_pipeline_order()
     engine = engine_of(prepared)
-    ledger = engine.ledger()
+    breakdown = engine.memory_breakdown()
     planned = rank_needs(model, layout, machine_named("dgx-a100"), stage).needs.device
     padded = sum(unit.layout.numel for unit in engine.units)
     kinds = [_kind(action) for action in order[stage]]
-    return SimulatedPart(
+    return SimulatedStage(
         stage,
-        {kind: ledger[kind] for kind in KINDS},
+        {kind: breakdown[kind] for kind in KINDS},
         {kind: planned[kind] for kind in KINDS},
         kinds.count("F"),
         kinds.count("B"),
-        _under_way(kinds),
+        _in_flight(kinds),
         _turns(order),
         len(engine.units),
-        wire_elements(zero, dp, padded, accumulation_steps=micro_batches),
+        collective_elements(zero, dp, padded, accumulation_steps=micro_batches),
         time.perf_counter() - began,
     )
 
@@ -138,7 +138,7 @@ def _kind(action: Any) -> str:
     return {"FORWARD": "F", "FULL_BACKWARD": "B"}.get(found, "")
 
 
-def _under_way(kinds: list[str]) -> int:
+def _in_flight(kinds: list[str]) -> int:
     most = now = 0
     for kind in kinds:
         now += {"F": 1, "B": -1}.get(kind, 0)

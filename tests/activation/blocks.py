@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_ext.activation.offloader import Keeper, Record
+from zero_ext.activation.offloader import ActivationOffloader, ActivationRecord
 
 WIDTH = 64
 Run = Callable[..., Any]
@@ -97,13 +97,13 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
 
 
 @contextlib.contextmanager
-def noted_records(kept: list[Record]) -> Iterator[None]:
-    """Inside, records that are made go to ``kept`` as well."""
-    keep = Keeper.keep
+def noted_records(records: list[ActivationRecord]) -> Iterator[None]:
+    """Inside, records that are made go to ``records`` as well."""
+    offload = ActivationOffloader.offload
 
-    def noted(keeper: Keeper, *given: Any) -> Record:
-        kept.append(keep(keeper, *given))
-        return kept[-1]
+    def noted(offloader: ActivationOffloader, *arguments: Any) -> ActivationRecord:
+        records.append(offload(offloader, *arguments))
+        return records[-1]
 
-    with mock.patch.object(Keeper, "keep", noted):
+    with mock.patch.object(ActivationOffloader, "offload", noted):
         yield

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.activation.blocks import WIDTH
-from zero_ext.activation import Checkpointing
-from zero_ext.config import ActivationPolicy
+from zero_ext.activation import ActivationCheckpointing
+from zero_ext.config import ActivationCheckpointingConfig
 
 POLICIES: dict[str, dict[str, Any]] = {
     "recompute": {},
@@ -17,18 +17,18 @@ POLICIES: dict[str, dict[str, Any]] = {
     "nvme": {"tier": "nvme"},
     "contiguous": {"contiguous_memory_optimization": True, "number_checkpoints": 4},
     "contiguous host": {"contiguous_memory_optimization": True, "number_checkpoints": 4, "tier": "host"},
-    "ops kept": {"keep": ("aten.addmm", "aten.tanh.default"), "tier": "host"},
-    "budget": {"keep_bytes": 24 * 2 * WIDTH * 4},
-    "saved tensors, host": {"mode": "saved_tensors", "tier": "host"},
-    "saved tensors, nvme": {"mode": "saved_tensors", "tier": "nvme"},
+    "ops kept": {"save_ops": ("aten.addmm", "aten.tanh.default"), "tier": "host"},
+    "budget": {"save_budget_bytes": 24 * 2 * WIDTH * 4},
+    "saved tensors, host": {"mode": "offload_saved_tensors", "tier": "host"},
+    "saved tensors, nvme": {"mode": "offload_saved_tensors", "tier": "nvme"},
     "profiled": {"tier": "host", "profile": True, "synchronize_checkpoint_boundary": True},
 }
 
 
-def made(name: str, folder: Path, **more: Any) -> Checkpointing:
+def made(name: str, folder: Path, **more: Any) -> ActivationCheckpointing:
     """The policy ``name``, without a lower bound of size."""
     values = {**POLICIES[name], **more}
     if values.get("tier") == "nvme":
         values |= {"nvme_paths": (str(folder),), "buffer_bytes": 2**20}
-    policy = ActivationPolicy(**values)
-    return Checkpointing(policy.replace(smallest_bytes=0) if policy.moves else policy)
+    policy = ActivationCheckpointingConfig(**values)
+    return ActivationCheckpointing(policy.replace(min_offload_bytes=0) if policy.moves else policy)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.multi.rank import World
-from zero_ext.activation import Checkpointing, RandomStreams
+from zero_ext.activation import ActivationCheckpointing, RandomStreams
 
 WIDTH = 64
 
@@ -43,7 +43,7 @@ class Summed(torch.autograd.Function):
         return gradient, None
 
 
-class SummedInPlace(torch.autograd.Function):
+class InplaceAllReduce(torch.autograd.Function):
     """As :class:`Summed`, in the memory of the partial sums."""
 
     @staticmethod
@@ -85,7 +85,7 @@ def stack(
 
 
 def slopes(
-    world: World, blocks: nn.ModuleList, streams: RandomStreams, run: Checkpointing | None
+    world: World, blocks: nn.ModuleList, streams: RandomStreams, run: ActivationCheckpointing | None
 ) -> list[torch.Tensor]:
     streams.seed_model_parallel(world.seed, world.rank)
     features = torch.randn(

@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.activation.blocks import same
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.activation import Checkpointing, RandomStreams
+from zero_ext.activation import ActivationCheckpointing, RandomStreams
 from zero_ext.activation.activation_storage import Fill
-from zero_ext.config import ActivationPolicy
+from zero_ext.config import ActivationCheckpointingConfig
 
 DEVICE = "stand_in:0"
 WIDTH, ROWS, DEPTH = 64, 64, 5
@@ -68,14 +68,14 @@ def test_gradients_are_the_same_bits(world: World) -> None:
     blocks = nn.ModuleList(Block() for _ in range(DEPTH)).to(DEVICE)
     with tempfile.TemporaryDirectory() as folder:
         for values in policies(folder):
-            checkpointing = Checkpointing(ActivationPolicy(**values))
+            checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(**values))
             for step in range(3):
                 wanted = slopes(blocks, world.seed + step, None)
                 assert same(slopes(blocks, world.seed + step, checkpointing), wanted), values
             gc.collect()
-            assert checkpointing.kept_bytes() == 0
-        values = {"mode": "saved_tensors", "tier": "host", "smallest_bytes": 0}
-        checkpointing = Checkpointing(ActivationPolicy(**values))
+            assert checkpointing.used_bytes() == 0
+        values = {"mode": "offload_saved_tensors", "tier": "host", "min_offload_bytes": 0}
+        checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(**values))
         wanted = slopes(blocks, world.seed, None)
 
         def run(block: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -89,23 +89,23 @@ def test_gradients_are_the_same_bits(world: World) -> None:
 def test_nothing_of_moved_inputs_stays_on_the_device(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for values in policies(folder)[:1] + policies(folder)[-1:]:
-            checkpointing = Checkpointing(ActivationPolicy(**values))
+            checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(**values))
             hidden = torch.randn(ROWS, WIDTH, device=DEVICE, requires_grad=True)
             gone: list[StorageWeakRef] = []
             hidden = checkpointing(torch.sin, hidden * 1)
-            (keeper,) = checkpointing._keepers.values()
-            put = keeper.room.put
+            (offloader,) = checkpointing._offloaders.values()
+            put = offloader.storage.put
 
             def noted(
                 nbytes: int, fill: Fill, gone: list[StorageWeakRef] = gone, put: Callable[..., Any] = put
             ) -> Any:
-                def filled(part: torch.Tensor) -> None:
-                    gone.append(StorageWeakRef(part.untyped_storage()))
-                    fill(part)
+                def filled(data: torch.Tensor) -> None:
+                    gone.append(StorageWeakRef(data.untyped_storage()))
+                    fill(data)
 
                 return put(nbytes, filled)
 
-            keeper.room.put = noted  # type: ignore[method-assign]
+            offloader.storage.put = noted  # type: ignore[method-assign]
             with checkpointing:
                 for _ in range(DEPTH - 1):
                     inputs = hidden * 1
@@ -116,16 +116,18 @@ def test_nothing_of_moved_inputs_stays_on_the_device(world: World) -> None:
                 assert [each.expired() for each in gone[:-4]] == [True] * (2 * DEPTH - 6)
                 assert not gone[-1].expired()
             assert all(each.expired() for each in gone)
-            held = checkpointing.held_bytes()
+            held = checkpointing.allocated_bytes()
             assert held["device"] == 0 and held[values["tier"]] > 0
-            assert checkpointing.kept_bytes() == DEPTH * NBYTES
+            assert checkpointing.used_bytes() == DEPTH * NBYTES
             hidden.sum().backward()
 
 
 @on_ranks(1, stand_in=True)
 def test_the_device_is_waited_for_at_the_boundaries(world: World) -> None:
     for waits in (False, True):
-        checkpointing = Checkpointing(ActivationPolicy(synchronize_checkpoint_boundary=waits))
+        checkpointing = ActivationCheckpointing(
+            ActivationCheckpointingConfig(synchronize_checkpoint_boundary=waits)
+        )
         done: list[str] = []
 
         def noting(x: torch.Tensor, done: list[str] = done) -> torch.Tensor:
@@ -144,16 +146,18 @@ def test_the_device_is_waited_for_at_the_boundaries(world: World) -> None:
 @on_ranks(1, stand_in=True)
 def test_saved_tensors_of_either_memory(world: World) -> None:
     """A model that trains in the host's memory beside an accelerator has its saved tensors moved too."""
-    checkpointing = Checkpointing(ActivationPolicy(mode="saved_tensors", tier="host", smallest_bytes=0))
+    checkpointing = ActivationCheckpointing(
+        ActivationCheckpointingConfig(mode="offload_saved_tensors", tier="host", min_offload_bytes=0)
+    )
     for device in ("cpu", DEVICE):
         inputs = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
         with checkpointing.saved_tensors():
             out = (inputs * 1).sin()
-        assert checkpointing.kept_bytes() == NBYTES
+        assert checkpointing.used_bytes() == NBYTES
         out.sum().backward()
         assert torch.equal(inputs.grad.cpu(), inputs.detach().cos().cpu())
         del out
-        assert checkpointing.kept_bytes() == 0
+        assert checkpointing.used_bytes() == 0
 
 
 @on_ranks(2, stand_in=True)
@@ -162,21 +166,23 @@ def test_partitioned(world: World) -> None:
     blocks = nn.ModuleList(Block() for _ in range(DEPTH)).to(DEVICE)
     wanted = slopes(blocks, world.seed, None)
     for values in ({}, {"tier": "host"}):
-        checkpointing = Checkpointing(
-            ActivationPolicy(partition_activations=True, **values), world.group, timeout_seconds=120.0
+        checkpointing = ActivationCheckpointing(
+            ActivationCheckpointingConfig(partition_activations=True, **values),
+            world.group,
+            timeout_seconds=120.0,
         )
         for _ in range(2):
             assert same(slopes(blocks, world.seed, checkpointing), wanted)
         out = checkpointing(torch.sin, torch.ones(ROWS, WIDTH, device=DEVICE, requires_grad=True) * 1)
         gc.collect()
-        assert checkpointing.kept_bytes() == NBYTES // 2
+        assert checkpointing.used_bytes() == NBYTES // 2
         out.sum().backward()
 
 
 @on_ranks(1, stand_in=True)
 def test_random_numbers_of_the_device(world: World) -> None:
     streams = RandomStreams()
-    checkpointing = Checkpointing(ActivationPolicy(tier="host"), streams=streams)
+    checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(tier="host"), streams=streams)
 
     def dropped(x: torch.Tensor) -> torch.Tensor:
         with streams.fork():

@@ -17,8 +17,14 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import zero_ext
 from tests.activation.blocks import WIDTH, Block, Stack, fresh_seed, gradients, same
 from tests.activation.policies import POLICIES, made
-from zero_ext.activation import Checkpointing, RandomStreams, RoomIsFull, checkpoint, current
-from zero_ext.config import ActivationPolicy
+from zero_ext.activation import (
+    ActivationCheckpointing,
+    BufferFullError,
+    RandomStreams,
+    checkpoint_activations,
+    current_checkpointing,
+)
+from zero_ext.config import ActivationCheckpointingConfig
 from zero_ext.config.events import ActivationEnd
 
 
@@ -33,7 +39,7 @@ def test_gradients_are_the_same_bits(name: str, dtype: torch.dtype, tmp_path: Pa
         wanted = gradients(model, None, seed + step)
         assert same(gradients(model, checkpointing, seed + step), wanted)
     gc.collect()
-    assert checkpointing.kept_bytes() == 0
+    assert checkpointing.used_bytes() == 0
 
 
 def test_square_inputs_keep_their_strides(tmp_path: Path) -> None:
@@ -57,7 +63,7 @@ class Nested(nn.Module):
             def both(x: torch.Tensor, first: nn.Module = first, second: nn.Module = second) -> torch.Tensor:
                 if run is None:
                     return second(first(x))
-                return checkpoint(second, checkpoint(first, x))
+                return checkpoint_activations(second, checkpoint_activations(first, x))
 
             hidden = both(hidden) if run is None else run(both, hidden)
         return hidden
@@ -73,9 +79,9 @@ def test_nested_calls_keep_the_outer_inputs_only(tmp_path: Path) -> None:
             assert same(gradients(model, checkpointing, seed), wanted)
     checkpointing = made("host", tmp_path)
     torch.manual_seed(seed)
-    kept = model(torch.randn(64, WIDTH, requires_grad=True), checkpointing)
-    assert checkpointing.kept_bytes() == 2 * 64 * WIDTH * 4
-    del kept
+    output = model(torch.randn(64, WIDTH, requires_grad=True), checkpointing)
+    assert checkpointing.used_bytes() == 2 * 64 * WIDTH * 4
+    del output
 
 
 def test_inside_and_around_checkpoints_of_torch(tmp_path: Path) -> None:
@@ -111,14 +117,14 @@ def test_backward_twice_and_gradients_of_gradients(tmp_path: Path) -> None:
 
 
 def test_without_autograd_it_is_a_plain_call() -> None:
-    checkpointing = Checkpointing(ActivationPolicy(tier="host"))
+    checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(tier="host"))
     block, inputs = Block(dropout=0.0), torch.randn(4, WIDTH)
     with torch.no_grad():
         assert torch.equal(checkpointing(block, inputs), block(inputs))
         assert checkpointing(lambda x: None, inputs.add_(1)) is None
     with torch.inference_mode():
         assert torch.equal(checkpointing(block, inputs), block(inputs))
-    assert checkpointing.held_bytes() == {"device": 0, "host": 0, "nvme": 0}
+    assert checkpointing.allocated_bytes() == {"device": 0, "host": 0, "nvme": 0}
 
 
 def test_autocast_is_what_it_was(tmp_path: Path) -> None:
@@ -140,7 +146,7 @@ def test_autocast_is_what_it_was(tmp_path: Path) -> None:
 def test_named_streams_of_random_numbers_are_seen_again(tmp_path: Path) -> None:
     seed = fresh_seed()
     streams = RandomStreams("cpu")
-    checkpointing = Checkpointing(ActivationPolicy(tier="host"), streams=streams)
+    checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(tier="host"), streams=streams)
     block = Block()
 
     def forked(x: torch.Tensor) -> torch.Tensor:
@@ -162,7 +168,7 @@ def test_named_streams_of_random_numbers_are_seen_again(tmp_path: Path) -> None:
     assert same(*found)
 
 
-def test_forwards_that_are_given_up_leave_nothing(tmp_path: Path) -> None:
+def test_abandoned_forwards_leave_nothing(tmp_path: Path) -> None:
     """Their extents are used again, also while they are still being written."""
     seed, model = fresh_seed(), Stack(3)
     wanted = gradients(model, None, seed)
@@ -170,12 +176,12 @@ def test_forwards_that_are_given_up_leave_nothing(tmp_path: Path) -> None:
         checkpointing, held = made(name, tmp_path), []
         for _ in range(5):
             abandoned = model(torch.randn(24, WIDTH, requires_grad=True), checkpointing)
-            assert checkpointing.kept_bytes() > 0
+            assert checkpointing.used_bytes() > 0
             del abandoned
             gc.collect()
-            assert checkpointing.kept_bytes() == 0
+            assert checkpointing.used_bytes() == 0
             assert same(gradients(model, checkpointing, seed), wanted)
-            held.append(checkpointing.held_bytes())
+            held.append(checkpointing.allocated_bytes())
         assert held == held[:1] * 5
 
 
@@ -201,7 +207,7 @@ def test_an_exception_in_backward_is_followed_by_a_good_step(tmp_path: Path) -> 
             with pytest.raises(ZeroDivisionError, match="mine"):
                 gradients(model, run, seed)
             gc.collect()
-            assert checkpointing.kept_bytes() == 0
+            assert checkpointing.used_bytes() == 0
             assert same(gradients(model, checkpointing, seed), wanted), name
 
 
@@ -219,10 +225,10 @@ def test_a_value_that_changes_after_the_call(tmp_path: Path) -> None:
         assert torch.equal(source.grad, wanted)
     shared = torch.rand(64, WIDTH)
     checkpointing = made("host", tmp_path)
-    kept = [checkpointing(torch.mul, inputs * 1, shared) for _ in range(2)]
+    output = [checkpointing(torch.mul, inputs * 1, shared) for _ in range(2)]
     shared.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        kept[1].sum().backward()
+        output[1].sum().backward()
 
 
 def test_an_input_that_goes_on_in_the_same_memory(tmp_path: Path) -> None:
@@ -257,7 +263,7 @@ def test_refused_functions(tmp_path: Path) -> None:
             checkpointing(lambda x: None, inputs)
         with pytest.raises(TypeError, match="returned list without a tensor"):
             checkpointing(lambda x: [1, {"a": "b"}], inputs)
-        assert checkpointing.kept_bytes() == 0
+        assert checkpointing.used_bytes() == 0
 
 
 def test_a_recomputation_that_differs_names_the_call(tmp_path: Path) -> None:
@@ -287,9 +293,9 @@ def test_a_recomputation_that_differs_names_the_call(tmp_path: Path) -> None:
             out.sum().backward()
 
 
-def test_too_few_places(tmp_path: Path) -> None:
+def test_a_buffer_for_too_few_calls(tmp_path: Path) -> None:
     checkpointing = made("contiguous", tmp_path, number_checkpoints=3)
-    with pytest.raises(RoomIsFull, match=r"number_checkpoints is 3.*Raise number_checkpoints"):
+    with pytest.raises(BufferFullError, match=r"number_checkpoints is 3.*Raise number_checkpoints"):
         gradients(Stack(4), checkpointing, fresh_seed())
     gc.collect()
     assert same(gradients(model := Stack(3), checkpointing, 1), gradients(model, None, 1))
@@ -304,21 +310,21 @@ def test_an_exception_in_the_function_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError, match="mine"):
         checkpointing(fails, torch.randn(64, WIDTH, requires_grad=True))
     gc.collect()
-    assert checkpointing.kept_bytes() == 0
+    assert checkpointing.used_bytes() == 0
 
 
 def test_the_innermost_one_entered_is_current(tmp_path: Path) -> None:
     outer, inner = made("host", tmp_path), made("recompute", tmp_path)
-    assert current().policy == ActivationPolicy()
+    assert current_checkpointing().config == ActivationCheckpointingConfig()
     with outer:
-        assert current() is outer
+        assert current_checkpointing() is outer
         with inner:
-            assert current() is inner
+            assert current_checkpointing() is inner
         inputs = torch.randn(64, WIDTH, requires_grad=True)
-        kept = zero_ext.checkpoint_activations(torch.sin, inputs * 1)
-        assert outer.kept_bytes() == inputs.nbytes
-        del kept
-    assert current() is not outer
+        output = zero_ext.checkpoint_activations(torch.sin, inputs * 1)
+        assert outer.used_bytes() == inputs.nbytes
+        del output
+    assert current_checkpointing() is not outer
     assert zero_ext.checkpoint.CheckpointError is not None  # the package keeps its name
 
 
@@ -331,24 +337,24 @@ def test_threads_enter_one_by_themselves(tmp_path: Path) -> None:
         with checkpointing:
             entered.set()
             left.wait(30)
-            found.append(current() is checkpointing)
-        found.append(current() is checkpointing)
+            found.append(current_checkpointing() is checkpointing)
+        found.append(current_checkpointing() is checkpointing)
 
     thread = threading.Thread(target=other)
     with checkpointing:
         thread.start()
         assert entered.wait(30)
-    assert current() is not checkpointing
+    assert current_checkpointing() is not checkpointing
     left.set()
     thread.join()
     assert found == [True, False]
 
 
-def test_profile_tells_of_the_work(tmp_path: Path) -> None:
-    checkpointing, heard = made("profiled", tmp_path), []
-    checkpointing.bus.subscribe(heard.append)
+def test_profile_publishes_the_work(tmp_path: Path) -> None:
+    checkpointing, events = made("profiled", tmp_path), []
+    checkpointing.bus.subscribe(events.append)
     gradients(Stack(3), checkpointing, fresh_seed())
-    assert all(isinstance(event, ActivationEnd) and event.seconds >= 0 for event in heard)
-    whats = [event.what for event in heard]
-    assert [whats.count(what) for what in ("keep", "fetch", "recompute")] == [3, 3, 3]
-    assert {event.name for event in heard if event.what != "fetch"} == {"Block"}
+    assert all(isinstance(event, ActivationEnd) and event.seconds >= 0 for event in events)
+    whats = [event.what for event in events]
+    assert [whats.count(what) for what in ("offload", "fetch", "recompute")] == [3, 3, 3]
+    assert {event.name for event in events if event.what != "fetch"} == {"Block"}

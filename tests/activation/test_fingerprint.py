@@ -9,13 +9,13 @@ import torch
 
 from tests.activation.blocks import fresh_seed
 from zero_ext.activation.fingerprint import Fingerprint, checksum, sums
-from zero_ext.activation.packed_layout import Layout
+from zero_ext.activation.packed_layout import PackedLayout
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.int8, torch.complex64]
 
 
 def by_sums(tensors: list[torch.Tensor]) -> int:
-    spans = Layout.of(tensors).spans
+    spans = PackedLayout.of(tensors).spans
     pairs = zip(spans, tensors, strict=True)
     return hash(tuple(int(sums(span.memory_of(each), each.element_size())) for span, each in pairs))
 
@@ -37,9 +37,9 @@ def test_what_differs(
     flat = values.flatten()
     flat[:2] = torch.tensor([0, 1])
     changed, swapped = flat.clone(), flat.clone()
-    place, other = (int(flat.ne(flat[0]).nonzero()[0]), 0)
-    changed[place] = flat[other]
-    swapped[place], swapped[other] = flat[other], flat[place]
+    position, other = (int(flat.ne(flat[0]).nonzero()[0]), 0)
+    changed[position] = flat[other]
+    swapped[position], swapped[other] = flat[other], flat[position]
     different = [flat, changed, swapped, flat.flip(0), flat.roll(1), flat.roll(1024 % len(flat))]
     different += [flat.view(torch.uint8).bitwise_xor(1).view(dtype)] if dtype != torch.bool else [~flat]
     distinct = {tuple(each.view(torch.uint8).tolist()) for each in different}

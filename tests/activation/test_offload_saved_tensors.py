@@ -9,42 +9,45 @@ import torch
 from torch import nn
 
 from tests.activation.blocks import Stack, fresh_seed, gradients, same
-from zero_ext.activation import Checkpointing
-from zero_ext.config import ActivationPolicy
+from zero_ext.activation import ActivationCheckpointing
+from zero_ext.config import ActivationCheckpointingConfig
 
-HOST = {"mode": "saved_tensors", "tier": "host", "smallest_bytes": 0}
+HOST = {"mode": "offload_saved_tensors", "tier": "host", "min_offload_bytes": 0}
 
 
 def test_views_of_one_storage_are_moved_once() -> None:
     torch.manual_seed(fresh_seed())
-    checkpointing = Checkpointing(ActivationPolicy(**HOST))
+    checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(**HOST))
     mixed = torch.randn(64, 192, requires_grad=True) * 1
     wanted = torch.autograd.grad((mixed.sin() * mixed.t().cos().t()).sum(), mixed, retain_graph=True)[0]
     with checkpointing.saved_tensors():
         out = mixed.sin() * mixed.t().cos().t()  # saves mixed, its transpose, and two results
-    assert checkpointing.kept_bytes() == 3 * mixed.nbytes
+    assert checkpointing.used_bytes() == 3 * mixed.nbytes
     found = torch.autograd.grad(out.sum(), mixed)[0]
     assert torch.equal(found, wanted)
     del out
-    assert checkpointing.kept_bytes() == 0
+    assert checkpointing.used_bytes() == 0
 
 
 def test_a_function_that_returns_nothing() -> None:
     """Nothing runs again, so nothing needs to come out of it."""
     seen: list[torch.Tensor] = []
     inputs = torch.ones(64, 64, requires_grad=True)
-    assert Checkpointing(ActivationPolicy(**HOST))(lambda x: seen.append(x.sin()), inputs) is None
+    assert (
+        ActivationCheckpointing(ActivationCheckpointingConfig(**HOST))(lambda x: seen.append(x.sin()), inputs)
+        is None
+    )
     seen[0].sum().backward()
     assert torch.equal(inputs.grad, torch.ones(64, 64).cos())
 
 
 def test_small_views_of_large_storages_are_moved_alone() -> None:
-    checkpointing = Checkpointing(ActivationPolicy(**HOST))
+    checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(**HOST))
     large = torch.randn(4096, 64)
     scale = torch.randn(64, 64, requires_grad=True)
     with checkpointing.saved_tensors():
         out = large[:64] * scale
-    assert checkpointing.kept_bytes() == 64 * 64 * 4
+    assert checkpointing.used_bytes() == 64 * 64 * 4
     out.sum().backward()
     assert torch.equal(scale.grad, large[:64])
 
@@ -52,7 +55,7 @@ def test_small_views_of_large_storages_are_moved_alone() -> None:
 def test_small_views_that_begin_inside_a_cache_line() -> None:
     """They come back as far behind its begin, with others before them."""
     torch.manual_seed(fresh_seed())
-    checkpointing = Checkpointing(ActivationPolicy(**HOST))
+    checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(**HOST))
     large = torch.randn(4096, 60)
     scale = torch.randn(64, 60, requires_grad=True)
     checkpointing(torch.mul, large[3:67], scale).sum().backward()
@@ -61,7 +64,7 @@ def test_small_views_that_begin_inside_a_cache_line() -> None:
 
 def test_memory_that_begins_between_elements() -> None:
     """As a file's bytes may, behind a header."""
-    checkpointing = Checkpointing(ActivationPolicy(**HOST))
+    checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(**HOST))
     values = torch.randn(1, 64)
     behind = torch.frombuffer(bytearray(b"!" + values.numpy().tobytes()), dtype=torch.float32, offset=1)
     scale = torch.ones(64, requires_grad=True)
@@ -70,7 +73,7 @@ def test_memory_that_begins_between_elements() -> None:
 
 
 def test_a_tensor_that_changes_between_two_uses_is_moved_twice() -> None:
-    checkpointing = Checkpointing(ActivationPolicy(**HOST))
+    checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(**HOST))
     weight = torch.ones(64, 64, requires_grad=True)
     factor = torch.full((64, 64), 2.0)
     with checkpointing.saved_tensors(nn.Module()):
@@ -82,11 +85,11 @@ def test_a_tensor_that_changes_between_two_uses_is_moved_twice() -> None:
 
 
 def test_parameters_stay() -> None:
-    checkpointing = Checkpointing(ActivationPolicy(**HOST))
+    checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(**HOST))
     block = nn.Linear(64, 64)
     inputs = torch.randn(64, 64, requires_grad=True) * 1
     out = checkpointing(block, inputs)
-    assert checkpointing.kept_bytes() == inputs.nbytes
+    assert checkpointing.used_bytes() == inputs.nbytes
     with torch.no_grad():
         block.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -95,15 +98,15 @@ def test_parameters_stay() -> None:
 
 def test_parameters_that_a_closure_holds_stay() -> None:
     """No module tells whose weights these are, and what autograd saves of them is a view."""
-    checkpointing = Checkpointing(ActivationPolicy(**HOST))
+    checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(**HOST))
     weight = nn.Parameter(torch.randn(64, 64))
     inputs = torch.randn(64, 64, requires_grad=True) * 1
     out = checkpointing(lambda x: x @ weight.t() + x @ weight[:, :].view(64, 64), inputs)
-    assert checkpointing.kept_bytes() == inputs.nbytes
+    assert checkpointing.used_bytes() == inputs.nbytes
     del out
-    recomputed = Checkpointing(ActivationPolicy(tier="host"))
+    recomputed = ActivationCheckpointing(ActivationCheckpointingConfig(tier="host"))
     out = recomputed(torch.matmul, inputs, weight.t())
-    assert recomputed.kept_bytes() == inputs.nbytes
+    assert recomputed.used_bytes() == inputs.nbytes
     out.sum().backward()
 
 
@@ -111,32 +114,36 @@ def test_the_context_alone_and_its_refusal(tmp_path: Path) -> None:
     seed, model = fresh_seed(), Stack(2)
     wanted = gradients(model, None, seed)
     values = {**HOST, "tier": "nvme", "nvme_paths": (str(tmp_path),)}
-    checkpointing = Checkpointing(ActivationPolicy(**values))
+    checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(**values))
 
-    def whole(block: nn.Module, hidden: torch.Tensor, **kwargs: object) -> torch.Tensor:
+    def direct(block: nn.Module, hidden: torch.Tensor, **kwargs: object) -> torch.Tensor:
         with checkpointing.saved_tensors(block):
             return block(hidden, **kwargs)
 
     for _ in range(2):
-        assert same(gradients(model, whole, seed), wanted)
+        assert same(gradients(model, direct, seed), wanted)
     with pytest.raises(ValueError, match="tier is 'device'; set it to 'host' or 'nvme'"):
-        Checkpointing().saved_tensors()
+        ActivationCheckpointing().saved_tensors()
 
 
 def test_a_graph_without_backward_leaves_nothing() -> None:
     """Small results, which stay, are saved by the very ops that made them."""
-    checkpointing = Checkpointing(ActivationPolicy(mode="saved_tensors", tier="host"))
+    checkpointing = ActivationCheckpointing(
+        ActivationCheckpointingConfig(mode="offload_saved_tensors", tier="host")
+    )
     inputs = torch.randn(64, 64, requires_grad=True)
     with checkpointing.saved_tensors():
         out = (inputs * 1).norm().exp()
-    assert checkpointing.kept_bytes() == inputs.nbytes
+    assert checkpointing.used_bytes() == inputs.nbytes
     del out
-    assert checkpointing.kept_bytes() == 0
+    assert checkpointing.used_bytes() == 0
 
 
 def test_gradients_of_gradients_through_small_results() -> None:
     torch.manual_seed(fresh_seed())
-    checkpointing = Checkpointing(ActivationPolicy(mode="saved_tensors", tier="host"))
+    checkpointing = ActivationCheckpointing(
+        ActivationCheckpointingConfig(mode="offload_saved_tensors", tier="host")
+    )
     inputs = torch.randn(64, 64, requires_grad=True)
     with checkpointing.saved_tensors():
         out = (inputs * 0.01).norm().exp()
@@ -146,4 +153,4 @@ def test_gradients_of_gradients_through_small_results() -> None:
     again = torch.autograd.grad(slope.sum(), inputs)[0]
     assert torch.equal(again, torch.autograd.grad(wanted.sum(), inputs)[0])
     del slope, out
-    assert checkpointing.kept_bytes() == 0
+    assert checkpointing.used_bytes() == 0

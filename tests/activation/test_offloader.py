@@ -1,4 +1,4 @@
-"""Records in the order of their calls: what is fetched ahead, what is present, and what all of that costs."""
+"""Records in the order of their calls: what is prefetched, what is present, and the cost of both."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from tests.activation.blocks import fresh_seed, noted_records
 from tests.opcodes import count_opcodes
-from zero_ext.activation import Checkpointing
-from zero_ext.activation.activation_storage import MemoryRoom
-from zero_ext.activation.offloader import Keeper, Record, State
-from zero_ext.activation.ordered_weak_list import Line
-from zero_ext.config import ActivationPolicy
+from zero_ext.activation import ActivationCheckpointing
+from zero_ext.activation.activation_storage import MemoryActivationStorage
+from zero_ext.activation.offloader import ActivationOffloader, ActivationRecord, RecordState
+from zero_ext.activation.ordered_weak_list import OrderedWeakList
+from zero_ext.config import ActivationCheckpointingConfig
 from zero_ext.offload import CPU
 
 
@@ -22,25 +22,25 @@ class Item:
         self.number = number
 
 
-def test_a_line_is_a_list_without_those_that_are_gone() -> None:
-    draw, line, plain = random.Random(fresh_seed()), Line[Item](), list[Item]()
+def test_an_ordered_weak_list_drops_dead_items() -> None:
+    draw, items, plain = random.Random(fresh_seed()), OrderedWeakList[Item](), list[Item]()
     for number in range(1, 2000):
         if plain and draw.random() < 0.45:
             del plain[draw.randrange(len(plain))]
         else:
             plain.append(Item(number))
-            line.add(plain[-1])
-        assert len(line) == len(plain)
+            items.add(plain[-1])
+        assert len(items) == len(plain)
         if plain:
-            place = draw.randrange(len(plain))
-            assert list(line.before(plain[place])) == plain[:place][::-1]
+            index = draw.randrange(len(plain))
+            assert list(items.before(plain[index])) == plain[:index][::-1]
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_the_calls_before_are_fetched_while_one_is_computed(prefetch: int) -> None:
-    checkpointing = Checkpointing(ActivationPolicy(tier="host", prefetch=prefetch))
-    records: list[Record] = []
-    seen: list[list[State]] = []
+    checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(tier="host", prefetch=prefetch))
+    records: list[ActivationRecord] = []
+    seen: list[list[RecordState]] = []
 
     def noting(x: torch.Tensor) -> torch.Tensor:
         seen.append([record.state for record in records])
@@ -54,17 +54,20 @@ def test_the_calls_before_are_fetched_while_one_is_computed(prefetch: int) -> No
     hidden.sum().backward()
     for last, states in zip((3, 2, 1, 0), seen, strict=True):
         ahead = min(prefetch, last)
-        wanted = [State.KEPT] * (last - ahead) + [State.FETCHING] * ahead
-        assert states[:last] == wanted and states[last:] == [State.KEPT] * (4 - last)
+        wanted = [RecordState.OFFLOADED] * (last - ahead) + [RecordState.FETCHING] * ahead
+        assert states[:last] == wanted and states[last:] == [RecordState.OFFLOADED] * (4 - last)
 
 
-def test_an_argument_given_twice_is_fetched_once() -> None:
+def test_a_repeated_argument_is_fetched_once() -> None:
     """(x, y, x): all three come of one fetch, and nothing is left on the device when they were handed out."""
     torch.manual_seed(fresh_seed())
-    checkpointing, heard = Checkpointing(ActivationPolicy(tier="host", profile=True)), []
-    checkpointing.bus.subscribe(heard.append)
+    checkpointing, events = (
+        ActivationCheckpointing(ActivationCheckpointingConfig(tier="host", profile=True)),
+        [],
+    )
+    checkpointing.bus.subscribe(events.append)
     first, second = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
-    records: list[Record] = []
+    records: list[ActivationRecord] = []
     with noted_records(records):
         out = checkpointing(lambda x, y, z: x * y.sin() * z, x := first * 1, second * 1, x)
     del x
@@ -72,30 +75,33 @@ def test_an_argument_given_twice_is_fetched_once() -> None:
         slopes = torch.autograd.grad(out.sum(), (first, second), retain_graph=True)
         assert torch.allclose(slopes[1], first.detach().square() * second.detach().cos())
         assert torch.allclose(slopes[0], 2 * first.detach() * second.detach().sin())
-        assert [each.state for each in records] == [State.KEPT]
-    assert [event.what for event in heard].count("fetch") == 2
+        assert [each.state for each in records] == [RecordState.OFFLOADED]
+    assert [event.what for event in events].count("fetch") == 2
 
 
-def test_a_record_costs_the_same_however_many_are_kept() -> None:
+def test_the_cost_of_a_record_does_not_depend_on_their_number() -> None:
     """What autograd saves in one forward may be thousands of tensors."""
-    keeper, values = Keeper(MemoryRoom("host", CPU), torch.device("cpu")), torch.zeros(16)
-    kept: list[Record] = []
+    offloader, values = (
+        ActivationOffloader(MemoryActivationStorage("host", CPU), torch.device("cpu")),
+        torch.zeros(16),
+    )
+    records: list[ActivationRecord] = []
 
-    def keep() -> None:
-        kept.append(keeper.keep([values], "many"))
+    def offload() -> None:
+        records.append(offloader.offload([values], "many"))
 
     def fetch() -> None:
-        keeper.fetch(kept[at], 0)
+        offloader.fetch(records[at], 0)
 
-    keeping = []
+    offload_costs = []
     for number in range(4000):
         if number % 1000 == 999:
-            keeping.append(count_opcodes(keep))
+            offload_costs.append(count_opcodes(offload))
         else:
-            keep()
-    assert max(keeping) < 1.5 * min(keeping), keeping
+            offload()
+    assert max(offload_costs) < 1.5 * min(offload_costs), offload_costs
     fetching = []
-    for at in reversed(range(len(kept))):
+    for at in reversed(range(len(records))):
         if at % 1000 == 500:  # the first one among 4000, the last one with 500 before it
             fetching.append(count_opcodes(fetch))
         else:
@@ -104,8 +110,8 @@ def test_a_record_costs_the_same_however_many_are_kept() -> None:
 
 
 def test_saved_tensors_cost_the_same_however_many_there_are() -> None:
-    values = {"mode": "saved_tensors", "tier": "host", "smallest_bytes": 0}
-    checkpointing = Checkpointing(ActivationPolicy(**values))
+    values = {"mode": "offload_saved_tensors", "tier": "host", "min_offload_bytes": 0}
+    checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(**values))
     found: list[int] = []
     hidden = torch.zeros(16, requires_grad=True)
 

@@ -1,4 +1,4 @@
-"""Tensors of any shape, strides and dtype come back from their regions as they were, whole or in parts."""
+"""Tensors of any shape, strides and dtype are restored from their regions, packed by one rank or several."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_ext.activation.packed_layout import Layout, fits
+from zero_ext.activation.packed_layout import PackedLayout, fits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.int8, torch.complex64]
 
@@ -36,54 +36,54 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(tensors(), min_size=1, max_size=4), st.integers(1, 5), st.sampled_from([64, 4096]))
-def test_round_trip(given_tensors: list[torch.Tensor], parts: int, block: int) -> None:
-    layout = Layout.of(given_tensors, parts, block)
-    assert layout.part_bytes % block == 0 and layout.part_bytes * parts == layout.nbytes
+def test_round_trip(sources: list[torch.Tensor], ranks: int, block: int) -> None:
+    layout = PackedLayout.of(sources, ranks, block)
+    assert layout.shard_bytes % block == 0 and layout.shard_bytes * ranks == layout.nbytes
     region = torch.full((layout.nbytes,), 0xAB, dtype=torch.uint8)
-    for rank, part in enumerate(region.chunk(parts)):
-        layout.pack(part, given_tensors, rank)
-    for found, wanted in zip(layout.tensors(region), given_tensors, strict=True):
+    for rank, shard in enumerate(region.chunk(ranks)):
+        layout.pack(shard, sources, rank)
+    for found, wanted in zip(layout.tensors(region), sources, strict=True):
         assert torch.equal(found, wanted) and found.dtype == wanted.dtype
         assert found.stride() == wanted.stride()
         assert found.data_ptr() % 64 == wanted.data_ptr() % 64  # kernels may begin by it
 
 
-def test_what_is_kept_of_expanded_and_sparse_views() -> None:
+def test_bytes_of_expanded_and_sparse_views() -> None:
     print(seed := secrets.randbits(31))
     torch.manual_seed(seed)
     row = torch.randn(256)
-    assert Layout.of([row.expand(1000, 256)]).nbytes == row.nbytes
+    assert PackedLayout.of([row.expand(1000, 256)]).nbytes == row.nbytes
     column = torch.randn(256, 256)[:, 3]
-    assert Layout.of([column]).nbytes == 256 * 4
-    assert Layout.of([column.expand(1000, 256)]).nbytes == 256 * 4
+    assert PackedLayout.of([column]).nbytes == 256 * 4
+    assert PackedLayout.of([column.expand(1000, 256)]).nbytes == 256 * 4
     queries = torch.randn(32, 3 * 64).chunk(3, -1)[0]
-    assert Layout.of([queries]).nbytes == 32 * 64 * 4
+    assert PackedLayout.of([queries]).nbytes == 32 * 64 * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("parts", [1, 3])
-def test_all_bits_come_back(dtype: torch.dtype, parts: int) -> None:
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_all_bits_come_back(dtype: torch.dtype, ranks: int) -> None:
     """Of values that no arithmetic makes too: every kind of NaN, zeros of both signs, subnormal numbers."""
     print(seed := secrets.randbits(31))
     bits = torch.randint(0, 256, (200_001 * dtype.itemsize,), generator=torch.Generator().manual_seed(seed))
     values = bits.to(torch.uint8).view(dtype)
-    given_tensors = [
+    sources = [
         values,
         values[1:],
         values[: 300 * 600].view(300, 600)[:, ::7],
         values[:4096].view(64, 64).t(),
     ]
-    layout = Layout.of(given_tensors, parts)
+    layout = PackedLayout.of(sources, ranks)
     region = torch.full((layout.nbytes,), 0xAB, dtype=torch.uint8)
-    for rank, part in enumerate(region.chunk(parts)):
-        layout.pack(part, given_tensors, rank)
-    for found, wanted in zip(layout.tensors(region), given_tensors, strict=True):
+    for rank, shard in enumerate(region.chunk(ranks)):
+        layout.pack(shard, sources, rank)
+    for found, wanted in zip(layout.tensors(region), sources, strict=True):
         assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
 
 
 def test_memory_that_begins_between_elements() -> None:
     tensor = torch.frombuffer(bytearray(range(1, 102)), dtype=torch.float32, offset=1)
-    layout = Layout.of([tensor])
+    layout = PackedLayout.of([tensor])
     region = torch.zeros(layout.nbytes, dtype=torch.uint8)
     layout.pack(region, [tensor], 0)
     assert torch.equal(layout.tensors(region)[0].view(torch.uint8), tensor.view(torch.uint8))

@@ -1,4 +1,4 @@
-"""Inputs that tensor-parallel ranks share are kept 1/N a rank; what they cannot share is refused."""
+"""Tensor-parallel ranks store 1/N of shared inputs each; what they cannot share is refused."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch import nn
 
 import zero_ext
 from tests.activation.blocks import Counting, noted_records, same
-from tests.activation.tensor_parallel import WIDTH, SummedInPlace, slopes, stack
+from tests.activation.tensor_parallel import WIDTH, InplaceAllReduce, slopes, stack
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.activation import Checkpointing, DifferentInputs
-from zero_ext.activation.offloader import Record, State
-from zero_ext.activation.packed_layout import Layout
-from zero_ext.activation.partitioned_activations import Partition
-from zero_ext.config import ActivationPolicy
+from zero_ext.activation import ActivationCheckpointing, DifferentInputsError
+from zero_ext.activation.offloader import ActivationRecord, RecordState
+from zero_ext.activation.packed_layout import PackedLayout
+from zero_ext.activation.partitioned_activations import ActivationPartition
+from zero_ext.config import ActivationCheckpointingConfig
 
 
 @contextlib.contextmanager
@@ -45,61 +45,63 @@ def test_gradients_of_a_tensor_parallel_stack(world: World, dtype: str) -> None:
     wanted = slopes(world, blocks, streams, None)
     with policies() as wanted_policies:
         for values in wanted_policies:
-            policy = ActivationPolicy(partition_activations=True, **values)
-            checkpointing = Checkpointing(policy, world.group, streams=streams)
+            policy = ActivationCheckpointingConfig(partition_activations=True, **values)
+            checkpointing = ActivationCheckpointing(policy, world.group, streams=streams)
             for _ in range(2):
                 assert same(slopes(world, blocks, streams, checkpointing), wanted)
             gc.collect()
-            assert checkpointing.kept_bytes() == 0
+            assert checkpointing.used_bytes() == 0
 
 
 @on_ranks(2, 4)
-def test_each_rank_keeps_its_part(world: World) -> None:
+def test_each_rank_stores_its_shard(world: World) -> None:
     for tier in ("device", "host"):
-        policy = ActivationPolicy(partition_activations=True, tier=tier)
-        checkpointing = Checkpointing(policy, world.group)
+        policy = ActivationCheckpointingConfig(partition_activations=True, tier=tier)
+        checkpointing = ActivationCheckpointing(policy, world.group)
         torch.manual_seed(world.seed)
         hidden = torch.randn(256, WIDTH, requires_grad=True) * 1
         nbytes, out = hidden.nbytes, hidden
         for calls in range(1, 4):
             out = checkpointing(torch.sin, out)
-            assert checkpointing.kept_bytes() == calls * nbytes // world.size
+            assert checkpointing.used_bytes() == calls * nbytes // world.size
         out.sum().backward()
         del out
-        assert checkpointing.kept_bytes() == 0
+        assert checkpointing.used_bytes() == 0
 
 
 @on_ranks(2)
-def test_what_is_fetched_ahead_is_the_ranks_own_part(world: World) -> None:
+def test_only_the_ranks_own_shard_is_prefetched(world: World) -> None:
     """Which calls live ahead is a matter of each rank's garbage collector: nobody waits for another one
     there."""
-    gather = Partition.gather
+    gather = ActivationPartition.gather
     for values in ({"tier": "host"}, {"tier": "host", "prefetch": 3}, {"prefetch": 2}):
-        checkpointing = Checkpointing(ActivationPolicy(partition_activations=True, **values), world.group)
+        checkpointing = ActivationCheckpointing(
+            ActivationCheckpointingConfig(partition_activations=True, **values), world.group
+        )
         torch.manual_seed(world.seed)
         source = torch.randn(64, WIDTH, requires_grad=True)
-        kept: list[Record] = []
-        with noted_records(kept):
+        records: list[ActivationRecord] = []
+        with noted_records(records):
             out = checkpointing(torch.sin, checkpointing(torch.sin, source * 1))
             dead = checkpointing(torch.sin, source * 2)
             out = checkpointing(torch.sin, checkpointing(torch.sin, out))
         if world.rank == 0:
-            del dead, kept[2]
-        assert [record.state for record in kept] == [State.KEPT] * (4 + world.rank)
+            del dead, records[2]
+        assert [record.state for record in records] == [RecordState.OFFLOADED] * (4 + world.rank)
         seen: list[tuple[int, int]] = []
 
         def noted(
-            partition: Partition,
-            part: torch.Tensor,
-            layout: Layout,
-            kept: list[Record] = kept,
+            partition: ActivationPartition,
+            shard: torch.Tensor,
+            layout: PackedLayout,
+            records: list[ActivationRecord] = records,
             seen: list[tuple[int, int]] = seen,
         ) -> torch.Tensor:
-            fetching = [record.part.nbytes for record in kept if record.state is State.FETCHING]
+            fetching = [record.shard.nbytes for record in records if record.state is RecordState.FETCHING]
             seen.append((len(fetching), sum(fetching)))
-            return gather(partition, part, layout)
+            return gather(partition, shard, layout)
 
-        with mock.patch.object(Partition, "gather", noted):
+        with mock.patch.object(ActivationPartition, "gather", noted):
             (slope,) = torch.autograd.grad(out.sum(), source)
         wanted = torch.autograd.grad(source.sin().sin().sin().sin().sum(), source)[0]
         assert torch.equal(slope, wanted)
@@ -109,7 +111,7 @@ def test_what_is_fetched_ahead_is_the_ranks_own_part(world: World) -> None:
 
 @on_ranks(2, 3)
 def test_different_inputs_are_refused_on_every_rank(world: World) -> None:
-    policy = ActivationPolicy(partition_activations=True)
+    policy = ActivationCheckpointingConfig(partition_activations=True)
     torch.manual_seed(world.seed)
     same_everywhere = torch.randn(64, WIDTH, requires_grad=True) * 1
     wrong = [
@@ -119,52 +121,54 @@ def test_different_inputs_are_refused_on_every_rank(world: World) -> None:
         same_everywhere.t().contiguous().t() if world.rank == 1 else same_everywhere,
     ]
     for inputs in wrong:
-        checkpointing = Checkpointing(policy, world.group)
-        with pytest.raises(DifferentInputs, match=r"sin differ between the ranks: ranks \[1\] hold"):
+        checkpointing = ActivationCheckpointing(policy, world.group)
+        with pytest.raises(DifferentInputsError, match=r"sin differ between the ranks: ranks \[1\] hold"):
             checkpointing(torch.sin, inputs)
         world.barrier()
-    checkpointing = Checkpointing(policy, world.group)
+    checkpointing = ActivationCheckpointing(policy, world.group)
     first = checkpointing(torch.sin, same_everywhere)
-    with pytest.raises(DifferentInputs, match="cos differ"):  # later calls are compared too
+    with pytest.raises(DifferentInputsError, match="cos differ"):  # later calls are compared too
         checkpointing(torch.cos, first + (world.rank == 1))
 
 
 @on_ranks(2, 3)
 def test_a_rank_with_nothing_to_move_is_refused_on_every_rank(world: World) -> None:
-    """Shapes on both sides of smallest_bytes, and what one rank alone was given before."""
-    policy = ActivationPolicy(partition_activations=True, smallest_bytes=2048)
+    """Shapes on both sides of min_offload_bytes, and what was an input on one rank only before."""
+    policy = ActivationCheckpointingConfig(partition_activations=True, min_offload_bytes=2048)
     torch.manual_seed(world.seed)
     shared = torch.randn(64, WIDTH, requires_grad=True) * 1
     began = time.monotonic()
     for case in ("small", "known", "first small"):
-        checkpointing = Checkpointing(policy, world.group, timeout_seconds=120.0)
+        checkpointing = ActivationCheckpointing(policy, world.group, timeout_seconds=120.0)
         inputs = shared
         if case == "known" and world.rank == 1:
             checkpointing._to_move([shared], shared.device)
         elif case != "known":
             differs = (world.rank == 1) if case == "small" else (world.rank == 0)
             inputs = torch.ones(7 if differs else 64, WIDTH, requires_grad=True) * 1
-        with pytest.raises(DifferentInputs, match="sin differ between the ranks"):
+        with pytest.raises(DifferentInputsError, match="sin differ between the ranks"):
             checkpointing(torch.sin, inputs)
         world.barrier()
     assert time.monotonic() - began < 38  # of 40 seconds
-    checkpointing = Checkpointing(policy, world.group)
+    checkpointing = ActivationCheckpointing(policy, world.group)
     out = checkpointing(torch.sin, torch.ones(7, WIDTH, requires_grad=True) * 1)  # nothing on any rank
     out = out.sum() + checkpointing(torch.sin, shared).sum()
-    assert checkpointing.kept_bytes() == -(-shared.nbytes // (4096 * world.size)) * 4096
+    assert checkpointing.used_bytes() == -(-shared.nbytes // (4096 * world.size)) * 4096
     out.backward()
 
 
 @on_ranks(2)
 def test_the_first_call_of_every_step_is_compared(world: World) -> None:
-    checkpointing = Checkpointing(ActivationPolicy(partition_activations=True), world.group)
+    checkpointing = ActivationCheckpointing(
+        ActivationCheckpointingConfig(partition_activations=True), world.group
+    )
     torch.manual_seed(world.seed)
     inputs, small = torch.randn(64, WIDTH, requires_grad=True), torch.ones(1, requires_grad=True)
     for _ in range(2):
         checkpointing(torch.sin, small)  # moves nothing: the next call is the first one
         checkpointing(torch.cos, checkpointing(torch.sin, inputs * 1)).sum().backward()
     checkpointing(torch.sin, small)
-    with pytest.raises(DifferentInputs, match="tan differ between"):
+    with pytest.raises(DifferentInputsError, match="tan differ between"):
         checkpointing(torch.tan, inputs + world.rank)
 
 
@@ -184,8 +188,8 @@ def test_later_calls_are_compared_when_backward_begins(world: World) -> None:
         ]
 
     for tier in ("device", "host"):
-        policy = ActivationPolicy(partition_activations=True, tier=tier)
-        checkpointing = Checkpointing(policy, world.group, timeout_seconds=120.0)
+        policy = ActivationCheckpointingConfig(partition_activations=True, tier=tier)
+        checkpointing = ActivationCheckpointing(policy, world.group, timeout_seconds=120.0)
 
         def step(between: Callable[[torch.Tensor], torch.Tensor], checkpointing: Any = checkpointing) -> Any:
             hidden = checkpointing(torch.cos, checkpointing(torch.sin, inputs * 1))
@@ -194,7 +198,7 @@ def test_later_calls_are_compared_when_backward_begins(world: World) -> None:
 
         wanted = step(lambda x: x)
         for number in range(len(others(inputs))):
-            with pytest.raises(DifferentInputs, match=r"\.cos, .*\.tan\) differ .* hold"):
+            with pytest.raises(DifferentInputsError, match=r"\.cos, .*\.tan\) differ .* hold"):
                 step(lambda x, number=number: others(x)[number])
             world.barrier()
             assert torch.equal(step(lambda x: x), wanted)
@@ -202,8 +206,8 @@ def test_later_calls_are_compared_when_backward_begins(world: World) -> None:
 
 @on_ranks(2)
 def test_a_rank_with_fewer_calls_is_refused_on_every_rank(world: World) -> None:
-    policy = ActivationPolicy(partition_activations=True)
-    checkpointing = Checkpointing(policy, world.group, timeout_seconds=120.0)
+    policy = ActivationCheckpointingConfig(partition_activations=True)
+    checkpointing = ActivationCheckpointing(policy, world.group, timeout_seconds=120.0)
     inputs, began = torch.ones(64, WIDTH, requires_grad=True), time.monotonic()
     for rank in (None, 0, 1):
         hidden = checkpointing(torch.sin, inputs * 1)
@@ -212,7 +216,7 @@ def test_a_rank_with_fewer_calls_is_refused_on_every_rank(world: World) -> None:
         if rank is None:
             hidden.sum().backward()
         else:
-            with pytest.raises(DifferentInputs, match="differ between the ranks: ranks \\[1\\] hold"):
+            with pytest.raises(DifferentInputsError, match="differ between the ranks: ranks \\[1\\] hold"):
                 hidden.sum().backward()
         world.barrier()
     assert time.monotonic() - began < 38  # of 40 seconds
@@ -220,12 +224,12 @@ def test_a_rank_with_fewer_calls_is_refused_on_every_rank(world: World) -> None:
 
 @on_ranks(2)
 def test_groups_that_are_refused(world: World) -> None:
-    policy = ActivationPolicy(partition_activations=True)
+    policy = ActivationCheckpointingConfig(partition_activations=True)
     inputs = torch.randn(64, WIDTH, requires_grad=True) * 1
     with pytest.raises(ValueError, match="there is no group"):
-        Checkpointing(policy)(torch.sin, inputs)
+        ActivationCheckpointing(policy)(torch.sin, inputs)
     with pytest.raises(ValueError, match=r"of which \[0, 1\] are data-parallel"):
-        Checkpointing(policy, world.group, data_parallel_group=world.group)
+        ActivationCheckpointing(policy, world.group, data_parallel_group=world.group)
     model = nn.Linear(4, 4)
     config = {"activation_checkpointing": {"partition_activations": True}}
     with pytest.raises(ValueError, match=r"of which \[0, 1\] are data-parallel"):
@@ -242,45 +246,45 @@ class Broken:
     def wait(self) -> None:
         raise RuntimeError("the disk is gone")
 
-    def let_go(self) -> None:
+    def wait_source(self) -> None:
         return None
 
-    def followed(self) -> contextlib.AbstractContextManager[object]:
+    def stream_context(self) -> contextlib.AbstractContextManager[object]:
         self.wait()
         return contextlib.nullcontext()
 
 
-# What a rank raises where another one gave up: with its reason where the ranks share a host's memory, else
-# with what it waited for.
-HEARD = "the disk is gone|kept inputs of"
+# The error of a rank whose peer aborted: the reason where the ranks share a host's memory, else what it
+# waited for.
+PEER_ERRORS = "the disk is gone|partitioned inputs of"
 
 
 @on_ranks(2)
-def test_a_rank_without_room_ends_the_others_wait(world: World) -> None:
-    """Storage fails on one rank in backward: the other one hears the reason instead of waiting."""
-    policy = ActivationPolicy(partition_activations=True, prefetch=0)
-    checkpointing = Checkpointing(policy, world.group)
+def test_a_rank_whose_storage_fails_ends_the_others_wait(world: World) -> None:
+    """Storage fails on one rank in backward: the other one raises the reason instead of waiting."""
+    policy = ActivationCheckpointingConfig(partition_activations=True, prefetch=0)
+    checkpointing = ActivationCheckpointing(policy, world.group)
     torch.manual_seed(world.seed)
     out = checkpointing(torch.sin, torch.randn(64, WIDTH, requires_grad=True) * 1)
-    (keeper,) = checkpointing._keepers.values()
+    (offloader,) = checkpointing._offloaders.values()
     if world.rank == 1:
-        keeper.room.fetch = lambda place, into: Broken()  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="the disk is gone" if world.rank == 1 else HEARD):
+        offloader.storage.fetch = lambda extent, into: Broken()  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="the disk is gone" if world.rank == 1 else PEER_ERRORS):
         out.sum().backward()
 
 
 @on_ranks(2)
 def test_a_write_that_failed_on_one_rank_ends_the_others_wait(world: World) -> None:
-    policy = ActivationPolicy(partition_activations=True, tier="host", prefetch=0)
-    checkpointing, kept = Checkpointing(policy, world.group, timeout_seconds=120.0), []
+    policy = ActivationCheckpointingConfig(partition_activations=True, tier="host", prefetch=0)
+    checkpointing, records = ActivationCheckpointing(policy, world.group, timeout_seconds=120.0), []
     torch.manual_seed(world.seed)
-    with noted_records(kept):
+    with noted_records(records):
         out = checkpointing(torch.sin, torch.randn(64, WIDTH, requires_grad=True) * 1)
     if world.rank == 1:
-        for record in kept:
-            record.place.written = Broken()
+        for record in records:
+            record.extent.written = Broken()
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="the disk is gone" if world.rank == 1 else HEARD):
+    with pytest.raises(RuntimeError, match="the disk is gone" if world.rank == 1 else PEER_ERRORS):
         out.sum().backward()
     assert time.monotonic() - began < 38  # of 40 seconds
 
@@ -289,8 +293,8 @@ def test_a_write_that_failed_on_one_rank_ends_the_others_wait(world: World) -> N
 def test_a_rank_without_storage_ends_the_others_wait(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = folder if world.rank == 0 else f"{__file__}/below"
-        policy = ActivationPolicy(partition_activations=True, tier="nvme", nvme_paths=(path,))
-        checkpointing = Checkpointing(policy, world.group, timeout_seconds=120.0)
+        policy = ActivationCheckpointingConfig(partition_activations=True, tier="nvme", nvme_paths=(path,))
+        checkpointing = ActivationCheckpointing(policy, world.group, timeout_seconds=120.0)
         torch.manual_seed(world.seed)
         inputs = torch.randn(64, WIDTH, requires_grad=True) * 1
         began = time.monotonic()
@@ -303,26 +307,26 @@ def test_a_rank_without_storage_ends_the_others_wait(world: World) -> None:
 
 
 @on_ranks(2)
-def test_results_that_are_summed_in_place_are_not_kept(world: World) -> None:
-    """Kept, the sums would be summed again: torch does not see that a collective changes its argument."""
-    blocks, streams = stack(world, torch.float32, SummedInPlace)
+def test_results_that_are_summed_in_place_are_not_saved(world: World) -> None:
+    """If saved, the sums would be summed again: torch does not see that a collective changes its argument."""
+    blocks, streams = stack(world, torch.float32, InplaceAllReduce)
     wanted = slopes(world, blocks, streams, None)
-    budget = Checkpointing(ActivationPolicy(keep_bytes=2**30), streams=streams)
+    budget = ActivationCheckpointing(ActivationCheckpointingConfig(save_budget_bytes=2**30), streams=streams)
     for _ in range(3):
         assert same(slopes(world, blocks, streams, budget), wanted)
-    named = Checkpointing(ActivationPolicy(keep=("aten.mm",)), streams=streams)
-    with pytest.raises(ValueError, match=r"keeps the result of 'aten.mm.default', which 'c10d.allreduce_"):
+    named = ActivationCheckpointing(ActivationCheckpointingConfig(save_ops=("aten.mm",)), streams=streams)
+    with pytest.raises(ValueError, match=r"saves the result of 'aten.mm.default', which 'c10d.allreduce_"):
         slopes(world, blocks, streams, named)
     copied, streams = stack(world, torch.float32)
     wanted = slopes(world, copied, streams, None)
-    named = Checkpointing(ActivationPolicy(keep=("aten.mm",)), streams=streams)
+    named = ActivationCheckpointing(ActivationCheckpointingConfig(save_ops=("aten.mm",)), streams=streams)
     assert same(slopes(world, copied, streams, named), wanted)
 
 
 @on_ranks(2)
 def test_every_rank_runs_collectives_again(world: World) -> None:
-    """A plan comes from a rank's own timings: what one rank kept, another would wait for."""
-    checkpointing = Checkpointing(ActivationPolicy(keep_bytes=2**30))
+    """A plan comes from a rank's own timings: another rank would wait for what one rank saved."""
+    checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(save_budget_bytes=2**30))
 
     def summed(x: torch.Tensor) -> torch.Tensor:
         total = functional.all_reduce(x.detach(), "sum", world.group)

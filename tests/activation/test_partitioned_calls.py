@@ -18,8 +18,8 @@ from tests.activation.blocks import same
 from tests.activation.tensor_parallel import WIDTH, slopes, stack
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.activation import Checkpointing, RoomIsFull
-from zero_ext.config import ActivationPolicy
+from zero_ext.activation import ActivationCheckpointing, BufferFullError
+from zero_ext.config import ActivationCheckpointingConfig
 from zero_ext.zero import Engine, engine_of
 
 
@@ -38,7 +38,7 @@ class Prepared(nn.Module):
 
 @contextlib.contextmanager
 def two_by_two(world: World) -> Iterator[tuple[World, World]]:
-    """This rank's place among two tensor-parallel ranks, and among two data-parallel ones."""
+    """This rank's index among two tensor-parallel ranks, and among two data-parallel ones."""
     column, row = world.rank % 2, world.rank // 2
     # Every rank makes all of them: names of groups that some ranks make alone differ in this world.
     made = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
@@ -85,23 +85,23 @@ def test_beside_sharded_parameters_on_two_by_two_ranks(world: World) -> None:
         assert wanted.keys() == found.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
         inputs = 4 * 64 * WIDTH * 4
-        assert engine.wire.last_elements["activations"] == inputs
-        assert engine.wire.last_bytes_sent["activations"] == inputs // 2
+        assert engine.traffic.last_elements["activations"] == inputs
+        assert engine.traffic.last_bytes_sent["activations"] == inputs // 2
         moved = engine.tiers.transfers.last_moved
         assert moved == {("device", "host"): inputs // 2, ("host", "device"): inputs // 2}
         gc.collect()
-        assert engine.checkpointing.held_bytes()["host"] > 0 == engine.checkpointing.kept_bytes()
+        assert engine.checkpointing.allocated_bytes()["host"] > 0 == engine.checkpointing.used_bytes()
         del model, engine
 
 
 @on_ranks(2)
 def test_what_else_calls_may_do(world: World) -> None:
-    """Results that are kept, calls inside calls, and graphs that are gone through twice."""
-    for values in ({"keep": ("aten.mm",)}, {"keep_bytes": 2**14}, {"prefetch": 2, "tier": "host"}):
+    """Results that are saved, calls inside calls, and graphs that are gone through twice."""
+    for values in ({"save_ops": ("aten.mm",)}, {"save_budget_bytes": 2**14}, {"prefetch": 2, "tier": "host"}):
         blocks, streams = stack(world, torch.float32)
         wanted = slopes(world, blocks, streams, None)
-        policy = ActivationPolicy(partition_activations=True, **values)
-        checkpointing = Checkpointing(policy, world.group, streams=streams)
+        policy = ActivationCheckpointingConfig(partition_activations=True, **values)
+        checkpointing = ActivationCheckpointing(policy, world.group, streams=streams)
         for _ in range(2):
             assert same(slopes(world, blocks, streams, checkpointing), wanted), values
     source = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(world.seed)).requires_grad_()
@@ -110,13 +110,13 @@ def test_what_else_calls_may_do(world: World) -> None:
         return checkpointing(torch.cos, checkpointing(torch.sin, x))
 
     out = checkpointing(inner, checkpointing(inner, source * 1))
-    assert checkpointing.kept_bytes() == 2 * source.nbytes // world.size
+    assert checkpointing.used_bytes() == 2 * source.nbytes // world.size
     plain = source.sin().cos().sin().cos()
     wanted = [torch.autograd.grad(plain.sum(), source)[0]]
     for _ in range(2):
         assert same([torch.autograd.grad(out.sum(), source, retain_graph=True)[0]], wanted)
     del out
-    assert checkpointing.kept_bytes() == 0
+    assert checkpointing.used_bytes() == 0
 
 
 @on_ranks(2)
@@ -124,8 +124,8 @@ def test_an_exception_in_backward_is_followed_by_a_good_step(world: World) -> No
     blocks, streams = stack(world, torch.float32)
     wanted = slopes(world, blocks, streams, None)
     for values in ({"tier": "host"}, {"prefetch": 2}):
-        policy = ActivationPolicy(partition_activations=True, **values)
-        checkpointing = Checkpointing(policy, world.group, streams=streams)
+        policy = ActivationCheckpointingConfig(partition_activations=True, **values)
+        checkpointing = ActivationCheckpointing(policy, world.group, streams=streams)
 
         def fails(gradient: torch.Tensor) -> None:
             raise ZeroDivisionError("mine")
@@ -139,7 +139,7 @@ def test_an_exception_in_backward_is_followed_by_a_good_step(world: World) -> No
             hidden.sum().backward()
         del hidden
         gc.collect()
-        assert checkpointing.kept_bytes() == 0
+        assert checkpointing.used_bytes() == 0
         assert same(slopes(world, blocks, streams, checkpointing), wanted)
 
 
@@ -147,19 +147,19 @@ def test_an_exception_in_backward_is_followed_by_a_good_step(world: World) -> No
 def test_a_full_buffer_ends_the_groups_connections(world: World) -> None:
     """On one rank alone: the other one hears of it where it would wait."""
     values = {"contiguous_memory_optimization": True, "number_checkpoints": 2}
-    policy = ActivationPolicy(partition_activations=True, **values)
-    checkpointing = Checkpointing(policy, world.group, timeout_seconds=120.0)
+    policy = ActivationCheckpointingConfig(partition_activations=True, **values)
+    checkpointing = ActivationCheckpointing(policy, world.group, timeout_seconds=120.0)
     hidden = torch.ones(64, WIDTH, requires_grad=True) * 1
-    kept = [checkpointing(torch.sin, hidden + number) for number in range(2)]
+    outputs = [checkpointing(torch.sin, hidden + number) for number in range(2)]
     began = time.monotonic()
     if world.rank == 1:
-        (keeper,) = checkpointing._keepers.values()
-        with pytest.raises(RoomIsFull, match="number_checkpoints is 2"):
-            keeper.keep([hidden], "one more")
+        (offloader,) = checkpointing._offloaders.values()
+        with pytest.raises(BufferFullError, match="number_checkpoints is 2"):
+            offloader.keep([hidden], "one more")
     with pytest.raises(RuntimeError, match=r"number_checkpoints is 2|comparison of the inputs"):
         checkpointing(torch.sin, hidden + 3)
     assert time.monotonic() - began < 38  # of 40 seconds
     world.barrier()
-    del kept
-    fresh = Checkpointing(policy, world.group)  # connections of its own
+    del outputs
+    fresh = ActivationCheckpointing(policy, world.group)  # connections of its own
     fresh(torch.sin, hidden + 1).sum().backward()

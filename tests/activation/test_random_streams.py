@@ -11,9 +11,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tests.activation.blocks import fresh_seed, same
-from zero_ext.activation import MODEL_PARALLEL, Checkpointing, RandomStreams
+from zero_ext.activation import MODEL_PARALLEL, ActivationCheckpointing, RandomStreams
 from zero_ext.activation.recompute_context import Recomputation
-from zero_ext.config import ActivationPolicy
+from zero_ext.config import ActivationCheckpointingConfig
 
 
 def test_streams_go_on_by_themselves() -> None:
@@ -67,19 +67,19 @@ def test_states_and_refusals() -> None:
     assert streams.get_states() == {}
 
 
-def noisy(x: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+def noisy(x: torch.Tensor, *positional: Any, **named: Any) -> torch.Tensor:
     """Draws from every generator among the arguments, in their order."""
-    for generator in pytree.tree_leaves((given, named)):
+    for generator in pytree.tree_leaves((positional, named)):
         x = (x * torch.rand(x.shape, generator=generator)).sin()
     return x
 
 
-@pytest.mark.parametrize("policy", [{}, {"tier": "host"}, {"keep": ("aten.mul",)}])
+@pytest.mark.parametrize("policy", [{}, {"tier": "host"}, {"save_ops": ("aten.mul",)}])
 def test_generators_among_the_arguments_are_rewound(policy: dict[str, Any]) -> None:
     """Of calls in a row and inside one another; what the caller draws later does not know of it."""
-    seed, checkpointing = fresh_seed(), Checkpointing(ActivationPolicy(**policy))
+    seed, checkpointing = fresh_seed(), ActivationCheckpointing(ActivationCheckpointingConfig(**policy))
     found = []
-    for run in (lambda function, *given, **named: function(*given, **named), checkpointing):
+    for run in (lambda function, *positional, **named: function(*positional, **named), checkpointing):
         first, second, third = (torch.Generator().manual_seed(seed + number) for number in range(3))
         inputs = torch.randn(32, 16, generator=third).requires_grad_()
         hidden = run(noisy, inputs * 1, first, [{"a": (second, first)}], third=third)
@@ -105,7 +105,7 @@ def test_a_generator_goes_back_after_a_recomputation_that_fails() -> None:
             raise ZeroDivisionError
         return x.cos()
 
-    out = Checkpointing()(fails, torch.ones(4, 4, requires_grad=True), generator)
+    out = ActivationCheckpointing()(fails, torch.ones(4, 4, requires_grad=True), generator)
     before = generator.get_state()
     with pytest.raises(ZeroDivisionError):
         out.sum().backward()

@@ -1,4 +1,4 @@
-"""What of a call is kept: named ops, or what saves most under a budget; random numbers are never skipped."""
+"""Results that are saved: of named ops, or the best under a budget. Random numbers are never skipped."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.activation.blocks import WIDTH, Counting, Stack, fresh_seed, gradients, same
-from zero_ext.activation import Checkpointing
-from zero_ext.activation.selective_budget import Measured, MeasuringMode, choose
-from zero_ext.config import ActivationPolicy
+from zero_ext.activation import ActivationCheckpointing
+from zero_ext.activation.selective_budget import MeasuredOp, MeasuringMode, choose
+from zero_ext.config import ActivationCheckpointingConfig
 
 
-def recomputed(policy: ActivationPolicy, function: Callable[..., Any], passes: int = 1) -> Counter[str]:
+def recomputed(
+    policy: ActivationCheckpointingConfig, function: Callable[..., Any], passes: int = 1
+) -> Counter[str]:
     """The ops of the last backward."""
-    checkpointing = Checkpointing(policy)
+    checkpointing = ActivationCheckpointing(policy)
     for _ in range(passes):
         inputs = torch.randn(32, WIDTH, requires_grad=True)
         out = checkpointing(function, inputs * 1).sum()
@@ -37,18 +39,20 @@ def two_products(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_named_ops_do_not_run_again() -> None:
-    plain = recomputed(ActivationPolicy(), two_products)
-    kept = recomputed(ActivationPolicy(keep=("aten.mm", "aten.sin.default")), two_products)
-    assert plain["aten.mm.default"] - kept["aten.mm.default"] == 2
-    assert plain["aten.sin.default"] - kept["aten.sin.default"] == 1
-    assert plain["aten.tanh.default"] == kept["aten.tanh.default"] == 1
+    plain = recomputed(ActivationCheckpointingConfig(), two_products)
+    saved = recomputed(ActivationCheckpointingConfig(save_ops=("aten.mm", "aten.sin.default")), two_products)
+    assert plain["aten.mm.default"] - saved["aten.mm.default"] == 2
+    assert plain["aten.sin.default"] - saved["aten.sin.default"] == 1
+    assert plain["aten.tanh.default"] == saved["aten.tanh.default"] == 1
 
 
 @pytest.mark.parametrize("results", [0, 1, 2, 4])
-def test_a_budget_is_the_bytes_that_are_kept(results: int) -> None:
+def test_a_budget_is_the_bytes_that_are_saved(results: int) -> None:
     """Seen by what lives after forward, not by what the plan says."""
     inputs = torch.randn(64, WIDTH, requires_grad=True) * 1
-    checkpointing = Checkpointing(ActivationPolicy(keep_bytes=results * inputs.nbytes + 100))
+    checkpointing = ActivationCheckpointing(
+        ActivationCheckpointingConfig(save_budget_bytes=results * inputs.nbytes + 100)
+    )
     made: list[StorageWeakRef] = []
 
     def chain(x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +73,7 @@ def test_a_budget_is_the_bytes_that_are_kept(results: int) -> None:
 @pytest.mark.parametrize("name", ["aten.nothing", "mm", "aten", "no.such.op", "aten.mm.nothing"])
 def test_names_that_torch_does_not_know(name: str) -> None:
     with pytest.raises(ValueError, match=rf"keep has '{name}', which torch does not know"):
-        Checkpointing(ActivationPolicy(keep=(name,)))
+        ActivationCheckpointing(ActivationCheckpointingConfig(save_ops=(name,)))
 
 
 @pytest.mark.parametrize(
@@ -82,16 +86,20 @@ def test_names_that_torch_does_not_know(name: str) -> None:
 )
 def test_collectives_are_refused(name: str, why: str) -> None:
     with pytest.raises(ValueError, match=rf"keep has '{name}.*', which {why}: backward has to run it"):
-        Checkpointing(ActivationPolicy(keep=("aten.mm", name)))
+        ActivationCheckpointing(ActivationCheckpointingConfig(save_ops=("aten.mm", name)))
 
 
 def test_an_op_that_draws_random_numbers_is_refused() -> None:
-    checkpointing = Checkpointing(ActivationPolicy(keep=("aten.native_dropout", "aten.bernoulli")))
+    checkpointing = ActivationCheckpointing(
+        ActivationCheckpointingConfig(save_ops=("aten.native_dropout", "aten.bernoulli"))
+    )
     with pytest.raises(ValueError, match="draws random numbers"):
         checkpointing(lambda x: x * torch.bernoulli(x.sigmoid()), torch.randn(4, 4, requires_grad=True))
-    attention = ActivationPolicy(keep=("aten._scaled_dot_product_flash_attention_for_cpu",))
+    attention = ActivationCheckpointingConfig(save_ops=("aten._scaled_dot_product_flash_attention_for_cpu",))
     query = torch.randn(1, 2, 8, 16, requires_grad=True)
-    out = Checkpointing(attention)(torch.nn.functional.scaled_dot_product_attention, query, query, query)
+    out = ActivationCheckpointing(attention)(
+        torch.nn.functional.scaled_dot_product_attention, query, query, query
+    )
     with Counting() as mode:
         out.sum().backward()
     assert not any("scaled_dot_product_flash_attention_for_cpu.default" in name for name in mode.count)
@@ -119,7 +127,7 @@ class Slow(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_budget_keeps_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_saves_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(
         "zero_ext.activation.activation_checkpoint.MeasuringMode", lambda device: MeasuringMode(device, clock)
@@ -128,14 +136,17 @@ def test_a_budget_keeps_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return (x @ x.t()).tanh().sin()  # [32, 32]
 
-    def slowly(policy: ActivationPolicy) -> Counter[str]:
+    def slowly(policy: ActivationCheckpointingConfig) -> Counter[str]:
         with Slow(clock):
             return recomputed(policy, function, passes=2)
 
-    plain, kept = slowly(ActivationPolicy()), slowly(ActivationPolicy(keep_bytes=32 * 32 * 4))
-    assert plain["aten.mm.default"] - kept["aten.mm.default"] == 1
-    assert plain["aten.tanh.default"] == kept["aten.tanh.default"]
-    assert slowly(ActivationPolicy(keep_bytes=64)) == plain
+    plain, saved = (
+        slowly(ActivationCheckpointingConfig()),
+        slowly(ActivationCheckpointingConfig(save_budget_bytes=32 * 32 * 4)),
+    )
+    assert plain["aten.mm.default"] - saved["aten.mm.default"] == 1
+    assert plain["aten.tanh.default"] == saved["aten.tanh.default"]
+    assert slowly(ActivationCheckpointingConfig(save_budget_bytes=64)) == plain
 
 
 def test_a_plan_is_of_one_module_in_one_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +161,7 @@ def test_a_plan_is_of_one_module_in_one_mode(monkeypatch: pytest.MonkeyPatch) ->
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x @ x.t()).sin() if self.squares == self.training else x.sin().exp()
 
-    checkpointing = Checkpointing(ActivationPolicy(keep_bytes=2**20))
+    checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(save_budget_bytes=2**20))
     inputs = torch.randn(32, WIDTH, requires_grad=True)
     modules = [Either(True), Either(False)]
 
@@ -166,7 +177,7 @@ def test_a_plan_is_of_one_module_in_one_mode(monkeypatch: pytest.MonkeyPatch) ->
     with torch.autocast("cpu", torch.bfloat16):
         assert plans() == plans() == 6
     assert len({frozenset(plan) for plan in checkpointing._plans.values()}) >= 2
-    monkeypatch.setattr("zero_ext.activation.activation_checkpoint._MOST_PLANS", 6)
+    monkeypatch.setattr("zero_ext.activation.activation_checkpoint._MAX_PLANS", 6)
     modules.append(Either(True))
     assert plans() == 6
 
@@ -180,7 +191,7 @@ def test_calls_that_share_a_plan_never_keep_more_than_the_budget(monkeypatch: py
     inputs, budget = torch.randn(16, 16, requires_grad=True), 3 * 16 * 16 * 4 + 10
     made: list[StorageWeakRef] = []
 
-    def kept_bytes(*widths: int, held: bool) -> int:
+    def used_bytes(*widths: int, held: bool) -> int:
         def run(x: torch.Tensor, *widths: int) -> torch.Tensor:
             for width in own if held else widths:
                 x = x @ torch.ones(x.shape[1], width)
@@ -197,18 +208,18 @@ def test_calls_that_share_a_plan_never_keep_more_than_the_budget(monkeypatch: py
         return found
 
     for held in (True, False):
-        checkpointing = Checkpointing(ActivationPolicy(keep_bytes=budget))
-        assert kept_bytes(16, 16, held=held) == 0  # measured
-        assert kept_bytes(16, 16, held=held) == 2 * 16 * 16 * 4
-        assert kept_bytes(16, 16000, held=held) == 16 * 16 * 4
-        assert kept_bytes(16000, 16, held=held) == 16 * 16 * 4
+        checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(save_budget_bytes=budget))
+        assert used_bytes(16, 16, held=held) == 0  # measured
+        assert used_bytes(16, 16, held=held) == 2 * 16 * 16 * 4
+        assert used_bytes(16, 16000, held=held) == 16 * 16 * 4
+        assert used_bytes(16000, 16, held=held) == 16 * 16 * 4
         for _ in range(10):
-            assert kept_bytes(draw.randrange(1, 60), draw.randrange(1, 60), held=held) <= budget
+            assert used_bytes(draw.randrange(1, 60), draw.randrange(1, 60), held=held) <= budget
         assert len(checkpointing._plans) == 1
 
 
 def test_functions_that_hold_modules_have_plans_of_their_own() -> None:
-    checkpointing = Checkpointing(ActivationPolicy(keep_bytes=2**20))
+    checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(save_budget_bytes=2**20))
     inputs, modules = torch.randn(32, WIDTH, requires_grad=True), [nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 9)]
     for _ in range(2):
         for module in modules:
@@ -224,8 +235,8 @@ def test_gradients_under_random_budgets() -> None:
     draw, model = random.Random(seed), Stack(3)
     wanted = gradients(model, None, seed)
     for _ in range(6):
-        policy = ActivationPolicy(keep_bytes=draw.randrange(1, 24 * WIDTH * 4 * 8))
-        checkpointing = Checkpointing(policy)
+        policy = ActivationCheckpointingConfig(save_budget_bytes=draw.randrange(1, 24 * WIDTH * 4 * 8))
+        checkpointing = ActivationCheckpointing(policy)
         assert all(same(gradients(model, checkpointing, seed), wanted) for _ in range(3))
 
 
@@ -233,7 +244,7 @@ def test_the_choice_fits_and_saves_at_least_half_of_the_best_one() -> None:
     draw = random.Random(fresh_seed())
     for _ in range(60):
         steps = [
-            Measured((f"op {n}", 0), draw.randrange(0, 50), draw.random() * draw.choice([0, 1, 10]))
+            MeasuredOp((f"op {n}", 0), draw.randrange(0, 50), draw.random() * draw.choice([0, 1, 10]))
             for n in range(8)
         ]
         budget = draw.randrange(1, 120)

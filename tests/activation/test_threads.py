@@ -1,4 +1,4 @@
-"""One Checkpointing in several threads at once: each has its own calls and meets no record of another."""
+"""One ActivationCheckpointing in several threads: each has its own calls and records."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import pytest
 import torch
 
 from tests.activation.blocks import fresh_seed, noted_records, same
-from zero_ext.activation import Checkpointing
-from zero_ext.activation.activation_storage import MemoryRoom
-from zero_ext.activation.offloader import Keeper, Record, State
-from zero_ext.config import ActivationPolicy
+from zero_ext.activation import ActivationCheckpointing
+from zero_ext.activation.activation_storage import MemoryActivationStorage
+from zero_ext.activation.offloader import ActivationOffloader, ActivationRecord, RecordState
+from zero_ext.config import ActivationCheckpointingConfig
 from zero_ext.offload import CPU
 
 THREADS = 4
 POLICIES: dict[str, dict[str, Any]] = {
-    "host": {"tier": "host", "smallest_bytes": 0},
-    "nvme": {"tier": "nvme", "smallest_bytes": 0, "buffer_bytes": 2**20},
+    "host": {"tier": "host", "min_offload_bytes": 0},
+    "nvme": {"tier": "nvme", "min_offload_bytes": 0, "buffer_bytes": 2**20},
     "contiguous": {"contiguous_memory_optimization": True, "number_checkpoints": 6 * THREADS},
-    "budget": {"keep_bytes": 2**15, "tier": "host"},
-    "saved tensors": {"mode": "saved_tensors", "tier": "host", "smallest_bytes": 0},
+    "budget": {"save_budget_bytes": 2**15, "tier": "host"},
+    "saved tensors": {"mode": "offload_saved_tensors", "tier": "host", "min_offload_bytes": 0},
 }
 
 
 @pytest.fixture
-def threads_take_turns_often() -> Iterator[None]:
+def frequent_thread_switches() -> Iterator[None]:
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -50,10 +50,13 @@ def slopes(seed: int, number: int, run: Callable[..., Any]) -> list[torch.Tensor
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_threads_at_once(name: str, tmp_path: Path, threads_take_turns_often: None) -> None:
+def test_threads_at_once(name: str, tmp_path: Path, frequent_thread_switches: None) -> None:
     seed, values = fresh_seed(), POLICIES[name]
     paths = {"nvme_paths": (str(tmp_path),)} if name == "nvme" else {}
-    checkpointing, begin = Checkpointing(ActivationPolicy(**values, **paths)), threading.Barrier(THREADS)
+    checkpointing, begin = (
+        ActivationCheckpointing(ActivationCheckpointingConfig(**values, **paths)),
+        threading.Barrier(THREADS),
+    )
 
     def work(number: int) -> list[torch.Tensor]:
         begin.wait()
@@ -63,63 +66,70 @@ def test_threads_at_once(name: str, tmp_path: Path, threads_take_turns_often: No
         found = list(pool.map(work, range(THREADS)))
     for number in range(THREADS):
         assert same(found[number], slopes(seed, number, lambda function, x: function(x)))
-    assert checkpointing.kept_bytes() == 0 and len(checkpointing._keepers) == 1
+    assert checkpointing.used_bytes() == 0 and len(checkpointing._offloaders) == 1
 
 
 def test_what_is_fetched_ahead_is_of_the_same_thread() -> None:
     """Calls of two threads in turn; backward of the one leaves those of the other where they are."""
-    checkpointing = Checkpointing(ActivationPolicy(tier="host", prefetch=2))
-    kept: list[Record] = []
-    seen: list[list[State]] = []
+    checkpointing = ActivationCheckpointing(ActivationCheckpointingConfig(tier="host", prefetch=2))
+    records: list[ActivationRecord] = []
+    seen: list[list[RecordState]] = []
 
     def noting(x: torch.Tensor) -> torch.Tensor:
-        seen.append([record.state for record in kept])
+        seen.append([record.state for record in records])
         return x.sin()
 
-    here, there = (torch.ones(64, 64, requires_grad=True) * 1 for _ in range(2))
-    with ThreadPoolExecutor(1) as pool, noted_records(kept):
+    first, second = (torch.ones(64, 64, requires_grad=True) * 1 for _ in range(2))
+    with ThreadPoolExecutor(1) as pool, noted_records(records):
         for _ in range(3):
-            here = checkpointing(noting, here)
-            there = pool.submit(checkpointing, noting, there).result()
+            first = checkpointing(noting, first)
+            second = pool.submit(checkpointing, noting, second).result()
     del seen[:]
-    here.sum().backward()
-    assert len(seen) == 3 and seen[0][:4:2] == [State.FETCHING] * 2
-    assert all(states[1::2] == [State.KEPT] * 3 for states in seen)
-    there.sum().backward()
-    assert all(states[::2] == [State.KEPT] * 3 for states in seen[3:])
+    first.sum().backward()
+    assert len(seen) == 3 and seen[0][:4:2] == [RecordState.FETCHING] * 2
+    assert all(states[1::2] == [RecordState.OFFLOADED] * 3 for states in seen)
+    second.sum().backward()
+    assert all(states[::2] == [RecordState.OFFLOADED] * 3 for states in seen[3:])
 
 
-def test_one_thread_at_a_time_is_in_the_room() -> None:
-    keeper, values, inside = Keeper(MemoryRoom("host", CPU), torch.device("cpu")), torch.ones(64), []
+def test_one_thread_at_a_time_uses_the_storage() -> None:
+    offloader, values, inside = (
+        ActivationOffloader(MemoryActivationStorage("host", CPU), torch.device("cpu")),
+        torch.ones(64),
+        [],
+    )
 
     def is_held(lock: Any) -> bool:
         """By this thread: another one cannot have it."""
         with ThreadPoolExecutor(1) as pool:
-            taken = pool.submit(lock.acquire, False).result()
-            if taken:
+            acquired = pool.submit(lock.acquire, False).result()
+            if acquired:
                 pool.submit(lock.release).result()
-        return not taken
+        return not acquired
 
-    names = ("put", "fetch", "let_go", "kept_bytes", "held_bytes")
+    names = ("put", "fetch", "release_sources", "used_bytes", "allocated_bytes")
     for name in names:
-        method = getattr(keeper.room, name)
+        method = getattr(offloader.storage, name)
 
-        def noted(*given: Any, name: str = name, method: Callable[..., Any] = method) -> Any:
-            inside.append((name, is_held(keeper._lock)))
-            return method(*given)
+        def noted(*arguments: Any, name: str = name, method: Callable[..., Any] = method) -> Any:
+            inside.append((name, is_held(offloader._lock)))
+            return method(*arguments)
 
-        setattr(keeper.room, name, noted)
-    record = keeper.keep([values], "call")
-    assert torch.equal(keeper.fetch(record, 0), values)
-    keeper.let_go()
-    assert keeper.kept_bytes() == 4096 and keeper.held_bytes()["host"] > 0
+        setattr(offloader.storage, name, noted)
+    record = offloader.offload([values], "call")
+    assert torch.equal(offloader.fetch(record, 0), values)
+    offloader.release_sources()
+    assert offloader.used_bytes() == 4096 and offloader.allocated_bytes()["host"] > 0
     assert {name for name, _ in inside} == set(names) and all(held for _, held in inside)
-    assert not is_held(keeper._lock)
+    assert not is_held(offloader._lock)
 
 
-def test_who_hears_of_the_work_may_ask(threads_take_turns_often: None) -> None:
-    checkpointing, heard = Checkpointing(ActivationPolicy(tier="host", profile=True)), []
-    checkpointing.bus.subscribe(lambda event: heard.append(checkpointing.kept_bytes()))
+def test_subscribers_of_the_bus_may_query_it(frequent_thread_switches: None) -> None:
+    checkpointing, used = (
+        ActivationCheckpointing(ActivationCheckpointingConfig(tier="host", profile=True)),
+        [],
+    )
+    checkpointing.bus.subscribe(lambda event: used.append(checkpointing.used_bytes()))
     inputs = torch.ones(64, 64, requires_grad=True)
     checkpointing(torch.sin, inputs * 1).sum().backward()
-    assert heard[0] == inputs.nbytes
+    assert used[0] == inputs.nbytes

@@ -32,7 +32,7 @@ def settings(mode: str, draw: random.Random) -> dict[str, Any]:
     if mode == "dense":
         return {}
     found: dict[str, Any] = {"attention": draw.choice(("unidirectional", "bidirectional"))}
-    both_ways = found["attention"] == "bidirectional"
+    bidirectional = found["attention"] == "bidirectional"
     if mode != "local_sliding_window":
         found["different_layout_per_head"] = draw.random() < 0.5
     if mode == "fixed":
@@ -44,7 +44,7 @@ def settings(mode: str, draw: random.Random) -> dict[str, Any]:
     if mode == "variable":
         found["local_window_blocks"] = [draw.randint(1, 5) for _ in range(draw.randint(1, 4))]
     if mode in ("fixed", "variable"):
-        found["horizontal_global_attention"] = both_ways and draw.random() < 0.5
+        found["horizontal_global_attention"] = bidirectional and draw.random() < 0.5
     if mode in ("variable", "bslongformer"):
         found["global_block_indices"] = [draw.randint(0, 14) for _ in range(draw.randint(0, 3))]
         if draw.random() < 0.5:
@@ -67,13 +67,13 @@ def main(path: Path) -> None:
     draw, cases = random.Random(SEED), []
     for mode, name in CLASSES.items():
         for _ in range(CASES_A_MODE):
-            blocks, heads, given = draw.randint(7, 15), draw.randint(1, 5), settings(mode, draw)
-            layout = getattr(theirs, name)(num_heads=heads, **given).make_layout(16 * blocks)
+            blocks, heads, chosen = draw.randint(7, 15), draw.randint(1, 5), settings(mode, draw)
+            layout = getattr(theirs, name)(num_heads=heads, **chosen).make_layout(16 * blocks)
             rows = [
-                [sum(int(bit) << place for place, bit in enumerate(row)) for row in head] for head in layout
+                [sum(int(bit) << column for column, bit in enumerate(row)) for row in head] for head in layout
             ]
             cases.append(
-                {"settings": {"mode": mode, **given}, "heads": heads, "blocks": blocks, "rows": rows}
+                {"settings": {"mode": mode, **chosen}, "heads": heads, "blocks": blocks, "rows": rows}
             )
     FILE.write_text("[\n" + ",\n".join(json.dumps(case) for case in cases) + "\n]\n", encoding="utf-8")
 

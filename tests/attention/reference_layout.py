@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from zero_ext.config.sections.sparse_attention import SparseAttentionPolicy
+from zero_ext.config.sections.sparse_attention import SparseAttentionConfig
 
 
-def reference_mask(policy: SparseAttentionPolicy, head: int, blocks: int) -> torch.Tensor:
+def reference_mask(policy: SparseAttentionConfig, head: int, blocks: int) -> torch.Tensor:
     """bool [blocks, blocks] of a policy without random blocks."""
     spots = _global_blocks(policy, head, blocks)
     mask = torch.zeros(blocks, blocks, dtype=torch.bool)
@@ -18,7 +18,7 @@ def reference_mask(policy: SparseAttentionPolicy, head: int, blocks: int) -> tor
     return mask
 
 
-def _attends(policy: SparseAttentionPolicy, spots: set[int], row: int, column: int) -> bool:
+def _attends(policy: SparseAttentionConfig, spots: set[int], row: int, column: int) -> bool:
     if policy.mode == "dense" or column in spots:
         return True
     across = policy.mode in ("bigbird", "bslongformer") or policy.horizontal_global_attention
@@ -29,7 +29,7 @@ def _attends(policy: SparseAttentionPolicy, spots: set[int], row: int, column: i
     return abs(row - column) <= policy.num_sliding_window_blocks // 2
 
 
-def _window(policy: SparseAttentionPolicy, block: int) -> int:
+def _window(policy: SparseAttentionConfig, block: int) -> int:
     sizes = (policy.num_local_blocks,) if policy.mode == "fixed" else policy.local_window_blocks
     number, end = 0, sizes[0]
     while block >= end:
@@ -38,7 +38,7 @@ def _window(policy: SparseAttentionPolicy, block: int) -> int:
     return number
 
 
-def _global_blocks(policy: SparseAttentionPolicy, head: int, blocks: int) -> set[int]:
+def _global_blocks(policy: SparseAttentionConfig, head: int, blocks: int) -> set[int]:
     if policy.mode == "bigbird":
         return set(range(policy.num_global_blocks))
     if policy.mode in ("variable", "bslongformer"):

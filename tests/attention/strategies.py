@@ -8,13 +8,13 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.attention.record_deepspeed_layouts import CLASSES, settings
-from zero_ext.config.sections.sparse_attention import SparseAttentionPolicy
+from zero_ext.config.sections.sparse_attention import SparseAttentionConfig
 
 SEEDS = st.integers(0, (1 << 32) - 1)  # of torch's generator, which hypothesis does not repeat
 
 
 @st.composite
-def policies(draw: st.DrawFn, random_blocks: bool = False, **fixed: Any) -> SparseAttentionPolicy:
+def policies(draw: st.DrawFn, random_blocks: bool = False, **fixed: Any) -> SparseAttentionConfig:
     """Policies of every mode, or of those with random blocks alone; `fixed` settings hold where they may."""
     mode = draw(st.sampled_from(("variable", "bigbird") if random_blocks else tuple(CLASSES)))
     found = settings(mode, random.Random(draw(st.integers(0, 1 << 32)))) | fixed
@@ -23,4 +23,4 @@ def policies(draw: st.DrawFn, random_blocks: bool = False, **fixed: Any) -> Spar
     if random_blocks:
         found |= {"num_random_blocks": draw(st.integers(1, 5)), "seed": draw(st.integers(0, 1 << 62))}
     block = draw(st.sampled_from((16, 32, 64, 128)))
-    return SparseAttentionPolicy.from_mapping({"mode": mode, "block": block, **found})
+    return SparseAttentionConfig.from_mapping({"mode": mode, "block": block, **found})

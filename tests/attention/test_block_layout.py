@@ -26,8 +26,8 @@ def test_a_block_mask_comes_back(heads: int, rows: int, columns: int, block: int
     assert torch.equal(dense[:, ::block, ::block], mask)
     assert torch.equal(dense[:, block - 4 :: block, ::block], mask[:, : len(dense[0, block - 4 :: block])])
     bytes_held = sum(
-        4 * part.numel()
-        for part in (layout.row_pointers, layout.columns, layout.column_pointers, layout.rows)
+        4 * tensor.numel()
+        for tensor in (layout.row_pointers, layout.columns, layout.column_pointers, layout.rows)
     )
     assert layout.nbytes == bytes_held
 
@@ -93,12 +93,12 @@ def test_a_dense_mask_of_a_long_sequence_is_refused() -> None:
 def test_offsets_and_columns_are_checked(
     pointers: list[list[int]], columns: list[int], words: str | None
 ) -> None:
-    parts = (torch.tensor(pointers, dtype=torch.int32), torch.tensor(columns, dtype=torch.int32))
+    tensors = (torch.tensor(pointers, dtype=torch.int32), torch.tensor(columns, dtype=torch.int32))
     if words is None:
-        assert BlockLayout(16, 2, 32, 48, *parts).blocks == len(columns)
+        assert BlockLayout(16, 2, 32, 48, *tensors).blocks == len(columns)
         return
     with pytest.raises(ValueError, match=words):
-        BlockLayout(16, 2, 32, 48, *parts)
+        BlockLayout(16, 2, 32, 48, *tensors)
 
 
 def test_more_blocks_than_offsets_can_count(monkeypatch: pytest.MonkeyPatch) -> None:

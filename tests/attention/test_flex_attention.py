@@ -24,7 +24,7 @@ from tests.attention.test_sparse_self_attention import HEADS, reference, same, t
 from zero_ext import ConfigError, ZeroConfig
 from zero_ext.attention import BlockLayout, SparseSelfAttention, build_layout
 from zero_ext.attention.flex_attention import TILE, block_mask
-from zero_ext.config.sections.sparse_attention import SparseAttentionPolicy
+from zero_ext.config.sections.sparse_attention import SparseAttentionConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -80,7 +80,7 @@ def named(count: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 @settings(deadline=None, max_examples=40)
 @given(policies(), st.integers(1, 900), st.booleans(), st.data())
 def test_tables_name_the_tiles_that_hold_an_allowed_pair(
-    policy: SparseAttentionPolicy, keys: int, causal: bool, data: st.DataObject
+    policy: SparseAttentionConfig, keys: int, causal: bool, data: st.DataObject
 ) -> None:
     queries = data.draw(st.integers(1, keys)) if causal or policy.unidirectional else None
     causal = causal or policy.unidirectional
@@ -103,11 +103,11 @@ def test_tables_name_the_tiles_that_hold_an_allowed_pair(
 
 @pytest.mark.parametrize("queries", [40, 129])
 def test_the_last_queries_alone(queries: int) -> None:
-    policy = SparseAttentionPolicy(mode="fixed", attention="unidirectional")
+    policy = SparseAttentionConfig(mode="fixed", attention="unidirectional")
     query, key, value = inputs = tensors(200)
-    part = (query[:, :, -queries:], key, value)
-    found = SparseSelfAttention(policy, backend="flex")(*part, is_causal=True)
-    same(found, SparseSelfAttention(policy)(*part, is_causal=True), inputs)
+    last_rows = (query[:, :, -queries:], key, value)
+    found = SparseSelfAttention(policy, backend="flex")(*last_rows, is_causal=True)
+    same(found, SparseSelfAttention(policy)(*last_rows, is_causal=True), inputs)
 
 
 def test_a_query_without_keys_gets_zeros() -> None:
@@ -140,7 +140,7 @@ def test_a_policy_names_its_backend_and_an_argument_goes_before_it() -> None:
         ({"mode": "dense"}, None, "kernel"),
         ({"mode": "dense", "backend": "flex"}, None, "flex"),
         ({"mode": "dense", "backend": "flex"}, "kernel", "kernel"),
-        (SparseAttentionPolicy(mode="dense"), "flex", "flex"),
+        (SparseAttentionConfig(mode="dense"), "flex", "flex"),
     ):
         attention = SparseSelfAttention(config, argument)  # type: ignore[arg-type]
         assert attention.policy is not None
@@ -154,7 +154,7 @@ def test_a_policy_names_its_backend_and_an_argument_goes_before_it() -> None:
 
 def test_more_tiles_than_the_tables_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zero_ext.attention.flex_attention.MOST_TILES", 3)
-    layout = build_layout(SparseAttentionPolicy(mode="dense"), 1, 129)
+    layout = build_layout(SparseAttentionConfig(mode="dense"), 1, 129)
     with pytest.raises(ValueError, match=r"expected at most 3 tiles .* got 4"):
         SparseSelfAttention(layout, backend="flex")
     SparseSelfAttention(layout)
@@ -163,7 +163,7 @@ def test_more_tiles_than_the_tables_hold_are_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_tables_are_made_once_and_go_with_their_layout() -> None:
-    layout = build_layout(SparseAttentionPolicy(mode="bigbird"), 1, 300)
+    layout = build_layout(SparseAttentionConfig(mode="bigbird"), 1, 300)
     assert block_mask(layout, False) is block_mask(layout, False)
     assert block_mask(layout, False) is not block_mask(layout, True)
     gone = weakref.ref(block_mask(layout, False))

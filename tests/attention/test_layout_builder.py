@@ -18,13 +18,13 @@ from tests.attention.strategies import policies
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from zero_ext.attention import BlockLayout, LayoutCache, build_layout
-from zero_ext.config.sections.sparse_attention import SparseAttentionPolicy
+from zero_ext.config.sections.sparse_attention import SparseAttentionConfig
 
 MILLION = 1 << 20
 
 
-def policy_of(**values: Any) -> SparseAttentionPolicy:
-    return SparseAttentionPolicy.from_mapping(values)
+def policy_of(**values: Any) -> SparseAttentionConfig:
+    return SparseAttentionConfig.from_mapping(values)
 
 
 def check_order(layout: BlockLayout) -> None:
@@ -45,8 +45,8 @@ def check_order(layout: BlockLayout) -> None:
     )
     assert torch.equal(turned.block_mask(), mask.transpose(1, 2))
     for held in (layout, turned):
-        places = torch.arange(held.blocks)
-        inside = torch.isin(places[1:], held.row_pointers.flatten().long(), invert=True)
+        offsets = torch.arange(held.blocks)
+        inside = torch.isin(offsets[1:], held.row_pointers.flatten().long(), invert=True)
         assert bool((held.columns.diff() > 0)[inside].all())
 
 
@@ -65,7 +65,7 @@ def test_as_deepspeed_has_it(case: dict[str, Any]) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(policies(), st.integers(1, 5), st.integers(1, 14), st.integers(0, 127))
-def test_as_the_reference_has_it(policy: SparseAttentionPolicy, heads: int, blocks: int, cut: int) -> None:
+def test_as_the_reference_has_it(policy: SparseAttentionConfig, heads: int, blocks: int, cut: int) -> None:
     length = blocks * policy.block - cut % policy.block
     layout = build_layout(policy, heads, length)
     check_order(layout)
@@ -77,7 +77,7 @@ def test_as_the_reference_has_it(policy: SparseAttentionPolicy, heads: int, bloc
 
 @settings(deadline=None, max_examples=60)
 @given(policies(random_blocks=True), st.integers(1, 3), st.integers(1, 14))
-def test_random_blocks_come_on_top(policy: SparseAttentionPolicy, heads: int, blocks: int) -> None:
+def test_random_blocks_come_on_top(policy: SparseAttentionConfig, heads: int, blocks: int) -> None:
     layout = build_layout(policy, heads, blocks * policy.block)
     check_order(layout)
     plain = policy.replace(num_random_blocks=0)
@@ -141,12 +141,12 @@ def test_a_longer_unidirectional_layout_starts_alike(
 def test_the_last_rows_alone(data: st.DataObject, random_blocks: bool, length: int) -> None:
     policy = data.draw(policies(random_blocks))
     queries = data.draw(st.integers(1, length))
-    whole = build_layout(policy, 2, length, causal=True)
-    part = build_layout(policy, 2, length, queries=queries, causal=True)
+    full = build_layout(policy, 2, length, causal=True)
+    last_rows = build_layout(policy, 2, length, queries=queries, causal=True)
     first = (length - queries) // policy.block
-    assert part.query_length == length - first * policy.block
-    assert torch.equal(part.block_mask(), whole.block_mask()[:, first:])
-    check_order(part)
+    assert last_rows.query_length == length - first * policy.block
+    assert torch.equal(last_rows.block_mask(), full.block_mask()[:, first:])
+    check_order(last_rows)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_bad_lengths_are_refused() -> None:
 HUGE = 1 << 62
 
 
-def peak_of(policy: SparseAttentionPolicy, length: int) -> tuple[BlockLayout | None, int]:
+def peak_of(policy: SparseAttentionConfig, length: int) -> tuple[BlockLayout | None, int]:
     """The layout, if it is not refused for its blocks, and the most memory that Python held."""
     layout = None
     tracemalloc.start()
@@ -202,7 +202,7 @@ def peak_of(policy: SparseAttentionPolicy, length: int) -> tuple[BlockLayout | N
 
 
 @pytest.mark.parametrize("width", [HUGE, HUGE // 2, 1 << 35])
-def test_global_blocks_beyond_the_sequence_take_no_memory(width: int) -> None:
+def test_global_blocks_beyond_the_sequence_need_no_memory(width: int) -> None:
     policy = policy_of(mode="fixed", num_local_blocks=HUGE, num_global_blocks=width)
     layout, peak = peak_of(policy, 320)
     assert layout is not None
@@ -220,8 +220,8 @@ def test_too_many_random_blocks_are_refused_before_they_are_drawn() -> None:
     assert bool(few.block_mask().all())
 
 
-def test_layouts_are_kept_by_length() -> None:
-    cache = LayoutCache(policy_of(mode="fixed"), kept=2)
+def test_layouts_are_cached_by_length() -> None:
+    cache = LayoutCache(policy_of(mode="fixed"), capacity=2)
     first = cache.get(4, 100)
     assert cache.get(8, 100) is first, "one layout serves any number of heads"
     assert cache.get(4, 100, causal=True) is not first
@@ -249,7 +249,7 @@ class EmptiedByAnother(OrderedDict[Any, BlockLayout]):
 
 
 def test_another_thread_may_drop_what_was_just_found() -> None:
-    cache = LayoutCache(policy_of(mode="fixed"), kept=1)
+    cache = LayoutCache(policy_of(mode="fixed"), capacity=1)
     first = cache.get(4, 100)
     cache._built = EmptiedByAnother(cache._built)
     assert cache.get(4, 100) is first

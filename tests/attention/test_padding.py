@@ -21,8 +21,8 @@ def test_inputs_are_padded_and_outputs_cut(length: int) -> None:
     }
     found, added = pad_to_block(16, inputs, pad_token_id=9)
     assert added == -length % 16
-    whole = length + added
-    assert found["input_ids"].shape == (2, whole)
+    padded = length + added
+    assert found["input_ids"].shape == (2, padded)
     assert torch.equal(unpad(added, found["input_ids"]), ids)
     assert found["cache_position"] is inputs["cache_position"]
     if added:

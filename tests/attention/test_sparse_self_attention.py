@@ -17,7 +17,7 @@ from typing_extensions import get_type_hints
 from tests.attention.strategies import SEEDS, policies
 from zero_ext.attention import BlockLayout, SparseSelfAttention, build_layout
 from zero_ext.attention.masks import MoreMasks
-from zero_ext.config.sections.sparse_attention import SparseAttentionPolicy
+from zero_ext.config.sections.sparse_attention import SparseAttentionConfig
 
 HEADS, DIM = 4, 16
 
@@ -60,7 +60,7 @@ def same(found: torch.Tensor, wanted: torch.Tensor, inputs: tuple[torch.Tensor, 
 @settings(deadline=None, max_examples=40)
 @given(policies(), st.integers(1, 150), st.booleans(), st.sampled_from((1, 2, 4)), SEEDS)
 def test_every_policy(
-    policy: SparseAttentionPolicy, length: int, causal: bool, key_heads: int, seed: int
+    policy: SparseAttentionConfig, length: int, causal: bool, key_heads: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
     inputs = tensors(length, key_heads=key_heads)
@@ -104,22 +104,22 @@ def test_masks(kind: str, causal: bool) -> None:
 @settings(deadline=None, max_examples=40)
 @given(st.data(), st.integers(1, 150), st.booleans(), SEEDS)
 def test_the_last_queries_alone(data: st.DataObject, keys: int, with_bias: bool, seed: int) -> None:
-    """As when generating: the same as the last rows of the whole, gradients too."""
+    """As when generating: the same as the last rows of all, gradients too."""
     torch.manual_seed(seed)
     policy = data.draw(policies(data.draw(st.booleans())))
     queries = data.draw(st.integers(1, keys))
     attention = SparseSelfAttention(policy)
     inputs = tensors(keys)
     bias = torch.randn(2, HEADS, keys, keys) if with_bias else None
-    whole = attention(*inputs, is_causal=True, bias=bias)[:, :, keys - queries :]
-    part = attention(
+    full = attention(*inputs, is_causal=True, bias=bias)[:, :, keys - queries :]
+    last_rows = attention(
         inputs[0][:, :, keys - queries :],
         *inputs[1:],
         is_causal=True,
         bias=None if bias is None else bias[:, :, keys - queries :],
     )
-    assert part.shape == whole.shape
-    same(part, whole, inputs)
+    assert last_rows.shape == full.shape
+    same(last_rows, full, inputs)
 
 
 def test_it_is_torchs_function_where_every_block_is_there() -> None:
@@ -234,15 +234,15 @@ def test_a_length_that_was_evaluated_first_trains(own: bool) -> None:
     assert all(each.grad is not None for each in inputs)
 
 
-def test_parts_of_a_layout_that_are_made_later_may_be_kept_for_backward() -> None:
+def test_lazily_made_layout_tensors_may_be_saved_for_backward() -> None:
     layout = BlockLayout.from_block_mask(torch.eye(3, dtype=torch.bool), 32)
     with torch.inference_mode():
-        parts = (layout.column_pointers, layout.rows, layout.to("meta").columns)
-    assert not any(part.is_inference() for part in parts)
+        tensors = (layout.column_pointers, layout.rows, layout.to("meta").columns)
+    assert not any(tensor.is_inference() for tensor in tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_takes_inputs_of_several_dtypes(dtype: torch.dtype) -> None:
+def test_autocast_accepts_inputs_of_several_dtypes(dtype: torch.dtype) -> None:
     attention, (query, key, value) = SparseSelfAttention({"mode": "dense"}), tensors(40)
     half = value.detach().to(dtype).requires_grad_()
     with torch.autocast("cpu", dtype):
@@ -267,10 +267,10 @@ def test_fewer_queries_are_the_last_tokens() -> None:
     torch.testing.assert_close(own(*inputs, is_causal=True), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("config", [None, "fixed", ["fixed"], SparseAttentionPolicy])
+@pytest.mark.parametrize("config", [None, "fixed", ["fixed"], SparseAttentionConfig])
 def test_what_is_no_configuration(config: Any) -> None:
     with pytest.raises(
-        TypeError, match=r"SparseSelfAttention got .*, wanted a SparseAttentionPolicy, a mapping"
+        TypeError, match=r"SparseSelfAttention got .*, wanted a SparseAttentionConfig, a mapping"
     ):
         SparseSelfAttention(config)
 
@@ -309,7 +309,7 @@ def test_tensors_without_data(name: str, device: str, seen: bool) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_export_takes_the_layout_for_a_constant(strict: bool) -> None:
+def test_export_treats_the_layout_as_a_constant(strict: bool) -> None:
     attention, inputs = givers()["policy"], tuple(each.detach() for each in tensors(70))
     if strict:  # which has no graph breaks
         attention(*inputs)

@@ -1,4 +1,4 @@
-"""In the place of a backend that runs on a device, as NCCL does: records what it is asked for, uses gloo."""
+"""A fake of a backend that runs on a device, as NCCL does. It records its calls and uses gloo."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Done:
 
 
 class FakeBackend:
-    """Has the methods of a backend of torch's that :class:`BackendExchange` calls, with its checks."""
+    """Has the methods of a backend of torch's that :class:`DeviceTransport` calls, with its checks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -40,9 +40,9 @@ class FakeBackend:
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor) -> Done:
         assert output.numel() == input.numel() * self.size() and output.is_contiguous()
         self.calls.append(("allgather", output.numel(), output.dtype))
-        whole = torch.empty_like(output)
-        self._group._allgather_base(whole, input.clone()).wait()
-        output.copy_(whole)
+        full = torch.empty_like(output)
+        self._group._allgather_base(full, input.clone()).wait()
+        output.copy_(full)
         return Done()
 
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Done:
@@ -57,9 +57,9 @@ class FakeBackend:
 
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor) -> Done:
         self.calls.append(("reduce_scatter", output.numel(), input.dtype))
-        whole = input.clone()
-        self._group.allreduce([whole]).wait()
-        output.copy_(whole.chunk(self.size())[self.rank()])
+        full = input.clone()
+        self._group.allreduce([full]).wait()
+        output.copy_(full.chunk(self.size())[self.rank()])
         return Done()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Done:

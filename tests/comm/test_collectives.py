@@ -142,11 +142,13 @@ def test_sums_are_added_in_rank_order_at_any_size(world: World, dtype: str) -> N
     collectives = make_collectives(world.group, 20.0)
     kind = getattr(torch, dtype)
     for shape in ((), (1,), (5, 3), (70001,), (3, 0)):
-        parts = [(100 * torch.randn(shape)).to(kind) for _ in range(world.size)]  # seeded alike on all ranks
-        wanted = parts[0].clone()
-        for part in parts[1:]:
-            wanted += part
-        own = parts[world.rank]
+        tensors = [
+            (100 * torch.randn(shape)).to(kind) for _ in range(world.size)
+        ]  # seeded alike on all ranks
+        wanted = tensors[0].clone()
+        for tensor in tensors[1:]:
+            wanted += tensor
+        own = tensors[world.rank]
         assert collectives.sum_(own, "test") is own and torch.equal(own, wanted)
 
 

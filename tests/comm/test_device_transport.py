@@ -1,6 +1,7 @@
 """Collectives over a device's backend: what they ask NCCL for and make of its answers.
 
-NCCL itself has not run here: a fake takes its place, so these say nothing about its streams or its speed.
+These tests do not run NCCL itself. A fake stands in for it, so they say nothing about its
+streams or speed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from tests.comm.fake_backend import FakeBackend
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.comm import BackendExchange, Collectives, ExchangeByDevice, WireLog
+from zero_ext.comm import Collectives, DeviceDispatchTransport, DeviceTransport, TrafficStats
 from zero_ext.comm.process_group import CPU, join_world, make_collectives
 from zero_ext.config.sections.communication import ResolvedReduction
 
@@ -34,8 +35,8 @@ def values_of(seed: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Ten
 
 def over_fake(world: World, reduction: ResolvedReduction = "rank_order") -> tuple[Collectives, FakeBackend]:
     backend = FakeBackend(world.group)
-    exchange = BackendExchange(backend)
-    made = Collectives(exchange, exchange, WireLog(), reduction=reduction, in_one_order=True)
+    transport = DeviceTransport(backend)
+    made = Collectives(transport, transport, TrafficStats(), reduction=reduction, in_one_order=True)
     return made, backend
 
 
@@ -50,7 +51,7 @@ def test_gather_and_broadcast_are_the_backends_own(world: World) -> None:
     value = torch.tensor([float(world.rank)])
     assert collectives.broadcast_(value, 1, "test").item() == 1
     assert backend.calls == [("allgather", 5 * world.size, torch.float32), ("broadcast", 1, 1)]
-    assert collectives.wire.bytes_sent["gather"] == 5 * 4 * (world.size - 1)
+    assert collectives.traffic.bytes_sent["gather"] == 5 * 4 * (world.size - 1)
 
 
 @on_ranks(2, 3)
@@ -81,13 +82,13 @@ def test_gradients_are_added_in_rank_order_unless_the_backend_is_to(
         torch.testing.assert_close(base, 1 + mean, rtol=1e-6, atol=1e-6)
         sizes = [numel * (rank != world.rank) for rank in range(world.size)]
         assert reductions.calls == [("alltoall", sizes, sizes)] * 2
-    assert collectives.wire.bytes_sent["reduce_scatter"] == 2 * numel * kind.itemsize * (world.size - 1)
+    assert collectives.traffic.bytes_sent["reduce_scatter"] == 2 * numel * kind.itemsize * (world.size - 1)
 
 
 @on_ranks(2)
-def test_who_gave_up_starts_nothing_more(world: World) -> None:
+def test_an_aborted_rank_starts_nothing_more(world: World) -> None:
     collectives, backend = over_fake(world)
-    collectives.give_up("rank 0: the disk is gone")
+    collectives.abort("rank 0: the disk is gone")
     assert backend.aborted
     with pytest.raises(RuntimeError, match="the disk is gone"):
         collectives.gather(torch.empty(4), torch.empty(2), "gather", "test")
@@ -107,7 +108,7 @@ def test_connections_end_with_the_collectives(world: World) -> None:
 
 
 class Elsewhere(torch.Tensor):
-    """Says that it lies on CUDA."""
+    """A tensor that claims to be on CUDA."""
 
     device = CUDA  # type: ignore[assignment]
 
@@ -134,14 +135,14 @@ def pretending(offered: str, make: Any) -> Iterator[None]:
     with (
         mock.patch.object(dist, "get_backend_config", lambda group: offered),
         mock.patch.object(dist, "ProcessGroupNCCL", make, create=True),
-        mock.patch.object(BackendExchange, "connect", lambda exchange, device: None),
+        mock.patch.object(DeviceTransport, "connect", lambda transport, device: None),
     ):
         yield
 
 
 @pytest.mark.parametrize("offered", ["cpu:gloo,cuda:nccl", "cuda:nccl"])
 @on_ranks(2)
-def test_a_cuda_model_gets_nccl_of_its_own_beside_the_hosts_way(world: World, offered: str) -> None:
+def test_a_cuda_model_gets_its_own_nccl_alongside_the_host_transport(world: World, offered: str) -> None:
     seen: list[dict[str, Any]] = []
     with pretending(offered, made_nccl(seen, world.group)):
         collectives = make_collectives(world.group, 20.0, CUDA, reduction="backend")
@@ -149,8 +150,8 @@ def test_a_cuda_model_gets_nccl_of_its_own_beside_the_hosts_way(world: World, of
     assert [each["timeout"] for each in seen] == [20.0]
     assert collectives.in_one_order and collectives.reduction == "backend"
     calls = seen[0]["backend"].calls
-    assert isinstance(collectives._gathers.unordered, ExchangeByDevice)
-    # What lies on the device goes to NCCL, small agreements of the host do not.
+    assert isinstance(collectives._gathers.unordered, DeviceDispatchTransport)
+    # What is on the device goes to NCCL, small agreements of the host do not.
     total = torch.ones(3).as_subclass(Elsewhere)
     collectives.sum_(total, "test")
     assert calls == [("allreduce", 3, torch.float32)] and total.tolist() == [2.0] * 3
@@ -167,9 +168,9 @@ def test_another_backend_is_made_as_it_was_registered(world: World) -> None:
         seen.append((rank, size, timeout.total_seconds()))
         return FakeBackend(world.group)
 
-    def make_extended(given: Any, options: object) -> FakeBackend:
-        seen.append((given.group_rank, given.group_size, given.timeout.total_seconds()))
-        assert options is None and list(given.global_ranks_in_group) == [0, 1]
+    def make_extended(arguments: Any, options: object) -> FakeBackend:
+        seen.append((arguments.group_rank, arguments.group_size, arguments.timeout.total_seconds()))
+        assert options is None and list(arguments.global_ranks_in_group) == [0, 1]
         return FakeBackend(world.group)
 
     for extended, maker in ((False, make), (True, make_extended)):
@@ -200,8 +201,8 @@ MIXED = [
 @pytest.mark.parametrize("case", range(len(MIXED)))
 @on_ranks(2)
 def test_ranks_that_cannot_be_connected_are_refused_on_all(world: World, case: int) -> None:
-    *given, message = MIXED[case]
-    device, offered = given[world.rank]
+    *arguments, message = MIXED[case]
+    device, offered = arguments[world.rank]
     seen: list[dict[str, Any]] = []
     with pretending(offered, made_nccl(seen, world.group)), pytest.raises(ValueError, match=message):
         make_collectives(world.group, 20.0, device)
@@ -224,10 +225,10 @@ def test_connections_that_do_not_form_on_one_rank_are_an_error_on_all(world: Wor
 
     made.Options = Options  # type: ignore[attr-defined]
     with pretending("cuda:nccl", made if where == "made" else make):
-        connect = fails if where == "connected" else lambda exchange, device: None
+        connect = fails if where == "connected" else lambda transport, device: None
         message = r"^rank 1: cuda over nccl: .* did not form: Duplicate GPU"
         with (
-            mock.patch.object(BackendExchange, "connect", connect),
+            mock.patch.object(DeviceTransport, "connect", connect),
             pytest.raises(RuntimeError, match=message),
         ):
             make_collectives(world.group, 20.0, CUDA)

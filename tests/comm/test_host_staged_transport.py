@@ -1,4 +1,4 @@
-"""Exchange of device tensors through host memory: values, the order of streams, fixed staging, errors."""
+"""Transport of device tensors through host memory: values, the order of streams, fixed staging, errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import torch
 
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.comm import Collectives, ExchangeByDevice, GroupExchange, StagedExchange, host_staged_transport
+from zero_ext.comm import (
+    Collectives,
+    DeviceDispatchTransport,
+    HostStagedTransport,
+    ProcessGroupTransport,
+    host_staged_transport,
+)
 from zero_ext.comm.process_group import make_collectives
 
 DEVICE = "stand_in:0"
@@ -35,37 +41,37 @@ def poisoned(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_gather_and_reduce_scatter(world: World, dtype: str, schedule: str) -> None:
     torch.stand_in.set_schedule(schedule, world.seed)  # type: ignore[attr-defined]
     kind, numel = getattr(torch, dtype), 1000
-    # Several pieces, the last one shorter, each half of the room used again.
+    # Several chunks, the last one shorter, and each half of the buffer is used again.
     with mock.patch.object(host_staged_transport, "STAGING_BYTES", 16384):
         collectives = made(world)
-        whole = [values_of(world.seed, rank, numel * world.size, kind) for rank in range(world.size)]
+        full = [values_of(world.seed, rank, numel * world.size, kind) for rank in range(world.size)]
         flat, received = poisoned(numel * world.size, kind), poisoned(numel * (world.size - 1), kind)
         gradients, out = poisoned(numel * world.size, kind), poisoned(numel)
         for turn in range(3):
             # Written just before, and overwritten just after: the order of streams alone keeps them apart.
-            shard = (whole[world.rank][:numel] + turn).pin_memory().to(DEVICE, non_blocking=True)
+            shard = (full[world.rank][:numel] + turn).pin_memory().to(DEVICE, non_blocking=True)
             gathering = collectives.gather(flat, shard, "gather", "test")
-            gradients.copy_(whole[world.rank].pin_memory(), non_blocking=True)
+            gradients.copy_(full[world.rank].pin_memory(), non_blocking=True)
             reduction = collectives.reduce_scatter(gradients, out, received, turn > 0, "reduce", "test")
             gathering.wait()
             seen = flat.clone()
             flat.fill_(float("nan"))
             reduction.wait()
             gradients.fill_(float("nan"))
-            assert torch.equal(seen.cpu(), torch.cat([each[:numel] + turn for each in whole]))
+            assert torch.equal(seen.cpu(), torch.cat([each[:numel] + turn for each in full]))
     total = torch.zeros(numel * world.size)
-    for each in whole:
+    for each in full:
         total += each.float()
     mean = (total * (1.0 / world.size)).chunk(world.size)[world.rank]
     assert torch.equal(out.cpu(), mean + mean + mean)
-    assert collectives.wire.bytes_sent["gather"] == 3 * numel * kind.itemsize * (world.size - 1)
+    assert collectives.traffic.bytes_sent["gather"] == 3 * numel * kind.itemsize * (world.size - 1)
 
 
 @on_ranks(2, 3, stand_in=True)
 def test_sums_and_broadcasts_go_where_the_tensor_is(world: World) -> None:
     collectives = made(world)
     gathers = collectives._gathers.unordered
-    assert isinstance(gathers, ExchangeByDevice) and isinstance(gathers.device, StagedExchange)
+    assert isinstance(gathers, DeviceDispatchTransport) and isinstance(gathers.device, HostStagedTransport)
     assert collectives.staging_bytes == 2 * host_staged_transport.STAGING_BYTES
     total = sum(range(1, world.size + 1))
     for device in (DEVICE, "cpu"):
@@ -100,10 +106,10 @@ def test_a_silent_peer_ends_the_wait_with_names(world: World) -> None:
 
 
 @on_ranks(2, stand_in=True)
-def test_who_waits_for_a_rank_that_gave_up_raises_its_reason(world: World) -> None:
+def test_peers_of_an_aborted_rank_raise_its_reason(world: World) -> None:
     collectives = made(world)
     if world.rank == 0:
-        collectives.give_up("rank 0: the disk is gone")
+        collectives.abort("rank 0: the disk is gone")
     else:
         with pytest.raises(RuntimeError, match="the disk is gone"):
             collectives.broadcast_(torch.zeros(4, device=DEVICE), 0, "test")
@@ -111,10 +117,10 @@ def test_who_waits_for_a_rank_that_gave_up_raises_its_reason(world: World) -> No
 
 
 @on_ranks(2, stand_in=True)
-def test_a_group_without_a_backend_for_the_device_is_told_of(world: World) -> None:
-    told: list[logging.LogRecord] = []
+def test_a_group_without_a_backend_for_the_device_is_logged(world: World) -> None:
+    records: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = told.append  # type: ignore[method-assign]
+    handler.emit = records.append  # type: ignore[method-assign]
     logger = logging.getLogger("zero_ext.comm.process_group")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -122,7 +128,7 @@ def test_a_group_without_a_backend_for_the_device_is_told_of(world: World) -> No
         made(world)
     finally:
         logger.removeHandler(handler)
-    texts = [record.getMessage() for record in told]
+    texts = [record.getMessage() for record in records]
     if world.rank == 0:
         (text,) = texts
         assert text.startswith("the process group has no backend for stand_in:0: what the ranks exchange")
@@ -130,8 +136,8 @@ def test_a_group_without_a_backend_for_the_device_is_told_of(world: World) -> No
 
 @on_ranks(2, stand_in=True)
 def test_it_runs_over_gloo_too(world: World) -> None:
-    exchange = StagedExchange(GroupExchange(world.group), torch.device(DEVICE))
+    transport = HostStagedTransport(ProcessGroupTransport(world.group), torch.device(DEVICE))
     flat = torch.full((2 * 5,), float(world.rank), device=DEVICE)
-    for work in exchange.gather(flat, 3):
+    for work in transport.gather(flat, 3):
         work.wait()
     assert flat.tolist() == [0.0] * 5 + [1.0] * 5

@@ -1,4 +1,4 @@
-"""Which ranks share a node, and which form groups."""
+"""The ranks that share a node, and those that form groups."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from zero_ext.comm.node_map import nodes_of, ranks_of_a_node
 from zero_ext.comm.process_group import make_collectives
 
 
-def test_places_and_counterparts() -> None:
+def test_local_ranks_and_counterparts() -> None:
     nodes = NodeMap(5, 8, 4)
-    assert (nodes.nodes, nodes.node, nodes.place, nodes.strangers) == (2, 1, 1, 4)
-    assert list(nodes.neighbours) == [4, 5, 6, 7]
+    assert (nodes.nodes, nodes.node, nodes.local_rank, nodes.remote_ranks) == (2, 1, 1, 4)
+    assert list(nodes.neighbors) == [4, 5, 6, 7]
     assert list(nodes.counterparts) == [1, 5]
 
 
 def test_a_group_has_the_nodes_of_its_ranks() -> None:
-    whole = NodeMap(5, 8, 4)
-    assert whole.among(range(4, 6)) == NodeMap(1, 2, 2)
-    assert whole.among(range(8)) == whole
-    assert whole.among(range(1, 8, 4)) == NodeMap(1, 2, 1)
-    assert whole.among(range(1, 8, 2)) == NodeMap(2, 4, 2)
-    assert whole.among((1, 5, 7)) == NodeMap(1, 3, 3)
+    world_map = NodeMap(5, 8, 4)
+    assert world_map.among(range(4, 6)) == NodeMap(1, 2, 2)
+    assert world_map.among(range(8)) == world_map
+    assert world_map.among(range(1, 8, 4)) == NodeMap(1, 2, 1)
+    assert world_map.among(range(1, 8, 2)) == NodeMap(2, 4, 2)
+    assert world_map.among((1, 5, 7)) == NodeMap(1, 3, 3)
 
 
 def test_nodes_that_the_ranks_do_not_fill_are_refused() -> None:
@@ -41,7 +41,7 @@ def test_the_launcher_says_how_many_ranks_a_node_has(monkeypatch: pytest.MonkeyP
     assert ranks_of_a_node(4, None) == 4
 
 
-def test_a_group_lies_on_the_nodes_of_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_has_the_nodes_of_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert nodes_of(range(0, 16, 2), 5, 16, None) == NodeMap(5, 8, 4)
     assert nodes_of((3, 11), 1, 16, None) == NodeMap(1, 2, 1)
@@ -51,7 +51,7 @@ def test_a_group_lies_on_the_nodes_of_the_world(monkeypatch: pytest.MonkeyPatch)
 
 
 @on_ranks(4)
-def test_ranks_that_were_told_differently_form_one_node(world: World) -> None:
+def test_ranks_with_different_node_sizes_form_one_node(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         assert make_collectives(world.group, 20.0).nodes.nodes == 2

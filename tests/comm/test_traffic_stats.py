@@ -1,4 +1,4 @@
-"""What a step puts on the wire, counted in elements before the factor (N - 1) / N: exactly the formulas."""
+"""The elements that a step sends, counted before the factor (N - 1) / N: exactly the formulas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARAMETER_KINDS = {"gather", "gather_updated", "gather_gradients", "reduce_scatt
 
 
 def third_step(world: World, stage: int, micro_batches: int, no_sync: bool, **more: Any) -> Engine:
-    """The engine after three steps; its wire log's ``last_*`` hold the third one."""
+    """The engine after three steps; its traffic statistics' ``last_*`` hold the third one."""
     config = configuration(stage, **more)
     if not no_sync:
         config["batch"] = {"gradient_accumulation_steps": micro_batches}
@@ -35,8 +35,8 @@ def third_step(world: World, stage: int, micro_batches: int, no_sync: bool, **mo
 
 
 def parameter_elements(engine: Engine) -> int:
-    wire = engine.collectives.wire
-    return sum(count for kind, count in wire.last_elements.items() if kind in PARAMETER_KINDS)
+    traffic = engine.collectives.traffic
+    return sum(count for kind, count in traffic.last_elements.items() if kind in PARAMETER_KINDS)
 
 
 @on_ranks(2, 3)
@@ -48,8 +48,8 @@ def test_elements_of_a_step(world: World, stage: int, no_sync: bool) -> None:
         padded = sum(unit.layout.numel for unit in engine.units)
         factors = {0: 2, 1: 2, 2: 2 if no_sync else k + 1, 3: 2 * k + 1 if no_sync else 3 * k}
         once = k * gathered_once(engine) if stage == 3 else 0
-        assert parameter_elements(engine) == factors[stage] * padded - once, engine.wire.last_elements
-        others = set(engine.collectives.wire.last_elements) - PARAMETER_KINDS
+        assert parameter_elements(engine) == factors[stage] * padded - once, engine.traffic.last_elements
+        others = set(engine.collectives.traffic.last_elements) - PARAMETER_KINDS
         assert others == {"scalars"}
 
 
@@ -57,24 +57,27 @@ def test_elements_of_a_step(world: World, stage: int, no_sync: bool) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_one_rank_sends_nothing(world: World, stage: int) -> None:
     engine = third_step(world, stage, 2, False)
-    assert not engine.collectives.wire.last_elements
-    assert not engine.collectives.wire.last_bytes_sent
+    assert not engine.collectives.traffic.last_elements
+    assert not engine.collectives.traffic.last_bytes_sent
 
 
 @on_ranks(2, 3)
 def test_bytes_sent_are_the_elements_of_the_other_ranks(world: World) -> None:
     for stage in range(4):
-        wire = third_step(world, stage, 1, False).collectives.wire
-        for kind in PARAMETER_KINDS & set(wire.last_elements):
-            assert wire.last_bytes_sent[kind] == 4 * wire.last_elements[kind] * (world.size - 1) // world.size
+        traffic = third_step(world, stage, 1, False).collectives.traffic
+        for kind in PARAMETER_KINDS & set(traffic.last_elements):
+            assert (
+                traffic.last_bytes_sent[kind]
+                == 4 * traffic.last_elements[kind] * (world.size - 1) // world.size
+            )
 
 
 @on_ranks(2)
-def test_persistent_parameters_have_lines_of_their_own(world: World) -> None:
+def test_persistent_parameters_are_counted_separately(world: World) -> None:
     engine = third_step(world, 3, 1, False, units={"persistence_threshold": 100})
     persistent = sum(unit.layout.numel for unit in engine.units if unit.persistent)
     sharded = sum(unit.layout.numel for unit in engine.units if not unit.persistent)
-    elements = engine.collectives.wire.last_elements
+    elements = engine.collectives.traffic.last_elements
     assert persistent and sharded
     assert elements["gather"] == 2 * sharded - gathered_once(engine)
     assert elements["reduce_scatter"] == sharded
@@ -94,5 +97,5 @@ def test_frozen_parameters_are_gathered_but_never_reduced(world: World) -> None:
     engine = engine_of(model)
     frozen = {unit for unit in engine.units if unit not in {master.unit for master in engine.masters}}
     reduced = sum(unit.layout.numel for unit in engine.units if unit not in frozen)
-    assert engine.collectives.wire.last_elements["reduce_scatter"] == reduced
+    assert engine.collectives.traffic.last_elements["reduce_scatter"] == reduced
     assert sum(unit.layout.numel for unit in frozen) > 0

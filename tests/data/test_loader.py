@@ -168,16 +168,14 @@ def test_set_epoch_moves_only_to_another_epoch() -> None:
     ],
 )
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_loop_whose_position_was_taken_says_so(
-    change: Callable[[ShardedLoader], Any], reason: str, prefetch: int
-) -> None:
+def test_a_superseded_loop_raises(change: Callable[[ShardedLoader], Any], reason: str, prefetch: int) -> None:
     loader = ShardedLoader(Squares(12), 2, prefetch=prefetch)
     loop = iter(loader)
     next(loop)
-    kept = change(loader)
+    changed = change(loader)
     with pytest.raises(RuntimeError, match=reason):
         next(loop)
-    del kept
+    del changed
 
 
 class Broken(Squares):

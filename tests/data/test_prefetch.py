@@ -11,7 +11,7 @@ from collections.abc import Generator
 
 import pytest
 
-from zero_ext.data.prefetch import Prefetcher
+from zero_ext.data.prefetch import BatchPrefetcher
 
 
 def threads() -> list[threading.Thread]:
@@ -45,7 +45,7 @@ class Counted:
 @pytest.mark.parametrize("depth", [1, 2, 7])
 def test_items_arrive_in_order_and_not_too_far_ahead(depth: int) -> None:
     source = Counted(50)
-    for number in (prefetcher := Prefetcher(source.items(), depth)):
+    for number in (prefetcher := BatchPrefetcher(source.items(), depth)):
         assert number < source.produced <= number + 2 + depth
         if number == 10:
             time.sleep(0.02)
@@ -63,20 +63,20 @@ def test_the_producer_works_while_the_consumer_does() -> None:
         ready.set()
         yield 1
 
-    prefetcher = Prefetcher(source(), 2)
+    prefetcher = BatchPrefetcher(source(), 2)
     assert next(prefetcher) == 0
     assert ready.wait(10)
     assert list(prefetcher) == [1]
 
 
 @pytest.mark.parametrize("failure", [KeyError("lost"), SystemExit(3), MemoryError()])
-def test_a_failure_comes_in_its_place(failure: BaseException) -> None:
+def test_a_failure_is_raised_in_order(failure: BaseException) -> None:
     def source() -> Generator[int]:
         yield 0
         yield 1
         raise failure
 
-    prefetcher = Prefetcher(source(), 5)
+    prefetcher = BatchPrefetcher(source(), 5)
     assert [next(prefetcher), next(prefetcher)] == [0, 1]
     with pytest.raises(type(failure)) as caught:
         next(prefetcher)
@@ -87,7 +87,7 @@ def test_a_failure_comes_in_its_place(failure: BaseException) -> None:
 @pytest.mark.parametrize("ending", ["dropped", "closed"])
 def test_the_thread_ends_with_its_consumer(ending: str) -> None:
     source = Counted(10**9)
-    prefetcher = Prefetcher(source.items(), 3)
+    prefetcher = BatchPrefetcher(source.items(), 3)
     next(prefetcher)
     if ending == "closed":
         prefetcher.close()
@@ -102,19 +102,19 @@ def test_the_thread_ends_with_its_consumer(ending: str) -> None:
 
 def test_depth_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="depth: 0 given"):
-        Prefetcher(Counted(1).items(), 0)
+        BatchPrefetcher(Counted(1).items(), 0)
 
 
-def test_a_forked_child_is_told_instead_of_waiting() -> None:
+def test_a_forked_child_raises_instead_of_waiting() -> None:
     program = """
 import os, threading, time
-from zero_ext.data.prefetch import Prefetcher
+from zero_ext.data.prefetch import BatchPrefetcher
 go = threading.Event()
 def source():
     yield 0
     go.wait()
     yield 1
-items = Prefetcher(source(), 1)
+items = BatchPrefetcher(source(), 1)
 next(items)
 child = os.fork()
 if child == 0:
@@ -130,15 +130,15 @@ assert os.waitstatus_to_exitcode(status) == 7, status
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=400)
 
 
-def test_the_interpreter_exits_with_a_loop_under_way() -> None:
+def test_the_interpreter_exits_during_a_loop() -> None:
     program = """
 import time, torch
-from zero_ext.data.prefetch import Prefetcher
+from zero_ext.data.prefetch import BatchPrefetcher
 def source():
     while True:
         torch.randn(400, 400) @ torch.randn(400, 400)
         yield 1
-items = Prefetcher(source(), 2)
+items = BatchPrefetcher(source(), 2)
 next(items)
 print("last line")
 """

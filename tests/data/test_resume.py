@@ -45,7 +45,7 @@ def train(world: World, folder: str, resume: bool, micro_batch_size: int, steps:
         model(batch).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen.append([int(value) for part in world.everyone(batch[:, 0].tolist()) for value in part])
+        seen.append([int(value) for values in world.everyone(batch[:, 0].tolist()) for value in values])
     zero_ext.save_checkpoint(folder, model, loader=loader)
     return seen
 

@@ -30,14 +30,14 @@ def test_changes_of_world_size_repeat_and_skip_nothing(
     position, consumed = Position(0, 0), list[int]()
     for world_size, micro_batch_size, batches in segments:
         stream = SampleStream(order, micro_batch_size, world_size, drop_last=False)
-        position = stream.settled(*position)
+        position = stream.normalized(*position)
         for _ in range(batches):
             consumed += deal(stream, position)
             position = stream.after(position)
     assert position == (len(consumed) // samples, len(consumed) % samples)
     for epoch in range(len(consumed) // samples + 1):
-        part = consumed[epoch * samples : (epoch + 1) * samples]
-        assert part == order.indices(epoch, 0, samples)[: len(part)]
+        of_epoch = consumed[epoch * samples : (epoch + 1) * samples]
+        assert of_epoch == order.indices(epoch, 0, samples)[: len(of_epoch)]
 
 
 @settings(deadline=None)
@@ -54,7 +54,7 @@ def test_drop_last_leaves_out_less_than_a_global_batch_and_repeats_nothing(
             continue
         stream = SampleStream(order, micro_batch_size, world_size, drop_last=True)
         largest = max(largest, stream.global_batch)
-        position = stream.settled(*position)
+        position = stream.normalized(*position)
         for _ in range(batches):
             consumed.setdefault(position.epoch, []).extend(deal(stream, position))
             position = stream.after(position)

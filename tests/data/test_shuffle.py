@@ -26,7 +26,7 @@ def test_every_epoch_is_a_permutation(samples: int, seed: int, epoch: int) -> No
 
 @settings(deadline=None)
 @given(st.integers(1, 500), SEEDS, st.integers(0, 9), st.data())
-def test_a_range_is_the_slice_of_the_whole(samples: int, seed: int, epoch: int, data: st.DataObject) -> None:
+def test_a_range_is_the_slice_of_the_epoch(samples: int, seed: int, epoch: int, data: st.DataObject) -> None:
     begin = data.draw(st.integers(0, samples))
     end = data.draw(st.integers(begin, samples))
     order = EpochOrder(samples, seed, True)
@@ -45,7 +45,7 @@ def test_the_order_is_fixed_for_ever() -> None:
     assert EpochOrder(1000, 5, True).indices(3, 990, 1000) == FIXED_LAST
 
 
-def test_seeds_and_epochs_give_different_orders() -> None:
+def test_seeds_and_epochs_have_different_orders() -> None:
     orders = [EpochOrder(50, seed, True).indices(epoch, 0, 50) for seed in range(20) for epoch in range(20)]
     assert len({tuple(order) for order in orders}) == 400
 
@@ -71,10 +71,10 @@ def test_neighbours_are_unrelated(samples: int) -> None:
         order = EpochOrder(samples, 4, True).indices(epoch, 0, samples)
         steps.update((after - before) % samples for before, after in pairwise(order))
     assert steps[0] == 0
-    parts = Counter((step - 1) * 16 // (samples - 1) for step in steps.elements())
+    bins = Counter((step - 1) * 16 // (samples - 1) for step in steps.elements())
     widths = Counter(step * 16 // (samples - 1) for step in range(samples - 1))
-    expected = {part: steps.total() * width / (samples - 1) for part, width in widths.items()}
-    chi_squared = sum((parts[part] - expected[part]) ** 2 / expected[part] for part in range(16))
+    expected = {index: steps.total() * width / (samples - 1) for index, width in widths.items()}
+    chi_squared = sum((bins[index] - expected[index]) ** 2 / expected[index] for index in range(16))
     assert chi_squared < 15 + 5 * math.sqrt(30)
 
 

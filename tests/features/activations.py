@@ -60,7 +60,7 @@ class Checkpointed(ScaledModel):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(ids)
         for block in self.blocks:
-            hidden = zero_ext.checkpoint(block, hidden)
+            hidden = zero_ext.checkpoint_activations(block, hidden)
         logits: torch.Tensor = self.head(self.norm(hidden))
         return logits
 

@@ -27,11 +27,11 @@ def on_ranks(
             pool.run(world_size, f"{body.__module__}:{body.__name__}", arguments)
 
         own = list(inspect.signature(body).parameters.values())[1:]
-        given = [
+        parameters = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (pool_fixture, "world_size")
         ]
         rest = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-        test.__signature__ = inspect.Signature(given + rest)  # type: ignore[attr-defined]
+        test.__signature__ = inspect.Signature(parameters + rest)  # type: ignore[attr-defined]
         test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
         test.__dict__.update(body.__dict__)  # the marks of inner decorators
         test.on_one_rank = body  # type: ignore[attr-defined]

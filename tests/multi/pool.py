@@ -108,13 +108,13 @@ class RankPool:
             library()  # built before the ranks' time to start runs
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         for rank in range(self.size):
-            here, there = self._context.Pipe()
-            arguments = (rank, self.size, self._folder.name, there, self.stand_in, self.backend)
+            parent_end, child_end = self._context.Pipe()
+            arguments = (rank, self.size, self._folder.name, child_end, self.stand_in, self.backend)
             process = self._context.Process(target=serve, args=arguments, daemon=True)
             process.start()
-            there.close()
+            child_end.close()
             self._processes.append(process)
-            self._connections.append(here)
+            self._connections.append(parent_end)
         for rank, connection in enumerate(self._connections):
             if not connection.poll(LIMIT_SECONDS):
                 raise RankFailure(f"rank {rank} of the pool did not start within {LIMIT_SECONDS} s")

@@ -16,7 +16,7 @@ from tests.multi.on_ranks import on_ranks
 from tests.multi.pool import MOST_GROUPS, RankFailure, RankPool
 from tests.multi.rank import World
 
-HERE = "tests.multi.test_pool"
+THIS_MODULE = "tests.multi.test_pool"
 
 
 def sum_of_ranks(world: World, factor: int) -> dict[str, Any]:
@@ -54,25 +54,28 @@ def small_pool() -> Any:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_results_of_every_rank(rank_pool: RankPool, world_size: int) -> None:
-    results = rank_pool.run(world_size, f"{HERE}:sum_of_ranks", {"factor": 10})
+    results = rank_pool.run(world_size, f"{THIS_MODULE}:sum_of_ranks", {"factor": 10})
     assert [result["rank"] for result in results] == list(range(world_size))
     wanted = 10.0 * sum(range(world_size))
     assert all(result["total"].item() == wanted for result in results)
 
 
 def test_processes_are_reused(rank_pool: RankPool) -> None:
-    first, second = (rank_pool.run(4, f"{HERE}:sum_of_ranks", {"factor": 1}) for _ in range(2))
+    first, second = (rank_pool.run(4, f"{THIS_MODULE}:sum_of_ranks", {"factor": 1}) for _ in range(2))
     assert [one["pid"] for one in first] == [one["pid"] for one in second]
 
 
 def test_failures_name_the_rank_and_the_pool_comes_back(small_pool: RankPool) -> None:
     with pytest.raises(RankFailure, match=r"ranks \[0, 1\](?s:.*)ValueError: no good on rank 1"):
-        small_pool.run(2, f"{HERE}:raise_on", {"rank": 1}, timeout=0.5)
+        small_pool.run(2, f"{THIS_MODULE}:raise_on", {"rank": 1}, timeout=0.5)
     with pytest.raises(RankFailure, match=r"rank 0 ---\nthe process died, exit code -9"):
-        small_pool.run(2, f"{HERE}:die_on", {"rank": 0})
+        small_pool.run(2, f"{THIS_MODULE}:die_on", {"rank": 0})
     with pytest.raises(RankFailure, match=r"rank 1 ---\nno answer(?s:.*)in hang_on"):
-        small_pool.run(2, f"{HERE}:hang_on", {"rank": 1}, timeout=1.0)
-    assert [result["rank"] for result in small_pool.run(2, f"{HERE}:sum_of_ranks", {"factor": 2})] == [0, 1]
+        small_pool.run(2, f"{THIS_MODULE}:hang_on", {"rank": 1}, timeout=1.0)
+    assert [result["rank"] for result in small_pool.run(2, f"{THIS_MODULE}:sum_of_ranks", {"factor": 2})] == [
+        0,
+        1,
+    ]
 
 
 @on_ranks(2, 3)
@@ -89,7 +92,7 @@ def leave_groups(world: World, count: int) -> int:
 
 
 def test_ranks_with_many_groups_are_replaced(small_pool: RankPool) -> None:
-    first, second = (small_pool.run(2, f"{HERE}:leave_groups", {"count": 1}) for _ in range(2))
+    first, second = (small_pool.run(2, f"{THIS_MODULE}:leave_groups", {"count": 1}) for _ in range(2))
     assert first == second
-    assert small_pool.run(2, f"{HERE}:leave_groups", {"count": MOST_GROUPS}) == second
-    assert not set(small_pool.run(2, f"{HERE}:leave_groups", {"count": 0})) & set(second)
+    assert small_pool.run(2, f"{THIS_MODULE}:leave_groups", {"count": MOST_GROUPS}) == second
+    assert not set(small_pool.run(2, f"{THIS_MODULE}:leave_groups", {"count": 0})) & set(second)

@@ -93,7 +93,7 @@ def saved_and_loaded(world: World, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_stages_two_parts_two_replicas(eight: RankPool, stage: int) -> None:
+def test_two_stages_two_tp_ranks_two_replicas(eight: RankPool, stage: int) -> None:
     run(eight, two_by_two_by_two, stage=stage)
 
 

@@ -1,22 +1,20 @@
-"""Activation memory: calls that backward runs again, and where what they need waits until then."""
+"""Activation checkpointing: recompute calls in backward, and offload or partition their inputs."""
 
 from zero_ext.activation.activation_checkpoint import (
-    Checkpointing,
-    checkpoint,
+    ActivationCheckpointing,
     checkpoint_activations,
-    current,
+    current_checkpointing,
 )
-from zero_ext.activation.activation_storage import RoomIsFull
-from zero_ext.activation.partitioned_activations import DifferentInputs
+from zero_ext.activation.activation_storage import BufferFullError
+from zero_ext.activation.partitioned_activations import DifferentInputsError
 from zero_ext.activation.random_streams import MODEL_PARALLEL, RandomStreams
 
 __all__ = [
     "MODEL_PARALLEL",
-    "Checkpointing",
-    "DifferentInputs",
+    "ActivationCheckpointing",
+    "BufferFullError",
+    "DifferentInputsError",
     "RandomStreams",
-    "RoomIsFull",
-    "checkpoint",
     "checkpoint_activations",
-    "current",
+    "current_checkpointing",
 ]

@@ -1,4 +1,4 @@
-"""``checkpoint``: a call whose activations are computed again in backward, and where its inputs wait."""
+"""``checkpoint_activations``: recompute a call in backward, with its inputs stored per configuration."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from zero_ext.activation.activation_storage import MemoryRoom, Room, StoreRoom
+from zero_ext.activation.activation_storage import (
+    ActivationStorage,
+    MemoryActivationStorage,
+    NvmeActivationStorage,
+)
 from zero_ext.activation.checkpoint_call import (
-    Call,
+    CheckpointedCall,
     check_outputs,
     check_unchanged,
     code_of,
@@ -26,109 +30,115 @@ from zero_ext.activation.checkpoint_call import (
     name_of,
     versions,
 )
-from zero_ext.activation.offload_saved_tensors import AsItIs, SavedTensors, Stays
-from zero_ext.activation.offloader import Keeper, Record
+from zero_ext.activation.offload_saved_tensors import OffloadSavedTensors, Stays, UnmovedTensor
+from zero_ext.activation.offloader import ActivationOffloader, ActivationRecord
 from zero_ext.activation.packed_layout import fits
-from zero_ext.activation.partitioned_activations import Partition, check_group
+from zero_ext.activation.partitioned_activations import ActivationPartition, check_group
 from zero_ext.activation.random_streams import RandomStreams
-from zero_ext.activation.recompute_context import Context, NamedErrors, Recomputation, together
+from zero_ext.activation.recompute_context import Context, NamedErrors, Recomputation, nested_contexts
 from zero_ext.activation.selective_budget import MeasuringMode, choose
-from zero_ext.activation.selective_policy import Contexts, Step, keeping_ops, keeping_steps, named_ops
-from zero_ext.activation.transfer_counters import Counters
-from zero_ext.config import ActivationPolicy, AioPolicy, Tier
+from zero_ext.activation.selective_policy import (
+    Contexts,
+    Step,
+    contexts_saving_ops,
+    contexts_saving_steps,
+    named_ops,
+)
+from zero_ext.activation.transfer_counters import TransferCounters
+from zero_ext.config import ActivationCheckpointingConfig, AioConfig, Tier
 from zero_ext.config.events import Bus
 from zero_ext.offload import Device
 from zero_ext.offload.tier_manager import open_store
 
-# Calls of different modules, modes and sizes whose plans are known at once; the oldest one is made again.
-_MOST_PLANS = 1024
-# Tensors that calls were given last. Those that are gone count too: ranks that share inputs forget the same.
-_MOST_GIVEN = 1024
-# Those entered in a thread, the innermost one last.
-_current: ContextVar[tuple[Checkpointing, ...]] = ContextVar("zero_ext_checkpointing", default=())
+# Calls of different modules, modes and sizes whose plans are cached. The oldest one is evicted.
+_MAX_PLANS = 1024
+# Recent input tensors. Dead ones count too, so that ranks that share inputs forget the same ones.
+_MAX_RECENT_INPUTS = 1024
+# The ones entered in a thread, the innermost last.
+_current: ContextVar[tuple[ActivationCheckpointing, ...]] = ContextVar("zero_ext_checkpointing", default=())
 
 
-class Checkpointing:
-    """Keeps calls for backward as ``policy`` says; call it as ``checkpointing(function, *args, **kwargs)``.
+class ActivationCheckpointing:
+    """Checkpoint calls as ``config`` says; call it as ``checkpointing(function, *args, **kwargs)``.
 
-    Threads may use it at once; those of several threads that inputs are partitioned in would have to come in
-    one order on all ranks.
+    Several threads may use it simultaneously. Where inputs are partitioned, their calls would have to come
+    in one order on all ranks.
 
-    As a context manager it is what :func:`checkpoint` uses inside, in this thread, and at its end nothing
-    that was moved is left on the device; ``zero_ext.prepare`` has the model's forward run in one.
+    As a context manager it is what :func:`checkpoint_activations` uses inside, in this thread. At its end
+    nothing that was moved is left on the device. ``zero_ext.prepare`` runs the model's forward in one.
 
     Args:
-        policy: see :class:`zero_ext.config.ActivationPolicy`.
-        group: ranks that hold identical inputs, for ``policy.partition_activations``.
+        config: see :class:`zero_ext.config.ActivationCheckpointingConfig`.
+        group: ranks that hold identical inputs, for ``config.partition_activations``.
         data_parallel_group: ranks that do not; ``group`` may share no two ranks with it.
         aio: how files on NVMe are read and written.
-        stays: tells of a tensor that it must not be moved; parameters and their views never are.
+        stays: whether a tensor must not be moved; parameters and their views never are.
         streams: random number streams that functions continue, restored for recomputation.
         counters: who counts what is moved; ones of its own unless given.
         timeout_seconds: longest wait for another rank of ``group``.
 
     Raises:
-        ValueError: the group cannot share activations, or ``policy.keep`` names an op that there is not or
-            a collective.
+        ValueError: the group cannot share activations, or ``config.save_ops`` names an op that does not
+            exist or a collective.
     """
 
     def __init__(
         self,
-        policy: ActivationPolicy = ActivationPolicy(),  # noqa: B008 - frozen
+        config: ActivationCheckpointingConfig = ActivationCheckpointingConfig(),  # noqa: B008 - frozen
         group: dist.ProcessGroup | None = None,
         *,
         data_parallel_group: dist.ProcessGroup | None = None,
-        aio: AioPolicy = AioPolicy(),  # noqa: B008 - frozen
+        aio: AioConfig = AioConfig(),  # noqa: B008 - frozen
         stays: Stays = lambda tensor: False,
         streams: RandomStreams | None = None,
-        counters: Counters | None = None,
+        counters: TransferCounters | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         if group is not None:
             check_group(group, data_parallel_group)
-        self.policy = policy
-        self.counters = Counters() if counters is None else counters
+        self.config = config
+        self.counters = TransferCounters() if counters is None else counters
         self.streams = RandomStreams() if streams is None else streams
         self._group = group
         self._data_parallel_group = data_parallel_group
         self._aio = aio
         self._stays = stays
         self._timeout_seconds = timeout_seconds
-        self._ops = named_ops(policy.keep)
-        self._lock = threading.RLock()  # of what is made and noted below
+        self._ops = named_ops(config.save_ops)
+        self._lock = threading.RLock()  # of the attributes below
         self._plans: dict[object, frozenset[Step]] = {}
-        self._keepers: dict[torch.device, Keeper] = {}
-        # Tensors that calls were given, the last one last, with their versions: what is given again stays.
+        self._offloaders: dict[torch.device, ActivationOffloader] = {}
+        # Recent input tensors, the newest last, with their versions: an input of two calls is not moved.
         # The weak reference keeps the storage object's address from being used again.
-        self._given: dict[object, tuple[StorageWeakRef, int]] = {}
+        self._recent_inputs: dict[object, tuple[StorageWeakRef, int]] = {}
 
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """``function(*args, **kwargs)``; see :func:`checkpoint`."""
+        """``function(*args, **kwargs)``; see :func:`checkpoint_activations`."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _compiled(function, args, kwargs)
-        if self.policy.mode == "saved_tensors":
+        if self.config.mode == "offload_saved_tensors":
             with self.saved_tensors(*modules_of(function)):
                 return function(*args, **kwargs)
-        call = Call(function, args, kwargs)
+        call = CheckpointedCall(function, args, kwargs)
         self._synchronize()
-        given = call.take_tensors()
-        before = versions(given)
-        with self._keeping(call.name, given):
+        inputs = call.release_tensors()
+        before = versions(inputs)
+        with self._offloading(call.name, inputs):
             outputs = torch_checkpoint(
                 call.run,
-                *given,
+                *inputs,
                 use_reentrant=False,
-                context_fn=lambda: self._contexts(call, given, function),
+                context_fn=lambda: self._contexts(call, inputs, function),
             )
-        check_unchanged(call.name, given, before)
+        check_unchanged(call.name, inputs, before)
         check_outputs(call.name, outputs)
         self._synchronize()
         return outputs
 
     def saved_tensors(self, *modules: nn.Module) -> Context:
-        """Inside, what autograd saves is kept in the policy's tier, and nothing is computed again.
+        """Inside, what autograd saves is stored in the configured tier, and nothing is recomputed.
 
         Parameters and their views stay where they are: those of the model given to ``prepare``, gathered or
         not, those of ``modules``, whatever sees their memory, and any other ones.
@@ -136,7 +146,7 @@ class Checkpointing:
         Raises ``ValueError`` if that tier is the device. Tensors are moved to host memory or storage as they
         are saved.
         """
-        if self.policy.kept_in == "device":
+        if self.config.storage_tier == "device":
             raise ValueError(
                 "saved tensors are on the device already: activation_checkpointing.tier is 'device'; set it "
                 "to 'host' or 'nvme'"
@@ -148,105 +158,109 @@ class Checkpointing:
             storage = tensor.untyped_storage()._cdata
             return is_parameter(tensor) or storage in own or self._stays(tensor)
 
-        return SavedTensors(self._keeper, self.policy.smallest_bytes, stays)
+        return OffloadSavedTensors(self._offloader, self.config.min_offload_bytes, stays)
 
     @property
     def bus(self) -> Bus:
-        """Who hears of the work, with ``policy.profile``."""
+        """The bus on which the work is published, with ``config.profile``."""
         return self.counters.bus
 
-    def kept_bytes(self) -> int:
-        """Bytes that this rank keeps now of inputs, or saved tensors, in the policy's tier."""
-        return sum(keeper.kept_bytes() for keeper in tuple(self._keepers.values()))
+    def used_bytes(self) -> int:
+        """Bytes of inputs or saved tensors that this rank stores now in the configured tier."""
+        return sum(offloader.used_bytes() for offloader in tuple(self._offloaders.values()))
 
-    def held_bytes(self) -> dict[Tier, int]:
+    def allocated_bytes(self) -> dict[Tier, int]:
         """Bytes of memory and storage taken for that, in use or not, by tier."""
         held: dict[Tier, int] = {"device": 0, "host": 0, "nvme": 0}
-        for keeper in tuple(self._keepers.values()):
-            for tier, nbytes in keeper.held_bytes().items():
+        for offloader in tuple(self._offloaders.values()):
+            for tier, nbytes in offloader.allocated_bytes().items():
                 held[tier] += nbytes
         return held
 
-    def __enter__(self) -> Checkpointing:
+    def __enter__(self) -> ActivationCheckpointing:
         _current.set((*_current.get(), self))
         return self
 
     def __exit__(self, *error: object) -> None:
         _current.set(_current.get()[:-1])
-        for keeper in tuple(self._keepers.values()):  # other threads may add theirs
-            keeper.let_go()
+        for offloader in tuple(self._offloaders.values()):  # other threads may add theirs
+            offloader.release_sources()
 
     @contextlib.contextmanager
-    def _keeping(self, name: str, given: list[torch.Tensor]) -> Iterator[None]:
-        """Inside, torch saves the tensors of a call in the policy's room, where it has one.
+    def _offloading(self, name: str, inputs: list[torch.Tensor]) -> Iterator[None]:
+        """Inside, torch saves the tensors of a call in the configured storage, where it has one.
 
         Inside another checkpointed call, or other hooks of saved tensors, these decide.
         """
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        device = _device_of(given)
-        moved = [] if hooked or not self.policy.moves else self._to_move(given, device)
-        if self.policy.partition_activations and given and not hooked:
+        device = _device_of(inputs)
+        moved = [] if hooked or not self.config.moves else self._to_move(inputs, device)
+        if self.config.partition_activations and inputs and not hooked:
             # With nothing to move too: the other ranks, which may have something, would wait.
-            self._keeper(device).compare(moved, name)
+            self._offloader(device).compare(moved, name)
         if not moved:
             yield
             return
-        keeper = self._keeper(device)
-        record = keeper.keep(moved, name)
-        places = {_identity(tensor): index for index, tensor in enumerate(moved)}
+        offloader = self._offloader(device)
+        record = offloader.offload(moved, name)
+        indices = {_identity(tensor): index for index, tensor in enumerate(moved)}
 
-        def pack(tensor: torch.Tensor) -> tuple[Record, int] | AsItIs:
-            index = places.get(_identity(tensor))
+        def pack(tensor: torch.Tensor) -> tuple[ActivationRecord, int] | UnmovedTensor:
+            index = indices.get(_identity(tensor))
             if index is None:
-                return AsItIs.of(tensor)
+                return UnmovedTensor.of(tensor)
             record.add_receiver(index)
             return record, index
 
-        def unpack(packed: tuple[Record, int] | AsItIs) -> torch.Tensor:
-            return packed.get() if isinstance(packed, AsItIs) else keeper.fetch(*packed)
+        def unpack(packed: tuple[ActivationRecord, int] | UnmovedTensor) -> torch.Tensor:
+            return packed.get() if isinstance(packed, UnmovedTensor) else offloader.fetch(*packed)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
-    def _to_move(self, given: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    def _to_move(self, inputs: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
         """The tensors of a call on ``device`` that move, each memory once."""
         found: dict[object, torch.Tensor] = {}
-        for tensor in given:
+        for tensor in inputs:
             if tensor.device != device or not fits(tensor) or is_parameter(tensor) or tensor.is_inference():
                 continue
-            if tensor.nbytes >= self.policy.smallest_bytes and not self._stays(tensor):
+            if tensor.nbytes >= self.config.min_offload_bytes and not self._stays(tensor):
                 found.setdefault(_identity(tensor), tensor)
         with self._lock:
-            return [tensor for tensor in found.values() if not self._was_given(tensor)]
+            return [tensor for tensor in found.values() if not self._was_input_before(tensor)]
 
-    def _was_given(self, tensor: torch.Tensor) -> bool:
-        """Whether another call had the same tensor, unchanged since. Another view of its memory is another
-        tensor: each piece of one may be given to one call only."""
+    def _was_input_before(self, tensor: torch.Tensor) -> bool:
+        """Return whether another call had the same tensor, unchanged since.
+
+        Another view of its memory is another tensor: each slice of one may be the input of one call only.
+        """
         storage = tensor.untyped_storage()
         key = (storage._cdata, _identity(tensor))
-        _, version = self._given.pop(key, (None, None))
-        self._given[key] = StorageWeakRef(storage), tensor._version
-        if len(self._given) > _MOST_GIVEN:
-            del self._given[next(iter(self._given))]
+        _, version = self._recent_inputs.pop(key, (None, None))
+        self._recent_inputs[key] = StorageWeakRef(storage), tensor._version
+        if len(self._recent_inputs) > _MAX_RECENT_INPUTS:
+            del self._recent_inputs[next(iter(self._recent_inputs))]
         return version == tensor._version
 
-    def _contexts(self, call: Call, given: list[torch.Tensor], function: Callable[..., Any]) -> Contexts:
-        modes = self._modes(call.name, given, function)
+    def _contexts(
+        self, call: CheckpointedCall, inputs: list[torch.Tensor], function: Callable[..., Any]
+    ) -> Contexts:
+        modes = self._modes(call.name, inputs, function)
         again = Recomputation(
             call.name,
             self.streams,
             call.generators,
-            lambda: together(self, modes[1]),
-            self.bus if self.policy.profile else None,
+            lambda: nested_contexts(self, modes[1]),
+            self.bus if self.config.profile else None,
             self._synchronize,
         )
-        return together(NamedErrors(call.name), modes[0]), again
+        return nested_contexts(NamedErrors(call.name), modes[0]), again
 
-    def _modes(self, name: str, given: list[torch.Tensor], function: Callable[..., Any]) -> Contexts:
-        """What keeps some of a call's results: while it runs, and while it runs again."""
+    def _modes(self, name: str, inputs: list[torch.Tensor], function: Callable[..., Any]) -> Contexts:
+        """Contexts that save some of a call's results: for its first run, and for its recomputation."""
         if self._ops:
-            return keeping_ops(self._ops)
-        budget = self.policy.keep_bytes
+            return contexts_saving_ops(self._ops)
+        budget = self.config.save_budget_bytes
         if budget is None:
             return contextlib.nullcontext(), contextlib.nullcontext()
         # Not all that decides what a call computes: what varies from call to call would never have a plan.
@@ -255,98 +269,99 @@ class Checkpointing:
             name,
             code,
             *((weakref.ref(module), module.training) for module in modules),
-            *((tensor.shape, tensor.dtype, tensor.device) for tensor in given),
-            *map(_autocast, sorted({"cpu", *(tensor.device.type for tensor in given)})),
+            *((tensor.shape, tensor.dtype, tensor.device) for tensor in inputs),
+            *map(_autocast, sorted({"cpu", *(tensor.device.type for tensor in inputs)})),
         )
         plan = self._plans.get(key)
         if plan is not None:
-            return keeping_steps(plan, budget)
-        return self._measured(key, budget, given), contextlib.nullcontext()
+            return contexts_saving_steps(plan, budget)
+        return self._measured(key, budget, inputs), contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def _measured(self, key: object, budget: int, given: list[torch.Tensor]) -> Iterator[None]:
-        device = given[0].device if given else torch.device("cpu")
+    def _measured(self, key: object, budget: int, inputs: list[torch.Tensor]) -> Iterator[None]:
+        device = inputs[0].device if inputs else torch.device("cpu")
         with MeasuringMode(device) as mode:
             yield
         with self._lock:
             self._plans[key] = choose(mode.steps, budget)
-            if len(self._plans) > _MOST_PLANS:
+            if len(self._plans) > _MAX_PLANS:
                 del self._plans[next(iter(self._plans))]
 
-    def _keeper(self, device: torch.device) -> Keeper:
+    def _offloader(self, device: torch.device) -> ActivationOffloader:
         with self._lock:
-            if device not in self._keepers:
-                self._keepers[device] = self._new_keeper(device)
-            return self._keepers[device]
+            if device not in self._offloaders:
+                self._offloaders[device] = self._new_offloader(device)
+            return self._offloaders[device]
 
-    def _new_keeper(self, device: torch.device) -> Keeper:
+    def _new_offloader(self, device: torch.device) -> ActivationOffloader:
         partition = None
-        if self.policy.partition_activations:
+        if self.config.partition_activations:
             check_group(self._group, self._data_parallel_group)
             if self._group is not None:
-                partition = Partition(self._group, device, self._timeout_seconds, self.counters)
-        bus = self.bus if self.policy.profile else None
+                partition = ActivationPartition(self._group, device, self._timeout_seconds, self.counters)
+        bus = self.bus if self.config.profile else None
         try:
-            room = self._room(Device(device))
+            storage = self._new_storage(Device(device))
         except Exception as error:
             if partition is not None:
-                partition.give_up(f"there is no room for kept inputs: {error}")
+                partition.abort(f"the storage of inputs could not be allocated: {error}")
             raise
-        return Keeper(room, device, partition, self.policy.prefetch, bus, self.counters.transfers)
+        return ActivationOffloader(
+            storage, device, partition, self.config.prefetch, bus, self.counters.transfers
+        )
 
-    def _room(self, device: Device) -> Room:
-        tier = self.policy.kept_in
+    def _new_storage(self, device: Device) -> ActivationStorage:
+        tier = self.config.storage_tier
         if tier != "nvme":
-            return MemoryRoom(tier, device, self.policy.number_checkpoints)
-        store = open_store(self.policy.nvme_paths, self._aio)
+            return MemoryActivationStorage(tier, device, self.config.number_checkpoints)
+        store = open_store(self.config.nvme_paths, self._aio)
         store.bus = self.bus
-        return StoreRoom(store, device, self.policy.buffer_bytes)
+        return NvmeActivationStorage(store, device, self.config.buffer_bytes)
 
     def _synchronize(self) -> None:
-        if self.policy.synchronize_checkpoint_boundary and torch.accelerator.is_available():
+        if self.config.synchronize_checkpoint_boundary and torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
 
-def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``function(*args, **kwargs)`` and keeps its inputs only; backward runs it again.
+def checkpoint_activations(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run ``function(*args, **kwargs)``, store only its inputs, and run it again in backward.
 
-    Gradients are those without it, bit for bit: the second run sees the first one's inputs, random numbers
-    (of the CPU, of the device, of :class:`RandomStreams` and of generators among the arguments) and autocast
-    state. Where the inputs wait, and
-    what is kept besides, says ``activation_checkpointing`` of the model that runs (``zero_ext.prepare``), or
-    of the innermost :class:`Checkpointing` entered; else they stay where they are. Without autograd it is a
-    plain call.
+    Gradients are bitwise equal to those without it. The second run has the inputs of the first one, its
+    random numbers (of the CPU, of the device, of :class:`RandomStreams` and of generators among the
+    arguments) and its autocast state. The section ``activation_checkpointing`` of the model that runs
+    (``zero_ext.prepare``) configures where inputs are stored and which results are saved too. Outside such a
+    model the innermost :class:`ActivationCheckpointing` entered does so, and without one the inputs stay
+    where they are. Without autograd it is a plain call.
 
     Arguments and results may be anything; tensors are found in nested lists, tuples and dicts. Inside a
-    compiled region it is torch's own ``checkpoint``, and where inputs wait is the compiler's choice.
+    compiled region it is torch's own ``checkpoint``, and the compiler chooses where inputs are stored.
 
     Raises:
         TypeError: the function, which is to run again, returned no tensor.
         RuntimeError: it changed an input in place; the inputs of a partitioned call differ between ranks;
-            there is no room for them. In backward, as :class:`torch.utils.checkpoint.CheckpointError`: it
+            there is no space for them. In backward, as :class:`torch.utils.checkpoint.CheckpointError`: it
             ran differently the second time.
     """
     if torch.compiler.is_compiling() and torch.is_grad_enabled():
         return _compiled(function, args, kwargs)
-    return current()(function, *args, **kwargs)
+    return current_checkpointing()(function, *args, **kwargs)
 
 
-checkpoint_activations = checkpoint  # zero_ext.checkpoint has the package of checkpoints on disk as well
+def current_checkpointing() -> ActivationCheckpointing:
+    """Return what :func:`checkpoint_activations` uses in this thread.
 
-
-def current() -> Checkpointing:
-    """What :func:`checkpoint` uses here: the innermost one entered in this thread, or one that only
-    recomputes."""
+    It is the innermost :class:`ActivationCheckpointing` entered, or one that only recomputes.
+    """
     entered = _current.get()
-    return entered[-1] if entered else Checkpointing()
+    return entered[-1] if entered else ActivationCheckpointing()
 
 
 def _compiled(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Torch's own checkpoint in a region that is compiled. Keyword arguments are bound before: some have the
     names of its own options."""
 
-    def bound(*given: Any) -> Any:
-        return function(*given, **kwargs)
+    def bound(*inputs: Any) -> Any:
+        return function(*inputs, **kwargs)
 
     outputs = torch_checkpoint(bound, *args, use_reentrant=False)
     check_outputs(name_of(function), outputs)

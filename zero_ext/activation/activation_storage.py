@@ -1,4 +1,4 @@
-"""Room for kept bytes in one tier: extents that are taken in forward and given back after backward."""
+"""Storage of activations in one tier: extents allocated in forward and released after backward."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from zero_ext.config import Tier
 from zero_ext.config.buffer_sizes import SLOTS, STORAGE_ALIGNMENT, extent_bytes
-from zero_ext.offload import HERE, Arrival, Device, NvmeStore
-from zero_ext.offload.device.bounce_buffer import Transit
+from zero_ext.offload import COMPLETED, CopyHandle, Device, NvmeStore
+from zero_ext.offload.device.bounce_buffer import BounceBuffer
 from zero_ext.offload.extent_arena import ExtentArena
 
 _BLOCK_BYTES = 16 << 20
@@ -24,60 +24,67 @@ _STORE_GROWTH_BYTES = 64 << 20
 Fill = Callable[[torch.Tensor], object]
 
 
-class RoomIsFull(RuntimeError):
-    """The one buffer of kept inputs has no place for another call's. Where inputs are partitioned, the ranks'
-    connections end with it."""
+class BufferFullError(RuntimeError):
+    """Raised when the fixed buffer of checkpointed inputs has no space for another call.
+
+    Where inputs are partitioned, the ranks' connections end with it.
+    """
 
 
 @dataclass
-class Place:
+class ActivationExtent:
     """An extent, the memory that it is in, if any, and the last transfer that fills and reads it."""
 
     offset: int
     nbytes: int
     memory: torch.Tensor | None = None
-    block: _Block | None = None
-    written: Arrival = HERE
-    fetched: Arrival = HERE
+    block: _MemoryBlock | None = None
+    written: CopyHandle = COMPLETED
+    fetched: CopyHandle = COMPLETED
 
-    def settle(self) -> None:
-        """Returns when nothing uses the extent any more, well or not."""
-        # Not let_go: that tells of what was written from, while storage may still be writing.
+    def wait_unused(self) -> None:
+        """Return when nothing uses the extent any more, whether its transfers succeeded or failed."""
+        # Not wait_source: the source may be free while storage is still writing.
         with contextlib.suppress(RuntimeError):
             self.written.wait()
-        self.fetched.let_go()
+        self.fetched.wait_source()
 
 
-class Room(Protocol):
-    """Places of bytes in one tier. Those that :meth:`give` names are free when the next one is taken: it may
-    be called by whatever thread drops a graph, in the middle of anything."""
+class ActivationStorage(Protocol):
+    """Extents of bytes in one tier.
+
+    Extents passed to :meth:`release` are free at the next allocation. Any thread may call it, even inside a
+    finalizer, when it drops a graph.
+    """
 
     tier: Tier
-    block: int  # bytes of which places and transfers are multiples
+    block: int  # bytes of which extents and transfers are multiples
 
-    def put(self, nbytes: int, fill: Fill) -> Place:
-        """Starts to keep ``nbytes`` that ``fill`` writes. What it wrote stays on the device until two more
-        were put, or :meth:`let_go`."""
+    def put(self, nbytes: int, fill: Fill) -> ActivationExtent:
+        """Start to store ``nbytes`` that ``fill`` writes.
 
-    def let_go(self) -> None:
-        """Nothing that was put needs its memory on the device any more."""
+        The source stays on the device until two more were put, or until :meth:`release_sources`.
+        """
 
-    def fetch(self, place: Place, into: torch.Tensor) -> Arrival:
-        """Starts to copy a place's bytes to ``into``, uint8 on the device."""
+    def release_sources(self) -> None:
+        """Wait until nothing that was put needs its memory on the device."""
 
-    def give(self, place: Place) -> None:
-        """The place is not needed any more."""
+    def fetch(self, extent: ActivationExtent, into: torch.Tensor) -> CopyHandle:
+        """Start to copy an extent's bytes to ``into``, uint8 on the device."""
 
-    def kept_bytes(self) -> int:
-        """Bytes of the places in use."""
+    def release(self, extent: ActivationExtent) -> None:
+        """Free the extent."""
 
-    def held_bytes(self) -> dict[Tier, int]:
-        """Bytes taken from each tier, in use or not."""
+    def used_bytes(self) -> int:
+        """Return the bytes of the extents in use."""
+
+    def allocated_bytes(self) -> dict[Tier, int]:
+        """Return the bytes allocated in each tier, in use or not."""
 
 
 @dataclass
-class _Block:
-    """Memory in one piece, and which of its bytes are taken."""
+class _MemoryBlock:
+    """One contiguous block of memory, and the arena of its extents."""
 
     memory: torch.Tensor
     arena: ExtentArena = field(init=False)
@@ -87,11 +94,11 @@ class _Block:
         self.arena = ExtentArena(self.memory.nbytes)
 
 
-class MemoryRoom:
-    """A :class:`Room` in device or host memory, in blocks that are allocated once and used again.
+class MemoryActivationStorage:
+    """An :class:`ActivationStorage` in device or host memory, in blocks that are allocated once and reused.
 
-    With ``calls`` it is one block, of so many times the first place; else it grows, and blocks that nothing
-    lies in go before it does, so sizes that change from step to step leave no holes behind.
+    With ``calls`` it is one block of so many times the first extent. Else it grows, and empty blocks are
+    freed before it does, so sizes that change from step to step leave no holes.
     """
 
     block = 64
@@ -100,179 +107,185 @@ class MemoryRoom:
         self.tier: Tier = tier
         self._device = device
         self._calls = calls
-        self._blocks: list[_Block] = []
-        self._free: deque[Place] = deque()
-        self._copies: deque[Arrival] = deque()
+        self._blocks: list[_MemoryBlock] = []
+        self._free: deque[ActivationExtent] = deque()
+        self._copies: deque[CopyHandle] = deque()
 
-    def put(self, nbytes: int, fill: Fill) -> Place:
-        """See :class:`Room`."""
-        place = self._take(nbytes)
-        memory = _memory(place)
+    def put(self, nbytes: int, fill: Fill) -> ActivationExtent:
+        """See :class:`ActivationStorage`."""
+        extent = self._allocate(nbytes)
+        memory = _memory(extent)
         try:
-            part = self._filled(memory, fill)
+            data = self._filled(memory, fill)
         except BaseException:
-            self.give(place)
+            self.release(extent)
             raise
-        if part is memory:
-            return place
-        place.written = self._device.copy(memory, part)
-        # The copy's source stays alive with the arrival, two calls long: by then it has ended.
-        self._copies.append(place.written)
-        _let_go(self._copies, 2)
-        return place
+        if data is memory:
+            return extent
+        extent.written = self._device.copy(memory, data)
+        # The copy's source stays alive with its handle for two calls: by then the copy has ended.
+        self._copies.append(extent.written)
+        _release_sources(self._copies, 2)
+        return extent
 
-    def let_go(self) -> None:
-        """See :class:`Room`."""
-        _let_go(self._copies)
+    def release_sources(self) -> None:
+        """See :class:`ActivationStorage`."""
+        _release_sources(self._copies)
 
-    def fetch(self, place: Place, into: torch.Tensor) -> Arrival:
-        """See :class:`Room`."""
-        self.let_go()
-        place.written.wait()
-        place.fetched = self._device.copy(into, _memory(place))
-        return place.fetched
+    def fetch(self, extent: ActivationExtent, into: torch.Tensor) -> CopyHandle:
+        """See :class:`ActivationStorage`."""
+        self.release_sources()
+        extent.written.wait()
+        extent.fetched = self._device.copy(into, _memory(extent))
+        return extent.fetched
 
-    def give(self, place: Place) -> None:
-        """See :class:`Room`."""
-        self._free.append(place)
+    def release(self, extent: ActivationExtent) -> None:
+        """See :class:`ActivationStorage`."""
+        self._free.append(extent)
 
-    def kept_bytes(self) -> int:
-        """See :class:`Room`."""
+    def used_bytes(self) -> int:
+        """See :class:`ActivationStorage`."""
         self._collect()
         return sum(block.live for block in self._blocks)
 
-    def held_bytes(self) -> dict[Tier, int]:
-        """See :class:`Room`."""
+    def allocated_bytes(self) -> dict[Tier, int]:
+        """See :class:`ActivationStorage`."""
         return {self.tier: sum(block.memory.nbytes for block in self._blocks)}
 
     def _filled(self, memory: torch.Tensor, fill: Fill) -> torch.Tensor:
         """``memory`` itself where it is the device's: no byte is copied twice there."""
-        part = memory
+        data = memory
         if memory.device != self._device.device:
-            part = torch.empty(memory.nbytes, dtype=torch.uint8, device=self._device.device)
-        fill(part)
-        return part
+            data = torch.empty(memory.nbytes, dtype=torch.uint8, device=self._device.device)
+        fill(data)
+        return data
 
-    def _take(self, nbytes: int) -> Place:
+    def _allocate(self, nbytes: int) -> ActivationExtent:
         self._collect()
         for block in self._blocks:
-            offset = block.arena.take(nbytes)
+            offset = block.arena.allocate(nbytes)
             if offset is not None:
-                return _place(block, offset, nbytes)
+                return _extent_in(block, offset, nbytes)
         block = self._grow(nbytes)
-        offset = block.arena.take(nbytes)
+        offset = block.arena.allocate(nbytes)
         if offset is None:
             raise AssertionError(f"{nbytes} bytes do not fit into a new block of {block.memory.nbytes}")
-        return _place(block, offset, nbytes)
+        return _extent_in(block, offset, nbytes)
 
-    def _grow(self, nbytes: int) -> _Block:
+    def _grow(self, nbytes: int) -> _MemoryBlock:
         wanted = max(extent_bytes(nbytes), _BLOCK_BYTES)
         if self._calls is not None:
             if self._blocks:
-                raise RoomIsFull(self._full(nbytes))
+                raise BufferFullError(self._full(nbytes))
             wanted = self._calls * extent_bytes(nbytes)
         self._blocks = [block for block in self._blocks if block.live]
-        self._blocks.append(_Block(self._device.allocate(self.tier, wanted, torch.uint8)))
+        self._blocks.append(_MemoryBlock(self._device.allocate(self.tier, wanted, torch.uint8)))
         return self._blocks[-1]
 
     def _full(self, nbytes: int) -> str:
         held, live = self._blocks[0].memory.nbytes, self._blocks[0].live
         return (
-            f"activation_checkpointing.number_checkpoints is {self._calls}: the buffer of {held} bytes keeps "
-            f"{live} and has no place for {nbytes} more. Raise number_checkpoints to the calls of all "
+            f"activation_checkpointing.number_checkpoints is {self._calls}: the buffer of {held} bytes "
+            f"stores {live} and has no space for {nbytes} more. Raise number_checkpoints to the calls of all "
             "forward passes whose backward is still to come (it counts calls of the first one's size), or "
             "set contiguous_memory_optimization to false."
         )
 
     def _collect(self) -> None:
         while self._free:
-            place = self._free.popleft()
-            place.settle()
-            block = place.block
+            extent = self._free.popleft()
+            extent.wait_unused()
+            block = extent.block
             if block is None:
-                raise AssertionError("a place in memory without its block")
-            block.arena.give(place.offset)
-            block.live -= extent_bytes(place.nbytes)
+                raise AssertionError("an extent in memory without its block")
+            block.arena.release(extent.offset)
+            block.live -= extent_bytes(extent.nbytes)
 
 
-class StoreRoom:
-    """A :class:`Room` in ``store``; bytes pass through chunks of pinned host memory, ``buffer_bytes`` in
-    all."""
+class NvmeActivationStorage:
+    """An :class:`ActivationStorage` in ``store``.
+
+    Bytes pass through chunks of pinned host memory, ``buffer_bytes`` in all.
+    """
 
     tier: Tier = "nvme"
     block = STORAGE_ALIGNMENT
 
     def __init__(self, store: NvmeStore, device: Device, buffer_bytes: int) -> None:
         grain = 2 * SLOTS * STORAGE_ALIGNMENT
-        self._way = Transit(device, max(buffer_bytes // grain, 1) * grain)
+        self._bounce_buffer = BounceBuffer(device, max(buffer_bytes // grain, 1) * grain)
         self._store = store
         self._device = device
-        self._kept = 0
-        self._free: deque[Place] = deque()
-        self._writes: deque[Arrival] = deque()
+        self._used = 0
+        self._free: deque[ActivationExtent] = deque()
+        self._writes: deque[CopyHandle] = deque()
 
-    def put(self, nbytes: int, fill: Fill) -> Place:
-        """See :class:`Room`."""
-        part = torch.empty(nbytes, dtype=torch.uint8, device=self._device.device)
-        fill(part)
+    def put(self, nbytes: int, fill: Fill) -> ActivationExtent:
+        """See :class:`ActivationStorage`."""
+        data = torch.empty(nbytes, dtype=torch.uint8, device=self._device.device)
+        fill(data)
         self._collect()
         facts = self._store.facts()
         if facts.largest_free < nbytes:
             self._store.reserve(facts.capacity + max(nbytes, _STORE_GROWTH_BYTES), zeros=False)
-        place = Place(self._store.allocate(nbytes), nbytes)
-        self._kept += place.nbytes
-        first = place.offset
-        place.written = self._way.write(part, lambda offset, chunk: self._store.write(first + offset, chunk))
+        extent = ActivationExtent(self._store.allocate(nbytes), nbytes)
+        self._used += extent.nbytes
+        first = extent.offset
+        extent.written = self._bounce_buffer.write(
+            data, lambda offset, chunk: self._store.write(first + offset, chunk)
+        )
         # What leaves an accelerator goes on to storage while the next call computes.
-        self._writes.append(place.written)
-        _let_go(self._writes, 1 if self._device.is_accelerator else 0)
-        return place
+        self._writes.append(extent.written)
+        _release_sources(self._writes, 1 if self._device.is_accelerator else 0)
+        return extent
 
-    def let_go(self) -> None:
-        """See :class:`Room`."""
-        _let_go(self._writes)
+    def release_sources(self) -> None:
+        """See :class:`ActivationStorage`."""
+        _release_sources(self._writes)
 
-    def fetch(self, place: Place, into: torch.Tensor) -> Arrival:
-        """See :class:`Room`."""
-        self.let_go()
-        place.written.wait()
-        first = place.offset
-        place.fetched = self._way.read(into, lambda offset, chunk: self._store.read(first + offset, chunk))
-        return place.fetched
+    def fetch(self, extent: ActivationExtent, into: torch.Tensor) -> CopyHandle:
+        """See :class:`ActivationStorage`."""
+        self.release_sources()
+        extent.written.wait()
+        first = extent.offset
+        extent.fetched = self._bounce_buffer.read(
+            into, lambda offset, chunk: self._store.read(first + offset, chunk)
+        )
+        return extent.fetched
 
-    def give(self, place: Place) -> None:
-        """See :class:`Room`."""
-        self._free.append(place)
+    def release(self, extent: ActivationExtent) -> None:
+        """See :class:`ActivationStorage`."""
+        self._free.append(extent)
 
-    def kept_bytes(self) -> int:
-        """See :class:`Room`."""
+    def used_bytes(self) -> int:
+        """See :class:`ActivationStorage`."""
         self._collect()
-        return self._kept
+        return self._used
 
-    def held_bytes(self) -> dict[Tier, int]:
-        """See :class:`Room`."""
-        return {"nvme": self._store.facts().capacity, "host": self._way.nbytes}
+    def allocated_bytes(self) -> dict[Tier, int]:
+        """See :class:`ActivationStorage`."""
+        return {"nvme": self._store.facts().capacity, "host": self._bounce_buffer.nbytes}
 
     def _collect(self) -> None:
         while self._free:
-            place = self._free.popleft()
-            place.settle()
-            self._kept -= place.nbytes
-            self._store.release(place.offset)
+            extent = self._free.popleft()
+            extent.wait_unused()
+            self._used -= extent.nbytes
+            self._store.release(extent.offset)
 
 
-def _place(block: _Block, offset: int, nbytes: int) -> Place:
+def _extent_in(block: _MemoryBlock, offset: int, nbytes: int) -> ActivationExtent:
     block.live += extent_bytes(nbytes)
-    return Place(offset, nbytes, block.memory[offset : offset + nbytes], block)
+    return ActivationExtent(offset, nbytes, block.memory[offset : offset + nbytes], block)
 
 
-def _let_go(arrivals: deque[Arrival], but: int = 0) -> None:
-    """Lets go of all arrivals but the newest ones."""
-    while len(arrivals) > but:
-        arrivals.popleft().let_go()
+def _release_sources(copies: deque[CopyHandle], but: int = 0) -> None:
+    """Wait for the sources of all copies but the newest ones."""
+    while len(copies) > but:
+        copies.popleft().wait_source()
 
 
-def _memory(place: Place) -> torch.Tensor:
-    if place.memory is None:
-        raise AssertionError("a place in storage where one in memory was meant")
-    return place.memory
+def _memory(extent: ActivationExtent) -> torch.Tensor:
+    if extent.memory is None:
+        raise AssertionError("expected an extent in memory, got one in NVMe storage")
+    return extent.memory

@@ -55,8 +55,8 @@ def is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
-class Call:
-    """``function(*args, **kwargs)``, to be run as it was given and again with other ``tensors``.
+class CheckpointedCall:
+    """``function(*args, **kwargs)``, to be run with its arguments and again with other ``tensors``.
 
     The tensors are those found in nested lists, tuples, dicts and what else torch's pytrees know; objects
     that they do not know are kept as they are, with whatever they hold.
@@ -71,18 +71,18 @@ class Call:
         self.generators = [leaf for leaf in self._others if isinstance(leaf, torch.Generator)]
         self._function = function
         # The first run gets the caller's own containers, which it may look into or change.
-        self._given: tuple[Sequence[Any], Mapping[str, Any]] | None = (args, kwargs)
+        self._first_arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = (args, kwargs)
 
-    def take_tensors(self) -> list[torch.Tensor]:
-        """The tensors, which the call itself does not keep alive any more."""
+    def release_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors, and drop the references to them."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
     def run(self, *tensors: torch.Tensor) -> Any:
         """The function's result."""
-        given, self._given = self._given, None
-        if given is not None:
-            return self._function(*given[0], **given[1])
+        arguments, self._first_arguments = self._first_arguments, None
+        if arguments is not None:
+            return self._function(*arguments[0], **arguments[1])
         tensor, other = iter(tensors), iter(self._others)
         leaves = [next(tensor) if is_tensor else next(other) for is_tensor in self._is_tensor]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
@@ -95,7 +95,7 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def check_unchanged(name: str, tensors: Sequence[torch.Tensor], before: Sequence[int]) -> None:
-    """``RuntimeError`` if the call has changed one of the tensors that it was given."""
+    """``RuntimeError`` if the call has changed one of its input tensors."""
     for number, (tensor, old, new) in enumerate(zip(tensors, before, versions(tensors), strict=True)):
         if new != old:
             raise RuntimeError(

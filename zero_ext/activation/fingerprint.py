@@ -1,4 +1,4 @@
-"""Numbers that tell whether ranks hold the same tensors: a checksum, and sums that an accelerator adds up."""
+"""Numbers that show whether ranks hold the same tensors: a checksum, and sums that an accelerator adds up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from zero_ext import ops
-from zero_ext.activation.packed_layout import Layout, Span
+from zero_ext.activation.packed_layout import PackedLayout, TensorSpan
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _COLUMNS = 1024
@@ -17,8 +17,8 @@ _FACTOR = 0x4F1BBCDCBFA53E0B
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> int:
-    """62 bits that depend on all values, shapes, dtypes and where each value lies among the kept bytes."""
-    spans = Layout.of(tensors).spans
+    """62 bits that depend on all values, shapes, dtypes and positions of values among the packed bytes."""
+    spans = PackedLayout.of(tensors).spans
     total = named = _facts(spans)
     for span, tensor in zip(spans, tensors, strict=True):
         total = ops.crc32c(span.memory_of(tensor).cpu(), total)
@@ -39,7 +39,7 @@ class Fingerprint:
         if self._total.device.type == "cpu":
             self._mix(checksum(tensors))
             return
-        spans = Layout.of(tensors).spans
+        spans = PackedLayout.of(tensors).spans
         self._mix(_facts(spans))
         for span, tensor in zip(spans, tensors, strict=True):
             self._mix(sums(span.memory_of(tensor), tensor.element_size()))
@@ -53,14 +53,16 @@ class Fingerprint:
 
 
 def sums(memory: torch.Tensor, itemsize: int) -> torch.Tensor:
-    """An int64, on its device, of the bytes ``memory``, uint8 [n], and their places; n is a multiple of
+    """An int64, on its device, of the bytes ``memory``, uint8 [n], and their positions; n is a multiple of
     ``itemsize``."""
     words = memory.view(_WORDS.get(itemsize, torch.int64))
-    whole = words.numel() // _COLUMNS * _COLUMNS
-    body = words[:whole].view(-1, _COLUMNS)
-    found = torch.cat([body.sum(0, dtype=torch.int64), body.sum(1, dtype=torch.int64), words[whole:].long()])
-    places = _mixed(torch.arange(1, found.numel() + 1, device=found.device))
-    return _mixed(found + places).sum()
+    full_rows = words.numel() // _COLUMNS * _COLUMNS
+    body = words[:full_rows].view(-1, _COLUMNS)
+    found = torch.cat(
+        [body.sum(0, dtype=torch.int64), body.sum(1, dtype=torch.int64), words[full_rows:].long()]
+    )
+    positions = _mixed(torch.arange(1, found.numel() + 1, device=found.device))
+    return _mixed(found + positions).sum()
 
 
 def _mixed(values: torch.Tensor) -> torch.Tensor:
@@ -71,6 +73,6 @@ def _mixed(values: torch.Tensor) -> torch.Tensor:
     return values * _FACTOR
 
 
-def _facts(spans: Sequence[Span]) -> int:
-    facts = repr((len(spans), [(str(span.dtype), span.size, span.kept) for span in spans]))
+def _facts(spans: Sequence[TensorSpan]) -> int:
+    facts = repr((len(spans), [(str(span.dtype), span.size, span.packed_stride) for span in spans]))
     return zlib.crc32(facts.encode())

@@ -9,39 +9,39 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zero_ext.activation.offloader import Keeper, Record
+from zero_ext.activation.offloader import ActivationOffloader, ActivationRecord
 from zero_ext.activation.packed_layout import elements_of, fits
 
-# Moved memory that is looked through for what is gone when it has doubled, from here on.
+# Dead entries are pruned when the table has doubled, from this size on.
 _FEW = 64
-# What stays where it is: parameters, and the buffers that gathered ones lie in.
+# Whether a tensor must not be moved: parameters, and the buffers of gathered ones.
 Stays = Callable[[torch.Tensor], bool]
 
 
-class Moved:
+class OffloadedMemory:
     """The memory of one storage, or of one tensor, that was moved; all views of it are made of one copy.
 
     Once fetched it is present until the last view is gone.
     """
 
-    def __init__(self, keeper: Keeper, record: Record) -> None:
+    def __init__(self, offloader: ActivationOffloader, record: ActivationRecord) -> None:
         record.add_receiver(0)
-        self._keeper = keeper
+        self._offloader = offloader
         self._record = record
         self._present: torch.Tensor | None = None
 
     def flat(self) -> torch.Tensor:
         """The tensor that was moved."""
         if self._present is None:
-            self._present = self._keeper.fetch(self._record, 0)
+            self._present = self._offloader.fetch(self._record, 0)
         return self._present
 
 
 @dataclass(frozen=True)
-class View:
+class OffloadedView:
     """A saved tensor as a view of what was moved, ``offset`` elements from its first one."""
 
-    moved: Moved
+    moved: OffloadedMemory
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -57,14 +57,14 @@ class View:
 
 
 @dataclass(frozen=True)
-class AsItIs:
+class UnmovedTensor:
     """A saved tensor that stays; what autograd checks where no hooks are is checked here."""
 
     tensor: torch.Tensor
     version: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> AsItIs:
+    def of(cls, tensor: torch.Tensor) -> UnmovedTensor:
         """``tensor`` as it is now."""
         version = 0 if tensor.is_inference() else tensor._version
         # An op's own result, saved as it is, would hold the op's node, which holds it: a cycle that the
@@ -82,46 +82,53 @@ class AsItIs:
         return self.tensor
 
 
-class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Inside, what autograd saves goes to a keeper's room and comes back in backward.
+class OffloadSavedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """Inside, an offloader stores what autograd saves, and fetches it in backward.
 
-    ``keeper_of`` a device keeps what is saved there. A storage is moved once, however many tensors and views
-    of it are saved. Tensors of fewer than ``smallest`` bytes, what ``stays`` and subclasses stay.
+    ``offloader_of`` returns the offloader of a device. A storage is moved once, however many tensors and
+    views of it are saved. Tensors of fewer than ``min_bytes`` bytes, what ``stays`` and subclasses stay.
     """
 
-    def __init__(self, keeper_of: Callable[[torch.device], Keeper], smallest: int, stays: Stays) -> None:
+    def __init__(
+        self, offloader_of: Callable[[torch.device], ActivationOffloader], min_bytes: int, stays: Stays
+    ) -> None:
         super().__init__(self._pack, _unpack)
-        self._keeper_of = keeper_of
-        self._smallest = smallest
+        self._offloader_of = offloader_of
+        self._min_bytes = min_bytes
         self._stays = stays
-        # Moved memory by storage object, version and range; the weak reference keeps the object's address
+        # Offloaded memory by storage object, version and range. The weak reference keeps the object's address
         # from being used again.
-        self._known: dict[tuple[int, ...], tuple[StorageWeakRef, weakref.ref[Moved]]] = {}
-        self._most_known = _FEW
+        self._known: dict[tuple[int, ...], tuple[StorageWeakRef, weakref.ref[OffloadedMemory]]] = {}
+        self._prune_at = _FEW
 
-    def _pack(self, tensor: torch.Tensor) -> View | AsItIs:
-        if not fits(tensor) or tensor.is_inference() or tensor.nbytes < self._smallest or self._stays(tensor):
-            return AsItIs.of(tensor)
-        whole, begin = _memory_to_move(tensor)
+    def _pack(self, tensor: torch.Tensor) -> OffloadedView | UnmovedTensor:
+        if (
+            not fits(tensor)
+            or tensor.is_inference()
+            or tensor.nbytes < self._min_bytes
+            or self._stays(tensor)
+        ):
+            return UnmovedTensor.of(tensor)
+        memory, begin = _memory_to_move(tensor)
         storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor._version, begin, whole.nbytes)
+        key = (storage._cdata, tensor._version, begin, memory.nbytes)
         found = self._known.get(key)
         moved = found[1]() if found is not None and not found[0].expired() else None
         if moved is None:
-            keeper = self._keeper_of(tensor.device)
-            moved = Moved(keeper, keeper.keep([whole], "saved tensors"))
+            offloader = self._offloader_of(tensor.device)
+            moved = OffloadedMemory(offloader, offloader.offload([memory], "saved tensors"))
             self._forget()
             self._known[key] = (StorageWeakRef(storage), weakref.ref(moved))
         offset = tensor.storage_offset() - begin // tensor.element_size()
-        return View(moved, tensor.dtype, tensor.shape, tensor.stride(), int(offset))
+        return OffloadedView(moved, tensor.dtype, tensor.shape, tensor.stride(), int(offset))
 
     def _forget(self) -> None:
-        if len(self._known) < self._most_known:
+        if len(self._known) < self._prune_at:
             return
         gone = [key for key, (storage, moved) in self._known.items() if storage.expired() or moved() is None]
         for key in gone:
             del self._known[key]
-        self._most_known = max(_FEW, 2 * len(self._known))
+        self._prune_at = max(_FEW, 2 * len(self._known))
 
 
 def _memory_to_move(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -132,9 +139,9 @@ def _memory_to_move(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     begin, nbytes = tensor.storage_offset() * size, span * size
     if 2 * nbytes >= storage.nbytes():
         begin, nbytes = 0, storage.nbytes()
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-    return whole[begin : begin + nbytes], int(begin)
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    return memory[begin : begin + nbytes], int(begin)
 
 
-def _unpack(packed: View | AsItIs) -> torch.Tensor:
-    return packed.tensor() if isinstance(packed, View) else packed.get()
+def _unpack(packed: OffloadedView | UnmovedTensor) -> torch.Tensor:
+    return packed.tensor() if isinstance(packed, OffloadedView) else packed.get()

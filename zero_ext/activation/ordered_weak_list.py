@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
 
-class Numbered(Protocol):
-    """What stands in a line: its place is its number, from 1 on."""
+class NumberedItem(Protocol):
+    """An item of the list, ordered by its number, from 1 on."""
 
     number: int
 
 
-Item = TypeVar("Item", bound=Numbered)
+Item = TypeVar("Item", bound=NumberedItem)
 
 
-class Line(Generic[Item]):
+class OrderedWeakList(Generic[Item]):
     """Items that others own, each added with a greater number than the one before it.
 
-    One that is gone leaves the line when somebody looks next: whatever thread drops a graph only notes it,
-    in the middle of anything.
+    A dead item is removed at the next call. The thread that drops it, maybe inside a finalizer, only notes
+    its number.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Line(Generic[Item]):
         weakref.finalize(item, self._gone.append, number).atexit = False
 
     def before(self, item: Item) -> Iterator[Item]:
-        """What stands before ``item``, the nearest one first."""
+        """Yield the items before ``item``, the nearest one first."""
         self._forget()
         number = self._before[item.number]
         while number:

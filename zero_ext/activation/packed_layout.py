@@ -1,4 +1,4 @@
-"""Where the memory of several tensors lies in one region of bytes, and the copies there and back."""
+"""The layout of several tensors packed in one region of bytes, and the copies to and from it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _PACKED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Span:
+class TensorSpan:
     """A tensor's memory from its first element to its last, or the elements alone where there are large gaps
-    between them: ``nbytes`` at ``offset`` of the region, strides ``kept``.
+    between them: ``nbytes`` at ``offset`` of the region, strides ``packed_stride``.
 
     An expanded tensor takes its few real elements. Each comes back with its ``stride`` and as many elements
     ``beyond`` a multiple of 64 bytes as it began: what backward recomputes from it is computed by the same
@@ -31,79 +31,81 @@ class Span:
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    kept: tuple[int, ...]
+    packed_stride: tuple[int, ...]
     beyond: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, offset: int) -> Span:
-        """What is kept of ``tensor``, ``offset`` bytes from the first one's begin."""
+    def of(cls, tensor: torch.Tensor, offset: int) -> TensorSpan:
+        """Return the span of ``tensor``, ``offset`` bytes from the start of the region."""
         size, stride = tuple(tensor.shape), tensor.stride()
-        distinct, kept = _distinct(size, stride), stride
+        distinct, packed_stride = _distinct(size, stride), stride
         if elements_of(size, stride) > 2 * math.prod(distinct):
             packed = torch.empty(distinct, device="meta").stride()
-            kept = tuple(new if old else 0 for new, old in zip(packed, stride, strict=True))
-        nbytes = elements_of(size, kept) * tensor.element_size()
+            packed_stride = tuple(new if old else 0 for new, old in zip(packed, stride, strict=True))
+        nbytes = elements_of(size, packed_stride) * tensor.element_size()
         beyond, odd = divmod(tensor.data_ptr() % _GRAIN, tensor.element_size())
-        return cls(offset, nbytes, tensor.dtype, size, stride, kept, 0 if odd else beyond)
+        return cls(offset, nbytes, tensor.dtype, size, stride, packed_stride, 0 if odd else beyond)
 
     def memory_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The bytes of ``tensor`` to keep, uint8 [nbytes]."""
+        """Return the bytes of ``tensor`` to store, uint8 [nbytes]."""
         tensor = tensor.detach()
-        if self.kept != self.stride:
+        if self.packed_stride != self.stride:
             tensor = tensor.as_strided(_distinct(self.size, self.stride), self.stride).contiguous()
         return tensor.as_strided((self.nbytes // tensor.element_size(),), (1,)).view(torch.uint8)
 
     def tensor(self, memory: torch.Tensor) -> torch.Tensor:
         """The tensor as it was: a view of ``memory``, uint8 [nbytes], if it can be one."""
         flat = memory.view(self.dtype)
-        if self.kept == self.stride and not self.beyond:
+        if self.packed_stride == self.stride and not self.beyond:
             return flat.as_strided(self.size, self.stride)
         elements = self.beyond + elements_of(self.size, self.stride)
-        whole = torch.empty(elements, dtype=self.dtype, device=memory.device)
-        if self.kept == self.stride:
-            _copy(whole[self.beyond :].view(torch.uint8), memory, self.dtype)
+        padded = torch.empty(elements, dtype=self.dtype, device=memory.device)
+        if self.packed_stride == self.stride:
+            _copy(padded[self.beyond :].view(torch.uint8), memory, self.dtype)
         else:
             distinct = _distinct(self.size, self.stride)
-            whole.as_strided(distinct, self.stride, self.beyond).copy_(flat.as_strided(distinct, self.kept))
-        return whole.as_strided(self.size, self.stride, self.beyond)
+            padded.as_strided(distinct, self.stride, self.beyond).copy_(
+                flat.as_strided(distinct, self.packed_stride)
+            )
+        return padded.as_strided(self.size, self.stride, self.beyond)
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Tensors side by side in a region of ``nbytes``, of which each of ``parts`` ranks has an equal part."""
+class PackedLayout:
+    """Tensors packed in a region of ``nbytes``, of which each of ``ranks`` ranks has an equal shard."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[TensorSpan, ...]
     nbytes: int
-    parts: int
+    ranks: int
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], parts: int = 1, block: int = _GRAIN) -> Layout:
-        """The layout of ``tensors``; parts are multiples of ``block`` bytes."""
+    def of(cls, tensors: Sequence[torch.Tensor], ranks: int = 1, block: int = _GRAIN) -> PackedLayout:
+        """Return the layout of ``tensors``; shards are multiples of ``block`` bytes."""
         spans, offset = [], 0
         for tensor in tensors:
-            spans.append(Span.of(tensor, offset))
+            spans.append(TensorSpan.of(tensor, offset))
             offset += -(-spans[-1].nbytes // _GRAIN) * _GRAIN
-        grain = parts * block
-        return cls(tuple(spans), -(-offset // grain) * grain, parts)
+        grain = ranks * block
+        return cls(tuple(spans), -(-offset // grain) * grain, ranks)
 
     @property
-    def part_bytes(self) -> int:
-        """Bytes of a rank's part."""
-        return self.nbytes // self.parts
+    def shard_bytes(self) -> int:
+        """Bytes of a rank's shard."""
+        return self.nbytes // self.ranks
 
-    def pack(self, part: torch.Tensor, tensors: Sequence[torch.Tensor], rank: int) -> None:
-        """Fills ``part`` [part_bytes], uint8, with what of ``tensors`` lies in the part of ``rank``."""
-        first = rank * self.part_bytes
+    def pack(self, shard: torch.Tensor, tensors: Sequence[torch.Tensor], rank: int) -> None:
+        """Fill ``shard`` [shard_bytes], uint8, with the shard of ``rank`` of the packed ``tensors``."""
+        first = rank * self.shard_bytes
         for span, tensor in zip(self.spans, tensors, strict=True):
-            begin, end = max(span.offset, first), min(span.offset + span.nbytes, first + self.part_bytes)
+            begin, end = max(span.offset, first), min(span.offset + span.nbytes, first + self.shard_bytes)
             if begin < end:
                 memory = span.memory_of(tensor)
-                into = part[begin - first : end - first]
+                into = shard[begin - first : end - first]
                 _copy(into, memory[begin - span.offset : end - span.offset], span.dtype)
 
     def tensors(self, region: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in ``region`` [nbytes], uint8, with their own sizes and strides: views of it, or copies
-        where kept bytes lie closer together than the tensor's."""
+        where packed bytes are closer together than those of the tensor."""
         return [span.tensor(region[span.offset : span.offset + span.nbytes]) for span in self.spans]
 
 
@@ -126,7 +128,7 @@ def _distinct(size: Sequence[int], stride: Sequence[int]) -> list[int]:
 
 
 def fits(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but plain memory: its bytes are all there is to keep of it."""
+    """Whether a tensor is nothing but plain memory: its bytes are all there is to store of it."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided

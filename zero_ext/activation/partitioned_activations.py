@@ -1,4 +1,4 @@
-"""Inputs that several ranks hold alike, each rank keeping its part: the comparison, and the way back."""
+"""Partitioned inputs: several ranks hold the same ones, and each stores a shard."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from zero_ext.activation.fingerprint import Fingerprint, checksum
-from zero_ext.activation.packed_layout import Layout
-from zero_ext.activation.transfer_counters import Counters
+from zero_ext.activation.packed_layout import PackedLayout
+from zero_ext.activation.transfer_counters import TransferCounters
 from zero_ext.comm.process_group import make_collectives
 
 _FIX = (
@@ -18,12 +18,12 @@ _FIX = (
 )
 
 
-class DifferentInputs(RuntimeError):
+class DifferentInputsError(RuntimeError):
     """The ranks of the group hold different inputs; every one of them raises this."""
 
 
-class Partition:
-    """The ranks of ``group`` keep 1/N of each call's inputs, which are the same on all of them.
+class ActivationPartition:
+    """The ranks of ``group`` store 1/N of each call's inputs, which are the same on all of them.
 
     A collective of the group's ranks, all of which passed :func:`check_group`. What it sends is counted in
     ``counters``.
@@ -34,10 +34,10 @@ class Partition:
         group: dist.ProcessGroup,
         device: torch.device,
         timeout_seconds: float,
-        counters: Counters,
+        counters: TransferCounters,
     ) -> None:
         self._collectives = make_collectives(group, timeout_seconds, device)
-        self._collectives.bus, self._collectives.wire = counters.bus, counters.wire
+        self._collectives.bus, self._collectives.traffic = counters.bus, counters.traffic
         self._device = device
         self._compares_all = True  # until backward begins for the first time
         self._compares_next = True  # false while there are calls that the next gather compares
@@ -55,9 +55,9 @@ class Partition:
         return self._collectives.world_size
 
     def compare(self, tensors: Sequence[torch.Tensor], name: str) -> None:
-        """Raises :class:`DifferentInputs` on all ranks unless all of them call it with the same ``tensors``,
-        maybe none. Once backward has begun for the first time it does so for the first tensors after each
-        backward; the other ones are compared together, in the first :meth:`gather`."""
+        """Raise :class:`DifferentInputsError` unless all ranks call it with the same ``tensors``, maybe none.
+        Once backward has begun for the first time it does so for the first tensors after each
+        backward; the other ones are compared in the first :meth:`gather`."""
         if self.size == 1:
             return
         if self._compares_all or self._compares_next:
@@ -71,27 +71,28 @@ class Partition:
             self._later.add(tensors)
             self._names[name] = None
 
-    def gather(self, part: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """The region [layout.nbytes] of which this rank has ``part`` [layout.part_bytes].
+    def gather(self, shard: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+        """Return the region [layout.nbytes] of which this rank has ``shard`` [layout.shard_bytes].
 
-        Raises :class:`DifferentInputs` on all ranks if calls since the last backward had different tensors.
+        Raises :class:`DifferentInputsError` on all ranks if calls since the last backward had different
+        tensors.
         """
         if self.size == 1:
-            return part
+            return shard
         compared, self._compares_all, self._compares_next = self._compares_next, False, True
         if not compared:
             self._agree_on_later()
-        region = torch.empty(layout.nbytes, dtype=torch.uint8, device=part.device)
-        label = f"kept inputs of {layout.nbytes} bytes"
-        self._collectives.gather(region, part, "activations", label).wait()
+        region = torch.empty(layout.nbytes, dtype=torch.uint8, device=shard.device)
+        label = f"partitioned inputs of {layout.nbytes} bytes"
+        self._collectives.gather(region, shard, "activations", label).wait()
         return region
 
     def _agree_on_later(self) -> None:
         later, self._later = self._later, Fingerprint(self._device)
         names, self._names = self._names, {}
         found = torch.empty(self.size, dtype=torch.int64, device=self._device)
-        # By the way of the gather that comes next: who gave up before it tells why there.
-        label = "comparison of the kept inputs of calls since the last backward"
+        # Over the transport of the next gather: a rank that aborted before it reports its reason there.
+        label = "comparison of the partitioned inputs of calls since the last backward"
         self._collectives.gather(found, later.value(), "scalars", label).wait()
         called = ", ".join(names) or "none here"
         self._check(found, f"inputs of the later calls since the last backward ({called})")
@@ -101,15 +102,15 @@ class Partition:
         seen = found.tolist()
         differ = [rank for rank in range(self.size) if seen[rank] != seen[0]]
         if differ:
-            raise DifferentInputs(
+            raise DifferentInputsError(
                 f"rank {self.rank} of the activation group: the {what} differ between the ranks: ranks "
                 f"{differ} hold other values, shapes, strides or dtypes than rank 0, or move others of them "
-                f"(smallest_bytes), so no rank can keep a part for the others. {_FIX}."
+                f"(min_offload_bytes), so no rank can store a shard for the others. {_FIX}."
             )
 
-    def give_up(self, reason: str) -> None:
-        """Has the other ranks fail, which wait for this one, with ``reason``."""
-        self._collectives.give_up(reason)
+    def abort(self, reason: str) -> None:
+        """Fail the other ranks, which wait for this one, with ``reason``."""
+        self._collectives.abort(reason)
 
 
 def check_group(group: dist.ProcessGroup | None, data_parallel_group: dist.ProcessGroup | None) -> None:
@@ -124,6 +125,6 @@ def check_group(group: dist.ProcessGroup | None, data_parallel_group: dist.Proce
     if len(ranks & others) > 1:
         raise ValueError(
             f"activation_group has ranks {sorted(ranks)}, of which {sorted(ranks & others)} are "
-            f"data-parallel: they see different samples, so none can keep a part of another's "
+            f"data-parallel: they see different samples, so none can store a shard of another's "
             f"activations. {_FIX}."
         )

@@ -18,7 +18,7 @@ Context = contextlib.AbstractContextManager[Any]
 
 
 class NamedErrors:
-    """Inside a call that torch checkpoints, its errors of backward say which call they are about."""
+    """Inside a call that torch checkpoints, its errors of backward name the call."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -50,8 +50,8 @@ class Recomputation:
     """The context of every recomputation of one call; entered again where backward is repeated.
 
     ``streams``, and the ``generators`` that the call was given, continue from where they were when this was
-    made, and go back afterwards; ``current`` makes the contexts that a recomputation needs besides. Whoever
-    listens to ``bus`` hears how long it took.
+    made, and go back afterwards; ``current`` makes the contexts that a recomputation needs besides. The
+    duration is published on ``bus``.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Recomputation:
         self._synchronize()
         with contextlib.ExitStack() as stack:
             if self._bus:
-                stack.callback(self._tell, self._bus, time.perf_counter())
+                stack.callback(self._publish, self._bus, time.perf_counter())
             stack.callback(self._synchronize)
             stack.callback(self._streams.set_states, self._streams.get_states())
             self._streams.set_states(self._states)
@@ -94,13 +94,13 @@ class Recomputation:
     ) -> bool | None:
         return self._entered.pop().__exit__(kind, error, trace)
 
-    def _tell(self, bus: Bus, began: float) -> None:
+    def _publish(self, bus: Bus, began: float) -> None:
         bus.publish(ActivationEnd("recompute", self._name, began, time.perf_counter() - began, 0))
 
 
 @contextlib.contextmanager
-def together(*contexts: Context) -> Any:
-    """One context of several."""
+def nested_contexts(*contexts: Context) -> Any:
+    """Enter several contexts as one."""
     with contextlib.ExitStack() as stack:
         for each in contexts:
             stack.enter_context(each)

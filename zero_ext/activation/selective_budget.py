@@ -1,4 +1,4 @@
-"""What of a call to keep under a budget of bytes: its first run is measured, op by op."""
+"""Choose the results of a call to save under a budget of bytes, by measuring its first run op by op."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from zero_ext.activation.selective_policy import COLLECTIVES, Step, draws, tenso
 
 
 @dataclass(frozen=True)
-class Measured:
-    """An op of a call: the bytes of its results, and the seconds that keeping them saves."""
+class MeasuredOp:
+    """An op of a call: the bytes of its results, and the seconds of recomputation that saving them avoids."""
 
     step: Step
     nbytes: int
     seconds: float
 
 
-def choose(steps: Sequence[Measured], budget: int) -> frozenset[Step]:
-    """The steps to keep in ``budget`` bytes: by seconds saved a byte, or the best single one if that saves
-    more (at least half of what the best choice would save)."""
+def choose(steps: Sequence[MeasuredOp], budget: int) -> frozenset[Step]:
+    """Return the steps to save in ``budget`` bytes, by seconds saved per byte.
+
+    It is the best single step if that saves more. The choice saves at least half of what the best one would.
+    """
     fitting = [each for each in steps if 0 < each.nbytes <= budget and each.seconds > 0]
     chosen, left = [], budget
     for each in sorted(fitting, key=lambda each: each.nbytes / each.seconds):
@@ -46,13 +48,13 @@ class MeasuringMode(TorchDispatchMode):
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
         self._clock = clock
-        self._steps: dict[Step, tuple[Measured, list[StorageWeakRef]]] = {}
+        self._steps: dict[Step, tuple[MeasuredOp, list[StorageWeakRef]]] = {}
         self._count: Counter[Any] = Counter()
         self._synchronizes = device.type != "cpu"
 
     @property
-    def steps(self) -> list[Measured]:
-        """The ops whose results can be kept: no view, nothing random, nothing that was changed later."""
+    def steps(self) -> list[MeasuredOp]:
+        """The ops whose results can be saved: no view, nothing random, nothing that was changed later."""
         return [measured for measured, _ in self._steps.values()]
 
     def __torch_dispatch__(
@@ -73,17 +75,17 @@ class MeasuringMode(TorchDispatchMode):
             nbytes = sum(storage.nbytes() for storage in storages)
             # Weak references keep the objects' addresses from being used again.
             weak = [StorageWeakRef(storage) for storage in storages]
-            self._steps[step] = (Measured(step, nbytes, seconds), weak)
+            self._steps[step] = (MeasuredOp(step, nbytes, seconds), weak)
         return out
 
     def _forget_changed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if not (isinstance(func, OpOverload) and _changes(func)):
             return
-        given = {each.untyped_storage()._cdata for each in tensors_of((args, dict(kwargs)))}
+        inputs = {each.untyped_storage()._cdata for each in tensors_of((args, dict(kwargs)))}
         self._steps = {
             step: found
             for step, found in self._steps.items()
-            if all(storage.cdata not in given for storage in found[1])
+            if all(storage.cdata not in inputs for storage in found[1])
         }
 
     def _synchronize(self) -> None:
@@ -92,7 +94,7 @@ class MeasuringMode(TorchDispatchMode):
 
 
 def _changes(op: OpOverload) -> bool:
-    """Whether tensors that ``op`` is given are others afterwards, or may be."""
+    """Return whether ``op`` changes its input tensors, or may do so."""
     return op._schema.is_mutable or op.namespace in COLLECTIVES
 
 
@@ -103,5 +105,5 @@ def _can_stay(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: An
         return False
     if draws(func, args, kwargs):
         return False
-    given = {each.untyped_storage()._cdata for each in tensors_of((args, dict(kwargs)))}
-    return all(each.untyped_storage()._cdata not in given for each in tensors_of(out))
+    inputs = {each.untyped_storage()._cdata for each in tensors_of((args, dict(kwargs)))}
+    return all(each.untyped_storage()._cdata not in inputs for each in tensors_of(out))

@@ -1,4 +1,4 @@
-"""Which results of a checkpointed call stay and are not computed again: those of named ops, or a plan's."""
+"""Selective checkpointing: save the results of named ops, or those that a plan chose."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def named_ops(names: Sequence[str]) -> frozenset[OpOverload]:
     for name in names:
         op: Any = torch.ops
         try:
-            for part in name.split("."):
-                op = getattr(op, part)
+            for attribute in name.split("."):
+                op = getattr(op, attribute)
         except AttributeError:
             op = None
         if isinstance(op, OpOverloadPacket):
@@ -42,15 +42,15 @@ def named_ops(names: Sequence[str]) -> frozenset[OpOverload]:
             found.add(op)
         else:
             raise ValueError(
-                f"activation_checkpointing.keep has {name!r}, which torch does not know as an op; write "
+                f"activation_checkpointing.save_ops has {name!r}, which torch does not know as an op; write "
                 "namespace and name, such as 'aten.mm' or 'aten._scaled_dot_product_flash_attention'"
             )
     for each in sorted(found, key=str):
         if each.namespace in COLLECTIVES:
             does = "changes tensors that it is given" if each.namespace == "c10d" else "other ranks wait for"
             raise ValueError(
-                f"activation_checkpointing.keep has '{each}', which {does}: backward has to run it again. "
-                "Remove it, or keep an op after it."
+                f"activation_checkpointing.save_ops has '{each}', which {does}: backward has to run it "
+                "again. Remove it, or save an op after it."
             )
     return frozenset(found)
 
@@ -59,10 +59,12 @@ def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of ``op`` takes random numbers: skipping it would shift those of the ops after it."""
     if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    for place, argument in enumerate(op._schema.arguments):
+    for index, argument in enumerate(op._schema.arguments):
         if argument.name in _PROBABILITIES:
-            given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
-            return given is None or float(given) > 0.0
+            probability = (
+                args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+            )
+            return probability is None or float(probability) > 0.0
     return True
 
 
@@ -75,8 +77,8 @@ def _storages(tree: Any) -> Iterable[torch.UntypedStorage]:
     return (each.untyped_storage() for each in tensors_of(tree) if each.layout is torch.strided)
 
 
-class _Kept:
-    """The memory of a call's kept results, which no collective may change: torch would not notice."""
+class _SavedResults:
+    """The memory of a call's saved results, which no collective may change: torch would not notice."""
 
     def __init__(self, setting: str) -> None:
         self._setting = setting
@@ -96,40 +98,41 @@ class _Kept:
             _, maker = self._makers.get(storage._cdata, (None, None))
             if maker is not None:
                 raise ValueError(
-                    f"{self._setting} keeps the result of '{maker}', which '{op}' gets: run again in "
+                    f"{self._setting} saves the result of '{maker}', which '{op}' gets: run again in "
                     "backward, the collective would start from what it left there. Give it a copy "
-                    f"(tensor.clone()), or do not keep '{maker}'."
+                    f"(tensor.clone()), or do not save '{maker}'."
                 )
 
 
-def keeping_ops(ops: frozenset[OpOverload]) -> Contexts:
-    """Contexts of a call and of its recomputation that keep the results of ``ops``."""
-    kept = _Kept("activation_checkpointing.keep")
+def contexts_saving_ops(ops: frozenset[OpOverload]) -> Contexts:
+    """Contexts of a call and of its recomputation that save the results of ``ops``."""
+    saved = _SavedResults("activation_checkpointing.save_ops")
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        kept.check(op, args, kwargs)
+        saved.check(op, args, kwargs)
         if op not in ops:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if draws(op, args, kwargs):
             raise ValueError(
-                f"activation_checkpointing.keep has '{op}', which draws random numbers here: if it were not "
-                "run again, the ops after it would get other numbers than in forward. Remove it from keep."
+                f"activation_checkpointing.save_ops has '{op}', which draws random numbers here: if it were "
+                "not run again, the ops after it would get other numbers than in forward. Remove it from "
+                "save_ops."
             )
-        kept.add(op, context.op_output)
+        saved.add(op, context.op_output)
         return CheckpointPolicy.MUST_SAVE
 
     return create_selective_checkpoint_contexts(policy)
 
 
-def keeping_steps(steps: frozenset[Step], budget: int) -> Contexts:
-    """Contexts that keep the results of a plan's steps, those that fit into ``budget`` bytes: the call may be
+def contexts_saving_steps(steps: frozenset[Step], budget: int) -> Contexts:
+    """Contexts that save the results of a plan's steps, those that fit into ``budget`` bytes: the call may be
     another one than the one that was measured."""
     count: Counter[Any] = Counter()
-    kept, left = _Kept("activation_checkpointing.keep_bytes"), budget
+    saved, left = _SavedResults("activation_checkpointing.save_budget_bytes"), budget
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         nonlocal left
-        kept.check(op, args, kwargs)
+        saved.check(op, args, kwargs)
         step = (op, count[op])
         count[op] += 1
         if step not in steps or draws(op, args, kwargs):
@@ -138,7 +141,7 @@ def keeping_steps(steps: frozenset[Step], budget: int) -> Contexts:
         if nbytes > left:
             return CheckpointPolicy.PREFER_RECOMPUTE
         left -= nbytes
-        kept.add(op, context.op_output)
+        saved.add(op, context.op_output)
         return CheckpointPolicy.MUST_SAVE
 
     return create_selective_checkpoint_contexts(policy)

@@ -1,24 +1,24 @@
-"""Who counts what checkpointed calls move: an engine's own counters, or those of one's own."""
+"""Counters of what checkpointed calls move, those of an engine or separate ones."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zero_ext.comm import WireLog
+from zero_ext.comm import TrafficStats
 from zero_ext.config.events import Bus
-from zero_ext.offload import TransferLog
+from zero_ext.offload import TransferStats
 
 
 @dataclass(frozen=True)
-class Counters:
-    """Where kept inputs are counted.
+class TransferCounters:
+    """Counters of offloaded and partitioned inputs.
 
     Attributes:
-        bus: hears of collectives, of waits for storage, and of calls where ``profile`` is set.
-        wire: bytes between the ranks, "activations" where inputs are gathered, "scalars" where compared.
+        bus: publishes collectives, waits for storage, and calls where ``profile`` is set.
+        traffic: bytes between the ranks, "activations" where inputs are gathered, "scalars" where compared.
         transfers: bytes between the tiers.
     """
 
     bus: Bus = field(default_factory=Bus)
-    wire: WireLog = field(default_factory=WireLog)
-    transfers: TransferLog = field(default_factory=TransferLog)
+    traffic: TrafficStats = field(default_factory=TrafficStats)
+    transfers: TransferStats = field(default_factory=TransferStats)

@@ -53,7 +53,9 @@ class BlockLayout:
                     f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, wanted contiguous int32 of "
                     f"shape {shape}"
                 )
-        if all(type(part) is torch.Tensor and part.is_cpu for part in (self.row_pointers, self.columns)):
+        if all(
+            type(tensor) is torch.Tensor and tensor.is_cpu for tensor in (self.row_pointers, self.columns)
+        ):
             _check_rows(self.row_pointers, self.columns, self.column_blocks)
 
     @property
@@ -68,17 +70,17 @@ class BlockLayout:
 
     @property
     def blocks(self) -> int:
-        """Blocks of all layouts together."""
+        """Blocks of all layouts in total."""
         return self.columns.numel()
 
     @property
     def density(self) -> float:
-        """Blocks there are, as a part of all."""
+        """Fraction of all blocks that are present."""
         return self.blocks / (self.heads * self.row_blocks * self.column_blocks)
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self.columns.device
 
     @property
@@ -104,7 +106,7 @@ class BlockLayout:
         in_host = self.row_pointers.cpu(), self.columns.cpu()
         if not self.columns.is_cpu:
             _check_rows(*in_host, self.column_blocks)
-        pointers, columns = (part.numpy() for part in in_host)
+        pointers, columns = (tensor.numpy() for tensor in in_host)
         # numpy sorts 16-bit keys by radix, which is several times faster.
         narrow = columns.astype(np.uint16) if self.column_blocks <= 1 << 16 else columns
         column_pointers = np.empty((self.heads, self.column_blocks + 1), dtype=np.int32)
@@ -117,7 +119,7 @@ class BlockLayout:
             counts = np.bincount(columns[start:stop], minlength=self.column_blocks)
             column_pointers[head, 0] = start
             column_pointers[head, 1:] = start + np.cumsum(counts)
-        return tuple(torch.from_numpy(part).to(self.device) for part in (column_pointers, rows))  # type: ignore[return-value]
+        return tuple(torch.from_numpy(tensor).to(self.device) for tensor in (column_pointers, rows))  # type: ignore[return-value]
 
     @torch._dynamo.disable
     @torch.inference_mode(False)
@@ -125,11 +127,11 @@ class BlockLayout:
         """The same layout with its tensors on `device`; itself if they are there."""
         if torch.device(device) == self.device:
             return self
-        parts = (self.row_pointers.to(device), self.columns.to(device))
-        return BlockLayout(self.block, self.heads, self.query_length, self.key_length, *parts)
+        tensors = (self.row_pointers.to(device), self.columns.to(device))
+        return BlockLayout(self.block, self.heads, self.query_length, self.key_length, *tensors)
 
     def block_mask(self) -> torch.Tensor:
-        """bool [heads, row blocks, column blocks], for pictures and tests.
+        """bool [heads, row blocks, column blocks], for plots and tests.
 
         Raises ValueError beyond 16,384 rows or columns: the point of a layout is not to have this.
         """
@@ -167,7 +169,7 @@ class BlockLayout:
     ) -> BlockLayout:
         """A layout of the True entries of `mask`, bool [rows, columns] or [heads, rows, columns] of blocks.
 
-        Rows may be empty: their queries get zeros. Lengths default to whole blocks.
+        Rows may be empty: their queries get zeros. Lengths default to full blocks.
 
         Raises:
             ValueError: the mask has another dtype or shape or more than 2**31 - 1 blocks, or a length
@@ -228,12 +230,12 @@ def _check_rows(pointers: torch.Tensor, columns: torch.Tensor, column_blocks: in
         raise ValueError("columns do not ascend within every row; sort each row and drop what repeats")
 
 
-def _length(name: str, given: int | None, blocks: int, block: int) -> int:
-    if given is None:
+def _length(name: str, length: int | None, blocks: int, block: int) -> int:
+    if length is None:
         return blocks * block
-    if -(-given // block) != blocks:
+    if -(-length // block) != blocks:
         raise ValueError(
-            f"{name} is {given}, which takes {-(-given // block)} blocks of {block}, but the block mask has "
-            f"{blocks}; pass the length that the mask is for"
+            f"{name} is {length}, which needs {-(-length // block)} blocks of {block}, but the block mask "
+            f"has {blocks}; pass the length that the mask is for"
         )
-    return given
+    return length

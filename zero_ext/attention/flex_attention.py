@@ -39,8 +39,8 @@ class LayoutMask:
     ) -> torch.Tensor:
         """Bool, of the indices' shape."""
         layout_head = head if self.bits.shape[0] > 1 else 0
-        place = query % TILE // self.block * (TILE // self.block) + key % TILE // self.block
-        found = (self.bits[layout_head, query // TILE, key // TILE] >> place) & 1 != 0
+        bit = query % TILE // self.block * (TILE // self.block) + key % TILE // self.block
+        found = (self.bits[layout_head, query // TILE, key // TILE] >> bit) & 1 != 0
         return found if self.shift is None else found & (key <= query + self.shift)
 
 

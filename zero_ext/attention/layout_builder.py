@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from zero_ext.attention.block_layout import MOST_BLOCKS, BlockLayout
 from zero_ext.attention.random_blocks import Integers, random_columns
 from zero_ext.attention.row_pattern import RowPattern, compressed_rows
-from zero_ext.config.sections.sparse_attention import SparseAttentionPolicy
+from zero_ext.config.sections.sparse_attention import SparseAttentionConfig
 
 MOST_TOKENS = 1 << 30  # what the kernels take
 
@@ -19,7 +19,7 @@ MOST_TOKENS = 1 << 30  # what the kernels take
 @torch._dynamo.disable
 @torch.inference_mode(False)
 def build_layout(
-    policy: SparseAttentionPolicy,
+    policy: SparseAttentionConfig,
     heads: int,
     length: int,
     *,
@@ -49,18 +49,22 @@ def build_layout(
     rows = np.arange(first, columns, dtype=np.int64)
     causal = causal or policy.unidirectional
     layouts = policy.layout_heads(heads)
-    parts = [
+    compressed = [
         compressed_rows(_bounded(_pattern(policy, head, rows, columns), rows, columns, causal))
         for head in range(layouts)
     ]
-    starts = np.cumsum([0, *(found.shape[0] for _, found in parts)])
+    starts = np.cumsum([0, *(found.shape[0] for _, found in compressed)])
     if starts[-1] > MOST_BLOCKS:
         raise ValueError(
             f"the layout has {int(starts[-1]):,} blocks over {layouts} heads, wanted at most "
             f"{MOST_BLOCKS:,}; take larger blocks, fewer of them, or different_layout_per_head false"
         )
-    pointers = np.stack([part + start for (part, _), start in zip(parts, starts[:-1], strict=True)])
-    found = parts[0][1] if layouts == 1 else np.concatenate([part for _, part in parts])
+    pointers = np.stack(
+        [own_pointers + start for (own_pointers, _), start in zip(compressed, starts[:-1], strict=True)]
+    )
+    found = (
+        compressed[0][1] if layouts == 1 else np.concatenate([own_columns for _, own_columns in compressed])
+    )
     return BlockLayout(
         block=policy.block,
         heads=layouts,
@@ -84,7 +88,7 @@ def _bounded(pattern: RowPattern, rows: Integers, columns: int, causal: bool) ->
     return RowPattern(low, high, limit, np.unique(pattern.global_columns[inside]), pattern.random)
 
 
-def _pattern(policy: SparseAttentionPolicy, head: int, rows: Integers, columns: int) -> RowPattern:
+def _pattern(policy: SparseAttentionConfig, head: int, rows: Integers, columns: int) -> RowPattern:
     """The blocks of `rows`, not yet cut off at the sequence's end nor at the diagonal."""
     none = np.empty(0, dtype=np.int64)
     if policy.mode == "dense":
@@ -113,24 +117,24 @@ def _pattern(policy: SparseAttentionPolicy, head: int, rows: Integers, columns: 
 def _across(
     low: Integers, high: Integers, rows: Integers, found: Integers, columns: int, horizontal: bool
 ) -> RowPattern:
-    """A band and global columns; rows of global blocks take all columns where `horizontal`."""
+    """A band and global columns; rows of global blocks have all columns where `horizontal`."""
     if horizontal:
-        whole = np.isin(rows, found)
-        low, high = np.where(whole, 0, low), np.where(whole, columns, high)
+        full = np.isin(rows, found)
+        low, high = np.where(full, 0, low), np.where(full, columns, high)
     return RowPattern(low, high, rows, found)
 
 
-def _fixed_globals(policy: SparseAttentionPolicy, head: int, columns: int) -> Integers:
+def _fixed_globals(policy: SparseAttentionConfig, head: int, columns: int) -> Integers:
     """The global blocks of every window; those of a last, shorter one end with it at the latest.
 
-    Unidirectional ones stay where a whole window has them, so that no token's blocks depend on what follows.
+    Unidirectional ones stay where a full window has them, so that no token's blocks depend on what follows.
     """
     size, width = policy.num_local_blocks, policy.num_global_blocks
     first = size - (1 + head % policy.num_different_global_patterns) * width
-    whole = columns - columns % size
-    starts = np.arange(first, whole, size, dtype=np.int64)
-    if whole < columns:
-        last = whole + first if policy.unidirectional else min(whole + first, columns - width)
+    full = columns - columns % size
+    starts = np.arange(first, full, size, dtype=np.int64)
+    if full < columns:
+        last = full + first if policy.unidirectional else min(full + first, columns - width)
         starts = np.append(starts, max(0, min(last, columns)))
     found = np.unique(starts[:, None] + np.arange(min(width, columns), dtype=np.int64))
     return found[found < columns]
@@ -140,15 +144,15 @@ def _windows(sizes: tuple[int, ...], rows: Integers, columns: int) -> tuple[Inte
     """First block of each row's window, and the end of it."""
     ends = np.cumsum(np.minimum(sizes, columns))
     last = min(sizes[-1], columns)
-    place = np.searchsorted(ends, rows, side="right")
-    listed = np.minimum(place, ends.shape[0] - 1)
+    window = np.searchsorted(ends, rows, side="right")
+    listed = np.minimum(window, ends.shape[0] - 1)
     beyond = (rows - ends[-1]) // last * last + ends[-1]
-    low = np.where(place < ends.shape[0], np.concatenate(([0], ends))[listed], beyond)
-    high = np.where(place < ends.shape[0], ends[listed], beyond + last)
+    low = np.where(window < ends.shape[0], np.concatenate(([0], ends))[listed], beyond)
+    high = np.where(window < ends.shape[0], ends[listed], beyond + last)
     return low, np.minimum(high, columns)
 
 
-def _indexed_globals(policy: SparseAttentionPolicy, columns: int) -> Integers:
+def _indexed_globals(policy: SparseAttentionConfig, columns: int) -> Integers:
     ranges = [
         np.arange(min(start, columns), min(end, columns), dtype=np.int64)
         for start, end in policy.global_ranges
@@ -157,7 +161,7 @@ def _indexed_globals(policy: SparseAttentionPolicy, columns: int) -> Integers:
 
 
 def _randomly(
-    policy: SparseAttentionPolicy, head: int, rows: Integers, columns: int, pattern: RowPattern
+    policy: SparseAttentionConfig, head: int, rows: Integers, columns: int, pattern: RowPattern
 ) -> RowPattern:
     """`pattern` with the random columns of the policy, of all columns or of those up to the diagonal."""
     if policy.random_blocks == 0:
@@ -180,12 +184,12 @@ class LayoutCache:
 
     Args:
         policy: what layouts are built by.
-        kept: layouts held; the one that was not used for longest goes.
+        capacity: layouts cached; the least recently used one is evicted.
     """
 
-    def __init__(self, policy: SparseAttentionPolicy, kept: int = 8) -> None:
+    def __init__(self, policy: SparseAttentionConfig, capacity: int = 8) -> None:
         self.policy = policy
-        self._kept = kept
+        self._capacity = capacity
         self._built: OrderedDict[tuple[object, ...], BlockLayout] = OrderedDict()
 
     def get(
@@ -211,7 +215,7 @@ class LayoutCache:
         # dropped since the look-up need not be kept.
         try:
             self._built.move_to_end(key)
-            while len(self._built) > self._kept:
+            while len(self._built) > self._capacity:
                 self._built.popitem(last=False)
         except KeyError:
             pass

@@ -108,8 +108,8 @@ def extend_positions(embedding: nn.Embedding, positions: int, reserved: int = 0)
             f"{positions} positions wanted, the embedding has {rows} and {reserved} reserved rows"
         )
     old = embedding.weight
-    places = torch.arange(positions, device=old.device) % rows + reserved
+    source_rows = torch.arange(positions, device=old.device) % rows + reserved
     with torch.no_grad():
-        weight = torch.cat((old[:reserved], old[places]))
+        weight = torch.cat((old[:reserved], old[source_rows]))
     embedding.weight = nn.Parameter(weight, requires_grad=old.requires_grad)
     embedding.num_embeddings = reserved + positions

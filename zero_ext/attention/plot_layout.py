@@ -1,4 +1,4 @@
-"""Layouts as a picture: a square of blocks for each head that differs."""
+"""Plot layouts: a square of blocks for each head that differs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plot_layout(layout: BlockLayout, path: Path, title: str = "") -> Path:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("a picture needs matplotlib: pip install matplotlib") from None
+        raise ModuleNotFoundError("plot_layout needs matplotlib: pip install matplotlib") from None
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
 
@@ -42,21 +42,21 @@ def plot_layout(layout: BlockLayout, path: Path, title: str = "") -> Path:
     with matplotlib.rc_context({"font.size": 9}):
         figure = Figure(figsize=(side * across + 0.6, side * down + 0.7), layout="constrained")
         panels = figure.subplots(down, across, squeeze=False)
-        for place, axes in enumerate(panels.flat):
-            if place >= shown:
+        for head, axes in enumerate(panels.flat):
+            if head >= shown:
                 axes.set_axis_off()
                 continue
-            cells = density_cells(layout, place)
+            cells = density_cells(layout, head)
             axes.imshow(cells**_GAMMA, cmap=colours, vmin=0, vmax=1, extent=extent, interpolation="nearest")
             axes.tick_params(labelsize=8)
             for ticks, length in ((axes.xaxis, layout.key_length), (axes.yaxis, layout.query_length)):
-                places = [length * part // _TICKS for part in range(_TICKS + 1)]
-                ticks.set_ticks(places, [f"{tokens:,}" for tokens in places])
+                positions = [length * tick // _TICKS for tick in range(_TICKS + 1)]
+                ticks.set_ticks(positions, [f"{tokens:,}" for tokens in positions])
             if layout.heads > 1:
-                axes.set_title(f"head {place}", fontsize=9)
-            if place % across == 0:
+                axes.set_title(f"head {head}", fontsize=9)
+            if head % across == 0:
                 axes.set_ylabel("query, tokens")
-            if place // across == down - 1:
+            if head // across == down - 1:
                 axes.set_xlabel("key, tokens")
         facts = f"{layout.blocks:,} blocks of {layout.block} × {layout.block}, {layout.density:.2%} of all"
         figure.suptitle(f"{title}\n{facts}" if title else facts, fontsize=10)
@@ -65,8 +65,7 @@ def plot_layout(layout: BlockLayout, path: Path, title: str = "") -> Path:
 
 
 def density_cells(layout: BlockLayout, head: int) -> npt.NDArray[np.float64]:
-    """Of one head, the part of each cell's blocks that there are, at most 256 cells a side; never the whole
-    mask."""
+    """Return the density of each cell of one head, at most 256 cells per side, without the full mask."""
     step = max(1, -(-max(layout.row_blocks, layout.column_blocks) // _MOST_CELLS))
     shape = (-(-layout.row_blocks // step), -(-layout.column_blocks // step))
     pointers = layout.row_pointers[head].cpu().numpy().astype(np.int64)

@@ -22,12 +22,12 @@ def random_columns(rows: Integers, available: Integers, count: int, seed: int, h
     chosen = np.full((rows.shape[0], count), -1, dtype=np.int64)
     stream = _mixed(np.array([seed], dtype=np.uint64) + _GOLDEN * np.array([head + 1], dtype=np.uint64))
     key = _mixed(stream + _GOLDEN * (rows.astype(np.uint64) + np.uint64(1)))
-    for place in range(count):
-        top = available - np.minimum(available, count) + place  # the largest that this draw may give
-        words = _mixed(key + _GOLDEN * np.array([place + 1], dtype=np.uint64))
+    for draw in range(count):
+        top = available - np.minimum(available, count) + draw  # the largest that this draw may give
+        words = _mixed(key + _GOLDEN * np.array([draw + 1], dtype=np.uint64))
         drawn = _below(words, np.maximum(top, 0) + 1)
-        taken = (chosen[:, :place] == drawn[:, None]).any(axis=1)
-        chosen[:, place] = np.where(top < available, np.where(taken, top, drawn), -1)
+        repeated = (chosen[:, :draw] == drawn[:, None]).any(axis=1)
+        chosen[:, draw] = np.where(top < available, np.where(repeated, top, drawn), -1)
     return chosen
 
 

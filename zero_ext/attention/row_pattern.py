@@ -36,7 +36,7 @@ class RowPattern:
     global_columns: Integers
     random: Integers | None = None
 
-    def part(self, rows: slice) -> RowPattern:
+    def of_rows(self, rows: slice) -> RowPattern:
         """The pattern of some of the rows."""
         random = None if self.random is None else self.random[rows]
         return RowPattern(self.low[rows], self.high[rows], self.limit[rows], self.global_columns, random)
@@ -44,7 +44,7 @@ class RowPattern:
 
 def compressed_rows(pattern: RowPattern) -> tuple[Integers, Compressed]:
     """Row pointers [rows + 1] and ascending columns. Raises ValueError beyond 2**31 - 1 blocks."""
-    first, resume, last = _global_places(pattern)
+    first, resume, last = _global_ranges(pattern)
     counts = first + (pattern.high - pattern.low) + (last - resume)
     most = int(counts.sum()) + (0 if pattern.random is None else pattern.random.size)
     if most > MOST_BLOCKS:
@@ -53,13 +53,13 @@ def compressed_rows(pattern: RowPattern) -> tuple[Integers, Compressed]:
             "fewer of them"
         )
     if pattern.random is not None:
-        parts = [_with_random(pattern.part(rows)) for rows in _portions(counts)]
-        sizes = np.concatenate([size for size, _ in parts])
-        return _pointers(sizes), np.concatenate([columns for _, columns in parts])
+        chunks = [_with_random(pattern.of_rows(rows)) for rows in _portions(counts)]
+        sizes = np.concatenate([size for size, _ in chunks])
+        return _pointers(sizes), np.concatenate([columns for _, columns in chunks])
     columns = np.empty(most, dtype=np.int32)
     pointers = _pointers(counts)
     for rows in _portions(counts):
-        columns[pointers[rows.start] : pointers[rows.stop]] = _columns(pattern.part(rows))
+        columns[pointers[rows.start] : pointers[rows.stop]] = _columns(pattern.of_rows(rows))
     return pointers, columns
 
 
@@ -80,8 +80,8 @@ def _portions(counts: Integers) -> Iterator[slice]:
         start = stop
 
 
-def _global_places(pattern: RowPattern) -> tuple[Integers, Integers, Integers]:
-    """Of each row, how many global columns lie before the band, before its end, and below the limit."""
+def _global_ranges(pattern: RowPattern) -> tuple[Integers, Integers, Integers]:
+    """Return per row the global columns before the band, before its end, and below the limit."""
     first = np.searchsorted(pattern.global_columns, pattern.low)
     resume = np.searchsorted(pattern.global_columns, pattern.high)
     last = np.searchsorted(pattern.global_columns, pattern.limit)
@@ -90,7 +90,7 @@ def _global_places(pattern: RowPattern) -> tuple[Integers, Integers, Integers]:
 
 def _columns(pattern: RowPattern) -> Compressed:
     """The columns of all rows, one row after the other: global ones, the band, global ones."""
-    first, resume, last = _global_places(pattern)
+    first, resume, last = _global_ranges(pattern)
     widths = np.stack((first, pattern.high - pattern.low, last - resume), axis=1)
     starts = np.stack((np.zeros_like(first), pattern.low, resume), axis=1)
     values = _ragged_ranges(starts.ravel(), widths.ravel())
@@ -112,14 +112,14 @@ def _with_random(pattern: RowPattern) -> tuple[Integers, Compressed]:
     """Counts and columns of rows that have random columns too."""
     rows = pattern.low.shape[0]
     random = pattern.random if pattern.random is not None else np.empty((rows, 0), dtype=np.int64)
-    first, resume, last = _global_places(pattern)
+    first, resume, last = _global_ranges(pattern)
     counts = first + (pattern.high - pattern.low) + (last - resume)
-    kept = (random >= 0) & (random < pattern.limit[:, None])
+    valid = (random >= 0) & (random < pattern.limit[:, None])
     height = 1 + int(max(pattern.limit.max(initial=0), pattern.high.max(initial=0)))
     keys = np.concatenate(
         (
             np.repeat(np.arange(rows) * height, counts) + _columns(pattern),
-            (np.arange(rows)[:, None] * height + random)[kept],
+            (np.arange(rows)[:, None] * height + random)[valid],
         )
     )
     keys.sort()

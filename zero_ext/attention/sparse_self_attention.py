@@ -15,10 +15,10 @@ from zero_ext.attention import flex_attention
 from zero_ext.attention.block_layout import BlockLayout
 from zero_ext.attention.layout_builder import LayoutCache
 from zero_ext.attention.masks import MoreMasks, as_scores, both, check_key_padding, split_mask
-from zero_ext.config.sections.sparse_attention import AttentionBackend, SparseAttentionPolicy
+from zero_ext.config.sections.sparse_attention import AttentionBackend, SparseAttentionConfig
 from zero_ext.ops import block_sparse_attention
 
-Given = SparseAttentionPolicy | Mapping[str, Any] | BlockLayout
+LayoutSource = SparseAttentionConfig | Mapping[str, Any] | BlockLayout
 _SEEDS = 1 << 62
 _LEAST_DIM, _MOST_DIM = 16, 256  # of a head, in the kernels, in steps of 8
 
@@ -45,16 +45,16 @@ class SparseSelfAttention(torch.nn.Module):
     Source: Child et al., "Generating long sequences with sparse transformers" (arXiv 1904.10509).
     """
 
-    def __init__(self, config: Given, backend: AttentionBackend | None = None) -> None:
+    def __init__(self, config: LayoutSource, backend: AttentionBackend | None = None) -> None:
         super().__init__()
-        if not isinstance(config, SparseAttentionPolicy | Mapping | BlockLayout):
+        if not isinstance(config, SparseAttentionConfig | Mapping | BlockLayout):
             raise TypeError(
-                f"SparseSelfAttention got {config!r}, wanted a SparseAttentionPolicy, a mapping of its keys "
+                f"SparseSelfAttention got {config!r}, wanted a SparseAttentionConfig, a mapping of its keys "
                 'such as {"mode": "fixed", "block": 64}, or a BlockLayout'
             )
         if backend not in (None, *get_args(AttentionBackend)):
             raise ValueError(f'backend: expected "kernel" or "flex", got {backend!r}. Choose one of them.')
-        policy = SparseAttentionPolicy.from_mapping(config) if isinstance(config, Mapping) else config
+        policy = SparseAttentionConfig.from_mapping(config) if isinstance(config, Mapping) else config
         self.layout: BlockLayout | None = None
         self._cache: LayoutCache | None = None
         if isinstance(policy, BlockLayout):
@@ -67,7 +67,7 @@ class SparseSelfAttention(torch.nn.Module):
         self._cache, self.backend = LayoutCache(policy), policy.backend
 
     @property
-    def policy(self) -> SparseAttentionPolicy | None:
+    def policy(self) -> SparseAttentionConfig | None:
         """What layouts are built by; None for one of your own."""
         return None if self._cache is None else self._cache.policy
 
@@ -263,11 +263,11 @@ def _masks(
     if unknown:
         raise TypeError(f"SparseSelfAttention got an unknown keyword {min(unknown)!r}")
     key_padding, bias = split_mask(attn_mask, scores_shape)
-    given_padding, given_bias = more.get("key_padding"), more.get("bias")
-    if given_padding is not None:
-        check_key_padding(given_padding, scores_shape[0], scores_shape[3])
-    if given_bias is not None:
-        given_bias = as_scores(given_bias, scores_shape, "bias")
-        if given_bias.dtype == torch.bool:
+    own_padding, own_bias = more.get("key_padding"), more.get("bias")
+    if own_padding is not None:
+        check_key_padding(own_padding, scores_shape[0], scores_shape[3])
+    if own_bias is not None:
+        own_bias = as_scores(own_bias, scores_shape, "bias")
+        if own_bias.dtype == torch.bool:
             raise TypeError("bias is torch.bool, wanted a float; pass a boolean mask as attn_mask")
-    return both(key_padding, given_padding), both(bias, given_bias)
+    return both(key_padding, own_padding), both(bias, own_bias)

@@ -1,26 +1,26 @@
 """The one interface to collectives: gather, reduce-scatter and small all-reduces, with byte counters."""
 
-from zero_ext.comm.collectives import Collectives, Traffic
-from zero_ext.comm.device_dispatch import ExchangeByDevice
-from zero_ext.comm.device_transport import BackendExchange
-from zero_ext.comm.host_staged_transport import StagedExchange
+from zero_ext.comm.collectives import Collectives, CollectiveTraffic
+from zero_ext.comm.cross_process_transport import CrossProcessTransport, fastest_host_transport
+from zero_ext.comm.device_dispatch import DeviceDispatchTransport
+from zero_ext.comm.device_transport import DeviceTransport
+from zero_ext.comm.host_staged_transport import HostStagedTransport
 from zero_ext.comm.node_map import NodeMap
-from zero_ext.comm.shared_memory_transport import HostExchange, fastest_exchange
-from zero_ext.comm.traffic_stats import WireLog
-from zero_ext.comm.transport import Exchange, GroupExchange, Pending, PointToPoint
+from zero_ext.comm.traffic_stats import TrafficStats
+from zero_ext.comm.transport import PendingCollective, PointToPointTransport, ProcessGroupTransport, Transport
 
 __all__ = [
-    "BackendExchange",
+    "CollectiveTraffic",
     "Collectives",
-    "Exchange",
-    "ExchangeByDevice",
-    "GroupExchange",
-    "HostExchange",
+    "CrossProcessTransport",
+    "DeviceDispatchTransport",
+    "DeviceTransport",
+    "HostStagedTransport",
     "NodeMap",
-    "Pending",
-    "PointToPoint",
-    "StagedExchange",
-    "Traffic",
-    "WireLog",
-    "fastest_exchange",
+    "PendingCollective",
+    "PointToPointTransport",
+    "ProcessGroupTransport",
+    "TrafficStats",
+    "Transport",
+    "fastest_host_transport",
 ]

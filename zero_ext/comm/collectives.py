@@ -1,7 +1,7 @@
 """Gather and reduce-scatter of flat buffers, summed in rank order and in float32.
 
-gloo's own reduce-scatter is an all-reduce and a slice, NCCL's adds up in the dtype on the wire and in an
-order of its own. So ranks exchange shards instead, and each adds those of its part in one pass
+gloo's own reduce-scatter is an all-reduce and a slice, NCCL's adds up in the dtype that is sent and in an
+order of its own. So ranks exchange shards instead, and each adds those of its slice in one pass
 (:func:`zero_ext.ops.sum_shards_`).
 """
 
@@ -17,26 +17,26 @@ from dataclasses import dataclass
 import torch
 
 from zero_ext import ops
-from zero_ext.comm.collective_order import Hop, OrderedExchange
-from zero_ext.comm.flight_recorder import Call, FlightRecorder
-from zero_ext.comm.hierarchical import around, exchange_among, gather_in_node, gather_through_nodes
+from zero_ext.comm.collective_order import OrderedTransport, Phase
+from zero_ext.comm.flight_recorder import FlightRecorder, RecordedCollective
+from zero_ext.comm.hierarchical import all_to_all_among, gather_in_node, gather_through_nodes, in_rank_order
 from zero_ext.comm.node_map import NodeMap
-from zero_ext.comm.subgroup_transport import SubsetExchange
+from zero_ext.comm.subgroup_transport import SubgroupTransport
 from zero_ext.comm.sums import RankOrderSum, sum_in_order
-from zero_ext.comm.traffic_stats import WireLog
-from zero_ext.comm.transport import Exchange, Pending, Waitable
+from zero_ext.comm.traffic_stats import TrafficStats
+from zero_ext.comm.transport import PendingCollective, Transport, Waitable
 from zero_ext.config.events import Bus, CollectiveEnd
 from zero_ext.config.sections.communication import (
     Reduction,
     ResolvedReduction,
-    check_sharding_ranks,
+    check_shard_group_size,
     resolve_reduction,
 )
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """What a collective is counted as, see :class:`WireLog`."""
+class CollectiveTraffic:
+    """The elements and bytes that one collective adds to :class:`TrafficStats`."""
 
     kind: str
     elements: int
@@ -45,17 +45,18 @@ class Traffic:
 
 
 class Collectives:
-    """The collectives of one group of ``world_size`` ranks, counted in ``wire``, on tensors of the host or of
-    the device that ``gathers`` and ``reductions`` serve.
+    """The collectives of one group of ``world_size`` ranks, counted in ``traffic``.
+
+    They take tensors of the host or of the device that ``gathers`` and ``reductions`` serve.
 
     In host memory these are separate transports, so that the order of parameter gathers relative to gradient
     reductions need not agree between ranks; within each the order must agree. A device's backend has one set
     of connections for both (``in_one_order``). All ranks then begin everything in one order: whoever begins
     reductions at times of its own catches up in :attr:`before_gather`. ``reduction`` is how gradients are
-    added up, see ``PrecisionPolicy``. Whoever listens to ``bus`` hears of the end of each. ``nodes`` says
+    added up, see ``PrecisionConfig``. The end of each is published on ``bus``. ``nodes`` says
     which ranks share a node; without it all do. All ranks share the state, unless :meth:`shard_among` says
-    otherwise. ``model`` are the collectives of the ranks with the other parts of the model (pipeline stages,
-    parts of tensors); None where it is whole. ``recorder`` finds ranks that make different collectives;
+    otherwise. ``model`` are the collectives of the other model-parallel ranks (pipeline stages, tensor
+    parallelism); None without model parallelism. ``recorder`` finds ranks that make different collectives;
     ``members`` are the ranks of this group among those that it compares. ``ranks`` are the same ranks in the
     world.
 
@@ -64,9 +65,9 @@ class Collectives:
 
     def __init__(
         self,
-        gathers: Exchange,
-        reductions: Exchange,
-        wire: WireLog,
+        gathers: Transport,
+        reductions: Transport,
+        traffic: TrafficStats,
         nodes: NodeMap | None = None,
         recorder: FlightRecorder | None = None,
         members: Sequence[int] | None = None,
@@ -77,29 +78,29 @@ class Collectives:
     ):
         self.rank, self.world_size = rank, world_size = gathers.rank, gathers.world_size
         self.ranks = tuple(range(world_size) if ranks is None else ranks)
-        self.wire = wire
+        self.traffic = traffic
         self.bus = Bus()
         self.nodes = nodes or NodeMap(rank, world_size, world_size)
         self.reduction = reduction
         self.in_one_order = in_one_order
-        self._gathers = OrderedExchange(gathers)
-        self._reductions = OrderedExchange(reductions, self._gathers.order if in_one_order else None)
+        self._gathers = OrderedTransport(gathers)
+        self._reductions = OrderedTransport(reductions, self._gathers.order if in_one_order else None)
         self._members = tuple(range(world_size) if members is None else members)
         self._recorder = recorder or FlightRecorder(rank, None)
         self._channels = {
-            way: self._recorder.channel(name, self._members)
-            for name, way in (("gathers", self._gathers), ("reductions", self._reductions))
+            transport: self._recorder.channel(name, self._members)
+            for name, transport in (("gathers", self._gathers), ("reductions", self._reductions))
         }
         if members is None:
-            give_up = weakref.WeakMethod(self.give_up)
-            self._recorder.give_up = lambda reason: _call(give_up(), reason)
+            abort = weakref.WeakMethod(self.abort)
+            self._recorder.abort = lambda reason: _call(abort(), reason)
         self._groups: tuple[Collectives, Collectives] | None = None
         self.model: Collectives | None = None
         self._experts: Collectives | None = None
 
     @property
-    def reductions(self) -> Exchange:
-        """Moves what the hops of :meth:`run` send where it ``reduces``."""
+    def reductions(self) -> Transport:
+        """The transport of :meth:`run_phases` with ``reduces``."""
         return self._reductions.unordered
 
     @property
@@ -111,8 +112,8 @@ class Collectives:
     def before_gather(self, action: Callable[[], None]) -> None:
         self._gathers.order.before_gather = action
 
-    def go_on_in(self, beside: Callable[[], AbstractContextManager[object]]) -> None:
-        """Collectives of several hops go on in the stream ``beside`` when others begin."""
+    def continue_in_stream(self, beside: Callable[[], AbstractContextManager[object]]) -> None:
+        """Continue collectives of several phases in the stream ``beside`` when others start."""
         self._gathers.order.beside = self._reductions.order.beside = beside
 
     @property
@@ -133,7 +134,7 @@ class Collectives:
         """
         if ranks is None or ranks == self.world_size:
             return
-        check_sharding_ranks(ranks, self.world_size, self.nodes.ranks_per_node)
+        check_shard_group_size(ranks, self.world_size, self.nodes.ranks_per_node)
         first = self.rank // ranks * ranks
         self._groups = (
             self.among(range(first, first + ranks)),
@@ -141,8 +142,8 @@ class Collectives:
         )
 
     def join_model(self, model: Collectives) -> None:
-        """Names the ranks with the other parts of the model; what they exchange is counted and told here."""
-        model.wire, model.bus = self.wire, self.bus
+        """Set the collectives of the other model-parallel ranks, which share ``traffic`` and ``bus``."""
+        model.traffic, model.bus = self.traffic, self.bus
         self.model = model
 
     def join_experts(self, ranks: Sequence[int]) -> None:
@@ -159,9 +160,9 @@ class Collectives:
         nodes = self.nodes.among(ranks)
         wanted: Reduction = "rank_order" if self.reduction == "rank_order" else "node_order"
         group = type(self)(
-            SubsetExchange(self._gathers.unordered, ranks),
-            SubsetExchange(self._reductions.unordered, ranks),
-            self.wire,
+            SubgroupTransport(self._gathers.unordered, ranks),
+            SubgroupTransport(self._reductions.unordered, ranks),
+            self.traffic,
             nodes,
             self._recorder,
             [self._members[rank] for rank in ranks],
@@ -181,7 +182,7 @@ class Collectives:
 
     def gather(
         self, flat: torch.Tensor, shard: torch.Tensor, kind: str, label: str, may_be_nan: bool = False
-    ) -> Pending:
+    ) -> PendingCollective:
         """Fills ``flat`` [numel] with the shards [numel / N] of all ranks, in rank order.
 
         ``shard`` may be this rank's own slice of ``flat`` (in-place gather). Same dtype on both. Gradients
@@ -189,12 +190,16 @@ class Collectives:
         """
         if flat.data_ptr() + self.rank * shard.nbytes != shard.data_ptr():
             flat.narrow(0, self.rank * shard.numel(), shard.numel()).copy_(shard)
-        way = self._reductions if may_be_nan else self._gathers
+        transport = self._reductions if may_be_nan else self._gathers
         if not may_be_nan:
             self.before_gather()
-        told = self._record(self._flat_traffic(kind, flat.numel(), shard.nbytes, way.rings(flat)), label)
-        recorded = self._begin(way, label, flat.numel())
-        return Pending(label, self.rank, lambda: way.gather(flat, _tag(label)), None, told, recorded)
+        on_end = self._record(
+            self._flat_traffic(kind, flat.numel(), shard.nbytes, transport.rings(flat)), label
+        )
+        recorded = self._begin(transport, label, flat.numel())
+        return PendingCollective(
+            label, self.rank, lambda: transport.gather(flat, _tag(label)), None, on_end, recorded
+        )
 
     def reduce_scatter(
         self,
@@ -204,7 +209,7 @@ class Collectives:
         accumulate: bool,
         kind: str,
         label: str,
-    ) -> Pending:
+    ) -> PendingCollective:
         """Averages ``flat`` [numel] over the ranks; this rank's shard of it goes to ``out`` [numel / N].
 
         ``received`` is scratch of ``flat``'s dtype, in use until ``wait`` returns: numel / N elements where
@@ -213,8 +218,8 @@ class Collectives:
         slice of ``flat`` if not accumulating.
         """
         rings = self.reduction == "backend" and self._reductions.rings(flat)
-        part = out.numel() * flat.element_size()
-        told = self._record(self._flat_traffic(kind, flat.numel(), part, rings), label)
+        slice_bytes = out.numel() * flat.element_size()
+        on_end = self._record(self._flat_traffic(kind, flat.numel(), slice_bytes, rings), label)
         shards: list[torch.Tensor] = []
 
         def start() -> Sequence[Waitable]:
@@ -223,16 +228,16 @@ class Collectives:
                 shards.append(received[: out.numel()])
                 return works
             slices = list(flat.chunk(self.world_size))
-            shards.extend(around(slices[self.rank], self.rank, self.world_size, received))
+            shards.extend(in_rank_order(slices[self.rank], self.rank, self.world_size, received))
             return self._reductions.all_to_all(shards, slices, _tag(label))
 
         def finish() -> None:
             ops.sum_shards_(out, shards, 1.0 / self.world_size, accumulate)
 
         recorded = self._begin(self._reductions, label, flat.numel())
-        return Pending(label, self.rank, start, finish, told, recorded)
+        return PendingCollective(label, self.rank, start, finish, on_end, recorded)
 
-    def gather_messages(
+    def gather_payloads(
         self,
         slots: Sequence[torch.Tensor],
         kind: str,
@@ -241,62 +246,71 @@ class Collectives:
         *,
         in_node: bool = False,
         may_be_nan: bool = False,
-    ) -> Pending:
-        """Fills ``slots`` with the messages of all ranks, equally long tensors in rank order, this rank's own
-        in its place, so that each crosses to another node once.
+    ) -> PendingCollective:
+        """Fill ``slots`` with the payloads of all ranks, so that each crosses to another node once.
 
-        ``in_node``: the messages of this rank's counterparts in all nodes are in their places, and nothing
-        crosses. ``elements`` is what the wire log counts; ``may_be_nan`` as in :meth:`gather`.
+        The slots are equally long tensors in rank order, and this rank's own is filled already. With
+        ``in_node`` the slots of this rank's counterparts in all nodes are filled too, and nothing crosses.
+        ``elements`` is counted in ``traffic``; ``may_be_nan`` as in :meth:`gather`.
         """
-        nodes, message = self.nodes, slots[0].nbytes
-        crossing = 0 if in_node else message * (nodes.nodes - 1)
-        sent = crossing + message * nodes.nodes * (nodes.ranks_per_node - 1)
+        nodes, payload_bytes = self.nodes, slots[0].nbytes
+        crossing = 0 if in_node else payload_bytes * (nodes.nodes - 1)
+        sent = crossing + payload_bytes * nodes.nodes * (nodes.ranks_per_node - 1)
 
-        def hops(exchange: Exchange, tag: int) -> Sequence[Hop]:
+        def phases(transport: Transport, tag: int) -> Sequence[Phase]:
             if in_node:
-                return [lambda: gather_in_node(exchange, nodes, slots, tag)]
-            return gather_through_nodes(exchange, nodes, slots, tag)
+                return [lambda: gather_in_node(transport, nodes, slots, tag)]
+            return gather_through_nodes(transport, nodes, slots, tag)
 
-        return self.run(hops, Traffic(kind, elements, sent, crossing), label, reduces=may_be_nan)
+        return self.run_phases(
+            phases, CollectiveTraffic(kind, elements, sent, crossing), label, reduces=may_be_nan
+        )
 
-    def run(
+    def run_phases(
         self,
-        hops: Callable[[Exchange, int], Sequence[Hop]],
-        traffic: Traffic,
+        phases: Callable[[Transport, int], Sequence[Phase]],
+        traffic: CollectiveTraffic,
         label: str,
         finish: Callable[[], None] | None = None,
         *,
         reduces: bool,
-    ) -> Pending:
-        """Begins a collective of several hops, each begun when the one before has ended; ``hops`` makes them
-        of an exchange and a tag. ``finish`` runs once when the last has been waited for. ``reduces``: where
-        gradients go, in the order of reductions, else in that of gathers."""
+    ) -> PendingCollective:
+        """Start a collective of several phases, each of which starts when the one before has ended.
+
+        ``phases`` makes them from a transport and a tag. ``finish`` runs once after the wait for the last.
+        With ``reduces`` they go in the order of reductions, else in that of gathers.
+        """
         if not reduces:
             self.before_gather()
-        told = self._record(traffic, label)
-        way = self._reductions if reduces else self._gathers
+        on_end = self._record(traffic, label)
+        transport = self._reductions if reduces else self._gathers
         # A rank of several nodes waits for some of the others only.
         peers = self._members if self.nodes.nodes == 1 and self._groups is None else ()
-        recorded = self._begin(way, label, traffic.elements, peers)
+        recorded = self._begin(transport, label, traffic.elements, peers)
 
         def start() -> Sequence[Waitable]:
-            return way.chain(hops(way.unordered, _tag(label)))
+            return transport.chain(phases(transport.unordered, _tag(label)))
 
-        return Pending(label, self.rank, start, finish, told, recorded)
+        return PendingCollective(label, self.rank, start, finish, on_end, recorded)
 
-    def exchange_messages(
+    def exchange_payloads(
         self,
         receives: Sequence[torch.Tensor],
         sends: Sequence[torch.Tensor],
         kind: str,
         elements: int,
         label: str,
-    ) -> Pending:
-        """Sends ``sends[r]`` to every other rank ``r`` and fills ``receives[r]`` with what it sends, messages
-        equally long; in the order of reductions. ``elements`` is what the wire log counts."""
-        told = self._record(self._flat_traffic(kind, elements, sends[0].nbytes), label)
+    ) -> PendingCollective:
+        """Send ``sends[r]`` to every other rank ``r``, and fill ``receives[r]`` with what it sends.
+
+        All payloads have the same length. They go in the order of reductions. ``elements`` is counted in
+        ``traffic``.
+        """
+        on_end = self._record(self._flat_traffic(kind, elements, sends[0].nbytes), label)
         start = functools.partial(self._reductions.all_to_all, receives, sends, _tag(label))
-        return Pending(label, self.rank, start, None, told, self._begin(self._reductions, label, elements))
+        return PendingCollective(
+            label, self.rank, start, None, on_end, self._begin(self._reductions, label, elements)
+        )
 
     def sum_(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """Sum a small tensor over the ranks in place, and return it.
@@ -304,10 +318,10 @@ class Collectives:
         Host tensors are added up in rank order. Ranks that are at another collective get an error.
         """
         if self.world_size > 1:
-            told = self._record(self._flat_traffic("scalars", tensor.numel(), tensor.nbytes), label)
+            on_end = self._record(self._flat_traffic("scalars", tensor.numel(), tensor.nbytes), label)
             start = functools.partial(self._start_sum, tensor, label)
             recorded = self._begin(self._reductions, label, tensor.numel())
-            Pending(label, self.rank, start, None, told, recorded).wait()
+            PendingCollective(label, self.rank, start, None, on_end, recorded).wait()
         return tensor
 
     def _start_sum(self, tensor: torch.Tensor, label: str) -> Sequence[Waitable]:
@@ -320,18 +334,18 @@ class Collectives:
         half-precision numbers in float32. All ranks of the group make the call, as the backend of a device
         asks of them. One that is not among ``ranks`` gives an empty tensor."""
         count = len(ranks)
-        place = ranks.index(self.rank) if self.rank in ranks else None
+        index = ranks.index(self.rank) if self.rank in ranks else None
         sent = tensor.nbytes * (count - 1)
-        told = self._record(Traffic("scalars", tensor.numel(), sent, 0), label)
+        on_end = self._record(CollectiveTraffic("scalars", tensor.numel(), sent, 0), label)
         received = tensor.new_empty(tensor.numel() * (count - 1))
-        parts = around(tensor, place or 0, count, received)
-        # As bytes: who has no part does not know the dtype.
-        taken, given = ([each.view(torch.uint8) for each in many] for many in (parts, [tensor] * count))
-        start = functools.partial(exchange_among, self._reductions, ranks, taken, given, _tag(label))
-        peers = () if place is None or not tensor.numel() else [self._members[rank] for rank in ranks]
+        tensors = in_rank_order(tensor, index or 0, count, received)
+        # As bytes: a rank outside ``ranks`` does not know the dtype.
+        receives, sends = ([each.view(torch.uint8) for each in many] for many in (tensors, [tensor] * count))
+        start = functools.partial(all_to_all_among, self._reductions, ranks, receives, sends, _tag(label))
+        peers = () if index is None or not tensor.numel() else [self._members[rank] for rank in ranks]
         recorded = self._recorder, self._channels[self._reductions].begin(label, peers)
-        Pending(label, self.rank, start, None, told, recorded).wait()
-        tensor.copy_(sum_in_order(parts))
+        PendingCollective(label, self.rank, start, None, on_end, recorded).wait()
+        tensor.copy_(sum_in_order(tensors))
 
     def broadcast_(self, tensor: torch.Tensor, source: int, label: str) -> torch.Tensor:
         """Copies a contiguous ``tensor`` from rank ``source`` of the group to all ranks."""
@@ -339,48 +353,54 @@ class Collectives:
             return tensor
         self.before_gather()
         traffic = self._flat_traffic("broadcast", tensor.numel(), tensor.nbytes if self.rank == source else 0)
-        told = self._record(traffic, label)
+        on_end = self._record(traffic, label)
         start = functools.partial(self._gathers.broadcast, tensor, source, _tag(label))
         peers = self._members if self.rank == source else [self._members[source]]
         recorded = self._begin(self._gathers, label, tensor.numel(), peers)
-        Pending(label, self.rank, start, None, told, recorded).wait()
+        PendingCollective(label, self.rank, start, None, on_end, recorded).wait()
         return tensor
 
-    def give_up(self, reason: str) -> None:
-        """Ends this rank's part in all collectives after an error of its own, so that the other ranks, which
-        wait for it, fail with ``reason`` rather than by their time-out."""
+    def abort(self, reason: str) -> None:
+        """Abort all collectives of this rank after an error of its own.
+
+        The other ranks, which wait for it, then fail with ``reason`` rather than by their time-out.
+        """
         self._recorder.stop()
-        self._gathers.give_up(reason)
-        self._reductions.give_up(reason)
+        self._gathers.abort(reason)
+        self._reductions.abort(reason)
 
     def _begin(
-        self, way: OrderedExchange, label: str, elements: int, peers: Sequence[int] | None = None
-    ) -> tuple[FlightRecorder, Call]:
-        return self._recorder, self._channels[way].begin(f"{label}, {elements} elements", peers)
+        self, transport: OrderedTransport, label: str, elements: int, peers: Sequence[int] | None = None
+    ) -> tuple[FlightRecorder, RecordedCollective]:
+        return self._recorder, self._channels[transport].begin(f"{label}, {elements} elements", peers)
 
-    def _flat_traffic(self, kind: str, elements: int, part: int, rings: bool = False) -> Traffic:
-        """Of a collective in which this rank sends ``part`` bytes to each of the others, or passes on as many
-        parts around a ring. Of a ring one rank per node sends to another node. Rings begin at each of them in
-        turn, so every rank is counted its share."""
-        sent = part * (self.world_size - 1)
+    def _flat_traffic(
+        self, kind: str, elements: int, slice_bytes: int, rings: bool = False
+    ) -> CollectiveTraffic:
+        """Return the traffic of a collective in which this rank sends ``slice_bytes`` to each other rank.
+
+        In a ring it passes on as many slices, and one rank per node sends to another node. Rings begin at
+        each rank in turn, so every rank is counted its share.
+        """
+        sent = slice_bytes * (self.world_size - 1)
         if rings:
             crossing = sent // self.nodes.ranks_per_node if self.nodes.nodes > 1 else 0
         else:
-            crossing = part * self.nodes.strangers
-        return Traffic(kind, elements, sent, crossing)
+            crossing = slice_bytes * self.nodes.remote_ranks
+        return CollectiveTraffic(kind, elements, sent, crossing)
 
-    def _record(self, traffic: Traffic, label: str) -> Callable[[float, float], None] | None:
-        """Counts a collective; returns what tells of its end, if anybody listens."""
+    def _record(self, traffic: CollectiveTraffic, label: str) -> Callable[[float, float], None] | None:
+        """Count a collective, and return a callback that publishes its end if the bus has subscribers."""
         kind, elements, sent = traffic.kind, traffic.elements, traffic.bytes_sent
-        self.wire.record(kind, elements, sent, traffic.crossing_bytes)
+        self.traffic.record(kind, elements, sent, traffic.crossing_bytes)
         if not self.bus or self.world_size == 1:
             return None
         ranks, bus = self.world_size, self.bus
 
-        def told(began: float, seconds: float) -> None:
+        def on_end(began: float, seconds: float) -> None:
             bus.publish(CollectiveEnd(kind, label, ranks, elements, sent, began, seconds))
 
-        return told
+        return on_end
 
 
 def _call(action: Callable[[str], None] | None, reason: str) -> None:

@@ -11,12 +11,12 @@ from typing import Literal, cast
 import torch
 import torch.distributed as dist
 
-from zero_ext.comm.device_dispatch import ExchangeByDevice
-from zero_ext.comm.device_transport import BackendExchange, can_make, make_backend
-from zero_ext.comm.host_staged_transport import StagedExchange
+from zero_ext.comm.cross_process_transport import fastest_host_transport
+from zero_ext.comm.device_dispatch import DeviceDispatchTransport
+from zero_ext.comm.device_transport import DeviceTransport, can_make, make_backend
+from zero_ext.comm.host_staged_transport import HostStagedTransport
 from zero_ext.comm.node_map import NodeMap
-from zero_ext.comm.shared_memory_transport import fastest_exchange
-from zero_ext.comm.transport import Exchange, PointToPoint
+from zero_ext.comm.transport import PointToPointTransport, Transport
 from zero_ext.config.sections.communication import Reduction, ResolvedReduction, resolve_reduction
 
 # Tensors that a call of ops.sum_shards_ adds up on CUDA: their addresses travel with the launch.
@@ -64,8 +64,8 @@ class TransferPath:
         over = {"backend": self.backend, "staged": "host memory"}.get(self.kind)
         return self.device.type if over is None else f"{self.device.type} over {over}"
 
-    def told(self) -> str:
-        """For the log."""
+    def summary(self) -> str:
+        """Return one sentence on the path, for the log."""
         if self.kind == "staged":
             return (
                 f"the process group has no backend for {self.device}: what the ranks exchange goes through "
@@ -82,7 +82,7 @@ class TransferPath:
 
 @dataclass(frozen=True)
 class Connections:
-    """Makes exchanges that nobody else uses, each by all ranks together."""
+    """Makes transports that nobody else uses, in collective calls of all ranks."""
 
     store: dist.Store
     rank: int
@@ -91,15 +91,17 @@ class Connections:
     path: TransferPath
     ranks: Sequence[int]
 
-    def over_host(self, purpose: str) -> PointToPoint:
+    def over_host(self, purpose: str) -> PointToPointTransport:
         """For tensors of the host."""
         timeout = datetime.timedelta(seconds=self.timeout_seconds)
         store = dist.PrefixStore(purpose, self.store)
         gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
         # torch's stubs do not say that gloo's class has the methods of a process group.
-        return fastest_exchange(cast(dist.ProcessGroup, gloo), self.timeout_seconds)
+        return fastest_host_transport(cast(dist.ProcessGroup, gloo), self.timeout_seconds)
 
-    def with_device(self, gathers: PointToPoint, reductions: PointToPoint) -> tuple[Exchange, Exchange]:
+    def with_device(
+        self, gathers: PointToPointTransport, reductions: PointToPointTransport
+    ) -> tuple[Transport, Transport]:
         """``gathers`` and ``reductions`` for tensors of the device too.
 
         A backend has one set of connections for both. NCCL asks that several be used in the same order on all
@@ -107,21 +109,23 @@ class Connections:
         """
         if self.path.kind == "backend":
             backend = self._over_backend(reductions)
-            return ExchangeByDevice(gathers, backend), ExchangeByDevice(reductions, backend)
+            return DeviceDispatchTransport(gathers, backend), DeviceDispatchTransport(reductions, backend)
         if self.path.kind == "staged":
             # Host tensors have connections of their own: a thread moves the others, at times of its own.
             return self._staged(gathers, "gathers"), self._staged(reductions, "reductions")
         return gathers, reductions
 
-    def _staged(self, host: PointToPoint, purpose: str) -> Exchange:
-        return ExchangeByDevice(host, StagedExchange(self.over_host(f"staged {purpose}"), self.path.device))
+    def _staged(self, host: PointToPointTransport, purpose: str) -> Transport:
+        return DeviceDispatchTransport(
+            host, HostStagedTransport(self.over_host(f"staged {purpose}"), self.path.device)
+        )
 
-    def _over_backend(self, host: Exchange) -> BackendExchange:
+    def _over_backend(self, host: Transport) -> DeviceTransport:
         store, problem = dist.PrefixStore(self.path.backend, self.store), ""
-        made: BackendExchange | None = None
+        made: DeviceTransport | None = None
         try:
             arguments = (self.rank, self.world_size, self.timeout_seconds, self.ranks)
-            made = BackendExchange(make_backend(self.path.backend, store, *arguments))
+            made = DeviceTransport(make_backend(self.path.backend, store, *arguments))
             made.connect(self.path.device)
         except Exception as error:
             problem = (
@@ -132,13 +136,13 @@ class Connections:
             self.agree(host, "connections", "", problem, RuntimeError)
         except RuntimeError as error:
             if made is not None:
-                made.give_up(str(error))
+                made.abort(str(error))
             raise
         if made is None:
             raise AssertionError("the ranks agreed on connections that were not made")
         return made
 
-    def agree(self, host: Exchange, what: str, fact: str, problem: str, kind: type[Exception]) -> None:
+    def agree(self, host: Transport, what: str, fact: str, problem: str, kind: type[Exception]) -> None:
         """Raise an error of ``kind`` on all ranks if one has a ``problem``, or not the ``fact`` of others."""
         number = zlib.crc32(fact.encode()) % (1 << 20)
         sums = torch.tensor([number, number**2, int(bool(problem))], dtype=torch.int64, device="cpu")

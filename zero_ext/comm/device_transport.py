@@ -1,4 +1,4 @@
-"""Exchange through a backend that runs on the device itself, in the order of its streams: NCCL."""
+"""Transport through a backend that runs on the device itself, in the order of its streams: NCCL."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from zero_ext.comm.transport import Waitable
 
 
-class BackendExchange:
-    """Exchange over the collectives of a device's backend, for its use alone.
+class DeviceTransport:
+    """Transport over the collectives of a device's backend, for its use alone.
 
     Waiting makes the current stream wait, not the host. Shards for a sum go by all-to-all, which NCCL makes
     of sends and receives, so that who receives them adds them in rank order and float32;
@@ -42,14 +42,14 @@ class BackendExchange:
         return self._connections
 
     def gather(self, flat: torch.Tensor, tag: int = 0) -> Sequence[Waitable]:
-        """See :class:`Exchange`."""
-        part = flat.numel() // self.world_size
-        return [self._backend._allgather_base(flat, flat.narrow(0, self.rank * part, part))]
+        """See :class:`Transport`."""
+        numel = flat.numel() // self.world_size
+        return [self._backend._allgather_base(flat, flat.narrow(0, self.rank * numel, numel))]
 
     def all_to_all(
         self, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], tag: int = 0
     ) -> Sequence[Waitable]:
-        """See :class:`Exchange`."""
+        """See :class:`Transport`."""
         return [self._backend.alltoall(self._without_own(receives), self._without_own(sends))]
 
     def _without_own(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -57,25 +57,25 @@ class BackendExchange:
         return [each[:0] if rank == self.rank else each for rank, each in enumerate(tensors)]
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Sequence[Waitable]:
-        """See :class:`Exchange`."""
+        """See :class:`Transport`."""
         return [self._backend.broadcast(tensor, source)]
 
     def all_reduce(self, tensor: torch.Tensor) -> Waitable:
-        """See :class:`Exchange`."""
+        """See :class:`Transport`."""
         work: Waitable = self._backend.allreduce([tensor])
         return work
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Sequence[Waitable] | None:
-        """See :class:`Exchange`."""
+        """See :class:`Transport`."""
         return [self._backend._reduce_scatter_base(out, flat)]
 
     def rings(self, tensor: torch.Tensor) -> bool:
-        """See :class:`Exchange`."""
+        """See :class:`Transport`."""
         return True
 
-    def give_up(self, reason: str) -> None:
-        """See :class:`Exchange`: what this rank has under way is aborted; peers hear of it by their time-out,
-        or sooner in a collective of host tensors."""
+    def abort(self, reason: str) -> None:
+        """See :class:`Transport`: what this rank has under way is aborted; peers fail by their time-out, or
+        sooner in a collective of host tensors."""
         backend, self._connections, self._reason = self._connections, None, reason
         if backend is not None:
             if self._shutdown is not None:
@@ -86,7 +86,7 @@ class BackendExchange:
         """Open the connections of ``device``, which backends do at their first collective otherwise.
 
         Raises whatever the backend raises where they do not form. The host waits for the device, first for
-        what it was given before: collectives over other connections, of an engine before this one, must not
+        what was queued before: collectives over other connections, of an engine before this one, must not
         run before the first of these on one rank and after it on another.
         """
         torch.accelerator.synchronize(device)
@@ -108,7 +108,7 @@ def can_make(backend: str) -> bool:
 def make_backend(
     backend: str, store: dist.Store, rank: int, world_size: int, timeout_seconds: float, ranks: Sequence[int]
 ) -> Any:
-    """Return connections of a ``backend`` of torch's that nobody else uses, made by all ranks together.
+    """Return connections of a ``backend`` of torch's that nobody else uses, made by all ranks.
 
     They are in none of torch's registries, so they end with the last reference to them. A collective of NCCL
     that has not ended after ``timeout_seconds`` ends the process, with its name on stderr.
@@ -125,8 +125,8 @@ def make_backend(
     plugin = dist.Backend._plugins[backend.upper()]
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, world_size, timeout)
-    given = torch._C._distributed_c10d._DistributedBackendOptions()
-    given.store, given.timeout, given.group_id = store, timeout, "zero_ext"
-    given.group_rank, given.group_size = rank, world_size
-    given.global_ranks_in_group = list(ranks)
-    return plugin.creator_fn(given, None)
+    options = torch._C._distributed_c10d._DistributedBackendOptions()
+    options.store, options.timeout, options.group_id = store, timeout, "zero_ext"
+    options.group_rank, options.group_size = rank, world_size
+    options.global_ranks_in_group = list(ranks)
+    return plugin.creator_fn(options, None)

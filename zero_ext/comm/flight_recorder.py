@@ -28,15 +28,15 @@ _LIBRARIES = ("zero_ext", "torch")
 _ADVICE = "Make the same calls in the same order on all ranks."
 
 
-class MismatchedCollectives(RuntimeError):
+class MismatchedCollectivesError(RuntimeError):
     """Raised on all ranks when some of them make different collectives."""
 
 
-class UnexpectedMessage(RuntimeError):
-    """Raised by a transport that received another message than this rank expects."""
+class UnexpectedPayloadError(RuntimeError):
+    """Raised by a transport that received another payload than this rank expects."""
 
 
-class Channel:
+class CollectiveChannel:
     """The collectives that ``ranks`` make over one transport, in order: how many, and the last of them."""
 
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
@@ -50,17 +50,17 @@ class Channel:
         """How many collectives this rank has begun."""
         return self.recent[-1][0] if self.recent else 0
 
-    def begin(self, label: str, peers: Sequence[int] | None = None) -> Call:
+    def begin(self, label: str, peers: Sequence[int] | None = None) -> RecordedCollective:
         """Record a collective that ends only after ``peers`` have begun it, by default all ranks."""
         number = self.begun + 1
         self.recent.append((number, label))
-        return Call(self, number, label, self.ranks if peers is None else peers)
+        return RecordedCollective(self, number, label, self.ranks if peers is None else peers)
 
 
-class Call(NamedTuple):
+class RecordedCollective(NamedTuple):
     """Collective number ``number`` of a channel, which waits for ``peers``."""
 
-    channel: Channel
+    channel: CollectiveChannel
     number: int
     label: str
     peers: Sequence[int]
@@ -72,49 +72,49 @@ class FlightRecorder:
     Nothing is exchanged while collectives end in time. A rank that waits for longer than ``STALL_SECONDS``,
     or whose transport reports an error, writes its record to ``store`` and reads those of the others. Without
     a store nothing is compared. A thread watches how long the rank waits, since a wait in gloo cannot be
-    interrupted and goes on later. The thread calls ``give_up``, which ends the wait with an error.
+    interrupted and goes on later. The thread calls ``abort``, which ends the wait with an error.
 
     Two ranks are known to be at different collectives, however slow the machine is, in two cases. Their
-    records have different collectives in the same place. Or each waits in a collective that ends only after
-    the other has begun it, which the other has not.
+    records have different collectives at the same position. Or each waits in a collective that ends only
+    after the other has begun it, which the other has not.
     """
 
     def __init__(self, rank: int, store: dist.Store | None) -> None:
         self.rank = rank
-        self.waiting: Call | None = None  # set while the host waits for it
-        self.give_up: Callable[[str], None] = lambda reason: None
+        self.waiting: RecordedCollective | None = None  # set while the host waits for it
+        self.abort: Callable[[str], None] = lambda reason: None
         self._store = store
-        self._channels: dict[str, Channel] = {}
+        self._channels: dict[str, CollectiveChannel] = {}
         self._failure: str | None = None
         self._published = ""
         self._lock = threading.Lock()
         if store is not None:
             _watch(self)
 
-    def channel(self, name: str, ranks: Sequence[int]) -> Channel:
+    def channel(self, name: str, ranks: Sequence[int]) -> CollectiveChannel:
         """Return the channel of ``ranks`` over the transport ``name``."""
-        made = Channel(name, ranks)
+        made = CollectiveChannel(name, ranks)
         return self._channels.setdefault(made.key, made)
 
     def stop(self) -> None:
-        """Compare nothing from now on: this rank has given up, and raises its own reason."""
+        """Compare nothing from now on: this rank has aborted, and raises its own reason."""
         self._store = None
 
     def check(self) -> None:
         """Compare the records if this rank waits, as the watching thread does once it has waited for long.
 
         Raises:
-            MismatchedCollectives: Some ranks are at different collectives.
+            MismatchedCollectivesError: Some ranks are at different collectives.
         """
         call = self.waiting
         if call is not None:
             self._raise_mismatch(call, patience=0.0)
 
-    def explain(self, call: Call, error: Exception) -> None:
+    def explain(self, call: RecordedCollective, error: Exception) -> None:
         """Compare the records after an ``error`` of the transport in ``call``. Raises as :meth:`check`."""
-        self._raise_mismatch(call, _PATIENCE_SECONDS if isinstance(error, UnexpectedMessage) else 0.0)
+        self._raise_mismatch(call, _PATIENCE_SECONDS if isinstance(error, UnexpectedPayloadError) else 0.0)
 
-    def _raise_mismatch(self, call: Call, patience: float) -> None:
+    def _raise_mismatch(self, call: RecordedCollective, patience: float) -> None:
         with self._lock:
             if self._failure is None:
                 found = self._find_mismatch(call, patience)
@@ -122,10 +122,10 @@ class FlightRecorder:
                     return
                 self._failure = f"rank {self.rank}: {found}"
                 self._publish(call)
-        self.give_up(self._failure)
-        raise MismatchedCollectives(self._failure)
+        self.abort(self._failure)
+        raise MismatchedCollectivesError(self._failure)
 
-    def _find_mismatch(self, call: Call, patience: float) -> str | None:
+    def _find_mismatch(self, call: RecordedCollective, patience: float) -> str | None:
         if self._store is None:
             return None
         deadline = time.monotonic() + patience
@@ -142,13 +142,13 @@ class FlightRecorder:
         except (RuntimeError, OSError):
             return None  # The process that serves the store has ended.
 
-    def _publish(self, call: Call) -> None:
+    def _publish(self, call: RecordedCollective) -> None:
         record = json.dumps(
             {
                 "begun": {key: list(each.recent) for key, each in list(self._channels.items())},
                 "waiting": [call.channel.key, call.number, call.label],
                 "peers": list(call.peers),
-                "place": _place_in_user_code(),
+                "location": _user_code_location(),
                 "failure": self._failure,
             }
         )
@@ -162,17 +162,20 @@ class FlightRecorder:
         record: dict[str, Any] = json.loads(self._store.get(str(rank)))
         return record
 
-    def _compare(self, call: Call, rank: int, record: dict[str, Any]) -> str | None:
+    def _compare(self, call: RecordedCollective, rank: int, record: dict[str, Any]) -> str | None:
         """Return how the record of ``rank`` contradicts this rank's, which is in ``call``."""
         key, number, label = record["waiting"]
-        here, there = _place_in_user_code(), record["place"]  # where the two ranks wait now
-        own, theirs = f"{call.label}{here}", f"{label}{there}"
+        own_location, peer_location = (
+            _user_code_location(),
+            record["location"],
+        )  # where the two ranks wait now
+        own, theirs = f"{call.label}{own_location}", f"{label}{peer_location}"
         recent: list[tuple[int, str]] = record["begun"].get(call.channel.key, [])
         begun = recent[-1][0] if recent else 0
         mine = dict(call.channel.recent)
-        for place, other in recent:
-            if mine.get(place, other) != other:
-                return _difference(f"{mine[place]}{here}", f"{other}{there}", rank)
+        for position, other in recent:
+            if mine.get(position, other) != other:
+                return _difference(f"{mine[position]}{own_location}", f"{other}{peer_location}", rank)
         channel = self._channels.get(key)
         behind = (0 if channel is None else channel.begun) < number
         waits = self.rank in record["peers"] and rank in call.peers
@@ -207,7 +210,7 @@ def _check_waits(recorder: weakref.ref[FlightRecorder], ended: threading.Event) 
         if alive.waiting is not call:
             call, since = alive.waiting, time.monotonic()
         elif call is not None and time.monotonic() - since >= STALL_SECONDS:
-            with contextlib.suppress(MismatchedCollectives):  # the thread that waits raises it
+            with contextlib.suppress(MismatchedCollectivesError):  # the thread that waits raises it
                 alive.check()
         del alive
 
@@ -218,7 +221,7 @@ def _end_watch(ended: threading.Event, thread: threading.Thread) -> None:
         thread.join(_EXIT_PATIENCE_SECONDS)
 
 
-def _place_in_user_code() -> str:
+def _user_code_location() -> str:
     """Return the line of the user's code that leads here, as " (train.py:12: loss.backward())"."""
     frame: FrameType | None = sys._getframe()
     found = _innermost_outside(frame)

@@ -1,4 +1,4 @@
-"""Exchanges that cross from node to node once, or not at all (ZeRO++, Wang et al., arXiv 2306.10209)."""
+"""Hierarchical collectives, which cross nodes at most once (ZeRO++, Wang et al., arXiv 2306.10209)."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from collections.abc import Sequence
 
 import torch
 
-from zero_ext.comm.collective_order import Hop
+from zero_ext.comm.collective_order import Phase
 from zero_ext.comm.node_map import NodeMap
-from zero_ext.comm.transport import Exchange, Waitable
+from zero_ext.comm.transport import Transport, Waitable
 
 
 def gather_through_nodes(
-    exchange: Exchange, nodes: NodeMap, slots: Sequence[torch.Tensor], tag: int = 0
-) -> list[Hop]:
-    """The hops that fill ``slots`` with the messages of all ranks, in rank order and equally long; this
-    rank's own is in its place.
+    transport: Transport, nodes: NodeMap, slots: Sequence[torch.Tensor], tag: int = 0
+) -> list[Phase]:
+    """Return the phases that fill ``slots`` with the payloads of all ranks, in rank order.
 
-    First the ranks with the same place in all nodes exchange theirs, so that each message crosses to another
-    node once; then the ranks of a node what they have. On one node it is the flat gather.
+    All payloads have the same length. The slot of this rank holds its own payload already. In the inter-node
+    phase the ranks with the same local rank exchange theirs, so each payload crosses to another node once. In
+    the intra-node phase the ranks of a node exchange what they received. One node needs only the latter.
     """
 
     def between() -> Sequence[Waitable]:
         receives = [slots[rank] for rank in nodes.counterparts]
         sends = [slots[nodes.rank]] * nodes.nodes
-        return exchange_among(exchange, nodes.counterparts, receives, sends, tag)
+        return all_to_all_among(transport, nodes.counterparts, receives, sends, tag)
 
     def inside() -> Sequence[Waitable]:
-        return gather_in_node(exchange, nodes, slots, tag)
+        return gather_in_node(transport, nodes, slots, tag)
 
     if nodes.nodes == 1:
         return [inside]
@@ -35,34 +35,36 @@ def gather_through_nodes(
 
 
 def gather_in_node(
-    exchange: Exchange, nodes: NodeMap, slots: Sequence[torch.Tensor], tag: int = 0
+    transport: Transport, nodes: NodeMap, slots: Sequence[torch.Tensor], tag: int = 0
 ) -> Sequence[Waitable]:
-    """Fills ``slots``, as above, where each rank has the messages of its counterparts in all nodes."""
+    """Fill ``slots``, where each rank has the payloads of its counterparts in all nodes."""
     works: list[Waitable] = []
     for first in range(0, nodes.world_size, nodes.ranks_per_node):
         receives = slots[first : first + nodes.ranks_per_node]
-        sends = [receives[nodes.place]] * nodes.ranks_per_node
-        works += exchange_among(exchange, nodes.neighbours, receives, sends, tag)
+        sends = [receives[nodes.local_rank]] * nodes.ranks_per_node
+        works += all_to_all_among(transport, nodes.neighbors, receives, sends, tag)
     return works
 
 
-def exchange_among(
-    exchange: Exchange,
+def all_to_all_among(
+    transport: Transport,
     ranks: Sequence[int],
     receives: Sequence[torch.Tensor],
     sends: Sequence[torch.Tensor],
     tag: int = 0,
 ) -> Sequence[Waitable]:
-    """An all-to-all of ``ranks`` alone, a tensor for each of them, in the order of ``ranks``."""
+    """Start an all-to-all among ``ranks`` only, with one tensor per rank, in the order of ``ranks``."""
     empty = sends[0][:0]
-    all_receives, all_sends = [empty] * exchange.world_size, [empty] * exchange.world_size
+    all_receives, all_sends = [empty] * transport.world_size, [empty] * transport.world_size
     for rank, receive, send in zip(ranks, receives, sends, strict=True):
         all_receives[rank], all_sends[rank] = receive, send
-    return exchange.all_to_all(all_receives, all_sends, tag)
+    return transport.all_to_all(all_receives, all_sends, tag)
 
 
-def around(own: torch.Tensor, place: int, count: int, received: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor like ``own`` for each of ``count`` ranks, in order: parts of ``received`` for the others,
-    ``own`` itself for the one at ``place``."""
+def in_rank_order(own: torch.Tensor, index: int, count: int, received: torch.Tensor) -> list[torch.Tensor]:
+    """Return one tensor per rank of ``count`` ranks, in rank order.
+
+    The entry at ``index`` is ``own``. The others are slices of ``received``, each of the size of ``own``.
+    """
     others = list(received[: own.numel() * (count - 1)].split(own.numel()))
-    return [*others[:place], own, *others[place:]]
+    return [*others[:index], own, *others[index:]]

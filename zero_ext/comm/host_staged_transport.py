@@ -1,4 +1,4 @@
-"""Exchange of device tensors by way of pinned host memory, where the device has no collectives of its own."""
+"""Transport of device tensors through pinned host memory, for devices without their own collectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero_ext.comm.transport import Message, PointToPoint, Waitable
+from zero_ext.comm.transport import PeerPayload, PointToPointTransport, Waitable
 
 STAGING_BYTES = 16 << 20
 _HALVES = 2  # one is filled or emptied by the device while the other is on its way between the ranks
@@ -18,26 +18,26 @@ _GRAIN = 64
 _EXIT_PATIENCE_SECONDS = 10.0
 
 
-class StagedExchange(PointToPoint):
+class HostStagedTransport(PointToPointTransport):
     """Moves device tensors through ``host``, which must serve nobody else, and pinned memory of fixed size.
 
-    A thread copies piece after piece from the device, lets ``host`` exchange it, and copies what came to the
+    A thread copies chunk after chunk from the device, sends it over ``host``, and copies the result to the
     device, on a stream of its own, after what the current stream had to do at the call. Waiting blocks the
-    host until the last piece has come in, and the current stream until it is in place.
+    host until the last chunk has been received, and the current stream until it is copied.
     """
 
     staging_bytes = STAGING_BYTES
 
-    def __init__(self, host: PointToPoint, device: torch.device) -> None:
+    def __init__(self, host: PointToPointTransport, device: torch.device) -> None:
         super().__init__(host.rank, host.world_size)
         self._device = device
         self._host = host
-        room = torch.empty(STAGING_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        buffer = torch.empty(STAGING_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self._jobs: queue.SimpleQueue[_StagedTransfer | None] = queue.SimpleQueue()
         thread = threading.Thread(
             target=_work_off,
-            args=(self._jobs, _Stager(host, torch.Stream(device=device), room)),
-            name="zero_ext-exchange",
+            args=(self._jobs, _Stager(host, torch.Stream(device=device), buffer)),
+            name="zero_ext-transport",
             daemon=True,
         )
         # The thread does not know this object. At exit it must be out of torch before the interpreter goes.
@@ -45,29 +45,31 @@ class StagedExchange(PointToPoint):
         thread.start()
 
     def start(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0
+        self, sends: Sequence[PeerPayload], receives: Sequence[PeerPayload], tag: int = 0
     ) -> Sequence[Waitable]:
-        """See :class:`PointToPoint`."""
+        """See :class:`PointToPointTransport`."""
         outgoing = [(rank, _bytes_of(tensor)) for rank, tensor in sends]
         incoming = [(rank, _bytes_of(tensor)) for rank, tensor in receives]
         return [self._submit(lambda stager: stager.move(outgoing, incoming, tag))]
 
     def all_reduce(self, tensor: torch.Tensor) -> Waitable:
-        """See :class:`Exchange`."""
+        """See :class:`Transport`."""
         return self._submit(lambda stager: stager.sum(tensor))
 
-    def give_up(self, reason: str) -> None:
-        """See :class:`Exchange`."""
-        self._host.give_up(reason)
+    def abort(self, reason: str) -> None:
+        """See :class:`Transport`."""
+        self._host.abort(reason)
 
     def _submit(self, action: Callable[[_Stager], None]) -> Waitable:
-        job = _Job(action, torch.accelerator.current_stream(self._device).record_event(), self._device)
+        job = _StagedTransfer(
+            action, torch.accelerator.current_stream(self._device).record_event(), self._device
+        )
         self._jobs.put(job)
         return job
 
 
-class _Job:
-    """What the thread does next, and how it ended."""
+class _StagedTransfer:
+    """One transfer for the thread to run, and its outcome."""
 
     def __init__(self, action: Callable[[_Stager], None], ready: torch.Event, device: torch.device) -> None:
         self._action = action
@@ -96,102 +98,105 @@ class _Job:
             torch.accelerator.current_stream(self._device).wait_event(self._arrived)
 
 
-class _Piece(NamedTuple):
-    """Messages in one half of the room: parts of device tensors, and their places in host memory."""
+class _StagedChunk(NamedTuple):
+    """Payloads in one half of the buffer: slices of device tensors, and their slots in host memory."""
 
     sends: list[tuple[int, torch.Tensor, torch.Tensor]]
     receives: list[tuple[int, torch.Tensor, torch.Tensor]]
 
 
 class _Stager:
-    """What the thread works with."""
+    """The state of the thread."""
 
-    def __init__(self, host: PointToPoint, stream: torch.Stream, room: torch.Tensor) -> None:
+    def __init__(self, host: PointToPointTransport, stream: torch.Stream, buffer: torch.Tensor) -> None:
         self.stream = stream
         self._host = host
-        self._room = room.chunk(_HALVES)
+        self._buffer = buffer.chunk(_HALVES)
 
-    def move(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> None:
+    def move(self, sends: Sequence[PeerPayload], receives: Sequence[PeerPayload], tag: int) -> None:
         """Sends and receives bytes [n] of device tensors."""
-        pieces = self._pieces(sends, receives)
-        if not pieces:
+        chunks = self._chunks(sends, receives)
+        if not chunks:
             return
-        sent = self._bring(pieces[0])
-        for number, piece in enumerate(pieces):
+        sent = self._bring(chunks[0])
+        for number, chunk in enumerate(chunks):
             sent.synchronize()
             works = self._host.start(
-                [(rank, host) for rank, _, host in piece.sends],
-                [(rank, host) for rank, _, host in piece.receives],
+                [(rank, host) for rank, _, host in chunk.sends],
+                [(rank, host) for rank, _, host in chunk.receives],
                 tag,
             )
-            if number + 1 < len(pieces):
-                sent = self._bring(pieces[number + 1])
+            if number + 1 < len(chunks):
+                sent = self._bring(chunks[number + 1])
             for work in works:
                 work.wait()
-            for _, device, host in piece.receives:
+            for _, device, host in chunk.receives:
                 device.copy_(host, non_blocking=True)
 
-    def _bring(self, piece: _Piece) -> torch.Event:
-        """Starts to copy what a piece sends into its half of the room. What it returns happens after the
-        copies of the piece before it in that half, too, since there is one stream: the half is free then."""
+    def _bring(self, chunk: _StagedChunk) -> torch.Event:
+        """Start to copy what a chunk sends into its half of the buffer.
+
+        The event returned also follows the copies of the chunk before it in that half, since there is one
+        stream. The half is free then.
+        """
         copied: set[int] = set()
-        for _, device, host in piece.sends:
+        for _, device, host in chunk.sends:
             if host.data_ptr() not in copied:
                 copied.add(host.data_ptr())
                 host.copy_(device, non_blocking=True)
         return self.stream.record_event()
 
-    def _pieces(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[_Piece]:
-        places: dict[
+    def _chunks(self, sends: Sequence[PeerPayload], receives: Sequence[PeerPayload]) -> list[_StagedChunk]:
+        slot_of: dict[
             int, int
         ] = {}  # of tensors that are sent, by their address: one for all who get the same
         for _, tensor in sends:
-            places.setdefault(tensor.data_ptr(), len(places))
-        step = self._room[0].numel() // (len(places) + len(receives)) // _GRAIN * _GRAIN
+            slot_of.setdefault(tensor.data_ptr(), len(slot_of))
+        step = self._buffer[0].numel() // (len(slot_of) + len(receives)) // _GRAIN * _GRAIN
         longest = max(tensor.numel() for _, tensor in (*sends, *receives))
-        pieces = []
+        chunks = []
         for number, begin in enumerate(range(0, longest, step)):
-            rooms = self._room[number % _HALVES].split(step)
-            pieces.append(
-                _Piece(
+            slots = self._buffer[number % _HALVES].split(step)
+            chunks.append(
+                _StagedChunk(
                     [
-                        (rank, *_both(tensor, rooms[places[tensor.data_ptr()]], begin, step))
+                        (rank, *_both(tensor, slots[slot_of[tensor.data_ptr()]], begin, step))
                         for rank, tensor in sends
                     ],
                     [
-                        (rank, *_both(tensor, rooms[len(places) + index], begin, step))
+                        (rank, *_both(tensor, slots[len(slot_of) + index], begin, step))
                         for index, (rank, tensor) in enumerate(receives)
                     ],
                 )
             )
-        return pieces
+        return chunks
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Sums a small device tensor over the ranks, in place."""
-        here = tensor.cpu()
-        self._host.all_reduce(here).wait()
-        tensor.copy_(here)
+        host = tensor.cpu()
+        self._host.all_reduce(host).wait()
+        tensor.copy_(host)
 
 
 def _both(
-    tensor: torch.Tensor, room: torch.Tensor, begin: int, step: int
+    tensor: torch.Tensor, buffer: torch.Tensor, begin: int, step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The piece of ``tensor`` from byte ``begin`` on, and its place in ``room``."""
-    part = tensor[begin : begin + step]
-    return part, room[: part.numel()]
+    """Return the slice of ``tensor`` from byte ``begin`` on, and its bytes in ``buffer``."""
+    source = tensor[begin : begin + step]
+    return source, buffer[: source.numel()]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def _work_off(jobs: queue.SimpleQueue[_Job | None], stager: _Stager) -> None:
+def _work_off(jobs: queue.SimpleQueue[_StagedTransfer | None], stager: _Stager) -> None:
     while (job := jobs.get()) is not None:
         job.run(stager)
         del job
 
 
-def _end(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread) -> None:
+def _end(jobs: queue.SimpleQueue[_StagedTransfer | None], thread: threading.Thread) -> None:
     jobs.put(None)
     if thread is not threading.current_thread():
         thread.join(_EXIT_PATIENCE_SECONDS)

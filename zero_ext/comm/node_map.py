@@ -1,4 +1,4 @@
-"""Which ranks share a node: those between which links are fast."""
+"""The ranks that share a node, and so have fast links between them."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ class NodeMap:
         return self.rank // self.ranks_per_node
 
     @property
-    def place(self) -> int:
-        """This rank's place in its node."""
+    def local_rank(self) -> int:
+        """Index of this rank in its node."""
         return self.rank % self.ranks_per_node
 
     @property
-    def neighbours(self) -> range:
+    def neighbors(self) -> range:
         """The ranks of this rank's node, itself among them."""
         first = self.node * self.ranks_per_node
         return range(first, first + self.ranks_per_node)
 
     @property
     def counterparts(self) -> range:
-        """The ranks with this rank's place in all nodes, itself among them."""
-        return range(self.place, self.world_size, self.ranks_per_node)
+        """The ranks with this rank's local rank in all nodes, itself among them."""
+        return range(self.local_rank, self.world_size, self.ranks_per_node)
 
     @property
-    def strangers(self) -> int:
+    def remote_ranks(self) -> int:
         """Number of ranks in other nodes."""
         return self.world_size - self.ranks_per_node
 
-    def told(self) -> str:
-        """For the log: how many ranks there are, and where."""
+    def summary(self) -> str:
+        """Return the number of ranks and nodes, for the log."""
         return f"{self.world_size} ranks on {self.nodes} node{'s' * (self.nodes > 1)}"
 
     def among(self, ranks: Sequence[int]) -> NodeMap:
@@ -77,7 +77,7 @@ def ranks_of_a_node(world_size: int, wanted: int | None) -> int:
 
 
 def nodes_of(ranks: Sequence[int], rank: int, world_size: int, wanted: int | None) -> NodeMap:
-    """The map of a group of ``ranks`` of the world, seen by the one at place ``rank`` in it: nodes of
+    """The map of a group of ``ranks`` of the world, seen by the one at index ``rank`` in it: nodes of
     ``wanted`` of them, else those of the world that a launcher named, else a single one."""
     if wanted is not None or len(ranks) == world_size:
         return NodeMap(rank, len(ranks), ranks_of_a_node(len(ranks), wanted))

@@ -1,4 +1,4 @@
-"""Process groups of an engine: taken from the caller, from torchrun's environment, or none for one rank."""
+"""Process groups of an engine: from the caller, from torchrun's environment, or none for one rank."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 from zero_ext.comm import (
-    BackendExchange,
     Collectives,
-    Exchange,
-    PointToPoint,
-    WireLog,
+    DeviceTransport,
+    PointToPointTransport,
+    TrafficStats,
+    Transport,
 )
 from zero_ext.comm.connections import HOW_ADDED, Connections, TransferPath
 from zero_ext.comm.flight_recorder import FlightRecorder
 from zero_ext.comm.node_map import NodeMap, nodes_of
-from zero_ext.comm.transport import Message, Waitable
+from zero_ext.comm.transport import PeerPayload, Waitable
 from zero_ext.config.sections.communication import Reduction, ResolvedReduction
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def make_collectives(
     """Collectives over ``group`` (default: the world) for tensors in host memory and on ``device``, on
     connections of their own; a collective call.
 
-    Without torch.distributed, one rank. ``reduction`` as in ``PrecisionPolicy``. ``ranks_per_node``: how many
+    Without torch.distributed, one rank. ``reduction`` as in ``PrecisionConfig``. ``ranks_per_node``: how many
     consecutive ranks share a node, by default what a launcher said. Of the group only its ranks and its store
     are used, and the name of its backend for ``device``, so it may have any backend.
 
@@ -66,7 +66,7 @@ def make_collectives(
         RuntimeError: The connections of a device did not form on some rank. All ranks raise it.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return alone(ranks_per_node)
+        return single_rank(ranks_per_node)
     parent = group if group is not None else dist.group.WORLD
     if parent is None:
         raise AssertionError("torch.distributed runs without a default group")
@@ -75,7 +75,7 @@ def make_collectives(
     if rank < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the process group given, ranks {ranks}")
     if world_size == 1:
-        return alone(ranks_per_node)
+        return single_rank(ranks_per_node)
     path = TransferPath.of(dist.get_backend_config(group), device)
     nodes = nodes_of(ranks, rank, dist.get_world_size(), ranks_per_node)
     if path.kind == "fake":
@@ -86,17 +86,17 @@ def make_collectives(
     made = Connections(store, rank, world_size, timeout_seconds, path, ranks)
     host_gathers, host_reductions = made.over_host("gathers"), made.over_host("reductions")
     made.agree(host_reductions, "paths", path.described(), path.problem, ValueError)
-    if ranks_per_node is None and not _alike(host_reductions, nodes.ranks_per_node):
+    if ranks_per_node is None and not _same_on_all_ranks(host_reductions, nodes.ranks_per_node):
         nodes = NodeMap(rank, world_size, world_size)
     added = path.resolve(reduction, nodes)
     if rank == 0:
-        _log.info("%s; gradients of %s are added %s", path.told(), nodes.told(), HOW_ADDED[added])
+        _log.info("%s; gradients of %s are added %s", path.summary(), nodes.summary(), HOW_ADDED[added])
     gathers, reductions = made.with_device(host_gathers, host_reductions)
     recorder = FlightRecorder(rank, dist.PrefixStore("records", store))
     return Collectives(
         gathers,
         reductions,
-        WireLog(),
+        TrafficStats(),
         nodes,
         recorder,
         ranks=ranks,
@@ -114,11 +114,11 @@ def _simulated(
 ) -> Collectives:
     """The collectives of one rank among simulated ones, which answer nothing: one call of the group's backend
     each, as of any backend that has collectives of its own."""
-    exchange = _Simulated(parent._get_backend(CPU), owns=False)
-    return _SimulatedCollectives(
-        exchange,
-        exchange,
-        WireLog(),
+    transport = _FakeBackendTransport(parent._get_backend(CPU), owns=False)
+    return _FakeBackendCollectives(
+        transport,
+        transport,
+        TrafficStats(),
         nodes,
         ranks=ranks,
         reduction=reduction,
@@ -126,12 +126,12 @@ def _simulated(
     )
 
 
-def _alike(exchange: Exchange, value: int) -> bool:
+def _same_on_all_ranks(transport: Transport, value: int) -> bool:
     """Whether all ranks give the same ``value``."""
     sums = torch.tensor([value, value * value], dtype=torch.int64, device="cpu")
-    exchange.all_reduce(sums).wait()
+    transport.all_reduce(sums).wait()
     total, squares = sums.tolist()
-    return bool(total * total == squares * exchange.world_size)
+    return bool(total * total == squares * transport.world_size)
 
 
 def _own_store(parent: dist.ProcessGroup, rank: int, timeout_seconds: float) -> dist.Store:
@@ -148,46 +148,46 @@ def _own_store(parent: dist.ProcessGroup, rank: int, timeout_seconds: float) -> 
     return dist.PrefixStore(shared.get(key).decode(), shared)
 
 
-def alone(ranks_per_node: int | None = None) -> Collectives:
+def single_rank(ranks_per_node: int | None = None) -> Collectives:
     """The collectives of a single rank. Raises ``ValueError`` for a node of several."""
     nodes = NodeMap(0, 1, ranks_per_node or 1)
     own = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return Collectives(_NoPeers(0, 1), _NoPeers(0, 1), WireLog(), nodes, ranks=[own])
+    return Collectives(_NoPeers(0, 1), _NoPeers(0, 1), TrafficStats(), nodes, ranks=[own])
 
 
-class _SimulatedCollectives(Collectives):
+class _FakeBackendCollectives(Collectives):
     """The collectives of one rank among simulated ones, of whose facts nothing comes: sums are its own."""
 
     def _start_sum(self, tensor: torch.Tensor, label: str) -> Sequence[Waitable]:
         return [self._reductions.all_reduce(tensor)]
 
 
-class _Simulated(BackendExchange):
-    """The exchange of one rank among simulated ones."""
+class _FakeBackendTransport(DeviceTransport):
+    """The transport of one rank among simulated ones."""
 
     def all_to_all(
         self, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], tag: int = 0
     ) -> Sequence[Waitable]:
-        # In place of what another rank sends, torch's backend copies what goes to it. Where the one is no
-        # room for the other, nothing comes.
+        # Instead of what another rank sends, torch's backend copies what goes to it. Where the shapes
+        # differ, nothing is copied.
         fits = [one.shape == other.shape for one, other in zip(receives, sends, strict=True)]
-        taken, given = (
+        matching_receives, matching_sends = (
             [each if fit else each[:0] for each, fit in zip(many, fits, strict=True)]
             for many in (receives, sends)
         )
-        return super().all_to_all(taken, given, tag)
+        return super().all_to_all(matching_receives, matching_sends, tag)
 
 
-class _NoPeers(PointToPoint):
-    """The exchange of a single rank: nothing is ever sent."""
+class _NoPeers(PointToPointTransport):
+    """The transport of a single rank. Nothing is ever sent."""
 
     def start(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0
+        self, sends: Sequence[PeerPayload], receives: Sequence[PeerPayload], tag: int = 0
     ) -> Sequence[Waitable]:
         return []
 
     def all_reduce(self, tensor: torch.Tensor) -> Waitable:
         raise AssertionError("one rank has nobody to reduce with")
 
-    def give_up(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         return None

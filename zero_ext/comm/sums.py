@@ -1,4 +1,4 @@
-"""Sums over the ranks, made of exchanges that check what arrives."""
+"""Sums over the ranks, built from transfers that check what they receive."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from zero_ext.comm.transport import Exchange, Waitable
+    from zero_ext.comm.transport import Transport, Waitable
 
 SMALL_BYTES = 64 << 10  # Larger tensors travel twice, in slices, so that a rank never holds all of them.
 
 
-def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def sum_in_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of ``parts``, from the first one on; half-precision numbers add up in float32 and are
     rounded once."""
-    dtype = parts[0].dtype
+    dtype = tensors[0].dtype
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-    total = parts[0].to(wide, copy=True)
-    for other in parts[1:]:
+    total = tensors[0].to(wide, copy=True)
+    for other in tensors[1:]:
         total += other
     return total.to(dtype)
 
 
 class RankOrderSum:
-    """An in-place sum of ``tensor`` over the ranks of ``exchange``, see :func:`sum_in_order`.
+    """An in-place sum of ``tensor`` over the ranks of ``transport``, see :func:`sum_in_order`.
 
     gloo's all-reduce checks neither sizes nor tags. Ranks that call it for different tensors mix up their
     values or end the process. So each rank sends its values and every rank adds them up. For the few values
-    that ranks agree on, one such exchange is faster than an all-reduce of several phases.
+    that ranks agree on, this is faster than an all-reduce of several phases.
     """
 
-    def __init__(self, exchange: Exchange, tensor: torch.Tensor, tag: int = 0) -> None:
-        self._exchange = exchange
+    def __init__(self, transport: Transport, tensor: torch.Tensor, tag: int = 0) -> None:
+        self._transport = transport
         self._tensor = tensor
         self._tag = tag
-        ranks, rank = exchange.world_size, exchange.rank
+        ranks, rank = transport.world_size, transport.rank
         values = tensor.detach().reshape(-1)
         self._numel = values.numel()
         self._sliced = values.nbytes > SMALL_BYTES
@@ -46,11 +46,11 @@ class RankOrderSum:
             padded.view(-1)[: self._numel] = values
             self._padded, self._table = padded, torch.empty_like(padded)
             self._table[rank] = padded[rank]
-            self._works = exchange.all_to_all(list(self._table), list(padded), tag)
+            self._works = transport.all_to_all(list(self._table), list(padded), tag)
         else:
             self._table = values.new_zeros(ranks, self._numel)
             self._table[rank] = values
-            self._works = exchange.gather(self._table.view(-1), tag)
+            self._works = transport.gather(self._table.view(-1), tag)
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -59,8 +59,8 @@ class RankOrderSum:
             work.wait()
         total = sum_in_order(list(self._table))
         if self._sliced:
-            self._padded[self._exchange.rank] = total
+            self._padded[self._transport.rank] = total
             total = self._padded.view(-1)
-            for work in self._exchange.gather(total, self._tag):
+            for work in self._transport.gather(total, self._tag):
                 work.wait()
         self._tensor.copy_(total[: self._numel].view(self._tensor.shape))

@@ -1,4 +1,4 @@
-"""Counts what every collective puts on the wire, by kind and step."""
+"""Elements and bytes that collectives send, by kind and step."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class WireLog:
+class TrafficStats:
     """Elements and bytes of collectives since :meth:`begin_step`, and of the last finished step.
 
     ``elements[kind]`` counts the full (padded) buffer of each collective once, before the factor
-    ``(N - 1) / N`` that turns it into what one rank sends; ``bytes_sent[kind]`` is what this rank really
-    handed to the transport, scales and padding of codes among it, and ``crossing_bytes[kind]`` the part of it
-    that goes to other nodes. Kinds: ``gather`` (parameters in forward and backward), ``gather_updated``
+    ``(N - 1) / N`` that turns it into what one rank sends. ``bytes_sent[kind]`` is what this rank really
+    handed to the transport, with the scales and padding of codes. ``crossing_bytes[kind]`` are the bytes of
+    it that go to other nodes. Kinds: ``gather`` (parameters in forward and backward), ``gather_updated``
     (parameters after the step), ``reduce_scatter`` and ``gather_gradients`` (stage 0), each with the
     suffix ``_persistent`` for units below the persistence threshold, ``activations`` (kept inputs in
-    backward), ``sequence`` (parts of sequences for heads, around attention),
+    backward), ``sequence`` (sequence shards for heads, around attention),
     and ``scalars`` (norms, flags, comparisons).
     """
 

@@ -1,4 +1,4 @@
-"""What collectives are made of: the protocol of a transport, and the one built from messages."""
+"""What collectives are made of: the protocol of a transport, and one built from send and receive."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-from zero_ext.comm.flight_recorder import Call, FlightRecorder, MismatchedCollectives
+from zero_ext.comm.flight_recorder import FlightRecorder, MismatchedCollectivesError, RecordedCollective
 from zero_ext.comm.sums import RankOrderSum
 
-Message = tuple[int, torch.Tensor]  # rank within the group, contiguous tensor
+PeerPayload = tuple[int, torch.Tensor]  # rank within the group, contiguous tensor
 
 
 class Waitable(Protocol):
@@ -26,13 +26,13 @@ class Waitable(Protocol):
         """Blocks until the transfer is complete; raises if it failed."""
 
 
-class Exchange(Protocol):
+class Transport(Protocol):
     """Moves flat tensors between the ``world_size`` ranks of a group; what arrives is valid only after
     ``wait``, and nothing that takes part is touched before.
 
     All ranks make the same calls in the same order. ``tag`` (31 bits) names what is moved: ranks that are not
-    at the same place get an error, where the transport can tell, not each other's data. ``wait`` blocks the
-    host for tensors in host memory, and the current stream for those on a device.
+    at the same call get an error, where the transport can detect it, not each other's data. ``wait`` blocks
+    the host for tensors in host memory, and the current stream for those on a device.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class Exchange(Protocol):
 
     def gather(self, flat: torch.Tensor, tag: int = 0) -> Sequence[Waitable]:
         """Fills ``flat`` [numel] with the slices [numel / N] of all ranks, in rank order; this rank's own is
-        in its place already."""
+        already in it."""
 
     def all_to_all(
         self, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], tag: int = 0
@@ -63,13 +63,13 @@ class Exchange(Protocol):
         """Return whether gathers and sums of tensors like this one go around the ranks, so that one rank per
         node sends to another node, and not every rank to every other."""
 
-    def give_up(self, reason: str) -> None:
-        """Ends this rank's part: the other ranks' transfers with it fail, where it can be without their
+    def abort(self, reason: str) -> None:
+        """Aborts this rank: the other ranks' transfers with it fail, where it can be without their
         time-out, and so does whatever it starts from now on."""
 
 
-class PointToPoint(abc.ABC):
-    """An :class:`Exchange` made of messages from rank to rank."""
+class PointToPointTransport(abc.ABC):
+    """An :class:`Transport` made of sends and receives between pairs of ranks."""
 
     staging_bytes = 0
 
@@ -79,53 +79,53 @@ class PointToPoint(abc.ABC):
 
     @abc.abstractmethod
     def start(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0
+        self, sends: Sequence[PeerPayload], receives: Sequence[PeerPayload], tag: int = 0
     ) -> Sequence[Waitable]:
-        """Begins all transfers; ``tag`` as in :class:`Exchange`."""
+        """Begins all transfers; ``tag`` as in :class:`Transport`."""
 
     def all_reduce(self, tensor: torch.Tensor) -> Waitable:
         """Begin an in-place sum over the ranks, added up in rank order."""
         return RankOrderSum(self, tensor)
 
     @abc.abstractmethod
-    def give_up(self, reason: str) -> None:
-        """See :class:`Exchange`."""
+    def abort(self, reason: str) -> None:
+        """See :class:`Transport`."""
 
     def _peers(self) -> list[int]:
         # Each rank starts with its right neighbour: no rank is everybody's first target.
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def gather(self, flat: torch.Tensor, tag: int = 0) -> Sequence[Waitable]:
-        """See :class:`Exchange`."""
+        """See :class:`Transport`."""
         slices = flat.chunk(self.world_size)
         return self.all_to_all(slices, [slices[self.rank]] * self.world_size, tag)
 
     def all_to_all(
         self, receives: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], tag: int = 0
     ) -> Sequence[Waitable]:
-        """See :class:`Exchange`."""
+        """See :class:`Transport`."""
         peers = self._peers()
         outgoing = [(peer, sends[peer]) for peer in peers if sends[peer].numel()]
         incoming = [(peer, receives[peer]) for peer in peers if receives[peer].numel()]
         return self.start(outgoing, incoming, tag) if outgoing or incoming else ()
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Sequence[Waitable]:
-        """See :class:`Exchange`."""
+        """See :class:`Transport`."""
         if self.rank == source:
             return self.start([(peer, tensor) for peer in self._peers()], [], tag)
         return self.start([], [(source, tensor)], tag)
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> Sequence[Waitable] | None:
-        """See :class:`Exchange`: none, a sum is made where its parts arrive."""
+        """See :class:`Transport`: none, each rank sums what it receives."""
         return None
 
     def rings(self, tensor: torch.Tensor) -> bool:
-        """See :class:`Exchange`."""
+        """See :class:`Transport`."""
         return False
 
 
-class GroupExchange(PointToPoint):
-    """Exchange over a process group or backend that has send and receive (gloo), for its use alone."""
+class ProcessGroupTransport(PointToPointTransport):
+    """Transport over a process group or backend that has send and receive (gloo), for its use alone."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
@@ -139,15 +139,15 @@ class GroupExchange(PointToPoint):
         return self._connections
 
     def start(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0
+        self, sends: Sequence[PeerPayload], receives: Sequence[PeerPayload], tag: int = 0
     ) -> Sequence[Waitable]:
-        """See :class:`PointToPoint`: receives before sends, so that arriving data finds its destination."""
+        """See :class:`PointToPointTransport`. Receives start first, so that data finds its destination."""
         works = [self._group.recv([tensor], rank, _slot(tag, tensor)) for rank, tensor in receives]
         works += [self._group.send([tensor], rank, _slot(tag, tensor)) for rank, tensor in sends]
         return works
 
-    def give_up(self, reason: str) -> None:
-        """See :class:`Exchange`: all connections close, and the transfers under way fail on all ranks."""
+    def abort(self, reason: str) -> None:
+        """See :class:`Transport`: all connections close, and the transfers under way fail on all ranks."""
         group, self._connections, self._reason = self._connections, None, reason
         if group is None:
             return
@@ -158,16 +158,16 @@ class GroupExchange(PointToPoint):
 
 
 def _slot(tag: int, tensor: torch.Tensor) -> int:
-    """Return the tag of ``tensor`` for gloo, which ends the process over a message of another size: one with
+    """Return the tag of ``tensor`` for gloo, which ends the process over a payload of another size: one with
     another tag it only never matches."""
     return zlib.crc32(tensor.nbytes.to_bytes(8, "little"), tag) & 0x7FFFFFFF
 
 
-class Pending:
+class PendingCollective:
     """A collective under way: ``wait`` blocks for its transfers, then runs its local part once.
 
     Errors of the transport, when it starts and when it ends, are raised as ``RuntimeError`` naming ``label``
-    (what was moved) and the rank. ``waited`` hears once when a wait began, and how many seconds it took.
+    (what was moved) and the rank. ``waited`` is called once, with the start of the wait and its seconds.
     ``recorded`` is the collective in the record of this rank, which names what the other ranks do instead.
     """
 
@@ -178,7 +178,7 @@ class Pending:
         start: Callable[[], Sequence[Waitable]],
         finish: Callable[[], None] | None = None,
         waited: Callable[[float, float], None] | None = None,
-        recorded: tuple[FlightRecorder, Call] | None = None,
+        recorded: tuple[FlightRecorder, RecordedCollective] | None = None,
     ) -> None:
         self._recorded = recorded
         self._label = label
@@ -226,12 +226,12 @@ class Pending:
 
     def _raise_named(self, error: Exception) -> NoReturn:
         try:
-            if isinstance(error, MismatchedCollectives):
+            if isinstance(error, MismatchedCollectivesError):
                 raise error
             if self._recorded is not None:
                 recorder, call = self._recorded
                 recorder.explain(call, error)
-        except MismatchedCollectives as mismatch:
+        except MismatchedCollectivesError as mismatch:
             self._error = mismatch
             raise
         self._error = RuntimeError(

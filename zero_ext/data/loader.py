@@ -1,4 +1,4 @@
-"""A loader that deals a data set to the ranks and knows its place in it by sample."""
+"""A loader that deals a data set to the ranks and tracks its position by sample."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset, default_collate
 
-from .prefetch import Prefetcher
+from .prefetch import BatchPrefetcher
 from .sample_stream import Position, SampleStream
 from .shuffle import EpochOrder
 
@@ -49,7 +49,7 @@ class ShardedLoader:
 
     Raises:
         TypeError: the data set has no length or no items (iterable-style ones are not supported).
-        ValueError: a number out of range, an empty data set, or with `drop_last` one without a whole batch.
+        ValueError: a number out of range, an empty data set, or with `drop_last` one without a full batch.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ShardedLoader:
     def __iter__(self) -> _Loop:
         self._end_loop("a newer loop over the same loader began")
         source = _batches(self.dataset, self.collate_fn, self._stream, self._rank, self._position)
-        loop = _Loop(self, Prefetcher(source, self._prefetch) if self._prefetch else source)
+        loop = _Loop(self, BatchPrefetcher(source, self._prefetch) if self._prefetch else source)
         self._loop = weakref.ref(loop)
         return loop
 
@@ -145,7 +145,7 @@ class ShardedLoader:
         _check_number("loader state: epoch", state["epoch"], 0)
         _check_number("loader state: sample", state["sample"], 0, own["samples"] - 1)
         self._end_loop("load_state_dict moved the loader's position")
-        self._position = self._stream.settled(state["epoch"], state["sample"])
+        self._position = self._stream.normalized(state["epoch"], state["sample"])
 
     def _end_loop(self, reason: str) -> None:
         loop = self._loop() if self._loop is not None else None
@@ -157,7 +157,7 @@ class ShardedLoader:
 class _Loop:
     """One pass over a loader, up to the end of the epoch; moves the loader's position with each batch."""
 
-    def __init__(self, loader: ShardedLoader, source: Prefetcher[_Dealt] | Generator[_Dealt]) -> None:
+    def __init__(self, loader: ShardedLoader, source: BatchPrefetcher[_Dealt] | Generator[_Dealt]) -> None:
         self._loader = loader
         self._source = source
         self._ended_by: str | None = None
@@ -197,7 +197,9 @@ def _batches(
         try:
             batch = collate(samples)
         except Exception as error:
-            raise RuntimeError(f"collate_fn failed on samples {indices} ({where}): {_told(error)}") from error
+            raise RuntimeError(
+                f"collate_fn failed on samples {indices} ({where}): {_described(error)}"
+            ) from error
         position = stream.after(position)
         yield batch, position
 
@@ -208,7 +210,9 @@ def _read(dataset: MapDataset, indices: Sequence[int], where: str) -> list[Any]:
         try:
             samples = list(many(list(indices)))
         except Exception as error:
-            raise RuntimeError(f"reading samples {list(indices)} ({where}) failed: {_told(error)}") from error
+            raise RuntimeError(
+                f"reading samples {list(indices)} ({where}) failed: {_described(error)}"
+            ) from error
         if len(samples) != len(indices):
             name = type(dataset).__name__
             raise RuntimeError(f"{name}.__getitems__ gave {len(samples)} samples for {len(indices)} indices")
@@ -218,11 +222,11 @@ def _read(dataset: MapDataset, indices: Sequence[int], where: str) -> list[Any]:
         try:
             samples.append(dataset[index])
         except Exception as error:
-            raise RuntimeError(f"reading sample {index} ({where}) failed: {_told(error)}") from error
+            raise RuntimeError(f"reading sample {index} ({where}) failed: {_described(error)}") from error
     return samples
 
 
-def _told(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 

@@ -14,7 +14,7 @@ _EXIT_PATIENCE_SECONDS = 10.0
 _LIVENESS_SECONDS = 5.0
 
 
-class Prefetcher(Generic[Item]):
+class BatchPrefetcher(Generic[Item]):
     """Iterates over `source` on a thread of its own, at most `depth` items ahead of the consumer.
 
     An exception of `source` is raised at the consumer, in its place behind the items before it. The thread
@@ -33,11 +33,11 @@ class Prefetcher(Generic[Item]):
         weakref.finalize(self._thread, _stop_and_join, self._channel, weakref.ref(self._thread))
         self._thread.start()
 
-    def __iter__(self) -> Prefetcher[Item]:
+    def __iter__(self) -> BatchPrefetcher[Item]:
         return self
 
     def __next__(self) -> Item:
-        return self._channel.take(self._thread)
+        return self._channel.get(self._thread)
 
     def close(self) -> None:
         """Stops the thread after the item it is at and drops what was prefetched; iteration is over."""
@@ -58,7 +58,7 @@ class _Channel(Generic[Item]):
         self._ended = False
         self._changed = threading.Condition(threading.RLock())
 
-    def wait_for_room(self) -> bool:
+    def wait_for_capacity(self) -> bool:
         """Blocks the producer until another item is wanted; False when none is any more."""
         with self._changed:
             while not self._ended and len(self._ready) >= self._depth:
@@ -84,7 +84,7 @@ class _Channel(Generic[Item]):
             self._ready.clear()
             self._changed.notify_all()
 
-    def take(self, producer: threading.Thread) -> Item:
+    def get(self, producer: threading.Thread) -> Item:
         with self._changed:
             while not self._ready and not self._ended:
                 if not producer.is_alive():
@@ -109,7 +109,7 @@ class _Channel(Generic[Item]):
 def _produce(source: Generator[Item], channel: _Channel[Item]) -> None:
     failure: BaseException | None = None
     try:
-        while channel.wait_for_room():
+        while channel.wait_for_capacity():
             channel.put(next(source))
     except StopIteration:
         pass

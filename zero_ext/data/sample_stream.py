@@ -9,7 +9,7 @@ from .shuffle import EpochOrder
 
 
 class Position(NamedTuple):
-    """Where training stands: `sample` samples of `epoch` are consumed, over all ranks together."""
+    """Where training stands: `sample` samples of `epoch` are consumed, over all ranks."""
 
     epoch: int
     sample: int
@@ -34,26 +34,26 @@ class SampleStream:
 
     @property
     def global_batch(self) -> int:
-        """Samples that all ranks together consume at a time."""
+        """Samples that all ranks consume per micro-batch."""
         return self.micro_batch_size * self.world_size
 
     @property
     def batches(self) -> int:
         """Global micro-batches of an epoch that starts at its first sample."""
-        whole, remainder = divmod(self.order.samples, self.global_batch)
-        return whole if self.drop_last or not remainder else whole + 1
+        full, remainder = divmod(self.order.samples, self.global_batch)
+        return full if self.drop_last or not remainder else full + 1
 
-    def settled(self, epoch: int, sample: int) -> Position:
-        """The place of the next batch: epochs that `sample` runs over are counted off."""
+    def normalized(self, epoch: int, sample: int) -> Position:
+        """Return the position of the next batch: epochs that `sample` runs over are counted off."""
         samples = self.order.samples
         if self.drop_last:
-            whole_batch_left = samples - sample >= self.global_batch
-            return Position(epoch, sample) if whole_batch_left else Position(epoch + 1, 0)
+            full_batch_left = samples - sample >= self.global_batch
+            return Position(epoch, sample) if full_batch_left else Position(epoch + 1, 0)
         return Position(epoch + sample // samples, sample % samples)
 
     def after(self, position: Position) -> Position:
         """The position behind the global micro-batch that starts at `position`."""
-        return self.settled(position.epoch, position.sample + self.global_batch)
+        return self.normalized(position.epoch, position.sample + self.global_batch)
 
     def indices(self, position: Position, rank: int) -> list[int]:
         """Data set indices of `rank`'s slice of the global micro-batch at `position`."""

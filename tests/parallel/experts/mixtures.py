@@ -31,7 +31,7 @@ class Block(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         mixed = self.mixture(self.norm(hidden))
-        return hidden + mixed.hidden, mixed.balance, mixed.dropped
+        return hidden + mixed.hidden, mixed.aux_loss, mixed.dropped_tokens
 
 
 class Words(nn.Module):
@@ -44,14 +44,14 @@ class Words(nn.Module):
         self.scores = nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-        hidden, balance, dropped = self.embedding(words), torch.zeros((), device="cpu"), 0
+        hidden, aux_loss, dropped = self.embedding(words), torch.zeros((), device="cpu"), 0
         for block in self.blocks:
             hidden, own, lost = block(hidden)
-            balance, dropped = balance + own, dropped + int(lost)
-        return self.scores(hidden), balance, dropped
+            aux_loss, dropped = aux_loss + own, dropped + int(lost)
+        return self.scores(hidden), aux_loss, dropped
 
 
-class Told(NamedTuple):
+class StepRecords(NamedTuple):
     """What the steps of a course said."""
 
     losses: list[float]
@@ -74,9 +74,9 @@ def batches(seed: int, steps: int) -> list[torch.Tensor]:
 def loss_of(
     model: nn.Module, words: torch.Tensor, wanted: torch.Tensor, balanced: bool
 ) -> tuple[torch.Tensor, int]:
-    scores, balance, dropped = model(words)
+    scores, aux_loss, dropped = model(words)
     loss = nn.functional.cross_entropy(scores.flatten(0, 1).float(), wanted.flatten())
-    return (loss + 0.1 * balance if balanced else loss), dropped
+    return (loss + 0.1 * aux_loss if balanced else loss), dropped
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -98,42 +98,42 @@ class Course:
             process_group=mesh,
         )
 
-    def steps(self, seed: int, first: int, last: int, balanced: bool = True) -> Told:
+    def steps(self, seed: int, first: int, last: int, balanced: bool = True) -> StepRecords:
         """Those of this rank's samples; ``balanced`` by the mixtures' losses."""
         engine = engine_of(self.model)
         share = SAMPLES // engine.world_size
         own = slice(share * engine.rank, share * (engine.rank + 1))
-        told = Told([], [], [])
+        records = StepRecords([], [], [])
         for words, wanted in batches(seed, last)[first:]:
             loss, dropped = loss_of(self.model, words[own], wanted[own], balanced)
             self.model.backward(loss)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            told.losses.append(float(loss.detach()))
-            told.norms.append(engine.grad_norm)
-            told.dropped.append(dropped)
-        return told
+            records.losses.append(float(loss.detach()))
+            records.norms.append(engine.grad_norm)
+            records.dropped.append(dropped)
+        return records
 
 
 def alone(
-    seed: int, steps: int, parts: int = 1, capacity_factor: float | None = None
-) -> tuple[Told, dict[str, torch.Tensor]]:
+    seed: int, steps: int, chunks: int = 1, capacity_factor: float | None = None
+) -> tuple[StepRecords, dict[str, torch.Tensor]]:
     """The same in one process without this project's engine, and the parameters then. In several ``parts``,
     one after the other, a step's samples know nothing of each other, and have no loss of the mixtures."""
     torch.manual_seed(seed)
     model = Words(capacity_factor=capacity_factor)
     optimizer = adamw(model)
-    told = Told([], [], [])
+    records = StepRecords([], [], [])
     for words, wanted in batches(seed, steps):
         losses = []
-        told.dropped.append(0)
-        for some in zip(words.chunk(parts), wanted.chunk(parts), strict=True):
-            loss, dropped = loss_of(model, *some, parts == 1)
-            (loss / parts).backward()
-            losses.append(float(loss.detach()) / parts)
-            told.dropped[-1] += dropped
-        told.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        records.dropped.append(0)
+        for some in zip(words.chunk(chunks), wanted.chunk(chunks), strict=True):
+            loss, dropped = loss_of(model, *some, chunks == 1)
+            (loss / chunks).backward()
+            losses.append(float(loss.detach()) / chunks)
+            records.dropped[-1] += dropped
+        records.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
-        told.losses.append(sum(losses))
-    return told, dict(model.state_dict())
+        records.losses.append(sum(losses))
+    return records, dict(model.state_dict())

@@ -22,16 +22,16 @@ def test_experts_move_to_other_ranks(world: World) -> None:
     zero_ext.save_checkpoint(folder, first.model).wait()
     if world.rank == 0:
         zero_ext.checkpoint.export_huggingface(folder, folder + "-whole")
-        whole = load_file(folder + "-whole/model.safetensors")
+        full = load_file(folder + "-whole/model.safetensors")
         for name, value in alone(world.seed, 3)[1].items():
-            torch.testing.assert_close(whole.pop(name), value, rtol=1e-4, atol=1e-5)
-        assert not whole
+            torch.testing.assert_close(full.pop(name), value, rtol=1e-4, atol=1e-5)
+        assert not full
     wanted, parameters = alone(world.seed, 5)
     for ep, stage in ((4, 1), (1, 3)):
         then = Course(world.seed + 1, mesh_of(ep), {"stage": stage})
         zero_ext.load_checkpoint(folder, then.model)
-        told = then.steps(world.seed, 3, 5)
-        torch.testing.assert_close(mean_over(world, told.losses), wanted.losses[3:], rtol=1e-5, atol=0)
+        records = then.steps(world.seed, 3, 5)
+        torch.testing.assert_close(mean_over(world, records.losses), wanted.losses[3:], rtol=1e-5, atol=0)
         for name, value in zero_ext.full_state_dict(then.model).items():
             torch.testing.assert_close(value, parameters[name], rtol=1e-4, atol=1e-5)
 
@@ -43,9 +43,7 @@ def test_a_model_without_values_is_filled(world: World) -> None:
     zero_ext.save_checkpoint(folder, first.model).wait()
     with torch.device("meta"):
         model = Words(mesh_of(2))
-    prepared, _ = zero_ext.prepare(
-        model, adamw(model), {"stage": 3}, process_group=mesh_of(2), values="empty"
-    )
+    prepared, _ = zero_ext.prepare(model, adamw(model), {"stage": 3}, process_group=mesh_of(2), init="skip")
     zero_ext.load_checkpoint(folder, prepared)
     torch.manual_seed(world.seed)
     wanted = Words().state_dict()

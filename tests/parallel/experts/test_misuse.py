@@ -70,14 +70,14 @@ def test_what_prepare_refuses(world: World) -> None:
 
     refused(r"but the mesh has 'ep' ranks \[\]", {"stage": 3}, ep=1)
     refused(r"but the mesh has 'ep' ranks \[0, 1, 2, 3\]", {"stage": 3}, ep=4)
-    refused("leave it out", {"stage": 3, "communication": {"sharding_ranks": 2}})
+    refused("leave it out", {"stage": 3, "communication": {"shard_group_size": 2}})
     refused("is to be tiled", {"stage": 3, "units": {"tiles": {"Linear": 2}}})
     refused("Lamb with experts", {"stage": 1}, lambda model: zero_ext.Lamb(model.parameters()))
     refused("'ep' axis", {"stage": 1}, lambda model: zero_ext.OneBitAdam(model.parameters()))
     with zero_ext.Init({"stage": 3}):
-        born = Words(mesh_of(2))
+        presharded = Words(mesh_of(2))
     with pytest.raises(ValueError, match=r"built inside zero_ext\.Init"):
-        zero_ext.prepare(born, adamw(born), {"stage": 3}, process_group=mesh_of(2))
+        zero_ext.prepare(presharded, adamw(presharded), {"stage": 3}, process_group=mesh_of(2))
 
 
 @on_ranks(4)

@@ -61,12 +61,12 @@ class Course:
     def steps(self, seed: int, first: int, last: int) -> list[tuple[float, Any]]:
         """Losses and norms."""
         engine = engine_of(self.model)
-        share, told = SAMPLES // engine.world_size, []
+        share, records = SAMPLES // engine.world_size, []
         own = slice(share * engine.rank, share * (engine.rank + 1))
         for words, wanted in batches(seed, last)[first:]:
             loss = float(self.pipeline.train_batch(words[own], targets=wanted[own]))
-            told.append((loss, engine.grad_norm))
-        return told
+            records.append((loss, engine.grad_norm))
+        return records
 
 
 @on_ranks(4)

@@ -57,9 +57,9 @@ def main(rank: int, ranks: int, rendezvous: str) -> None:
         try:
             pipeline.train_batch(values, targets=values)
         except RuntimeError as error:
-            print(f"told after {time.monotonic() - began:.1f} s: {error}", flush=True)
+            print(f"raised after {time.monotonic() - began:.1f} s: {error}", flush=True)
             os._exit(3)
-    print("never told", flush=True)
+    print("never raised", flush=True)
 
 
 if __name__ == "__main__":

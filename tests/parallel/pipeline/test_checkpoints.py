@@ -61,8 +61,8 @@ class Course:
         self.data, self.seed = mesh["dp"], seed
 
     def steps(self, first: int, last: int) -> list[float]:
-        part = SAMPLES // self.data.size()
-        own = slice(part * self.data.get_local_rank(), part * (self.data.get_local_rank() + 1))
+        share = SAMPLES // self.data.size()
+        own = slice(share * self.data.get_local_rank(), share * (self.data.get_local_rank() + 1))
         found = list(batches(self.seed, last, SAMPLES))[first:]
         return [float(self.pipeline.train_batch(words[own], targets=wanted[own])) for words, wanted in found]
 
@@ -93,7 +93,7 @@ def test_a_run_goes_on_in_another_layout(
 
 
 @on_ranks(4)
-def test_one_rank_takes_over(world: World) -> None:
+def test_one_rank_resumes(world: World) -> None:
     folder = shared_folder(world)
     first = Course(world.seed, mesh_of(2), 2, layers())
     first.steps(0, 3)

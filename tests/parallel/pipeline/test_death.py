@@ -13,7 +13,7 @@ from tests.parallel.pipeline import dying
 RANKS, DEAD = 4, 1
 
 
-def test_every_other_rank_is_told(tmp_path: Path) -> None:
+def test_every_other_rank_raises(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(dying.__file__))]
     ranks = [
@@ -35,7 +35,7 @@ def test_every_other_rank_is_told(tmp_path: Path) -> None:
         assert process.returncode == (17 if rank == DEAD else 3), text
         if rank != DEAD:
             found = re.search(
-                r"told after ([\d.]+) s: pipeline rank (\d) \(stages \[(\d)\] of 4\) stopped", text
+                r"raised after ([\d.]+) s: pipeline rank (\d) \(stages \[(\d)\] of 4\) stopped", text
             )
             assert found is not None, text
             assert float(found[1]) < 20 and found[2] == found[3] == str(rank)

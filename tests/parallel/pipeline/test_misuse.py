@@ -51,14 +51,22 @@ def test_names_that_no_stage_has_end_on_all_of_them(world: World, units: dict[st
     [
         ({}, {"micro_batches": 0}, "micro_batches: 0 given"),
         ({}, {"micro_batches": True}, "micro_batches: True given"),
-        ({}, {"micro_batches": 4, "reduce": "never"}, "reduce: 'never' given"),
-        ({}, {"micro_batches": 4, "reduce": "each"}, "needs batch.gradient_accumulation_steps"),
+        ({}, {"micro_batches": 4, "grad_reduction": "never"}, "grad_reduction: 'never' given"),
+        (
+            {},
+            {"micro_batches": 4, "grad_reduction": "per_micro_batch"},
+            "needs batch.gradient_accumulation_steps",
+        ),
         (
             {"batch": {"gradient_accumulation_steps": 3}},
             {"micro_batches": 4},
             "micro_batches is 4, but batch.gradient_accumulation_steps 3",
         ),
-        ({"offload": {"step": "in_backward"}}, {"micro_batches": 4}, "offload.step is 'in_backward'"),
+        (
+            {"offload": {"update_mode": "in_backward"}},
+            {"micro_batches": 4},
+            "offload.update_mode is 'in_backward'",
+        ),
     ],
 )
 def test_settings_that_do_not_fit(
@@ -89,9 +97,9 @@ def test_batches_that_do_not_divide_are_refused_by_all_stages(world: World) -> N
     ):
         with pytest.raises(ValueError, match="batch") as caught:
             pipeline.train_batch(*([] if words is None else [words]), targets=targets)
-        told = world.everyone(str(caught.value))
-        assert any(own in each for each in told), told
-        assert all(own in each or "another stage of the pipeline" in each for each in told)
+        messages = world.everyone(str(caught.value))
+        assert any(own in each for each in messages), messages
+        assert all(own in each or "another stage of the pipeline" in each for each in messages)
     # Nothing was sent, and nothing has changed.
     assert torch.isfinite(pipeline.train_batch(good, targets=good))
 
@@ -123,9 +131,9 @@ def test_a_stage_that_fails_ends_the_step_on_all_ranks(world: World, stage: int)
     with pytest.raises(RuntimeError) as caught:
         train(world.seed, 2, {"stage": stage, "timeout_seconds": 60}, layers=layers, split="uniform")
     assert time.monotonic() - began < 50  # not the time-out
-    told = world.everyone(str(caught.value))
-    assert any("the layer gave up" in each for each in told)
-    assert all("stopped" in each for each in told), told
+    messages = world.everyone(str(caught.value))
+    assert any("the layer gave up" in each for each in messages)
+    assert all("stopped" in each for each in messages), messages
 
 
 @on_ranks(4)

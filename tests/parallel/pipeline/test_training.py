@@ -57,11 +57,11 @@ def test_units_may_be_named_of_layers_that_other_stages_have(world: World) -> No
     units = {"tiles": {"layers.2.wide": 2, "layers.5.narrow": 4}, "leaf_modules": ["layers.3", "LayerNorm"]}
     trained = train(world.seed, 2, {"stage": 3, "units": units})
     assert_as_alone(trained, world.seed, 16)
-    homes = {unit.name for unit in trained.engine.units}
-    tiled = {name.rsplit(".tiles", 1)[0] for name in homes if ".tiles." in name}
+    unit_names = {unit.name for unit in trained.engine.units}
+    tiled = {name.rsplit(".tiles", 1)[0] for name in unit_names if ".tiles." in name}
     own, other = ("layers.2.wide", "layers.5.narrow")[:: 1 if trained.pipeline.is_first else -1]
-    assert own in tiled and other not in tiled, homes
-    assert ("layers.3" in homes) == trained.pipeline.is_first
+    assert own in tiled and other not in tiled, unit_names
+    assert ("layers.3" in unit_names) == trained.pipeline.is_first
 
 
 @on_ranks(4)
@@ -69,13 +69,13 @@ def test_units_may_be_named_of_layers_that_other_stages_have(world: World) -> No
 def test_gradients_are_reduced_once_a_step(world: World, stage: int) -> None:
     config = {"stage": stage, "batch": {"gradient_accumulation_steps": 4}}
     sent = {}
-    for reduce in ("once", "each"):
-        trained = train(world.seed, 2, config, reduce=reduce)
+    for grad_reduction in ("per_step", "per_micro_batch"):
+        trained = train(world.seed, 2, config, grad_reduction=grad_reduction)
         assert_as_alone(trained, world.seed, 16)
-        sent[reduce] = trained.engine.wire.last_bytes_sent["reduce_scatter"]
+        sent[grad_reduction] = trained.engine.traffic.last_bytes_sent["reduce_scatter"]
     layout = sum(unit.layout.numel for unit in trained.engine.units)
-    assert sent["once"] == 4 * layout // 2  # float32, half of it to the other rank
-    assert sent["each"] == 4 * sent["once"]
+    assert sent["per_step"] == 4 * layout // 2  # float32, half of it to the other rank
+    assert sent["per_micro_batch"] == 4 * sent["per_step"]
 
 
 @on_ranks(4)

@@ -54,7 +54,7 @@ def specifications() -> list[Any]:
     return [first, *blocks, LayerSpec(nn.LayerNorm, WIDTH), torch.tanh, last]
 
 
-def whole(seed: int) -> nn.ModuleDict:
+def full_model(seed: int) -> nn.ModuleDict:
     """The model of :func:`specifications` with the values that a pipeline gives it, under the same names."""
     torch.manual_seed(seed)
     mesh = DeviceMesh("cpu", torch.tensor([[torch.distributed.get_rank()]]), mesh_dim_names=("pp", "dp"))
@@ -62,7 +62,7 @@ def whole(seed: int) -> nn.ModuleDict:
 
 
 def through(layers: nn.ModuleDict, words: torch.Tensor) -> torch.Tensor:
-    """What the layers of :func:`whole` make of ``words``, without a pipeline."""
+    """What the layers of :func:`full_model` make of ``words``, without a pipeline."""
     hidden = layers["0"](words)
     for number in range(1, BLOCKS + 2):
         hidden = layers[str(number)](hidden)
@@ -114,7 +114,7 @@ def train(
     steps: int = 4,
     micro_batches: int = 4,
     tp: int = 1,
-    reduce: Any = "once",
+    grad_reduction: Any = "per_step",
     checkpoint: bool | None = None,
     make: Callable[[Any], torch.optim.Optimizer] = adamw,
     **settings: Any,
@@ -124,15 +124,17 @@ def train(
     mesh = mesh_of(pp, tp)
     module = PipelineModule(layers or specifications(), mesh, loss=mean_loss, **settings)
     model, optimizer = zero_ext.prepare(module, make(module.parameters()), config, process_group=mesh)
-    pipeline = Pipeline(model, optimizer, micro_batches=micro_batches, reduce=reduce, checkpoint=checkpoint)
+    pipeline = Pipeline(
+        model, optimizer, micro_batches=micro_batches, grad_reduction=grad_reduction, checkpoint=checkpoint
+    )
     engine, data = engine_of(model), mesh["dp"]
     samples, own = 2 * micro_batches, data.get_local_rank()
     losses, norms = [], []
     for words, wanted in batches(seed, steps, samples * data.size()):
-        part = slice(samples * own, samples * (own + 1))
-        losses.append(float(pipeline.train_batch(words[part], targets=wanted[part])))
+        own_samples = slice(samples * own, samples * (own + 1))
+        losses.append(float(pipeline.train_batch(words[own_samples], targets=wanted[own_samples])))
         norms.append(engine.grad_norm)
-    evaluated = float(pipeline.eval_batch(words[part], targets=wanted[part]))
+    evaluated = float(pipeline.eval_batch(words[own_samples], targets=wanted[own_samples]))
     return Trained(losses, norms, evaluated, zero_ext.full_state_dict(model), engine, pipeline)
 
 
@@ -147,7 +149,7 @@ class Alone(NamedTuple):
 
 def train_alone(seed: int, samples: int, clip: float = 0.0, steps: int = 4) -> Alone:
     """The steps of :func:`train` on the global batch of ``samples``, without a pipeline or ZeRO."""
-    layers = whole(seed)
+    layers = full_model(seed)
     optimizer = adamw(layers.parameters())
     losses, norms = [], []
     for words, wanted in batches(seed, steps, samples):

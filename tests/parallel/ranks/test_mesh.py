@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from zero_ext.parallel import Mapping, make_mesh, naive_mapping
+from zero_ext.parallel import RankMapping, make_mesh, naive_mapping
 
 
 @contextmanager
@@ -35,8 +35,8 @@ def test_every_rank_finds_its_groups() -> None:
                 assert mesh[axis].get_local_rank() == group.index(rank)
 
 
-def test_a_mapping_places_the_ranks() -> None:
-    mapping = Mapping(("pp", "tp"), (("tp", 2), ("pp", 4)))
+def test_a_mapping_orders_the_ranks() -> None:
+    mapping = RankMapping(("pp", "tp"), (("tp", 2), ("pp", 4)))
     with pretended(3, 8):
         mesh = make_mesh({"pp": 4, "tp": 2}, mapping=mapping, device_type="cpu")
         assert dist.get_process_group_ranks(mesh["tp"].get_group()) == [3, 7]

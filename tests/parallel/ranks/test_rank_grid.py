@@ -48,7 +48,7 @@ def test_counted_has_neighbours_on_the_last_axis() -> None:
     ("sizes", "ranks", "named"),
     [
         ({"pp": 0}, (), "axis 'pp' has length 0"),
-        ({"pp": 2}, (0, 1, 2), "2 places"),
+        ({"pp": 2}, (0, 1, 2), "2 positions"),
         ({"pp": 2}, (0, 0), "1 different"),
         ({"pp": 2}, (0, 2), "the largest 2"),
     ],
@@ -58,7 +58,7 @@ def test_what_is_no_grid_is_refused(sizes: dict[str, int], ranks: tuple[int, ...
         RankGrid(sizes, ranks)
 
 
-def test_places_outside_are_refused_by_name() -> None:
+def test_coordinates_outside_are_refused_by_name() -> None:
     grid = RankGrid.counted({"pp": 2, "tp": 2})
     with pytest.raises(ValueError, match="tp=2 lies outside 0 to 1"):
         grid.rank(pp=0, tp=2)

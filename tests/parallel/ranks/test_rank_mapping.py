@@ -10,9 +10,9 @@ import pytest
 
 from zero_ext.parallel import (
     AxisTraffic,
-    Level,
-    Mapping,
-    Topology,
+    LinkLevel,
+    LinkTopology,
+    RankMapping,
     TransformerStep,
     all_mappings,
     best_mapping,
@@ -28,11 +28,11 @@ def traffic_of(sizes: dict[str, int], stage: int = 1) -> dict[str, AxisTraffic]:
     return transformer_traffic(sizes, STEP, stage)
 
 
-def cost(mapping: Mapping, topology: Topology, traffic: dict[str, AxisTraffic]) -> float:
+def cost(mapping: RankMapping, topology: LinkTopology, traffic: dict[str, AxisTraffic]) -> float:
     return sum(mapping.seconds(topology, traffic).values())
 
 
-def counted_seconds(mapping: Mapping, topology: Topology, traffic: dict[str, AxisTraffic]) -> float:
+def counted_seconds(mapping: RankMapping, topology: LinkTopology, traffic: dict[str, AxisTraffic]) -> float:
     """The same cost, message by message over the grid's own groups."""
     grid, total = mapping.grid(), 0.0
     for axis, sent in traffic.items():
@@ -42,14 +42,14 @@ def counted_seconds(mapping: Mapping, topology: Topology, traffic: dict[str, Axi
             into: dict[int, float] = {}
             for group in grid.groups(axis):
                 domains = [rank // level.ranks for rank in group]
-                if sent.line == "all":
+                if sent.pattern == "collective":
                     for domain in set(domains):
                         missing = 1 - domains.count(domain) / len(group)
                         into[domain] = into.get(domain, 0.0) + missing * sent.nbytes
                     continue
-                for here, there in pairwise(domains):
-                    if here != there:
-                        for domain in (here, there):
+                for source, target in pairwise(domains):
+                    if source != target:
+                        for domain in (source, target):
                             into[domain] = into.get(domain, 0.0) + sent.nbytes
             busiest = max(into.values(), default=0.0)
             if busiest:
@@ -59,7 +59,7 @@ def counted_seconds(mapping: Mapping, topology: Topology, traffic: dict[str, Axi
 
 def test_tensor_groups_lie_inside_a_node() -> None:
     sizes = {"pp": 4, "dp": 2, "tp": 4}
-    topology = Topology.of_nodes(32, 4, INSIDE, BETWEEN)
+    topology = LinkTopology.of_nodes(32, 4, INSIDE, BETWEEN)
     mapping, seconds = best_mapping(sizes, topology, traffic_of(sizes))
     assert all(len({rank // 4 for rank in group}) == 1 for group in mapping.grid().groups("tp"))
     for order in permutations(sizes):
@@ -84,7 +84,7 @@ def test_tensor_groups_lie_inside_a_node() -> None:
 def test_within_two_percent_of_every_order(sizes: dict[str, int], ranks_per_node: int, stage: int) -> None:
     world_size = math.prod(sizes.values())
     inside, between = 10 ** random.uniform(10, 12), 10 ** random.uniform(9, 11.5)
-    topology = Topology.of_nodes(world_size, ranks_per_node, inside, between, 1e-6)
+    topology = LinkTopology.of_nodes(world_size, ranks_per_node, inside, between, 1e-6)
     traffic = traffic_of(sizes, stage)
     _, seconds = best_mapping(sizes, topology, traffic)
     least = min(cost(mapping, topology, traffic) for mapping in all_mappings(sizes))
@@ -94,20 +94,22 @@ def test_within_two_percent_of_every_order(sizes: dict[str, int], ranks_per_node
 def test_no_order_of_the_ranks_is_better() -> None:
     """Over all 8! ways to place eight ranks, digits of axes or not."""
     sizes = {"pp": 2, "dp": 2, "tp": 2}
-    topology = Topology.of_nodes(8, 4, INSIDE, BETWEEN)
+    topology = LinkTopology.of_nodes(8, 4, INSIDE, BETWEEN)
     traffic = traffic_of(sizes, 2)
     _, seconds = best_mapping(sizes, topology, traffic)
     between = {axis: sent.nbytes for axis, sent in traffic.items()}
     inside = sum(
-        (1 - 1 / sizes[axis]) * sent.nbytes / INSIDE for axis, sent in traffic.items() if sent.line == "all"
+        (1 - 1 / sizes[axis]) * sent.nbytes / INSIDE
+        for axis, sent in traffic.items()
+        if sent.pattern == "collective"
     )
     least = math.inf
     for node in {frozenset(half) for half in permutations(range(8), 4)}:
         total = inside
         for bit, axis in ((4, "pp"), (2, "dp"), (1, "tp")):
-            pairs = [(place, place | bit) for place in range(8) if not place & bit]
+            pairs = [(rank, rank | bit) for rank in range(8) if not rank & bit]
             crossing = sum((first in node) != (second in node) for first, second in pairs)
-            if traffic[axis].line == "all":
+            if traffic[axis].pattern == "collective":
                 total += crossing * between[axis] / 2 / BETWEEN
             else:
                 total += crossing * between[axis] / BETWEEN + between[axis] / INSIDE
@@ -124,11 +126,11 @@ def test_cost_is_what_the_links_carry() -> None:
             for prime in {1: (), 2: (2,), 3: (3,), 4: (2, 2)}[length]
         ]
         random.shuffle(digits)
-        mapping = Mapping(tuple(sizes), tuple(digits))
+        mapping = RankMapping(tuple(sizes), tuple(digits))
         world_size = math.prod(sizes.values())
-        topology = Topology(
+        topology = LinkTopology(
             world_size,
-            (Level("rank", 1, 3e11), Level("node", 2, 4e10, 1e-6), Level("rack", 6, 1e10, 1e-5)),
+            (LinkLevel("rank", 1, 3e11), LinkLevel("node", 2, 4e10, 1e-6), LinkLevel("rack", 6, 1e10, 1e-5)),
         )
         traffic = traffic_of(sizes, random.randrange(4))
         wanted = counted_seconds(mapping, topology, traffic)
@@ -146,7 +148,7 @@ def test_what_huge_worlds_try_is_within_two_percent_too(
 
     monkeypatch.setattr(module, "_MOST_ORDERS", 0)
     for stage in (1, 3):
-        topology = Topology.of_nodes(64, random.choice((4, 8, 16)), INSIDE, 10 ** random.uniform(9, 11.5))
+        topology = LinkTopology.of_nodes(64, random.choice((4, 8, 16)), INSIDE, 10 ** random.uniform(9, 11.5))
         traffic = traffic_of(sizes, stage)
         least = min(cost(mapping, topology, traffic) for mapping in all_mappings(sizes))
         assert best_mapping(sizes, topology, traffic)[1] <= least * 1.02, topology
@@ -155,20 +157,21 @@ def test_what_huge_worlds_try_is_within_two_percent_too(
 def test_a_slower_link_never_costs_less() -> None:
     sizes = {"pp": 2, "dp": 4, "tp": 4}
     costs = [
-        best_mapping(sizes, Topology.of_nodes(32, 8, INSIDE, rate), traffic_of(sizes))[1]
+        best_mapping(sizes, LinkTopology.of_nodes(32, 8, INSIDE, rate), traffic_of(sizes))[1]
         for rate in (1e9, 1e10, 1e11)
     ]
     assert costs == sorted(costs, reverse=True)
 
 
-def test_a_thousand_ranks_take_few_candidates() -> None:
+def test_a_thousand_ranks_need_few_candidates() -> None:
     """Work is counted, not timed: what an axis costs is counted once for each way its digits lie."""
     from zero_ext.parallel.ranks import rank_mapping as module
 
     module._seconds.cache_clear()
     sizes = {"pp": 8, "dp": 16, "tp": 8}
-    topology = Topology(
-        1024, (Level("rank", 1, INSIDE), Level("node", 8, BETWEEN), Level("rack", 64, 4 * BETWEEN))
+    topology = LinkTopology(
+        1024,
+        (LinkLevel("rank", 1, INSIDE), LinkLevel("node", 8, BETWEEN), LinkLevel("rack", 64, 4 * BETWEEN)),
     )
     best, _ = best_mapping(sizes, topology, traffic_of(sizes))
     assert best.sizes == sizes
@@ -188,23 +191,23 @@ def test_traffic_formulas() -> None:
 @pytest.mark.parametrize("sizes", [{"pp": 3, "dp": 2, "tp": 4}, {"pp": 32, "dp": 0, "tp": 1}])
 def test_sizes_must_multiply_to_the_world(sizes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="32 ranks"):
-        best_mapping(sizes, Topology.of_nodes(32, 4, INSIDE, BETWEEN), traffic_of({"pp": 1}))
+        best_mapping(sizes, LinkTopology.of_nodes(32, 4, INSIDE, BETWEEN), traffic_of({"pp": 1}))
 
 
 def test_topologies_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="a first level of single ranks"):
-        Topology(8, (Level("node", 4, 1e9),))
+        LinkTopology(8, (LinkLevel("node", 4, 1e9),))
     with pytest.raises(ValueError, match="'rack' of 6 ranks is not made of several whole 'node' of 4"):
-        Topology(12, (Level("rank", 1, 1e9), Level("node", 4, 1e9), Level("rack", 6, 1e9)))
+        LinkTopology(12, (LinkLevel("rank", 1, 1e9), LinkLevel("node", 4, 1e9), LinkLevel("rack", 6, 1e9)))
     with pytest.raises(ValueError, match="level 'node': 4 ranks at 0"):
-        Level("node", 4, 0.0)
+        LinkLevel("node", 4, 0.0)
     with pytest.raises(ValueError, match="an order of"):
         naive_mapping({"pp": 2, "tp": 2}, "pp")
 
 
-def test_picture(tmp_path) -> None:
+def test_plot(tmp_path) -> None:
     from zero_ext.parallel.ranks.plot_mapping import plot_mapping
 
     sizes = {"pp": 4, "dp": 2, "tp": 4}
-    mapping, _ = best_mapping(sizes, Topology.of_nodes(32, 4, INSIDE, BETWEEN), traffic_of(sizes))
+    mapping, _ = best_mapping(sizes, LinkTopology.of_nodes(32, 4, INSIDE, BETWEEN), traffic_of(sizes))
     assert plot_mapping(mapping, 4, tmp_path / "mapping.png").stat().st_size > 10_000

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.parallel import SequenceExchange, cut_batch, make_mesh, sequence_attention
+from zero_ext.parallel import SequenceExchange, make_mesh, sequence_attention, shard_batch
 from zero_ext.parallel.pipeline import LayerSpec, Pipeline, PipelineModule
 
 BATCH, LENGTH, DIM, WIDTH = 2, 8, 4, 8
@@ -38,23 +38,23 @@ def exchange_of(cp: int) -> SequenceExchange:
     return SequenceExchange(mesh_of(cp), 30)
 
 
-def whole(heads: int, keys: int) -> list[torch.Tensor]:
+def full_tensors(heads: int, keys: int) -> list[torch.Tensor]:
     """Query, key, value and a gradient, the same on all ranks."""
     return [torch.randn(BATCH, each, LENGTH, DIM) for each in (heads, keys, keys, heads)]
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("cp", [2, 4])
-def test_an_exchange_moves_every_value_to_its_place_and_back(world: World, cp: int) -> None:
-    exchange, (full, *_) = exchange_of(cp), whole(8, 8)
-    here = full.chunk(cp, 2)[exchange.rank].clone().requires_grad_()
-    before = exchange.wire.bytes_sent["sequence"]
-    query, *_ = exchange.enter(here, here, here)
+def test_an_exchange_moves_every_value_to_its_position_and_back(world: World, cp: int) -> None:
+    exchange, (full, *_) = exchange_of(cp), full_tensors(8, 8)
+    shard = full.chunk(cp, 2)[exchange.rank].clone().requires_grad_()
+    before = exchange.traffic.bytes_sent["sequence"]
+    query, *_ = exchange.enter(shard, shard, shard)
     assert torch.equal(query, full.chunk(cp, 1)[exchange.rank])
-    assert exchange.wire.bytes_sent["sequence"] - before == 3 * here.nbytes * (cp - 1) // cp
-    assert torch.equal(exchange.leave(query), here)
+    assert exchange.traffic.bytes_sent["sequence"] - before == 3 * shard.nbytes * (cp - 1) // cp
+    assert torch.equal(exchange.leave(query), shard)
     gradient = torch.randn_like(full)
-    (found,) = torch.autograd.grad(query, here, gradient.chunk(cp, 1)[exchange.rank])
+    (found,) = torch.autograd.grad(query, shard, gradient.chunk(cp, 1)[exchange.rank])
     assert torch.equal(found, gradient.chunk(cp, 2)[exchange.rank])
     left = exchange.leave(query)
     (found,) = torch.autograd.grad(left, query, gradient.chunk(cp, 2)[exchange.rank])
@@ -63,32 +63,32 @@ def test_an_exchange_moves_every_value_to_its_place_and_back(world: World, cp: i
 
 @on_ranks(4)
 @pytest.mark.parametrize(("cp", "heads", "keys"), [(2, 4, 4), (4, 8, 4), (4, 8, 2), (4, 4, 1), (4, 24, 6)])
-def test_attention_is_that_of_whole_sequences(world: World, cp: int, heads: int, keys: int) -> None:
+def test_attention_is_that_of_full_sequences(world: World, cp: int, heads: int, keys: int) -> None:
     function = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
     attention = sequence_attention(function, mesh_of(cp), timeout_seconds=120.0)
-    part = attention.exchange.rank
-    full, gradient = (parts := whole(heads, keys))[:3], parts[3]
-    mine = [each.chunk(cp, 2)[part].clone().requires_grad_() for each in full]
+    cp_rank = attention.exchange.rank
+    *full, gradient = full_tensors(heads, keys)
+    mine = [each.chunk(cp, 2)[cp_rank].clone().requires_grad_() for each in full]
     found = attention(*mine)
-    found.backward(gradient.chunk(cp, 2)[part])
+    found.backward(gradient.chunk(cp, 2)[cp_rank])
     reference = [each.double().requires_grad_() for each in full]
     wanted = function(*reference)
     wanted.backward(gradient.double())
-    torch.testing.assert_close(found, wanted.chunk(cp, 2)[part].float())
+    torch.testing.assert_close(found, wanted.chunk(cp, 2)[cp_rank].float())
     for each, other in zip(mine, reference, strict=True):
         assert other.grad is not None
-        torch.testing.assert_close(each.grad, other.grad.chunk(cp, 2)[part].float())
+        torch.testing.assert_close(each.grad, other.grad.chunk(cp, 2)[cp_rank].float())
 
 
 @on_ranks(2, stand_in=True)
 def test_on_a_device_through_host_memory(world: World) -> None:
     mesh = DeviceMesh("stand_in", torch.arange(2), mesh_dim_names=("cp",))
-    exchange, (full, *_) = SequenceExchange(mesh, 30), whole(4, 4)
-    here = full.chunk(2, 2)[world.rank].to("stand_in").requires_grad_()
-    query, *_ = exchange.enter(here, here, here)
+    exchange, (full, *_) = SequenceExchange(mesh, 30), full_tensors(4, 4)
+    shard = full.chunk(2, 2)[world.rank].to("stand_in").requires_grad_()
+    query, *_ = exchange.enter(shard, shard, shard)
     query.sum().backward()
     assert torch.equal(query.cpu(), full.chunk(2, 1)[world.rank])
-    assert here.grad is not None and torch.equal(here.grad.cpu(), torch.ones_like(here, device="cpu"))
+    assert shard.grad is not None and torch.equal(shard.grad.cpu(), torch.ones_like(shard, device="cpu"))
 
 
 @on_ranks(4)
@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_refused_by_all_ranks(world: World) -> None:
         attend(3, 3, 4)
     with pytest.raises(ValueError, match=r"4 heads of queries, 3 of keys and 3 of values"):
         attend(4, 3, 4)
-    unequal = r"differ along 'cp': rank 0: \[1, 2, 4, 4, .*; rank 1: \[1, 2, 3, 4, .*cut_batch"
+    unequal = r"differ along 'cp': rank 0: \[1, 2, 4, 4, .*; rank 1: \[1, 2, 3, 4, .*shard_batch"
     with pytest.raises(ValueError, match=unequal):
         attend(2, 2, 4 - world.rank % 2)
     assert attend(2, 2, 4).shape == (1, 2, 4, DIM)  # and the ranks still understand each other
@@ -125,41 +125,41 @@ def test_an_error_of_one_rank_ends_attention_on_all(world: World) -> None:
 
 @on_ranks(4)
 @pytest.mark.parametrize("labelled", ["labels", "shift_labels"])
-def test_a_batch_cut_and_put_together_again(world: World, labelled: str) -> None:
+def test_shards_of_a_batch_concatenate_to_the_batch(world: World, labelled: str) -> None:
     mesh = mesh_of(4)
     words, mask = torch.randint(9, (BATCH, LENGTH)), torch.ones(BATCH, LENGTH, dtype=torch.int64)
     labels = torch.where(torch.rand(BATCH, LENGTH) < 0.5, words, -100)
     batch = {"input_ids": words, "attention_mask": mask, labelled: labels, "numbers": torch.ones(3)}
-    parts = world.everyone(cut_batch(batch, mesh))
+    chunks = world.everyone(shard_batch(batch, mesh))
     wanted = labels if labelled == "shift_labels" else F.pad(labels, (0, 1), value=-100)[:, 1:]
-    assert torch.equal(torch.cat([part["input_ids"] for part in parts], 1), words)
-    assert torch.equal(torch.cat([part["position_ids"] for part in parts], 1), torch.arange(LENGTH)[None])
-    assert torch.equal(torch.cat([part["shift_labels"] for part in parts], 1), wanted)
-    assert all(torch.equal(part["attention_mask"], mask) and len(part["numbers"]) == 3 for part in parts)
-    assert all(float(part["num_items_in_batch"]) == int((wanted != -100).sum()) / 4 for part in parts)
+    assert torch.equal(torch.cat([chunk["input_ids"] for chunk in chunks], 1), words)
+    assert torch.equal(torch.cat([chunk["position_ids"] for chunk in chunks], 1), torch.arange(LENGTH)[None])
+    assert torch.equal(torch.cat([chunk["shift_labels"] for chunk in chunks], 1), wanted)
+    assert all(torch.equal(chunk["attention_mask"], mask) and len(chunk["numbers"]) == 3 for chunk in chunks)
+    assert all(float(chunk["num_items_in_batch"]) == int((wanted != -100).sum()) / 4 for chunk in chunks)
 
 
 @on_ranks(4)
 def test_labels_of_masked_tokens_stay_where_they_are(world: World) -> None:
     mesh, words = mesh_of(4), torch.randint(9, (BATCH, LENGTH))
     labels = torch.where(torch.rand(BATCH, LENGTH) < 0.5, words, -100)
-    parts = world.everyone(cut_batch({"input_ids": words, "labels": labels}, mesh, shift_labels=False))
-    assert torch.equal(torch.cat([part["labels"] for part in parts], 1), labels)
-    assert all("shift_labels" not in part for part in parts)
-    assert all(float(part["num_items_in_batch"]) == int((labels != -100).sum()) / 4 for part in parts)
+    chunks = world.everyone(shard_batch({"input_ids": words, "labels": labels}, mesh, shift_labels=False))
+    assert torch.equal(torch.cat([chunk["labels"] for chunk in chunks], 1), labels)
+    assert all("shift_labels" not in chunk for chunk in chunks)
+    assert all(float(chunk["num_items_in_batch"]) == int((labels != -100).sum()) / 4 for chunk in chunks)
 
 
 @on_ranks(4)
 def test_positions_counted_from_padding(world: World) -> None:
     words = torch.tensor([[5, 6, 1, 7, 8, 9, 1, 1], [5, 6, 7, 8, 9, 5, 6, 7]])
     wanted = torch.tensor([[2, 3, 1, 4, 5, 6, 1, 1], [2, 3, 4, 5, 6, 7, 8, 9]])
-    parts = world.everyone(cut_batch({"input_ids": words}, mesh_of(4), padding_idx=1))
-    assert torch.equal(torch.cat([part["position_ids"] for part in parts], 1), wanted)
-    vectors = world.everyone(cut_batch({"inputs_embeds": torch.ones(2, 8, 3)}, mesh_of(4), padding_idx=1))
-    assert torch.equal(torch.cat([part["position_ids"] for part in vectors], 1), wanted[1:])
+    chunks = world.everyone(shard_batch({"input_ids": words}, mesh_of(4), padding_idx=1))
+    assert torch.equal(torch.cat([chunk["position_ids"] for chunk in chunks], 1), wanted)
+    vectors = world.everyone(shard_batch({"inputs_embeds": torch.ones(2, 8, 3)}, mesh_of(4), padding_idx=1))
+    assert torch.equal(torch.cat([chunk["position_ids"] for chunk in vectors], 1), wanted[1:])
     packed = {"input_ids": words, "position_ids": wanted.roll(3, 1)}
     with pytest.raises(ValueError, match="'position_ids' do not count on by 1"):
-        cut_batch(packed, mesh_of(4), padding_idx=1)
+        shard_batch(packed, mesh_of(4), padding_idx=1)
 
 
 @on_ranks(4)
@@ -177,9 +177,9 @@ def test_batches_that_cannot_be_cut(world: World, length: int, changes: dict[str
     batch = {"input_ids": torch.ones(1, length, dtype=torch.int64)}
     batch |= {name: torch.ones(shape, dtype=torch.int64) for name, shape in changes.items()}
     with pytest.raises(ValueError, match=re.escape(message)):
-        cut_batch(batch, mesh_of(2))
+        shard_batch(batch, mesh_of(2))
     with pytest.raises(ValueError, match="wanted 'input_ids'"):
-        cut_batch({"labels": torch.ones(1, 8)}, mesh_of(2))
+        shard_batch({"labels": torch.ones(1, 8)}, mesh_of(2))
 
 
 class Attending(nn.Module):
@@ -190,8 +190,8 @@ class Attending(nn.Module):
         self.attend, self.project = attend, nn.Linear(WIDTH, 3 * WIDTH)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        parts = self.project(hidden).unflatten(2, (-1, DIM)).transpose(1, 2).chunk(3, 1)
-        return hidden + self.attend(*parts, is_causal=True).transpose(1, 2).flatten(2)
+        chunks = self.project(hidden).unflatten(2, (-1, DIM)).transpose(1, 2).chunk(3, 1)
+        return hidden + self.attend(*chunks, is_causal=True).transpose(1, 2).flatten(2)
 
 
 def square(hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -212,13 +212,13 @@ def test_in_a_pipeline(world: World, schedule: str) -> None:
     pipeline = Pipeline(module, optimizer, micro_batches=2)
     one = DeviceMesh("cpu", torch.tensor([[world.rank]]), mesh_dim_names=("pp", "dp"))
     torch.manual_seed(world.seed)
-    whole_layers = [LayerSpec(Attending, F.scaled_dot_product_attention) for _ in range(4)]
-    reference = PipelineModule(whole_layers, one, loss=square).layers
+    full_layers = [LayerSpec(Attending, F.scaled_dot_product_attention) for _ in range(4)]
+    reference = PipelineModule(full_layers, one, loss=square).layers
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     for _ in range(3):
         hidden, wanted = torch.randn(2, 4, LENGTH, WIDTH)
-        part = mesh["cp"].get_local_rank()
-        found = pipeline.train_batch(hidden.chunk(2, 1)[part], targets=wanted.chunk(2, 1)[part])
+        cp_rank = mesh["cp"].get_local_rank()
+        found = pipeline.train_batch(hidden.chunk(2, 1)[cp_rank], targets=wanted.chunk(2, 1)[cp_rank])
         for layer in reference.values():
             hidden = layer(hidden)
         loss = square(hidden, wanted)

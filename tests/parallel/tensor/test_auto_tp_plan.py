@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.parallel import automatic_plan, make_mesh, split_tensors
+from zero_ext.parallel import apply_tensor_parallel, automatic_plan, make_mesh
 
 WIDTH, LENGTH, SAMPLES = 8, 5, 4
 
@@ -31,8 +31,8 @@ class Attention(nn.Module):
 
     def forward(self, hidden: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
         heads = self.count if self.flaw == "count" else self.num_heads
-        parts = [each(hidden) for each in (self.q_proj, self.k_proj, self.v_proj)]
-        query, key, value = (each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in parts)
+        projected = [each(hidden) for each in (self.q_proj, self.k_proj, self.v_proj)]
+        query, key, value = (each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in projected)
         if self.flaw == "norm":
             query = self.norm(query)
         if self.flaw == "scale":
@@ -92,7 +92,7 @@ def test_what_is_found_trains_as_one_process(world: World) -> None:
             "attention.out_proj": "rowwise",
         }.items()
     } | {"3.0": "colwise", "3.2": "rowwise"}
-    split_tensors(model, mesh, plan)
+    apply_tensor_parallel(model, mesh, plan)
     assert isinstance(model.get_parameter("1.attention.q_proj.weight"), DTensor)
     model, optimizer = zero_ext.prepare(
         model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), {"stage": 2}, process_group=mesh

@@ -16,15 +16,15 @@ from zero_ext.parallel import make_mesh, vocabulary_cross_entropy
 def test_values_and_gradients_are_torchs(world: World, vocabulary: int, dtype: str) -> None:
     mesh = make_mesh(tp=4, device_type="cpu")["tp"]
     generator = torch.Generator().manual_seed(world.seed)
-    whole = 30 * torch.randn(3, 7, vocabulary, generator=generator, dtype=torch.float64)
-    whole = whole.to(getattr(torch, dtype))
+    full = 30 * torch.randn(3, 7, vocabulary, generator=generator, dtype=torch.float64)
+    full = full.to(getattr(torch, dtype))
     targets = torch.randint(vocabulary, (3, 7), generator=generator)
     targets[0, :4], targets[1, 0] = -1, vocabulary - 1
-    split = distribute_tensor(whole, mesh, [Shard(2)]).requires_grad_()
-    whole = whole.double().requires_grad_()
+    split = distribute_tensor(full, mesh, [Shard(2)]).requires_grad_()
+    full = full.double().requires_grad_()
     found = vocabulary_cross_entropy(split, targets, ignore_index=-1)
     (3 * found).backward()
-    wanted = torch.nn.functional.cross_entropy(whole.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    wanted = torch.nn.functional.cross_entropy(full.flatten(0, 1), targets.flatten(), ignore_index=-1)
     (3 * wanted).backward()
     exact = dtype == "float64"
     assert found.dtype == (torch.float64 if exact else torch.float32)
@@ -32,19 +32,19 @@ def test_values_and_gradients_are_torchs(world: World, vocabulary: int, dtype: s
         found.detach().double(), wanted.detach(), rtol=1e-12 if exact else 1e-5, atol=0
     )
     assert isinstance(split.grad, DTensor)
-    assert whole.grad is not None
+    assert full.grad is not None
     tolerance = {"rtol": 1e-10, "atol": 1e-15} if exact else {"rtol": 1e-2, "atol": 1e-6}
-    torch.testing.assert_close(split.grad.full_tensor().double(), whole.grad, **tolerance)
+    torch.testing.assert_close(split.grad.full_tensor().double(), full.grad, **tolerance)
 
 
 @on_ranks(4)
 def test_what_it_refuses(world: World) -> None:
     mesh = make_mesh(tp=2, device_type="cpu")["tp"]
-    whole, targets = torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)
-    for logits in (whole, distribute_tensor(whole, mesh, [Replicate()])):
+    full, targets = torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)
+    for logits in (full, distribute_tensor(full, mesh, [Replicate()])):
         with pytest.raises(ValueError, match="split along its last dimension wanted"):
             vocabulary_cross_entropy(logits, targets)
-    split = distribute_tensor(whole, mesh, [Shard(1)])
+    split = distribute_tensor(full, mesh, [Shard(1)])
     with pytest.raises(ValueError, match=r"targets of shape \(2,\)"):
         vocabulary_cross_entropy(split, targets[:2])
     with pytest.raises(RuntimeError, match="outside of the vocabulary of 8"):

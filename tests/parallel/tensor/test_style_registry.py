@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.parallel import make_mesh, split_tensors
+from zero_ext.parallel import apply_tensor_parallel, make_mesh
 from zero_ext.parallel.tensor.style_registry import KNOWN_STYLES, style_problem
-from zero_ext.zero.units.shared_params import tie_of
+from zero_ext.zero.units.parameter_marks import tie_of
 
 WIDTH, WORDS, HEADS = 8, 12, 4
 
@@ -228,12 +228,12 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor:
 def check(model: nn.Module, reference: nn.Module, seed: int) -> None:
     """Outputs and gradients of ``model`` on all ranks are those of ``reference`` alone."""
     hidden, weight = torch.randn(2, 2, 5, WIDTH, generator=torch.Generator().manual_seed(seed)).double()
-    given, alone = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    found, wanted = model(given), reference(alone)
+    features, alone = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    found, wanted = model(features), reference(alone)
     torch.testing.assert_close(found, wanted)
     (found * weight).sum().backward()
     (wanted * weight).sum().backward()
-    torch.testing.assert_close(given.grad, alone.grad)
+    torch.testing.assert_close(features.grad, alone.grad)
     for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(full_gradient(parameter), other.grad, msg=name)
 
@@ -244,7 +244,7 @@ def test_outputs_and_gradients_are_those_of_one_process(world: World, style: str
     made, plan = TRIALS[style]
     model = filled(Model(made()).double(), world.seed)
     reference = copy.deepcopy(model)
-    split_tensors(model, mesh_of_all(), plan)
+    apply_tensor_parallel(model, mesh_of_all(), plan)
     check(model, reference, world.seed)
 
 
@@ -292,7 +292,7 @@ def expert_plan(transposed: bool) -> dict[str, str]:
 def test_experts_are_those_of_one_process(world: World, transposed: bool) -> None:
     model = filled(Model(Mixture(transposed)).double(), world.seed)
     reference = copy.deepcopy(model)
-    split_tensors(model, mesh_of_all(), expert_plan(transposed))
+    apply_tensor_parallel(model, mesh_of_all(), expert_plan(transposed))
     weight = model.get_parameter("block.experts.gate_up_proj")
     assert isinstance(weight, DTensor)
     assert weight.to_local().shape == ((3, WIDTH, 8) if transposed else (3, 8, WIDTH))
@@ -364,5 +364,5 @@ def test_plans_that_are_refused(world: World, plan: dict[str, str], message: str
     model.block.left, model.block.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     model.block.right.weight = model.block.left.weight
     with pytest.raises(ValueError, match=re.escape(message)):
-        split_tensors(model, mesh_of_all(), plan)
+        apply_tensor_parallel(model, mesh_of_all(), plan)
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -150,7 +150,7 @@ def test_steps_are_those_of_one_process(world: World, tp: int, sequence: bool, s
 
 
 @on_ranks(4)
-def test_a_rank_keeps_its_share_of_its_part(world: World) -> None:
+def test_a_rank_stores_a_shard_of_its_slice(world: World) -> None:
     course = Course(world.seed, mesh_of(2), {"stage": 3, "units": {"persistence_threshold": 0}})
     split_numel = sum(
         parameter.numel() for parameter in course.model.parameters() if isinstance(parameter, DTensor)
@@ -158,9 +158,9 @@ def test_a_rank_keeps_its_share_of_its_part(world: World) -> None:
     plain = sum(
         parameter.numel() for parameter in course.model.parameters() if not isinstance(parameter, DTensor)
     )
-    kept = sum(unit.layout.shard_numel for unit in engine_of(course.model).units)
+    stored = sum(unit.layout.shard_numel for unit in engine_of(course.model).units)
     padding = 64 * len(engine_of(course.model).units)
-    assert split_numel / 4 + plain / 2 <= kept <= split_numel / 4 + plain / 2 + padding + plain
+    assert split_numel / 4 + plain / 2 <= stored <= split_numel / 4 + plain / 2 + padding + plain
 
 
 @on_ranks(4)
@@ -181,7 +181,7 @@ def test_checkpoints_load_under_another_split(world: World, saved: int, loaded: 
 
 @on_ranks(4)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_whole_values_come_in_and_go_out(world: World, stage: int) -> None:
+def test_full_values_are_loaded_and_returned(world: World, stage: int) -> None:
     course = Course(world.seed, mesh_of(2), {"stage": stage})
     torch.manual_seed(world.seed + 1)
     other = Words().state_dict()
@@ -190,10 +190,10 @@ def test_whole_values_come_in_and_go_out(world: World, stage: int) -> None:
     assert all(torch.equal(found[name], value) for name, value in other.items())
     words, wanted = batches(world.seed, 1)[0]
     course.model.backward(loss_of(course.model, words, wanted))
-    whole = Words()
-    whole.load_state_dict(other)
-    loss_of(whole, words, wanted).backward()
-    for (name, parameter), reference in zip(course.model.named_parameters(), whole.parameters(), strict=True):
+    full = Words()
+    full.load_state_dict(other)
+    loss_of(full, words, wanted).backward()
+    for (name, parameter), reference in zip(course.model.named_parameters(), full.parameters(), strict=True):
         gradient = zero_ext.full_gradient(parameter)
         torch.testing.assert_close(gradient, reference.grad, rtol=1e-4, atol=1e-6, msg=name)
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import zero_ext
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
-from zero_ext.parallel import make_mesh, split_tensors
+from zero_ext.parallel import apply_tensor_parallel, make_mesh
 from zero_ext.parallel.tensor.tp_rng import LOOKS_EVERY
 
 WIDTH, SAMPLES, BLOCKS = 16, 32, 2
@@ -71,7 +71,7 @@ class Model(nn.Module):
 def made(seed: int, tp: int, *run: Callable[..., Any]) -> Model:
     """A model split over ``tp`` ranks, the same on all of them; the replicas' generators differ then."""
     torch.manual_seed(seed)
-    model = split_tensors(Model(*run), mesh_of(tp), PLAN)
+    model = apply_tensor_parallel(Model(*run), mesh_of(tp), PLAN)
     torch.manual_seed(seed + mesh_of(tp)["dp"].get_local_rank())
     return model
 
@@ -85,10 +85,10 @@ def test_masks_are_a_ranks_own_where_tensors_are_split(world: World) -> None:
     model, hidden = made(world.seed, 2), inputs(world.seed)
     output = model(hidden)
     after = world.everyone(torch.rand(5).tolist())
-    places = world.everyone((mesh_of(2)["dp"].get_local_rank(), mesh_of(2)["tp"].get_local_rank()))
+    coordinates = world.everyone((mesh_of(2)["dp"].get_local_rank(), mesh_of(2)["tp"].get_local_rank()))
     drawn = dict(
         zip(
-            places,
+            coordinates,
             world.everyone([(block.inside.drawn[0], block.outside.drawn[0]) for block in model.blocks]),
             strict=True,
         )
@@ -107,21 +107,21 @@ def test_masks_are_a_ranks_own_where_tensors_are_split(world: World) -> None:
         masks += [left, right]
     assert not torch.equal(masks[0], masks[2]) and not torch.equal(masks[1], masks[3])
     torch.testing.assert_close(output, hidden)
-    for (dp, tp), values in zip(places, after, strict=True):
+    for (dp, tp), values in zip(coordinates, after, strict=True):
         assert (values == after[world.rank]) == (dp == own), (dp, tp)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(4)
 def test_blocks_run_again_draw_the_same(world: World, stage: int) -> None:
-    ways = [
+    runs = [
         (lambda block, hidden: block(hidden)),
         functools.partial(checkpoint, use_reentrant=False),
         functools.partial(checkpoint, use_reentrant=True),
         zero_ext.checkpoint_activations,
     ]
     found = []
-    for run in ways:
+    for run in runs:
         model = made(world.seed, 2, run)
         prepared, _ = zero_ext.prepare(
             model, torch.optim.SGD(model.parameters(), lr=1.0), {"stage": stage}, process_group=mesh_of(2)
@@ -134,7 +134,7 @@ def test_blocks_run_again_draw_the_same(world: World, stage: int) -> None:
         found.append([hidden.grad, again.grad, torch.rand(3)])
         for block in model.blocks:
             drawn = block.inside.drawn
-            assert torch.equal(drawn[0], drawn[1]) == (run is not ways[0])
+            assert torch.equal(drawn[0], drawn[1]) == (run is not runs[0])
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=0, atol=0)
 

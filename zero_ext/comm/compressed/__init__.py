@@ -1,5 +1,5 @@
-"""Exchanges of compressed messages."""
+"""Collectives of compressed payloads."""
 
-from zero_ext.comm.compressed.onebit_all_reduce import SignExchange
+from zero_ext.comm.compressed.onebit_all_reduce import OneBitAllReduce
 
-__all__ = ["SignExchange"]
+__all__ = ["OneBitAllReduce"]

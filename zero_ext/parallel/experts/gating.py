@@ -1,5 +1,5 @@
-"""Which experts a token goes to, with which weight, and whether there is room (GShard, Lepikhin et al., arXiv
-2006.16668, section 2.2)."""
+"""Route tokens to experts, with weights and capacity (GShard, Lepikhin et al., arXiv 2006.16668, section
+2.2)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Routing:
     """The choices of T tokens, K each, the best first.
 
     ``experts`` [K, T] int64 are the experts chosen, ``weights`` [K, T] float32 what their outputs are
-    multiplied with; ``probabilities`` [T, E] float32 are the gate's. ``order`` [kept] int64 are the choices
-    with room at their expert, as numbers ``choice * T + token``: by expert, for each the first choices before
-    the second ones, in the order of the tokens. ``counts`` [E] int64 are those of each expert.
+    multiplied with; ``probabilities`` [T, E] float32 are the gate's. ``order`` [routed] int64 are the choices
+    within the capacity of their expert, as numbers ``choice * T + token``: by expert, for each the first
+    choices before the second ones, in the order of the tokens. ``counts`` [E] int64 are those of each expert.
     """
 
     experts: torch.Tensor
@@ -27,7 +27,7 @@ class Routing:
 
     @property
     def first_choices(self) -> torch.Tensor:
-        """How many tokens like each expert best [E] int64, whether it has room for them or not."""
+        """How many tokens like each expert best [E] int64, whether its capacity suffices or not."""
         return _count(self.experts[0], self.probabilities.shape[1])
 
 
@@ -49,10 +49,12 @@ def route(logits: torch.Tensor, top_k: int = 2, capacity_factor: float | None = 
     order = torch.argsort(flat, stable=True)
     counts = _count(flat, experts)
     if capacity_factor is not None:
-        room = math.ceil(capacity_factor * top_k * tokens / experts)
+        capacity = math.ceil(capacity_factor * top_k * tokens / experts)
         sorted_experts = flat[order]
-        places = torch.arange(flat.numel(), device=flat.device) - (counts.cumsum(0) - counts)[sorted_experts]
-        order, counts = order[places < room], counts.clamp(max=room)
+        positions = (
+            torch.arange(flat.numel(), device=flat.device) - (counts.cumsum(0) - counts)[sorted_experts]
+        )
+        order, counts = order[positions < capacity], counts.clamp(max=capacity)
     return Routing(chosen.t(), weights.t(), probabilities, order, counts)
 
 
@@ -63,7 +65,7 @@ def balance_loss(first_choices: torch.Tensor, probabilities: torch.Tensor) -> to
 
     It is GShard's, times E squared, as later work has it. Its gradient goes through the probabilities alone,
     so with the first choices of all ranks, which bring equally many tokens, the mean of the ranks' losses is
-    that of all their tokens together.
+    that of all their tokens.
     """
     share = first_choices.float() / first_choices.sum().clamp(min=1)
     mean = probabilities.sum(0) / max(len(probabilities), 1)

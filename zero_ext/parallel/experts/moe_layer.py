@@ -12,20 +12,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ext.parallel.experts.gating import balance_loss, route
 from zero_ext.parallel.experts.token_dispatch import through_experts
-from zero_ext.zero.units.expert_params import mark_expert
+from zero_ext.zero.units.parameter_marks import mark_expert
 from zero_ext.zero.units.rank_groups import data_group
 
 MakeExpert = Callable[[int], nn.Module]
 
 
-class Mixed(NamedTuple):
-    """What a mixture makes of its input: ``hidden``, of the same shape and dtype; ``balance``, the auxiliary
-    loss (0-d float32, see :func:`balance_loss`) to be added to the model's with a small weight, 0.01 in
-    GShard; and ``dropped`` (0-d int64), how many choices of this rank's tokens found their expert full."""
+class MoEOutput(NamedTuple):
+    """The output of a mixture: ``hidden``, of the input's shape and dtype; ``aux_loss``, the auxiliary loss
+    (0-d float32, see :func:`balance_loss`) to be added to the model's with a small weight, 0.01 in GShard;
+    and ``dropped_tokens`` (0-d int64), how many choices of this rank's tokens found their expert full."""
 
     hidden: torch.Tensor
-    balance: torch.Tensor
-    dropped: torch.Tensor
+    aux_loss: torch.Tensor
+    dropped_tokens: torch.Tensor
 
 
 class MixtureOfExperts(nn.Module):
@@ -35,8 +35,8 @@ class MixtureOfExperts(nn.Module):
     ``experts`` are ``count`` modules from [tokens, width] to the same shape, or a function that makes the one
     of a number: then each rank makes its own alone, with random values that depend on torch's seed and the
     number, not on who makes it. Along "ep" of ``mesh`` ranks have different experts, equally many neighbours
-    each; without a mesh, or "ep" in it, all are here. Parameters are called ``gate.weight`` and
-    ``experts.<number>.<name>``, the number that in the whole mixture. Probabilities are computed in float32.
+    each; without a mesh, or "ep" in it, every rank has all of them. Parameters are called ``gate.weight`` and
+    ``experts.<number>.<name>``, the number that in the full mixture. Probabilities are computed in float32.
 
     ``capacity_factor`` None sends every token to its experts. Otherwise each expert takes no more of a rank's
     tokens than that many times its equal share (:func:`route`), and a token which finds all of its experts
@@ -59,20 +59,20 @@ class MixtureOfExperts(nn.Module):
         capacity_factor: float | None = None,
     ) -> None:
         super().__init__()
-        given = list(experts) if isinstance(experts, Iterable) else experts
-        self.count = _count_of(given, count)
+        listed = list(experts) if isinstance(experts, Iterable) else experts
+        self.count = _count_of(listed, count)
         self.top_k, self.capacity_factor = top_k, capacity_factor
         spread = mesh if mesh is not None and "ep" in (mesh.mesh_dim_names or ()) else None
-        ranks, place = (spread["ep"].size(), spread.get_local_rank("ep")) if spread is not None else (1, 0)
+        ranks, index = (spread["ep"].size(), spread.get_local_rank("ep")) if spread is not None else (1, 0)
         _check(self.count, ranks, top_k, capacity_factor)
         self._group = spread["ep"].get_group() if spread is not None and ranks > 1 else None
         self._data = data_group(mesh) if mesh is not None else None
         self.gate = nn.Linear(width, self.count, bias=False)
         own = self.count // ranks
-        numbers = range(place * own, (place + 1) * own)
-        made = [given[n] for n in numbers] if isinstance(given, list) else _made(given, numbers)
+        numbers = range(index * own, (index + 1) * own)
+        made = [listed[n] for n in numbers] if isinstance(listed, list) else _made(listed, numbers)
         self.experts = nn.ModuleDict({str(n): expert for n, expert in zip(numbers, made, strict=True)})
-        known = dict(enumerate(given)) if isinstance(given, list) else dict(zip(numbers, made, strict=True))
+        known = dict(enumerate(listed)) if isinstance(listed, list) else dict(zip(numbers, made, strict=True))
         _agree(_problem(known), self._group, mesh)
         if self._group is not None:
             for parameter in self.experts.parameters():
@@ -82,7 +82,7 @@ class MixtureOfExperts(nn.Module):
         """The settings."""
         return f"{self.count} experts, top_k={self.top_k}, capacity_factor={self.capacity_factor}"
 
-    def forward(self, hidden: torch.Tensor) -> Mixed:
+    def forward(self, hidden: torch.Tensor) -> MoEOutput:
         """Mixes what the experts make of ``hidden`` [..., width]; a collective."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
         with torch.autocast(hidden.device.type, enabled=False):
@@ -95,7 +95,7 @@ class MixtureOfExperts(nn.Module):
         first_choices = routing.first_choices
         if self._data is not None:
             dist.all_reduce(first_choices, group=self._data)
-        return Mixed(
+        return MoEOutput(
             weighted.sum(0).to(hidden.dtype).view(hidden.shape),
             balance_loss(first_choices, routing.probabilities),
             routing.experts.numel() - routing.counts.sum(),

@@ -2,26 +2,26 @@
 
 from zero_ext.parallel.pipeline.pipeline import Pipeline
 from zero_ext.parallel.pipeline.schedule.pipeline_timeline import Slot, plot_timeline
-from zero_ext.parallel.pipeline.schedule.schedule_replay import bubble_bound, busy_part, replay
+from zero_ext.parallel.pipeline.schedule.schedule_replay import bubble_bound, busy_fraction, replay
 from zero_ext.parallel.pipeline.schedule.schedules import SCHEDULES
-from zero_ext.parallel.pipeline.stages.hf_pipeline import StagedModel, split_model
-from zero_ext.parallel.pipeline.stages.layer_timing import layer_seconds
+from zero_ext.parallel.pipeline.stages.hf_pipeline import HfPipelineModule, apply_pipeline_parallel
+from zero_ext.parallel.pipeline.stages.layer_timing import profile_layers
 from zero_ext.parallel.pipeline.stages.layers import LayerSpec, TiedLayerSpec
 from zero_ext.parallel.pipeline.stages.stage_layers import PipelineModule, layer_seed
 
 __all__ = [
     "SCHEDULES",
+    "HfPipelineModule",
     "LayerSpec",
     "Pipeline",
     "PipelineModule",
     "Slot",
-    "StagedModel",
     "TiedLayerSpec",
+    "apply_pipeline_parallel",
     "bubble_bound",
-    "busy_part",
-    "layer_seconds",
+    "busy_fraction",
     "layer_seed",
     "plot_timeline",
+    "profile_layers",
     "replay",
-    "split_model",
 ]

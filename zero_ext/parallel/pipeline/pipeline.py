@@ -10,23 +10,24 @@ from torch import nn
 
 from zero_ext.parallel.pipeline.pipeline_checks import batch_problem, check_settings
 from zero_ext.parallel.pipeline.schedule.failure_sync import PipelineRanks
-from zero_ext.parallel.pipeline.schedule.layer_major import LayerMajor
+from zero_ext.parallel.pipeline.schedule.layer_major import LayerMajorRunner
 from zero_ext.parallel.pipeline.schedule.pipeline_timeline import Slot
-from zero_ext.parallel.pipeline.schedule.runner import Runner
-from zero_ext.parallel.pipeline.schedule.torch_schedule_runner import Scheduled
+from zero_ext.parallel.pipeline.schedule.runner import PipelineRunner
+from zero_ext.parallel.pipeline.schedule.torch_schedule_runner import TorchScheduleRunner
 from zero_ext.parallel.pipeline.stages.stage_layers import PipelineModule
-from zero_ext.parallel.pipeline.stages.stage_module import StagedModule
+from zero_ext.parallel.pipeline.stages.stage_module import StageModule
 from zero_ext.zero.api.engine_lookup import engine_of
 
 
 class Pipeline:
-    """Trains a prepared :class:`PipelineModule`, ``micro_batches`` parts of a batch after one another.
+    """Trains a prepared :class:`PipelineModule` on batches split into ``micro_batches``.
 
-    ``module`` and ``optimizer`` are what :func:`zero_ext.prepare` returned for it and its mesh. ``reduce``
-    "once" keeps gradients of a step whole on every rank until its last micro-batch, "each" reduces them after
-    every one in ZeRO stages 2 and 3: memory for a shard instead of all, for ``micro_batches`` times the
-    traffic. ``checkpoint`` is of the schedule "layer_major" alone: unless it is False, a layer keeps what it
-    was given of each micro-batch, by :func:`zero_ext.checkpoint_activations`, and runs again in backward.
+    ``module`` and ``optimizer`` are what :func:`zero_ext.prepare` returned for it and its mesh. With
+    ``grad_reduction`` "per_step" every rank stores the full gradients of a step until its last micro-batch.
+    "per_micro_batch" reduces them after every one in ZeRO stages 2 and 3: memory for a shard instead of all,
+    for ``micro_batches`` times the traffic. ``checkpoint`` applies to the schedule "layer_major" only. Unless
+    it is False, a layer stores its inputs of each micro-batch, by
+    :func:`zero_ext.checkpoint_activations`, and runs again in backward.
 
     Raises ``ValueError`` for another module, and for a number of micro-batches or settings that the schedule
     or the configuration does not fit.
@@ -38,23 +39,25 @@ class Pipeline:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         micro_batches: int,
-        reduce: Literal["once", "each"] = "once",
+        grad_reduction: Literal["per_step", "per_micro_batch"] = "per_step",
         checkpoint: bool | None = None,
     ) -> None:
         found = getattr(module, "module", module)
-        if not isinstance(found, StagedModule):
+        if not isinstance(found, StageModule):
             raise ValueError(f"{type(found).__name__} given, a prepared PipelineModule wanted")
         self._prepared, self._module, self._optimizer = module, found, optimizer
         self._engine = engine_of(module)
-        check_settings(self._engine.config, found, micro_batches, reduce, checkpoint)
+        check_settings(self._engine.config, found, micro_batches, grad_reduction, checkpoint)
         self._micro_batches = micro_batches
         self._ranks = PipelineRanks(found, self._engine)
         engine = self._engine
-        self._runner: Runner
+        self._runner: PipelineRunner
         if isinstance(found, PipelineModule) and found.kind.made is None:
-            self._runner = LayerMajor(found, module, engine, micro_batches, checkpoint is not False)
+            self._runner = LayerMajorRunner(found, module, engine, micro_batches, checkpoint is not False)
         else:
-            self._runner = Scheduled(found, module, engine, micro_batches, self._ranks, reduce == "once")
+            self._runner = TorchScheduleRunner(
+                found, module, engine, micro_batches, self._ranks, grad_reduction == "per_step"
+            )
 
     @property
     def slots(self) -> list[Slot]:
@@ -85,7 +88,7 @@ class Pipeline:
             raise RuntimeError("train_batch without an optimizer; pass the prepared one to Pipeline")
         step = self._engine.optimizer_step
         shape = self._agree(inputs, targets)
-        with self._ranks.failing_together(self._runner.drop):
+        with self._ranks.abort_on_error(self._runner.drop):
             losses = self._runner.train(inputs, targets, shape)
         loss = self._mean_loss(losses, step.scaler.scale if step.scales_loss else 1.0)
         self._optimizer.step()
@@ -98,7 +101,7 @@ class Pipeline:
         self._agree(inputs, targets)
         self._prepared.eval()
         try:
-            with torch.no_grad(), self._ranks.failing_together(self._runner.drop):
+            with torch.no_grad(), self._ranks.abort_on_error(self._runner.drop):
                 losses = self._runner.evaluate(inputs, targets)
         finally:
             for module in training:
@@ -126,8 +129,8 @@ class Pipeline:
         if self.is_first and not problem:
             described = repr([(tuple(each.shape), str(each.dtype), each.requires_grad) for each in inputs])
             shape = int.from_bytes(hashlib.sha256(described.encode()).digest()[:6], "little")
-        told = torch.tensor([shape, bool(problem)], dtype=torch.float64, device="cpu")
-        shape, problems = (int(value) for value in self._ranks.sum(told).tolist())
+        summary = torch.tensor([shape, bool(problem)], dtype=torch.float64, device="cpu")
+        shape, problems = (int(value) for value in self._ranks.sum(summary).tolist())
         if problems:
             raise ValueError(problem or "another stage of the pipeline cannot use its batch; see its message")
         return shape

@@ -1,1 +1,1 @@
-"""Where ranks stand: the grid of axes, its mapping to links, meshes and traffic."""
+"""Rank layout: the grid of axes, its mapping to links, meshes and traffic."""

@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from zero_ext.config.state_placement import Placement
+from zero_ext.config.state_placement import StatePlacement
 
 
 @dataclass(frozen=True)
 class AxisTraffic:
     """The exchanges along one axis in one step.
 
-    ``line`` "all": collectives over all ranks of the axis, of buffers of ``nbytes`` bytes together, each of
+    ``pattern`` "collective": operations over all ranks of the axis, on ``nbytes`` bytes in total, each of
     which every rank ends up with or contributes to (an all-reduce counts twice: a reduce-scatter and a
-    gather). "next": every rank but the last sends ``nbytes`` bytes to the one that follows it, and as many
-    come back. ``messages`` counts the exchanges, for their latency.
+    gather). "neighbor": every rank but the last sends ``nbytes`` bytes to the one that follows it, and as
+    many come back. ``messages`` counts the exchanges, for their latency.
     """
 
-    line: Literal["all", "next"]
+    pattern: Literal["collective", "neighbor"]
     nbytes: float
     messages: int = 0
 
@@ -61,11 +61,11 @@ def transformer_traffic(
     activation = step.itemsize * step.hidden * step.sequence * step.micro_batch / cp
     passes = (3 if step.recomputes else 2) * own_layers * step.micro_batches
     own_parameters = step.itemsize * step.parameters / (tp * pp)
-    gathers = 2 * step.micro_batches if Placement.of_stage(stage).params else 1
+    gathers = 2 * step.micro_batches if StatePlacement.of_stage(stage).params else 1
     found = {
-        "tp": AxisTraffic("all", 2 * 2 * passes * activation, round(2 * passes)),
-        "cp": AxisTraffic("all", 4 * passes * activation / tp, round(4 * passes)),
-        "pp": AxisTraffic("next", step.micro_batches * activation, 2 * step.micro_batches),
-        "dp": AxisTraffic("all", (1 + gathers) * own_parameters, round((1 + gathers) * own_layers)),
+        "tp": AxisTraffic("collective", 2 * 2 * passes * activation, round(2 * passes)),
+        "cp": AxisTraffic("collective", 4 * passes * activation / tp, round(4 * passes)),
+        "pp": AxisTraffic("neighbor", step.micro_batches * activation, 2 * step.micro_batches),
+        "dp": AxisTraffic("collective", (1 + gathers) * own_parameters, round((1 + gathers) * own_layers)),
     }
     return {axis: found[axis] for axis in sizes}

@@ -1,4 +1,4 @@
-"""How ranks are joined: levels of links, from those inside a node outwards."""
+"""The topology of links between ranks, in levels from inside a node outwards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Level:
+class LinkLevel:
     """Neighbouring ranks that share one link outwards.
 
     ``ranks`` share a link that carries ``bandwidth`` bytes a second into them, and as many out; a message
@@ -27,15 +27,15 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Topology:
+class LinkTopology:
     """``world_size`` ranks under ``levels`` of links from the innermost, single ranks, outwards.
 
-    ``ValueError`` unless the first level is of single ranks and each further one is made of whole ones of the
+    ``ValueError`` unless the first level is of single ranks and each further one is made of full ones of the
     level before. The last one may be partly filled.
     """
 
     world_size: int
-    levels: tuple[Level, ...]
+    levels: tuple[LinkLevel, ...]
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not self.levels or self.levels[0].ranks != 1:
@@ -53,12 +53,12 @@ class Topology:
     @classmethod
     def of_nodes(
         cls, world_size: int, ranks_per_node: int, inside: float, between: float, latency: float = 0.0
-    ) -> Topology:
+    ) -> LinkTopology:
         """Nodes of ``ranks_per_node``: a rank receives ``inside`` bytes a second from its node, a node
         ``between`` from other nodes."""
-        levels = [Level("rank", 1, inside)]
+        levels = [LinkLevel("rank", 1, inside)]
         if ranks_per_node > 1:
-            levels.append(Level("node", ranks_per_node, between, latency))
+            levels.append(LinkLevel("node", ranks_per_node, between, latency))
         elif between < inside:
-            levels = [Level("rank", 1, between, latency)]
+            levels = [LinkLevel("rank", 1, between, latency)]
         return cls(world_size, tuple(levels))

@@ -1,4 +1,4 @@
-"""The meshes of a world whose ranks stand in a grid: torch's, one dimension an axis."""
+"""Make torch's device meshes, with one dimension per axis of parallelism."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_ext.parallel.ranks.rank_mapping import Mapping, naive_mapping
+from zero_ext.parallel.ranks.rank_mapping import RankMapping, naive_mapping
 from zero_ext.zero.units.rank_groups import MESH_AXES
 
 
 def make_mesh(
     sizes: Sizes[str, int] | None = None,
     *,
-    mapping: Mapping | None = None,
+    mapping: RankMapping | None = None,
     device_type: str | None = None,
     **lengths: int,
 ) -> DeviceMesh:
@@ -40,15 +40,15 @@ def make_mesh(
             "a script that torchrun started"
         )
     world_size = dist.get_world_size()
-    whole = full_sizes({**(sizes or {}), **lengths}, world_size)
+    full = full_sizes({**(sizes or {}), **lengths}, world_size)
     if mapping is None:
-        mapping = naive_mapping(whole)
-    elif {axis: mapping.sizes.get(axis, 1) for axis in whole} != whole or set(mapping.axes) - set(whole):
-        raise ValueError(f"the mapping is one of {mapping.sizes}, but the lengths wanted are {whole}")
+        mapping = naive_mapping(full)
+    elif {axis: mapping.sizes.get(axis, 1) for axis in full} != full or set(mapping.axes) - set(full):
+        raise ValueError(f"the mapping is one of {mapping.sizes}, but the lengths wanted are {full}")
     else:
-        mapping = Mapping(tuple(whole), mapping.digits)
-    ranks = torch.tensor(mapping.grid().ranks, dtype=torch.int64, device="cpu").view(*whole.values())
-    return DeviceMesh(device_type or _device_type(), ranks, mesh_dim_names=tuple(whole))
+        mapping = RankMapping(tuple(full), mapping.digits)
+    ranks = torch.tensor(mapping.grid().ranks, dtype=torch.int64, device="cpu").view(*full.values())
+    return DeviceMesh(device_type or _device_type(), ranks, mesh_dim_names=tuple(full))
 
 
 def full_sizes(sizes: Sizes[str, int], world_size: int) -> dict[str, int]:
@@ -61,16 +61,16 @@ def full_sizes(sizes: Sizes[str, int], world_size: int) -> dict[str, int]:
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise ValueError(f"{axis}: {length!r} given, a whole number of at least 1 wanted")
     others = math.prod(length for axis, length in sizes.items() if axis != "dp")
-    whole = {axis: sizes.get(axis, 1) for axis in MESH_AXES if axis != "ep" or axis in sizes}
+    lengths = {axis: sizes.get(axis, 1) for axis in MESH_AXES if axis != "ep" or axis in sizes}
     if "dp" not in sizes:
-        whole["dp"] = max(1, world_size // others)
-    if math.prod(whole.values()) != world_size:
-        product = " × ".join(f"{axis} {length}" for axis, length in whole.items())
+        lengths["dp"] = max(1, world_size // others)
+    if math.prod(lengths.values()) != world_size:
+        product = " × ".join(f"{axis} {length}" for axis, length in lengths.items())
         raise ValueError(
-            f"{product} = {math.prod(whole.values())}, but there are {world_size} ranks; the lengths of the "
-            "axes must multiply to that. Change one of them or the number of ranks"
+            f"{product} = {math.prod(lengths.values())}, but there are {world_size} ranks; the lengths of "
+            "the axes must multiply to that. Change one of them or the number of ranks"
         )
-    return whole
+    return lengths
 
 
 def _device_type() -> str:

@@ -1,13 +1,13 @@
-"""A mapping as a picture: every node's ranks, coloured by the group they belong to on one axis."""
+"""Plot a mapping: the ranks of every node, coloured by their group on one axis."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from zero_ext.parallel.ranks.rank_mapping import Mapping
+from zero_ext.parallel.ranks.rank_mapping import RankMapping
 
 
-def plot_mapping(mapping: Mapping, ranks_per_node: int, path: Path) -> Path:
+def plot_mapping(mapping: RankMapping, ranks_per_node: int, path: Path) -> Path:
     """Draws ``mapping`` to ``path`` (PNG, SVG or PDF by its suffix): a panel for every axis longer than 1,
     a box for every node, a cell for every rank with its coordinates; ranks of a group share a colour.
 
@@ -16,7 +16,7 @@ def plot_mapping(mapping: Mapping, ranks_per_node: int, path: Path) -> Path:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("a picture needs matplotlib: pip install matplotlib") from None
+        raise ModuleNotFoundError("plot_mapping needs matplotlib: pip install matplotlib") from None
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 

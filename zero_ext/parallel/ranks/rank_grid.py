@@ -1,4 +1,4 @@
-"""A grid of ranks with named axes: who stands where, and who stands in line with whom."""
+"""A grid of ranks with named axes: their coordinates, and the groups along each axis."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class RankGrid:
         volume = math.prod(self.sizes.values())
         if len(self.ranks) != volume or set(self.ranks) != set(range(volume)):
             raise ValueError(
-                f"axes {dict(self.sizes)} have {volume} places for ranks 0 to {volume - 1}, each once; given "
-                f"are {len(self.ranks)} ranks, {len(set(self.ranks))} different ones, the largest "
+                f"axes {dict(self.sizes)} have {volume} positions for ranks 0 to {volume - 1}, each once; "
+                f"given are {len(self.ranks)} ranks, {len(set(self.ranks))} different ones, the largest "
                 f"{max(self.ranks, default=None)}"
             )
 
@@ -42,57 +42,62 @@ class RankGrid:
         return tuple(self.sizes)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where ``rank`` stands. ``ValueError`` for a rank outside the grid."""
+        """Return the coordinate of ``rank``. Raises ``ValueError`` for a rank outside the grid."""
         if not 0 <= rank < len(self.ranks):
             raise ValueError(f"rank {rank} lies outside 0 to {len(self.ranks) - 1}")
-        place = self.ranks.index(rank)
+        index = self.ranks.index(rank)
         found = {}
         for axis in reversed(self.axes):
-            place, found[axis] = divmod(place, self.sizes[axis])
+            index, found[axis] = divmod(index, self.sizes[axis])
         return {axis: found[axis] for axis in self.axes}
 
     def rank(self, **coordinate: int) -> int:
-        """Who stands at a full coordinate. ``ValueError`` for a partial one or one outside the grid."""
+        """Return the rank at a full coordinate.
+
+        Raises ``ValueError`` for a partial one or one outside the grid.
+        """
         if set(coordinate) != set(self.sizes):
             raise ValueError(
                 f"a coordinate on each of {list(self.sizes)} wanted, {sorted(coordinate)} given; matching() "
                 "takes fewer"
             )
-        place = 0
+        index = 0
         for axis, length in self.sizes.items():
             if not 0 <= coordinate[axis] < length:
                 raise ValueError(f"{axis}={coordinate[axis]} lies outside 0 to {length - 1}")
-            place = place * length + coordinate[axis]
-        return self.ranks[place]
+            index = index * length + coordinate[axis]
+        return self.ranks[index]
 
     def matching(self, **coordinate: int) -> list[int]:
-        """The ranks that stand at all of the coordinates given, in the order of the grid. ``ValueError`` for
+        """The ranks with all of the coordinates given, in the order of the grid. ``ValueError`` for
         an axis that there is not."""
         unknown = sorted(set(coordinate) - set(self.sizes))
         if unknown:
             raise ValueError(f"no axis {unknown[0]!r}; there are {list(self.sizes)}")
         return [
             rank
-            for at, rank in self._places()
+            for at, rank in self._coordinates()
             if all(at[axis] == wanted for axis, wanted in coordinate.items())
         ]
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """The ranks that differ in ``axes`` alone, a list for each place on the others, in the order of the
-        grid. ``ValueError`` for an axis that there is not."""
+        """Return the ranks that differ in ``axes`` only, a list per coordinate on the others, in grid order.
+
+        Raises ``ValueError`` for an unknown axis.
+        """
         unknown = [axis for axis in axes if axis not in self.sizes]
         if unknown:
             raise ValueError(f"no axis {unknown[0]!r}; there are {list(self.sizes)}")
         found: dict[tuple[int, ...], list[int]] = {}
-        for at, rank in self._places():
+        for at, rank in self._coordinates():
             found.setdefault(_without(at, axes), []).append(rank)
         return list(found.values())
 
-    def _places(self) -> Iterator[tuple[dict[str, int], int]]:
-        places = product(*(range(length) for length in self.sizes.values()))
-        for at, rank in zip(places, self.ranks, strict=True):
+    def _coordinates(self) -> Iterator[tuple[dict[str, int], int]]:
+        coordinates = product(*(range(length) for length in self.sizes.values()))
+        for at, rank in zip(coordinates, self.ranks, strict=True):
             yield dict(zip(self.sizes, at, strict=True)), rank
 
 
 def _without(at: Mapping[str, int], axes: Sequence[str]) -> tuple[int, ...]:
-    return tuple(place for axis, place in at.items() if axis not in axes)
+    return tuple(index for axis, index in at.items() if axis not in axes)

@@ -1,4 +1,4 @@
-"""Which rank takes which place in the grid, by what the links between them cost.
+"""Map ranks to coordinates of the grid by the cost of the links between them.
 
 Axes are laid into the counting order of the ranks as digits of a number are, the fastest last. An axis may be
 cut into several digits, so that a part of it lies inside a node and the rest between nodes.
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_ext.parallel.ranks.comm_cost import AxisTraffic
-from zero_ext.parallel.ranks.link_topology import Level, Topology
+from zero_ext.parallel.ranks.link_topology import LinkLevel, LinkTopology
 from zero_ext.parallel.ranks.rank_grid import RankGrid
 
 Digit = tuple[str, int]  # axis, length
@@ -26,7 +26,7 @@ _MOST_ORDERS = 10_000
 
 
 @dataclass(frozen=True)
-class Mapping:
+class RankMapping:
     """Digits from the slowest to the fastest, whose lengths multiply to the number of ranks."""
 
     axes: tuple[str, ...]
@@ -50,13 +50,13 @@ class Mapping:
         return tuple(reversed(found))
 
     def grid(self) -> RankGrid:
-        """The ranks at their places, axes in their given order."""
+        """Return the grid of the ranks, with the axes in their order."""
         ranks = np.zeros((1,), dtype=np.int64)
         for axis in self.axes:
             ranks = (ranks[:, None] + _offsets(self.strides(axis))[None, :]).reshape(-1)
         return RankGrid(self.sizes, tuple(int(rank) for rank in ranks))
 
-    def seconds(self, topology: Topology, traffic: Sizes[str, AxisTraffic]) -> dict[str, float]:
+    def seconds(self, topology: LinkTopology, traffic: Sizes[str, AxisTraffic]) -> dict[str, float]:
         """What the exchanges of each axis take in a step, one axis after another."""
         return {
             axis: _seconds(topology, traffic[axis], self.strides(axis)) if axis in traffic else 0.0
@@ -67,17 +67,17 @@ class Mapping:
         return " × ".join(f"{axis}{length}" for axis, length in self.digits) or "one rank"
 
 
-def naive_mapping(sizes: Sizes[str, int], *order: str) -> Mapping:
+def naive_mapping(sizes: Sizes[str, int], *order: str) -> RankMapping:
     """Whole axes in ``order`` from the slowest to the fastest (as ``sizes`` lists them by default)."""
     names = order or tuple(sizes)
     if set(names) != set(sizes):
         raise ValueError(f"an order of {sorted(sizes)} wanted, {list(names)} given")
-    return Mapping(tuple(sizes), tuple((axis, sizes[axis]) for axis in names if sizes[axis] > 1))
+    return RankMapping(tuple(sizes), tuple((axis, sizes[axis]) for axis in names if sizes[axis] > 1))
 
 
 def best_mapping(
-    sizes: Sizes[str, int], topology: Topology, traffic: Sizes[str, AxisTraffic]
-) -> tuple[Mapping, float]:
+    sizes: Sizes[str, int], topology: LinkTopology, traffic: Sizes[str, AxisTraffic]
+) -> tuple[RankMapping, float]:
     """The cheapest mapping found and its seconds a step. Among equals tensor parallelism is innermost, then
     sequence, data and pipeline parallelism.
 
@@ -97,7 +97,7 @@ def best_mapping(
     return best, _total(best, topology, traffic)
 
 
-def all_mappings(sizes: Sizes[str, int]) -> Iterator[Mapping]:
+def all_mappings(sizes: Sizes[str, int]) -> Iterator[RankMapping]:
     """Every order of the prime digits of all axes: exhaustive, for worlds of up to some hundred ranks."""
     left = {axis: _primes(length) for axis, length in sizes.items()}
 
@@ -111,7 +111,7 @@ def all_mappings(sizes: Sizes[str, int]) -> Iterator[Mapping]:
                 yield from orders({**left, axis: tuple(rest)}, (*digits, (axis, prime)))
 
     for digits in orders(left, ()):
-        yield Mapping(tuple(sizes), _merged(digits))
+        yield RankMapping(tuple(sizes), _merged(digits))
 
 
 def _merged(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
@@ -134,7 +134,7 @@ def _orders(sizes: Sizes[str, int]) -> int:
     return count
 
 
-def _check(sizes: Sizes[str, int], topology: Topology) -> None:
+def _check(sizes: Sizes[str, int], topology: LinkTopology) -> None:
     volume = math.prod(sizes.values())
     if any(length < 1 for length in sizes.values()) or volume != topology.world_size:
         raise ValueError(
@@ -143,7 +143,7 @@ def _check(sizes: Sizes[str, int], topology: Topology) -> None:
         )
 
 
-def _filling(sizes: Sizes[str, int], topology: Topology) -> Iterator[Mapping]:
+def _filling(sizes: Sizes[str, int], topology: LinkTopology) -> Iterator[RankMapping]:
     """Mappings whose digits fill each level exactly, from the innermost outwards."""
     widths = []
     for inner, outer in zip(topology.levels, topology.levels[1:], strict=False):
@@ -153,36 +153,36 @@ def _filling(sizes: Sizes[str, int], topology: Topology) -> Iterator[Mapping]:
         return
     widths.append(topology.world_size // filled)
 
-    def fill(left: dict[str, int], widths: list[int], digits: tuple[Digit, ...]) -> Iterator[Mapping]:
+    def fill(left: dict[str, int], widths: list[int], digits: tuple[Digit, ...]) -> Iterator[RankMapping]:
         if not widths:
-            yield Mapping(tuple(sizes), digits)
+            yield RankMapping(tuple(sizes), digits)
             return
         for shares in product(*(_divisors(left[axis]) for axis in left)):
             if math.prod(shares) != widths[0]:
                 continue
             rest = {axis: left[axis] // share for axis, share in zip(left, shares, strict=True)}
-            here = [(axis, share) for axis, share in zip(left, shares, strict=True) if share > 1]
-            for order in permutations(here):
+            level_digits = [(axis, share) for axis, share in zip(left, shares, strict=True) if share > 1]
+            for order in permutations(level_digits):
                 yield from fill(rest, widths[1:], (*order, *digits))
 
     yield from fill(dict(sizes), widths, ())
 
 
-def _total(mapping: Mapping, topology: Topology, traffic: Sizes[str, AxisTraffic]) -> float:
+def _total(mapping: RankMapping, topology: LinkTopology, traffic: Sizes[str, AxisTraffic]) -> float:
     # Rounded, so that equals are equal whatever the order of their sum.
     return float(f"{math.fsum(mapping.seconds(topology, traffic).values()):.9e}")
 
 
-def _looks(mapping: Mapping) -> list[tuple[int, int]]:
+def _looks(mapping: RankMapping) -> list[tuple[int, int]]:
     """Smaller for mappings that people would draw: the chattiest axes innermost, in few digits."""
-    ranking = {axis: place for place, axis in enumerate(_INNERMOST_FIRST)}
+    ranking = {axis: position for position, axis in enumerate(_INNERMOST_FIRST)}
     return [(len(mapping.digits), 0)] + [
         (ranking.get(axis, len(ranking)), -length) for axis, length in reversed(mapping.digits)
     ]
 
 
 @lru_cache(maxsize=65536)
-def _seconds(topology: Topology, traffic: AxisTraffic, strides: tuple[tuple[int, int], ...]) -> float:
+def _seconds(topology: LinkTopology, traffic: AxisTraffic, strides: tuple[tuple[int, int], ...]) -> float:
     """Seconds of one axis's exchanges: at every level the busiest link, one level after another.
 
     Collectives are hierarchical: whatever the number of a group's ranks below a link, its bytes come through
@@ -193,20 +193,22 @@ def _seconds(topology: Topology, traffic: AxisTraffic, strides: tuple[tuple[int,
         return 0.0
     offsets = _offsets(strides)
     ranks = np.arange(topology.world_size)
-    place, first = _places(ranks, strides)
+    position, first = _axis_positions(ranks, strides)
     total = 0.0
     for level in topology.levels:
-        if traffic.line == "all":
+        if traffic.pattern == "collective":
             load = _collective_load(topology, level, first, count) * traffic.nbytes
         else:
-            load = _chain_load(topology, level, place, ranks, offsets) * traffic.nbytes
+            load = _chain_load(topology, level, position, ranks, offsets) * traffic.nbytes
         if load:
             total += load / level.bandwidth + level.latency * traffic.messages
     return total
 
 
-def _collective_load(topology: Topology, level: Level, first: npt.NDArray[np.int64], count: int) -> float:
-    """Buffers that the busiest link of ``level`` carries inwards, in parts of a whole one."""
+def _collective_load(
+    topology: LinkTopology, level: LinkLevel, first: npt.NDArray[np.int64], count: int
+) -> float:
+    """Buffers that the busiest link of ``level`` carries inwards, as fractions of a full one."""
     if level.ranks == 1:
         return 1.0 - 1.0 / count
     domain = np.arange(topology.world_size) // level.ranks
@@ -218,42 +220,42 @@ def _collective_load(topology: Topology, level: Level, first: npt.NDArray[np.int
 
 
 def _chain_load(
-    topology: Topology,
-    level: Level,
-    place: npt.NDArray[np.int64],
+    topology: LinkTopology,
+    level: LinkLevel,
+    position: npt.NDArray[np.int64],
     ranks: npt.NDArray[np.int64],
     offsets: npt.NDArray[np.int64],
 ) -> float:
-    """Messages that the busiest link of ``level`` carries in either direction."""
-    senders = place < len(offsets) - 1
-    here = ranks[senders]
-    there = here - offsets[place[senders]] + offsets[place[senders] + 1]
+    """Payloads that the busiest link of ``level`` carries in either direction."""
+    senders = position < len(offsets) - 1
+    sending = ranks[senders]
+    receiving = sending - offsets[position[senders]] + offsets[position[senders] + 1]
     domains = -(-topology.world_size // level.ranks)
-    crossing = here // level.ranks != there // level.ranks
-    out = np.bincount(here[crossing] // level.ranks, minlength=domains)
-    back = np.bincount(there[crossing] // level.ranks, minlength=domains)
+    crossing = sending // level.ranks != receiving // level.ranks
+    out = np.bincount(sending[crossing] // level.ranks, minlength=domains)
+    back = np.bincount(receiving[crossing] // level.ranks, minlength=domains)
     # Forward goes one way and backward the other: what leaves a link in forward enters it in backward.
     return float((out + back).max(initial=0))
 
 
 def _offsets(strides: tuple[tuple[int, int], ...]) -> npt.NDArray[np.int64]:
-    """Distance in ranks from an axis's first place to each of its places."""
+    """Return the distance in ranks from an axis's first position to each of its positions."""
     found = np.zeros((1,), dtype=np.int64)
     for length, stride in strides:
         found = (found[:, None] + np.arange(length)[None, :] * stride).reshape(-1)
     return found
 
 
-def _places(
+def _axis_positions(
     ranks: npt.NDArray[np.int64], strides: tuple[tuple[int, int], ...]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Each rank's place on the axis, and the rank at the first place of its group."""
-    place, first = np.zeros_like(ranks), ranks.copy()
+    """Return each rank's position on the axis, and the rank at the first position of its group."""
+    position, first = np.zeros_like(ranks), ranks.copy()
     for length, stride in strides:
         digit = ranks // stride % length
-        place = place * length + digit
+        position = position * length + digit
         first -= digit * stride
-    return place, first
+    return position, first
 
 
 @lru_cache(maxsize=4096)

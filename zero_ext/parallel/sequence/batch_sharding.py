@@ -1,4 +1,4 @@
-"""This rank's part of a batch of sequences."""
+"""Shard a batch of sequences over the ranks of sequence parallelism."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from zero_ext.parallel.sequence.ulysses import part_of
+from zero_ext.parallel.sequence.ulysses import sequence_rank
 
 _IGNORED = -100
 
 
-def cut_batch(
+def shard_batch(
     batch: Mapping[str, Any],
     mesh: DeviceMesh,
     *,
@@ -25,7 +25,7 @@ def cut_batch(
 
     The sum of a rank's losses over "num_items_in_batch", averaged over the ranks, is the mean over all tokens
     with a label, whatever rank they are on. The mean over a rank's own tokens is not. Models of transformers
-    compute the sum by themselves: ``model(**cut_batch(batch, mesh)).loss``.
+    compute the sum by themselves: ``model(**shard_batch(batch, mesh)).loss``.
 
     Args:
         batch: Tensors [batch, length, ...], among them "input_ids" or "inputs_embeds". They are cut along the
@@ -48,12 +48,12 @@ def cut_batch(
             positions of another shape, and positions that begin anew (packed sequences) without a mask
             [batch, 1, length, length] that keeps them apart.
     """
-    rank, size = part_of(mesh)
-    whole = dict(batch)
-    tokens = whole.get("input_ids", whole.get("inputs_embeds"))
+    rank, size = sequence_rank(mesh)
+    full = dict(batch)
+    tokens = full.get("input_ids", full.get("inputs_embeds"))
     if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
         raise ValueError(
-            f"the batch has {sorted(whole)}; wanted 'input_ids' [batch, length] or 'inputs_embeds' "
+            f"the batch has {sorted(full)}; wanted 'input_ids' [batch, length] or 'inputs_embeds' "
             "[batch, length, width]"
         )
     length = tokens.shape[1]
@@ -62,23 +62,23 @@ def cut_batch(
             f"sequences of {length} tokens do not divide by cp {size}; pad them to {length + -length % size} "
             f"tokens, with {_IGNORED} as labels"
         )
-    if whole.get("position_ids") is None:
-        whole["position_ids"] = _positions(tokens, padding_idx)
-    _check(whole, tokens, padding_idx)
-    labels = whole.get("shift_labels")
-    if labels is None and whole.get("labels") is not None:
-        labels = whole["labels"]
+    if full.get("position_ids") is None:
+        full["position_ids"] = _positions(tokens, padding_idx)
+    _check(full, tokens, padding_idx)
+    labels = full.get("shift_labels")
+    if labels is None and full.get("labels") is not None:
+        labels = full["labels"]
         if shift_labels:
-            labels = whole["shift_labels"] = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+            labels = full["shift_labels"] = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
     if labels is not None:
-        whole["labels"] = labels
-        given = whole.get("num_items_in_batch")
-        whole["num_items_in_batch"] = ((labels != _IGNORED).sum() if given is None else given) / size
-    mask = whole.pop("attention_mask", None)
-    part = slice(rank * length // size, (rank + 1) * length // size)
+        full["labels"] = labels
+        items = full.get("num_items_in_batch")
+        full["num_items_in_batch"] = ((labels != _IGNORED).sum() if items is None else items) / size
+    mask = full.pop("attention_mask", None)
+    extent = slice(rank * length // size, (rank + 1) * length // size)
     found = {
-        name: each[:, part].contiguous() if _has_length(each, length) else each
-        for name, each in whole.items()
+        name: each[:, extent].contiguous() if _has_length(each, length) else each
+        for name, each in full.items()
     }
     return found if mask is None else {**found, "attention_mask": mask}
 
@@ -99,20 +99,20 @@ def _positions(tokens: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
     return there.cumsum(1) * there + padding_idx
 
 
-def _check(whole: Mapping[str, Any], tokens: torch.Tensor, padding_idx: int | None) -> None:
+def _check(full: Mapping[str, Any], tokens: torch.Tensor, padding_idx: int | None) -> None:
     batch, length = tokens.shape[:2]
     for name in ("labels", "shift_labels"):
-        found = whole.get(name)
+        found = full.get(name)
         if found is not None and tuple(found.shape) != (batch, length):
             raise ValueError(f"'{name}' has shape {tuple(found.shape)}, wanted {(batch, length)}")
-    mask = whole.get("attention_mask")
+    mask = full.get("attention_mask")
     square = mask is not None and mask.ndim == 4 and tuple(mask.shape[2:]) == (length, length)
     if mask is not None and not square and tuple(mask.shape) != (batch, length):
         raise ValueError(
             f"'attention_mask' has shape {tuple(mask.shape)}, wanted {(batch, length)} or "
-            f"{(batch, 1, length, length)}: that of the whole sequence"
+            f"{(batch, 1, length, length)}: that of the full sequence"
         )
-    positions = whole["position_ids"]
+    positions = full["position_ids"]
     if tuple(positions.shape) not in ((1, length), (batch, length)):
         raise ValueError(f"'position_ids' has shape {tuple(positions.shape)}, wanted {(batch, length)}")
     begun = positions.diff() != 1

@@ -1,4 +1,4 @@
-"""Any attention function around which parts of sequences are exchanged."""
+"""Wrap any attention function in the all-to-alls of sequence parallelism."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_ext.parallel.sequence.ulysses import SequenceExchange
 
 
 class SequenceAttention:
-    """``function`` on whole sequences, called with parts of them; see :func:`sequence_attention`."""
+    """``function`` on full sequences, called with shards of them; see :func:`sequence_attention`."""
 
     def __init__(self, function: Callable[..., torch.Tensor], exchange: SequenceExchange) -> None:
         self.function = function
@@ -26,13 +26,13 @@ class SequenceAttention:
         and as :meth:`SequenceExchange.enter`."""
         exchange = self.exchange
         exchange.agree([*query.shape, *key.shape, *value.shape], "shapes of query, key and value")
-        whole = exchange.enter(query, key, value)
-        with exchange.together():
-            attended = self.function(*whole, *args, **kwargs)
-            if attended.shape[:3] != whole[0].shape[:3]:
+        full = exchange.enter(query, key, value)
+        with exchange.abort_on_error():
+            attended = self.function(*full, *args, **kwargs)
+            if attended.shape[:3] != full[0].shape[:3]:
                 raise ValueError(
                     f"the attention function gave {tuple(attended.shape)} for queries "
-                    f"{tuple(whole[0].shape)}; wanted [batch, heads, length, head dim] with the same batch, "
+                    f"{tuple(full[0].shape)}; wanted [batch, heads, length, head dim] with the same batch, "
                     "heads and length"
                 )
         return exchange.leave(attended)
@@ -41,12 +41,13 @@ class SequenceAttention:
 def sequence_attention(
     function: Callable[..., torch.Tensor], mesh: DeviceMesh, *, timeout_seconds: float = 600.0
 ) -> SequenceAttention:
-    """Attention of sequences whose parts are on the ranks along mesh["cp"], by ``function``, which gets whole
-    sequences of some heads; made by all of these ranks together, once for all layers.
+    """Return attention over sequences that are sharded over the ranks along mesh["cp"]; a collective of them.
+
+    ``function`` gets full sequences of some heads. One call serves all layers.
 
     ``function`` takes query, key and value [batch, heads, length, head dim] first and returns such a tensor:
     torch's scaled_dot_product_attention, or one of your own. Whatever else it is called with is handed on:
-    masks and biases are those of whole sequences, for any head. ``timeout_seconds``: longest wait for the
+    masks and biases are those of full sequences, for any head. ``timeout_seconds``: longest wait for the
     other ranks. Raises ``ValueError`` for a mesh without "cp".
 
     Source: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509), section 3.

@@ -1,4 +1,4 @@
-"""Parts of a sequence exchanged for whole sequences of some heads, and back, around attention."""
+"""Exchange sequence shards for full sequences of some heads around attention, and back (Ulysses)."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ext.comm.process_group import make_collectives
-from zero_ext.comm.traffic_stats import WireLog
+from zero_ext.comm.traffic_stats import TrafficStats
 
 _HEADS, _LENGTH = 1, 2
 _WHAT = "sequence exchange"
 
 
 class SequenceExchange:
-    """What the ranks along mesh["cp"] exchange around attention; made by all of them together.
+    """The all-to-alls of the ranks along mesh["cp"] around attention; made in a collective call of them.
 
-    Every rank has its part of a sequence with all heads, and attends to the whole one with some of them
-    (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509, section 3). ``wire`` counts the all-to-alls as
+    Every rank has its shard of a sequence with all heads, and attends to the full one with some of them
+    (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509, section 3). ``traffic`` counts the all-to-alls as
     "sequence".
 
     ``timeout_seconds``: longest wait for the other ranks. Raises ``ValueError`` for a mesh without "cp".
     """
 
     def __init__(self, mesh: DeviceMesh, timeout_seconds: float = 600.0) -> None:
-        self.rank, self.size = part_of(mesh)
+        self.rank, self.size = sequence_rank(mesh)
         device = torch.device(mesh.device_type)
         if device.type != "cpu":
             device = torch.device(device.type, torch.accelerator.current_device_index())
         self._collectives = make_collectives(mesh["cp"].get_group(), timeout_seconds, device)
 
     @property
-    def wire(self) -> WireLog:
+    def traffic(self) -> TrafficStats:
         """What was sent so far."""
-        return self._collectives.wire
+        return self._collectives.traffic
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceExchange:
         return self  # connections have no copies: a copied model has the same ranks
@@ -54,20 +54,20 @@ class SequenceExchange:
         refused = [rank for rank, row in enumerate(rows) if row[0]]
         if refused:
             raise ValueError(
-                f"rank {refused[0]} of 'cp' refused its part of the sequence; its error says why"
+                f"rank {refused[0]} of 'cp' refused its shard of the sequence; its error says why"
             )
         if any(row != rows[0] for row in rows):
             seen = "; ".join(f"rank {rank}: {row[1:]}" for rank, row in enumerate(rows))
             raise ValueError(
                 f"{what} differ along 'cp': {seen}. Every rank needs an equal part of the same sequences: "
-                "cut them with zero_ext.parallel.cut_batch, padded to a multiple of the ranks"
+                "cut them with zero_ext.parallel.shard_batch, padded to a multiple of the ranks"
             )
 
     def enter(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Whole sequences [batch, heads / cp, length, head dim] of parts [batch, heads, length / cp, head
-        dim]; the same shapes on all ranks, differentiable.
+        """Return full sequences [batch, heads / cp, length, head dim] of shards [batch, heads, length / cp,
+        head dim]; the same shapes on all ranks, differentiable.
 
         Fewer heads of keys and values than of queries are repeated until they divide by cp: so that every
         rank has those of its queries, in order, as many queries to each.
@@ -98,31 +98,31 @@ class SequenceExchange:
         repeats = math.lcm(keys, self.size) // keys
         if repeats > 1:
             key, value = (each.repeat_interleave(repeats, _HEADS) for each in (key, value))
-        return self._whole(query), self._whole(key), self._whole(value)
+        return self._full(query), self._full(key), self._full(value)
 
     def leave(self, attended: torch.Tensor) -> torch.Tensor:
-        """The way back: [batch, heads, length / cp, head dim] of [batch, heads / cp, length, head dim]."""
+        """Undo :meth:`enter`, from [batch, heads / cp, length, ...] to [batch, heads, length / cp, ...]."""
         return _moved(attended, self, _HEADS, _LENGTH)
 
-    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
         return _moved(tensor, self, _LENGTH, _HEADS)
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Around what only this rank computes between two exchanges: an error of its own ends it on all."""
+    def abort_on_error(self) -> Iterator[None]:
+        """Abort on all ranks if what only this rank computes between two exchanges raises an error."""
         try:
             yield
         except Exception as error:
-            self._collectives.give_up(f"rank {self.rank} of 'cp' stopped in its attention: {error}")
+            self._collectives.abort(f"rank {self.rank} of 'cp' stopped in its attention: {error}")
             raise
 
     def all_to_all(self, tensor: torch.Tensor, gathered: int, split: int) -> torch.Tensor:
         """``tensor``, of one shape on all ranks, with its dimension ``split`` over the ranks and all their
-        parts of ``gathered``, in rank order."""
+        shards of ``gathered``, in rank order."""
         sent = torch.stack(tensor.chunk(self.size, split))
         received = torch.empty_like(sent)
         received[self.rank].copy_(sent[self.rank])
-        self._collectives.exchange_messages(
+        self._collectives.exchange_payloads(
             received.unbind(), sent.unbind(), "sequence", sent.numel(), _WHAT
         ).wait()
         return torch.cat(received.unbind(), gathered)
@@ -135,12 +135,12 @@ class _Move(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, exchange: SequenceExchange, gathered: int, split: int
     ) -> torch.Tensor:
-        ctx.way = exchange, gathered, split
+        ctx.exchange_args = exchange, gathered, split
         return exchange.all_to_all(tensor, gathered, split)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        exchange, gathered, split = ctx.way
+        exchange, gathered, split = ctx.exchange_args
         return _moved(gradients[0], exchange, split, gathered), None, None, None
 
 
@@ -152,8 +152,11 @@ def _moved(tensor: torch.Tensor, exchange: SequenceExchange, gathered: int, spli
     return moved
 
 
-def part_of(mesh: DeviceMesh) -> tuple[int, int]:
-    """Which part of a sequence this rank has, and of how many. ``ValueError`` for a mesh without "cp"."""
+def sequence_rank(mesh: DeviceMesh) -> tuple[int, int]:
+    """Return the index of this rank's shard of a sequence, and their number.
+
+    Raises ``ValueError`` for a mesh without "cp".
+    """
     names = mesh.mesh_dim_names or ()
     if "cp" not in names:
         raise ValueError(

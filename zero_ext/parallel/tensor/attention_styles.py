@@ -22,7 +22,7 @@ class LocalHeads(ParallelStyle):
 
     ALiBi's biases [samples × heads, 1, keys], an argument ``alibi``, and masks with a dimension of heads
     [samples, heads, queries, keys], an argument ``attention_mask``, are narrowed to them. With
-    ``shared_keys`` the heads of keys and values stay whole.
+    ``shared_keys`` the heads of keys and values stay unsplit.
     """
 
     def __init__(self, shared_keys: bool = False) -> None:

@@ -30,10 +30,10 @@ class _Block(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """A block's last call in the whole model: its arguments, what came to its narrow layer, what that made of
+    """A block's last call in the full model: its arguments, what came to its narrow layer, what that made of
     it, and what the block returned."""
 
-    given: tuple[Any, ...]
+    inputs: tuple[Any, ...]
     named: dict[str, Any]
     narrow: torch.Tensor
     narrowed: torch.Tensor
@@ -41,27 +41,27 @@ class _Seen(NamedTuple):
 
 
 class _Narrow(nn.Module):
-    """In the place of a narrow layer: keeps what it is ``given`` and returns what the whole one made."""
+    """Stands in for a narrow layer: records its ``inputs``, and returns the ``output`` of the full layer."""
 
-    def __init__(self, whole: torch.Tensor) -> None:
+    def __init__(self, output: torch.Tensor) -> None:
         super().__init__()
-        self.whole = whole
-        self.given: list[torch.Tensor] = []
+        self.output = output
+        self.inputs: list[torch.Tensor] = []
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        self.given.append(value)
-        return self.whole
+        self.inputs.append(value)
+        return self.output
 
 
 def automatic_plan(model: nn.Module, *inputs: Any, ranks: int, **named: Any) -> dict[str, str]:
-    """A plan for :func:`split_tensors` over ``ranks``, to be read before it is used.
+    """A plan for :func:`apply_tensor_parallel` over ``ranks``, to be read before it is used.
 
     Blocks are modules with direct children that are two ``nn.Linear`` of matching widths, or three (a gate),
     and those with query, key, value and output projections by their usual names and a number of heads.
     ``model(*inputs, **named)`` is run once, on one process and before anything is split; then every block is
-    tried on the first rank's share of its outputs, which must be those of the whole, as must be what the
-    block then returns; what it leaves elsewhere is not seen. What is no block stays whole, so does the
-    vocabulary.
+    tried on the first rank's share of its outputs, which must be those of the full block, as must be what
+    the block then returns; its other side effects are not checked. Other modules and the vocabulary stay
+    unsplit.
 
     Raises ``ValueError`` for a block that fails its trial: heads or widths that do not divide, a norm or
     softmax over what would be split, a parameter used on a share alone, no number of heads; and for a model
@@ -122,12 +122,12 @@ def _record(
     for block in blocks:
         module = model.get_submodule(block.name)
 
-        def reached(_: Any, given: Any, made: torch.Tensor, name: str = block.name) -> None:
-            narrow[name] = (given[0], made)
+        def reached(_: Any, inputs: Any, made: torch.Tensor, name: str = block.name) -> None:
+            narrow[name] = (inputs[0], made)
 
-        def called(_: Any, given: Any, options: Any, returned: Any, name: str = block.name) -> None:
+        def called(_: Any, inputs: Any, options: Any, returned: Any, name: str = block.name) -> None:
             if name in narrow:
-                seen[name] = _Seen(given, options, *narrow[name], returned)
+                seen[name] = _Seen(inputs, options, *narrow[name], returned)
 
         hooks.append(module.get_submodule(block.narrow).register_forward_hook(reached))
         hooks.append(module.register_forward_hook(called, with_kwargs=True))
@@ -166,19 +166,19 @@ def _problem(module: nn.Module, block: _Block, ranks: int, seen: _Seen) -> str:
             del between[each]
         linear.weight = nn.Parameter(linear.weight[:rows].detach())
         linear.bias = None if linear.bias is None else nn.Parameter(linear.bias[:rows].detach())
-        linear.register_forward_pre_hook(lambda _, given: given[0].detach())
+        linear.register_forward_pre_hook(lambda _, inputs: inputs[0].detach())
     try:
         with torch.enable_grad():
-            returned = share(*seen.given, **seen.named)
+            returned = share(*seen.inputs, **seen.named)
     except Exception as error:
         return f"its share of the weights stops with {type(error).__name__}: {error}"
-    if len(narrow.given) != 1 or not _alike(
-        narrow.given[0], seen.narrow[..., : seen.narrow.shape[-1] // ranks]
+    if len(narrow.inputs) != 1 or not _alike(
+        narrow.inputs[0], seen.narrow[..., : seen.narrow.shape[-1] // ranks]
     ):
         return "a share of its outputs is not computed from that share of its weights alone"
     if not _alike(returned, seen.returned):
         return "what it returns depends on a share alone"
-    arrived = narrow.given[0].sum()
+    arrived = narrow.inputs[0].sum()
     trained = {name: each for name, each in between.items() if each.requires_grad}
     used = torch.autograd.grad(arrived, [*trained.values()], allow_unused=True) if trained else ()
     shared = [name for name, gradient in zip(trained, used, strict=True) if gradient is not None]

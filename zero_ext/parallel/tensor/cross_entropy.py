@@ -41,8 +41,8 @@ def vocabulary_cross_entropy(
     inside = (targets >= 0) & (targets < vocabulary)
     torch._assert_async((inside | ~counted).all(), f"targets outside of the vocabulary of {vocabulary}")
     first = share * logits.device_mesh.get_local_rank()
-    here: Any = logits.to_local()
-    losses: torch.Tensor = _Losses.apply(here, targets - first, logits.device_mesh.get_group())
+    local: Any = logits.to_local()
+    losses: torch.Tensor = _Losses.apply(local, targets - first, logits.device_mesh.get_group())
     return losses.where(counted, 0).sum() / counted.sum()
 
 
@@ -57,17 +57,17 @@ class _Losses(torch.autograd.Function):
         largest = values.amax(-1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         powers = (values - largest[..., None]).exp_()
-        here = (targets >= 0) & (targets < values.shape[-1])
-        index = targets.where(here, 0)[..., None]
-        own = (values.gather(-1, index)[..., 0] - largest).where(here, 0)
+        local = (targets >= 0) & (targets < values.shape[-1])
+        index = targets.where(local, 0)[..., None]
+        own = (values.gather(-1, index)[..., 0] - largest).where(local, 0)
         sums = torch.stack([powers.sum(-1), own])
         dist.all_reduce(sums, group=group)
-        context.save_for_backward(powers.div_(sums[0][..., None]), index, here)
+        context.save_for_backward(powers.div_(sums[0][..., None]), index, local)
         context.dtype = logits.dtype
         return sums[0].log() - sums[1]
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        probabilities, index, here = context.saved_tensors
-        found = probabilities.scatter_add(-1, index, -here[..., None].to(probabilities.dtype))
+        probabilities, index, local = context.saved_tensors
+        found = probabilities.scatter_add(-1, index, -local[..., None].to(probabilities.dtype))
         return (found * gradients[0][..., None]).to(context.dtype), None, None

@@ -14,11 +14,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from zero_ext.parallel.tensor.tp_styles import (
     LocalSlice,
-    place,
+    distribute_parameter,
     sum_gradients,
     sum_over_ranks,
 )
-from zero_ext.zero.units.dtensor_local import is_distributed, local_part
+from zero_ext.zero.units.dtensor_local import is_distributed, local_tensor
 
 
 class LocalParameters(ParallelStyle):
@@ -50,9 +50,9 @@ class ExpertsParallel(ParallelStyle):
             return sum_gradients(value, device_mesh) if floating else value
 
         def on_slices(*args: Any, **kwargs: Any) -> torch.Tensor:
-            given = {name: shared(value) for name, value in kwargs.items()}
+            named = {name: shared(value) for name, value in kwargs.items()}
             with local_parameters(module):
-                term = forward(*map(shared, args), **given)
+                term = forward(*map(shared, args), **named)
             return sum_over_ranks(term, device_mesh)
 
         module.forward = on_slices
@@ -78,19 +78,19 @@ class VocabularyParallel(ParallelStyle):
     """
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        place(module, device_mesh, "weight", Shard(0))
+        distribute_parameter(module, device_mesh, "weight", Shard(0))
         words = -(-module.num_embeddings // device_mesh.size())  # as torch's Shard: the last rank has fewer
         first = words * device_mesh.get_local_rank()
-        end = first + local_part(module.weight).shape[0]
+        end = first + local_tensor(module.weight).shape[0]
         padding, forward = module.padding_idx, module.forward
         if padding is not None:
             module.padding_idx = padding - first if first <= padding < end else None
 
         def look_up(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            here = (ids >= first) & (ids < end)
+            local = (ids >= first) & (ids < end)
             with local_parameters(module):
-                vectors = forward((ids - first).where(here, 0), *args, **kwargs)
-            return sum_over_ranks(vectors.where(here[..., None], 0), device_mesh)
+                vectors = forward((ids - first).where(local, 0), *args, **kwargs)
+            return sum_over_ranks(vectors.where(local[..., None], 0), device_mesh)
 
         module.forward = look_up
         return module
@@ -101,8 +101,8 @@ def local_parameters(module: nn.Module) -> Iterator[None]:
     """Replace the distributed parameters that ``module`` itself has by this rank's slices, for a while."""
     own: dict[str, Any] = module._parameters
     distributed = {name: each for name, each in own.items() if is_distributed(each)}
-    take: Callable[[torch.Tensor], torch.Tensor] = LocalSlice.apply
-    own.update({name: take(parameter) for name, parameter in distributed.items()})
+    slice_of: Callable[[torch.Tensor], torch.Tensor] = LocalSlice.apply
+    own.update({name: slice_of(parameter) for name, parameter in distributed.items()})
     try:
         yield
     finally:

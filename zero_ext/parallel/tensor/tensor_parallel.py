@@ -32,7 +32,7 @@ from zero_ext.parallel.tensor.tp_styles import (
     split_parameter,
 )
 from zero_ext.zero.units.dtensor_local import is_distributed
-from zero_ext.zero.units.shared_params import shared_names, tie
+from zero_ext.zero.units.parameter_marks import mark_tied, shared_names
 
 Model = TypeVar("Model", bound=nn.Module)
 Plan = Mapping[str, str | ParallelStyle]
@@ -50,7 +50,7 @@ class _Resolved(NamedTuple):
     parameters: dict[str, str]
 
 
-def split_tensors(model: Model, mesh: DeviceMesh, plan: Plan | None = None) -> Model:
+def apply_tensor_parallel(model: Model, mesh: DeviceMesh, plan: Plan | None = None) -> Model:
     """Split the parameters of ``model`` over mesh["tp"], in place, before :func:`zero_ext.prepare`.
 
     Parameters that modules share stay shared. Dropout draws a rank's own random numbers where tensors are
@@ -98,14 +98,14 @@ def split_tensors(model: Model, mesh: DeviceMesh, plan: Plan | None = None) -> M
         for name in names:
             owner, _, last = name.rpartition(".")
             setattr(model.get_submodule(owner), last, first)
-    held = _ranks_with_parts(mesh)
+    held = _model_parallel_ranks(mesh)
     for name, parameter in _summed_parameters(model, chosen):
-        tie(parameter, name, held)
+        mark_tied(parameter, name, held)
     return model
 
 
 def tensor_plan(model: nn.Module) -> dict[str, str | ParallelStyle]:
-    """Return the plan that :func:`split_tensors` uses for ``model``, to be read or changed.
+    """Return the plan that :func:`apply_tensor_parallel` uses for ``model``, to be read or changed.
 
     It is the one that a model of transformers ships, or one of ours (docs/parallel.md lists them), with the
     vocabulary.
@@ -249,16 +249,16 @@ def _checked_splits(model: nn.Module, chosen: _Resolved, ranks: int) -> Iterator
         split = parameter_split(parameter, name.rpartition(".")[2], style)
         if split is not None and name.endswith(".gate_up_proj") and hasattr(owner, "is_concatenated"):
             # Gate and up are halves, or every other row. Inkling's plan in transformers 5.23 mixes them up.
-            split = split._replace(parts=2 if owner.is_concatenated else 1)
+            split = split._replace(fused=2 if owner.is_concatenated else 1)
         if split is not None:
             _check_divides(f"'{name}'", parameter, split, ranks)
             yield name, split
 
 
 def _check_divides(what: str, parameter: torch.Tensor, split: ParameterSplit, ranks: int) -> None:
-    parts = split.parts * ranks
-    if parameter.shape[split.axis] % parts:
-        several = f" times {split.parts} side by side" if split.parts > 1 else ""
+    chunks = split.fused * ranks
+    if parameter.shape[split.axis] % chunks:
+        several = f" times {split.fused} side by side" if split.fused > 1 else ""
         raise ValueError(
             f"{what}: expected a multiple of tp ({ranks}{several}) in dimension {split.axis}, got shape "
             f"{tuple(parameter.shape)}. Use a divisor of it, or another style."
@@ -282,27 +282,27 @@ def _check_shared(model: nn.Module, chosen: _Resolved) -> None:
     for names in shared_names(model):
         owners = [name.rpartition(".")[0] for name in names]
         used = [each for each in owners if isinstance(model.get_submodule(each), nn.Linear | nn.Embedding)]
-        whole = [each for each in used if chosen.modules.get(each, REPLICATED) in (SUMMED, REPLICATED)]
-        if whole and len(whole) < len(used):
+        unsplit = [each for each in used if chosen.modules.get(each, REPLICATED) in (SUMMED, REPLICATED)]
+        if unsplit and len(unsplit) < len(used):
             raise ValueError(
-                f"plan: expected '{whole[0]}' to be split as the modules that share its weight, "
-                f"{', '.join(repr(each) for each in used if each not in whole)}, got no style. Give it one."
+                f"plan: expected '{unsplit[0]}' to be split as the modules that share its weight, "
+                f"{', '.join(repr(each) for each in used if each not in unsplit)}, got no style. Give it one."
             )
 
 
 def _leave_unsplit_experts(chosen: _Resolved, splits: Mapping[str, ParameterSplit]) -> None:
     """Take the styles from experts without split parameters of their own. They would sum equal outputs."""
     split = {name.rpartition(".")[0] for name in splits}
-    whole = [name for name, style in chosen.modules.items() if style in EXPERTS and name not in split]
-    for name in whole:
+    unsplit = [name for name, style in chosen.modules.items() if style in EXPERTS and name not in split]
+    for name in unsplit:
         del chosen.modules[name]
     for name in [name for name, style in chosen.modules.items() if style == "moe_identity_expert"]:
-        if any(name.startswith(f"{each}.") for each in whole):
+        if any(name.startswith(f"{each}.") for each in unsplit):
             del chosen.modules[name]
 
 
-def _ranks_with_parts(mesh: DeviceMesh) -> list[int]:
-    """The ranks along "tp" with this one, as they count among those with the model's parts."""
+def _model_parallel_ranks(mesh: DeviceMesh) -> list[int]:
+    """Return the ranks along "tp" with this one, as they count among the model-parallel ranks."""
     ranks = mesh["tp"].size()
     stage = mesh["pp"].get_local_rank() if "pp" in (mesh.mesh_dim_names or ()) else 0
     return [stage * ranks + rank for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""Tensor-parallel plans for models of transformers that ship none, in the styles of ``split_tensors``."""
+"""Tensor-parallel plans for models of transformers that ship none, for ``apply_tensor_parallel``."""
 
 from __future__ import annotations
 
@@ -96,15 +96,15 @@ _PLANS = {
 
 # Changes to plans that transformers ships, by the type of the model. Between their projections these models
 # use all heads: in a mask, in values that they add, or in a norm.
-_WHOLE_HEADS = {
+_FULL_HEADS = {
     **{f"layers.*.self_attn.{each}_proj": "colwise_gather_output" for each in "qkv"},
     "layers.*.self_attn.o_proj": "rowwise_split_input",
 }
 _CORRECTIONS = {
-    "doge": {**_WHOLE_HEADS, "layers.*.self_attn.dt_proj": "rowwise_split_input"},
-    "esmc": _WHOLE_HEADS,
+    "doge": {**_FULL_HEADS, "layers.*.self_attn.dt_proj": "rowwise_split_input"},
+    "esmc": _FULL_HEADS,
     "neomme": {
-        **_WHOLE_HEADS,
+        **_FULL_HEADS,
         "layers.*.self_attn.output_projection.gate_proj": "colwise_gather_output",
         "layers.*.self_attn.output_projection.o_proj": "rowwise_split_input",
     },

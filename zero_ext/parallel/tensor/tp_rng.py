@@ -37,7 +37,7 @@ def split_randomness(model: nn.Module, mesh: DeviceMesh, styles: dict[str, Paral
     for name, style in styles.items():
         if _splits_outputs(style):
             model.get_submodule(name).register_forward_hook(region.after_outputs())
-        elif _takes_split_inputs(style):
+        elif _has_split_inputs(style):
             model.get_submodule(name).register_forward_pre_hook(region.before_inputs(), prepend=True)
     before, after = region.around_model()
     model.register_forward_pre_hook(before, prepend=True)
@@ -50,7 +50,7 @@ def _splits_outputs(style: ParallelStyle) -> bool:
     return isinstance(style, OutputsParallel | MultiQueryOutputs)
 
 
-def _takes_split_inputs(style: ParallelStyle) -> bool:
+def _has_split_inputs(style: ParallelStyle) -> bool:
     if isinstance(style, RowwiseParallel):
         return all(isinstance(each, Shard) for each in style.input_layouts)
     return isinstance(style, InputsParallel)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from zero_ext.zero.units.dtensor_local import like_parameter, local_part
+from zero_ext.zero.units.dtensor_local import like_parameter, local_tensor
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -22,7 +22,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 class OutputsParallel(ParallelStyle):
-    """Splits the outputs of an ``nn.Linear`` or transformers' ``Conv1D`` that fuses ``parts`` projections.
+    """Splits the outputs of an ``nn.Linear`` or transformers' ``Conv1D`` that fuses ``fused`` projections.
 
     Of projections side by side, such as query | key | value, each rank gets its slice of every one. Inputs
     and outputs are plain tensors.
@@ -31,18 +31,18 @@ class OutputsParallel(ParallelStyle):
     gradients are summed (Megatron-LM, arXiv 1909.08053, section 3).
     """
 
-    def __init__(self, parts: int = 1) -> None:
+    def __init__(self, fused: int = 1) -> None:
         super().__init__()
-        self.parts = parts
+        self.fused = fused
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        place(module, device_mesh, "weight", self._placement(int(is_conv1d(module))))
-        place(module, device_mesh, "bias", self._placement(0))
+        distribute_parameter(module, device_mesh, "weight", self._placement(int(is_conv1d(module))))
+        distribute_parameter(module, device_mesh, "bias", self._placement(0))
         module.forward = MethodType(_share_of_outputs, module)
         return module
 
     def _placement(self, axis: int) -> Placement:
-        return Shard(axis) if self.parts == 1 else _StridedShard(axis, split_factor=self.parts)
+        return Shard(axis) if self.fused == 1 else _StridedShard(axis, split_factor=self.fused)
 
 
 class InputsParallel(ParallelStyle):
@@ -53,18 +53,18 @@ class InputsParallel(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        place(module, device_mesh, "weight", Shard(int(not is_conv1d(module))))
-        place(module, device_mesh, "bias", Replicate())
+        distribute_parameter(module, device_mesh, "weight", Shard(int(not is_conv1d(module))))
+        distribute_parameter(module, device_mesh, "bias", Replicate())
         module.forward = MethodType(_sum_over_inputs, module)
         return module
 
 
 class ParameterSplit(NamedTuple):
-    """How a parameter that a plan names itself is split: along ``axis``, each of ``parts`` tensors side by
+    """How a parameter that a plan names itself is split: along ``axis``, each of ``fused`` tensors side by
     side."""
 
     axis: int
-    parts: int
+    fused: int
 
 
 def parameter_split(parameter: torch.Tensor, name: str, style: str) -> ParameterSplit | None:
@@ -78,23 +78,23 @@ def parameter_split(parameter: torch.Tensor, name: str, style: str) -> Parameter
     Returns:
         None for a parameter that stays replicated.
     """
-    parts = 2 if style.startswith("packed") else 1
+    fused = 2 if style.startswith("packed") else 1
     if style.endswith("colwise"):
-        return ParameterSplit(max(parameter.dim() - 2, 0), parts)
-    if name == "bias" or (parts == 2 and parameter.dim() == 1):
+        return ParameterSplit(max(parameter.dim() - 2, 0), fused)
+    if name == "bias" or (fused == 2 and parameter.dim() == 1):
         return None
-    return ParameterSplit(parameter.dim() - 1, parts)
+    return ParameterSplit(parameter.dim() - 1, fused)
 
 
 def split_parameter(module: nn.Module, name: str, mesh: DeviceMesh, split: ParameterSplit) -> None:
     """Split the parameter ``name`` of ``module`` over ``mesh``, in place."""
-    # Rows of a strided shard are a box of two dimensions, whatever the parameter's are (see box_of).
-    strided = split.parts > 1 or getattr(module, name).dim() > 2
-    placement = _StridedShard(split.axis, split_factor=split.parts) if strided else Shard(split.axis)
-    place(module, mesh, name, placement)
+    # Rows of a strided shard are a slice of two dimensions, whatever the parameter's (see local_slice_of).
+    strided = split.fused > 1 or getattr(module, name).dim() > 2
+    placement = _StridedShard(split.axis, split_factor=split.fused) if strided else Shard(split.axis)
+    distribute_parameter(module, mesh, name, placement)
 
 
-def place(module: nn.Module, mesh: DeviceMesh, name: str, placement: Placement) -> None:
+def distribute_parameter(module: nn.Module, mesh: DeviceMesh, name: str, placement: Placement) -> None:
     """Make the parameter ``name`` of ``module``, where there is one, a DTensor on ``mesh``."""
     parameter = getattr(module, name)
     if parameter is not None:
@@ -138,7 +138,7 @@ class LocalSlice(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, parameter: torch.Tensor) -> torch.Tensor:
         context.parameter = parameter
-        return local_part(parameter).data
+        return local_tensor(parameter).data
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:

@@ -48,10 +48,10 @@ def test_steps_are_those_of_one_process(world: World, tp: int, checkpoint: bool,
     config = {"stage": stage, "gradient_clipping": 0.5}
     trained = layer_major(world.seed, 1, config, tp=tp, checkpoint=checkpoint)
     assert_as_alone(trained, world.seed, 8 * 4 // tp, clip=0.5)
-    parts = [(slot.what, slot.stage, slot.micro_batch) for slot in trained.pipeline.slots]
+    order = [(slot.what, slot.stage, slot.micro_batch) for slot in trained.pipeline.slots]
     layers = [0, *range(1, BLOCKS + 2), BLOCKS + 3]  # the function goes with the layer before
-    forward = [("forward", layer, part) for layer in layers for part in range(4)]
-    assert parts == forward + [("backward", layer, part) for layer in layers[::-1] for part in range(4)]
+    forward = [("forward", layer, batch) for layer in layers for batch in range(4)]
+    assert order == forward + [("backward", layer, batch) for layer in layers[::-1] for batch in range(4)]
 
 
 def accumulated(
@@ -64,8 +64,10 @@ def accumulated(
     model, optimizer = zero_ext.prepare(module, adamw(module.parameters()), config, process_group=mesh)
     samples, own = 2 * micro_batches, mesh["dp"].get_local_rank()
     for words, wanted in batches(seed, steps, samples * mesh["dp"].size()):
-        part = slice(samples * own, samples * (own + 1))
-        pairs = zip(words[part].chunk(micro_batches), wanted[part].chunk(micro_batches), strict=True)
+        own_samples = slice(samples * own, samples * (own + 1))
+        pairs = zip(
+            words[own_samples].chunk(micro_batches), wanted[own_samples].chunk(micro_batches), strict=True
+        )
         for number, (inputs, targets) in enumerate(pairs):
             engine = engine_of(model)
             with engine.scaled_pass(number == micro_batches - 1 or "batch" in config):
@@ -93,7 +95,7 @@ def test_sums_have_the_order_of_accumulation_without_reduction(world: World, dty
 def test_weights_move_once_a_pass_whatever_the_micro_batches(world: World) -> None:
     def moved(engine: Engine) -> tuple[int, ...]:
         """Bytes of weights read from storage, and sent, in the last step."""
-        sent = engine.wire.last_bytes_sent
+        sent = engine.traffic.last_bytes_sent
         return engine.tiers.transfers.last_moved["nvme", "device"], sent["gather"]
 
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +110,7 @@ def test_weights_move_once_a_pass_whatever_the_micro_batches(world: World) -> No
     assert moved(found[1].engine) == moved(found[4].engine) == (2 * stored, 2 * 3 * stored)
     once = 4 * gathered_once(ordinary) // world.size
     assert moved(ordinary) == (4 * (2 * stored - once), 4 * 3 * (2 * stored - once))
-    reduced = [engine.wire.last_bytes_sent["reduce_scatter"] for engine in (found[4].engine, ordinary)]
+    reduced = [engine.traffic.last_bytes_sent["reduce_scatter"] for engine in (found[4].engine, ordinary)]
     assert reduced == [3 * stored, 4 * 3 * stored]
 
 
@@ -145,7 +147,7 @@ def test_gradients_between_layers_do_not_pile_up(world: World) -> None:
 def test_a_shared_parameter_is_reduced_once(world: World, stage: int) -> None:
     trained = layer_major(world.seed, 1, {"stage": stage})
     layout = sum(unit.layout.numel for unit in trained.engine.units)
-    assert trained.engine.wire.last_bytes_sent["reduce_scatter"] == 4 * layout * 3 // 4
+    assert trained.engine.traffic.last_bytes_sent["reduce_scatter"] == 4 * layout * 3 // 4
 
 
 @on_ranks(4)
@@ -158,10 +160,10 @@ def test_dropout_is_the_same_again_in_backward(world: World, stage: int) -> None
     module = PipelineModule(untied(0.5), mesh_of(1, 4), loss=mean_loss)
     optimizer, losses = adamw(module.parameters()), []
     for words, wanted in batches(world.seed, 4, 8):
-        parts = words.chunk(4)
+        chunks = words.chunk(4)
         for layer in module.layers.values():
-            parts = [layer(part) for part in parts]
-        loss = torch.stack([*map(mean_loss, parts, wanted.chunk(4))]).mean()
+            chunks = [layer(chunk) for chunk in chunks]
+        loss = torch.stack([*map(mean_loss, chunks, wanted.chunk(4))]).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -176,11 +178,17 @@ def test_dropout_is_the_same_again_in_backward(world: World, stage: int) -> None
     "config",
     [
         {"offload": {"optimizer": "host", "grads": "host", "params": "host"}},
-        {"offload": {"optimizer": "host", "step": "in_backward"}, "gradient_clipping": 0.0},
-        {"offload": {"optimizer": "host", "step": "in_backward"}},
-        {"units": {"live_elements": 300, "prefetch_elements": 0}},
-        {"activation_checkpointing": {"tier": "host", "smallest_bytes": 0}},
-        {"activation_checkpointing": {"mode": "saved_tensors", "tier": "host", "smallest_bytes": 0}},
+        {"offload": {"optimizer": "host", "update_mode": "in_backward"}, "gradient_clipping": 0.0},
+        {"offload": {"optimizer": "host", "update_mode": "in_backward"}},
+        {"units": {"max_live_elements": 300, "prefetch_elements": 0}},
+        {"activation_checkpointing": {"tier": "host", "min_offload_bytes": 0}},
+        {
+            "activation_checkpointing": {
+                "mode": "offload_saved_tensors",
+                "tier": "host",
+                "min_offload_bytes": 0,
+            }
+        },
     ],
 )
 def test_with_what_else_moves(world: World, config: dict[str, Any]) -> None:
@@ -194,7 +202,7 @@ def test_a_loss_scale_that_is_too_large_is_found(world: World) -> None:
     config = {"stage": 3, "precision": {"dtype": "fp16"}, "loss_scale": {"initial_power": 24}}
     assert layer_major(world.seed, 1, config).engine.skipped_steps > 0
     config["loss_scale"] = {"initial_power": 8}
-    found, wanted = (way(world.seed, 1, config, layers=untied()) for way in (layer_major, train))
+    found, wanted = (run(world.seed, 1, config, layers=untied()) for run in (layer_major, train))
     assert found.engine.skipped_steps == wanted.engine.skipped_steps == 0
     assert found.losses == wanted.losses
     assert all(torch.equal(value, wanted.parameters[name]) for name, value in found.parameters.items())
@@ -210,7 +218,11 @@ def test_it_is_refused_where_it_cannot_be(world: World) -> None:
     with pytest.raises(ValueError, match=re.escape("chunks: 2 given, but a rank has 1")):
         made(1, schedule="layer_major", chunks=2)
     for schedule, settings, message in (
-        ("layer_major", {"reduce": "each"}, "reduce 'each' in schedule 'layer_major'"),
+        (
+            "layer_major",
+            {"grad_reduction": "per_micro_batch"},
+            "grad_reduction 'per_micro_batch' in schedule 'layer_major'",
+        ),
         ("1f1b", {"checkpoint": True}, "checkpoint: True given, which has no effect in schedule '1f1b'"),
     ):
         model, _ = zero_ext.prepare(made(1, schedule=schedule), None, {"stage": 2}, process_group=mesh_of(1))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from zero_ext.parallel.pipeline import Slot, bubble_bound, busy_part, replay
+from zero_ext.parallel.pipeline import Slot, bubble_bound, busy_fraction, replay
 
 
 def gpipe(stages: int, micro_batches: int) -> list[list[Slot]]:
@@ -43,21 +43,21 @@ def test_the_bubble_is_that_of_the_closed_form(order) -> None:
     end = max(slot.began + slot.seconds for slots in placed for slot in slots)
     assert end == pytest.approx(3.0 * (micro_batches + stages - 1))
     assert bubble_bound(ranks) == pytest.approx(micro_batches / (micro_batches + stages - 1))
-    assert busy_part(placed) == pytest.approx(bubble_bound(ranks))
+    assert busy_fraction(placed) == pytest.approx(bubble_bound(ranks))
 
 
-def test_exchanges_between_ranks_alone_take_time() -> None:
+def test_only_exchanges_between_ranks_cost_time() -> None:
     placed = replay(gpipe(2, 1), lambda slot: 1.0, exchange_seconds=0.25)
     assert [(slot.what, slot.began) for slot in placed[0]] == [("forward", 0.0), ("backward", 3.5)]
     assert [(slot.what, slot.began) for slot in placed[1]] == [("forward", 1.25), ("backward", 2.25)]
     both = [gpipe(2, 1)[0][:1] + gpipe(2, 1)[1] + gpipe(2, 1)[0][1:]]
-    assert busy_part(replay(both, lambda slot: 1.0, exchange_seconds=0.25)) == 1.0
+    assert busy_fraction(replay(both, lambda slot: 1.0, exchange_seconds=0.25)) == 1.0
 
 
 def test_a_slow_stage_holds_up_the_others_but_not_the_bound() -> None:
     ranks = gpipe(4, 16)
     placed = replay(ranks, lambda slot: slot.seconds * (2.0 if slot.stage == 2 else 1.0))
-    assert busy_part(placed) < 0.75 * bubble_bound(placed)
+    assert busy_fraction(placed) < 0.75 * bubble_bound(placed)
 
 
 def test_weight_gradients_wait_for_their_backward_alone() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from tests.multi.on_ranks import on_ranks
 from tests.multi.rank import World
 from tests.parallel.pipeline.toy_stages import WIDTH, WORDS, Block, head, mean_loss, mesh_of, specifications
-from zero_ext.parallel.pipeline import LayerSpec, PipelineModule, TiedLayerSpec, layer_seconds
+from zero_ext.parallel.pipeline import LayerSpec, PipelineModule, TiedLayerSpec, profile_layers
 
 _now = [0.0]
 
@@ -52,24 +52,24 @@ class Slow(nn.Module):
 @on_ranks(4)
 def test_forward_and_backward_are_timed_on_one_rank_for_all(world: World) -> None:
     factor = 1.0 + world.rank
-    given = Slow(1.0 * factor, 2.0 * factor)
-    before = copy.deepcopy(given.state_dict())
+    module = Slow(1.0 * factor, 2.0 * factor)
+    before = copy.deepcopy(module.state_dict())
     layers = [
         TiedLayerSpec("words", nn.Embedding, WORDS, WIDTH),
         LayerSpec(Slow, 0.25 * factor, 0.5 * factor),
         torch.tanh,
-        given,
+        module,
         lambda hidden: (hidden, hidden.argmax(-1)),
-        lambda hidden, places: hidden + places[..., None],
+        lambda hidden, positions: hidden + positions[..., None],
         LayerSpec(Block, 0.5),
         TiedLayerSpec("words", nn.Embedding, WORDS, WIDTH, forward=head),
     ]
     words = torch.randint(WORDS, (2, 5), device="cpu")
     random = torch.get_rng_state()
-    found = layer_seconds(layers, words, repeats=2, clock=clock)
+    found = profile_layers(layers, words, repeats=2, clock=clock)
     assert found == [0.0, 0.75, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0]
-    assert all(torch.equal(given.state_dict()[name], value) for name, value in before.items())
-    assert given.linear.weight.grad is None
+    assert all(torch.equal(module.state_dict()[name], value) for name, value in before.items())
+    assert module.linear.weight.grad is None
     assert torch.equal(torch.get_rng_state(), random)
     module = PipelineModule(layers, mesh_of(2), loss=mean_loss, split=found)
     assert not any(1 in held and 3 in held for held in module.ranges)
@@ -78,18 +78,18 @@ def test_forward_and_backward_are_timed_on_one_rank_for_all(world: World) -> Non
 @on_ranks(4)
 def test_by_the_machines_own_clock(world: World) -> None:
     layers = specifications()
-    found = layer_seconds(layers, torch.randint(WORDS, (2, 5), device="cpu"))
+    found = profile_layers(layers, torch.randint(WORDS, (2, 5), device="cpu"))
     assert len(found) == len(layers) and min(found) > 0
     assert world.everyone(found) == [found] * world.size
 
 
 @on_ranks(4)
-def test_all_ranks_fail_together(world: World) -> None:
+def test_all_ranks_raise_the_error(world: World) -> None:
     words = torch.randint(WORDS, (2, 5), device="cpu")
     torn = [*specifications()[:2], nn.Linear(WIDTH + 1, 1)]
     with pytest.raises(RuntimeError, match=re.escape("layer 2, Linear(in_features=9")):
-        layer_seconds(torn, words)
+        profile_layers(torn, words)
     with pytest.raises(RuntimeError, match="no inputs given on rank 0"):
-        layer_seconds(torn, *([words] if world.rank else []))
+        profile_layers(torn, *([words] if world.rank else []))
     with pytest.raises(ValueError, match="repeats: 0 given"):
-        layer_seconds(torn, words, repeats=0)
+        profile_layers(torn, words, repeats=0)

@@ -1,4 +1,4 @@
-"""The ranks of one pipeline: what they agree on, and how they fail together."""
+"""The ranks of one pipeline: sums over them, and failures that reach all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from zero_ext.parallel.pipeline.stages.stage_module import StagedModule
+from zero_ext.parallel.pipeline.stages.stage_module import StageModule
 from zero_ext.zero.engine import Engine
 
 
@@ -21,7 +21,7 @@ class PipelineRanks:
     ``group`` waits for ``timeout_seconds`` of the engine's configuration, whatever the mesh's groups do.
     """
 
-    def __init__(self, module: StagedModule, engine: Engine) -> None:
+    def __init__(self, module: StageModule, engine: Engine) -> None:
         self._stages = f"stages {module.stages} of {len(module.ranges)}"
         self._model = engine.collectives.model
         self._device = engine.device
@@ -45,16 +45,16 @@ class PipelineRanks:
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """``values``, float64 on the CPU, summed over the ranks."""
-        with self.failing_together():
+        with self.abort_on_error():
             serves_host = "cpu:" in dist.get_backend_config(self.group)
-            place = values.to("cpu" if serves_host else self._device)
-            dist.all_reduce(place, group=self.group)
-        return place.cpu()
+            summed = values.to("cpu" if serves_host else self._device)
+            dist.all_reduce(summed, group=self.group)
+        return summed.cpu()
 
     @contextlib.contextmanager
-    def failing_together(self, drop: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def abort_on_error(self, drop: Callable[[], None] = lambda: None) -> Iterator[None]:
         """An error inside ends the pipeline on all its ranks, so that none waits for its time-out; it is
-        raised as ``RuntimeError``. ``drop`` lets go of all that holds the group."""
+        raised as ``RuntimeError``. ``drop`` releases all references to the group."""
         try:
             yield
         except Exception as error:
@@ -64,7 +64,7 @@ class PipelineRanks:
             self._finalizer()
             reason = _first_cause(error)
             if self._model is not None:
-                self._model.give_up(f"pipeline rank {self._rank} stopped: {reason}")
+                self._model.abort(f"pipeline rank {self._rank} stopped: {reason}")
             raise RuntimeError(
                 f"pipeline rank {self._rank} ({self._stages}) stopped in a batch: {reason}. Its other ranks "
                 "stop too: look for the first message among them, and start all again from a checkpoint"

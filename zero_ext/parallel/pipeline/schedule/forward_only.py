@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_ext.parallel.pipeline.stages.stage_module import StagedModule
+from zero_ext.parallel.pipeline.stages.stage_module import StageModule
 
 _DTYPES = (
     torch.float32,
@@ -32,7 +32,7 @@ class ForwardPasses:
 
     def __init__(
         self,
-        module: StagedModule,
+        module: StageModule,
         run: Callable[..., Any],
         group: dist.ProcessGroup,
         device: torch.device,
@@ -44,19 +44,19 @@ class ForwardPasses:
         """The last stage's outputs for each of ``micro_batches``, inputs that are read where the first stage
         is; empty on the other ranks."""
         last, found = len(self._module.ranges) - 1, []
-        kept: list[Any] = []  # what a stage on this rank made for the next one, which is here too
+        local: list[Any] = []  # what a stage on this rank made for the next one, which is here too
         sending: list[tuple[dist.Work | None, torch.Tensor]] = []
         for chunk, stage in enumerate(self._module.stages):
             source, target = (self._module.kind.rank_of(near, self._ranks) for near in (stage - 1, stage + 1))
-            here, kept = kept, []
+            local_inputs, local = local, []
             for number, inputs in enumerate(micro_batches):
                 if stage > 0:
-                    inputs = here[number] if source == self._rank else self._receive(source)
+                    inputs = local_inputs[number] if source == self._rank else self._receive(source)
                 values = self._run(chunk, *inputs)
                 if stage == last:
                     found.append(values)
                 elif target == self._rank:
-                    kept.append(values if isinstance(values, tuple) else (values,))
+                    local.append(values if isinstance(values, tuple) else (values,))
                 else:
                     sending += self._send(values, target)
         for work, _ in sending:
@@ -66,7 +66,7 @@ class ForwardPasses:
 
     def _send(self, values: Any, target: int) -> list[tuple[dist.Work | None, torch.Tensor]]:
         tensors = values if isinstance(values, tuple) else (values,)
-        messages = [torch.tensor([len(tensors)], dtype=torch.int64, device=self._device)]
+        payloads = [torch.tensor([len(tensors)], dtype=torch.int64, device=self._device)]
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _DTYPES:
                 raise TypeError(
@@ -74,8 +74,8 @@ class ForwardPasses:
                 )
             header = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
             header += [0] * (_HEADER - len(header))
-            messages += [torch.tensor(header, dtype=torch.int64, device=self._device), tensor.contiguous()]
-        return [(dist.isend(each, group=self._group, group_dst=target), each) for each in messages]
+            payloads += [torch.tensor(header, dtype=torch.int64, device=self._device), tensor.contiguous()]
+        return [(dist.isend(each, group=self._group, group_dst=target), each) for each in payloads]
 
     def _receive(self, source: int) -> tuple[torch.Tensor, ...]:
         count = torch.zeros(1, dtype=torch.int64, device=self._device)

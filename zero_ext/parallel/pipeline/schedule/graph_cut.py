@@ -1,4 +1,4 @@
-"""Where a layer's part of the graph ends: backward stops there, and goes on behind it when it is told to."""
+"""Cut the autograd graph between layers: backward stops there, and is resumed explicitly."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def cross(values: Any) -> tuple[Any, list[Crossing]]:
     a graph that begins there."""
     leaves, structure = pytree.tree_flatten(values)
     crossings = []
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             crossings.append(Crossing(get_gradient_edge(leaf)))
             anchor = torch.empty(0, device=leaf.device, requires_grad=True)
-            leaves[place] = _Beginning.apply(anchor, leaf.detach(), crossings[-1])
+            leaves[index] = _Beginning.apply(anchor, leaf.detach(), crossings[-1])
     return pytree.tree_unflatten(leaves, structure), crossings
 
 

@@ -1,4 +1,4 @@
-"""When a rank computed what in a pipeline's step, and the picture of it."""
+"""The timeline of a pipeline's step on each rank, and its plot."""
 
 from __future__ import annotations
 

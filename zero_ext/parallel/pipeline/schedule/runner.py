@@ -1,4 +1,4 @@
-"""What runs a pipeline's batches on a rank: forward and backward of all micro-batches, or forward alone."""
+"""The base class that runs a pipeline's batches on a rank: forward and backward, or forward only."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from zero_ext.parallel.pipeline.schedule.pipeline_timeline import Slot
-from zero_ext.parallel.pipeline.stages.stage_module import StagedModule
+from zero_ext.parallel.pipeline.stages.stage_module import StageModule
 from zero_ext.zero.engine import Engine
 
 
-class Runner(ABC):
-    """Runs ``module``, which ``engine`` moves and ``prepared`` is called for, ``micro_batches`` parts of a
-    batch. ``slots`` are what it computed in the last step."""
+class PipelineRunner(ABC):
+    """Runs ``module``, which ``engine`` moves and ``prepared`` is called for, on batches of
+    ``micro_batches``. ``slots`` are what it computed in the last step."""
 
-    def __init__(self, module: StagedModule, prepared: nn.Module, engine: Engine, micro_batches: int) -> None:
+    def __init__(self, module: StageModule, prepared: nn.Module, engine: Engine, micro_batches: int) -> None:
         self.slots: list[Slot] = []
         self._module, self._prepared, self._engine = module, prepared, engine
         self._micro_batches = micro_batches
@@ -25,7 +25,7 @@ class Runner(ABC):
     def train(
         self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None, shape: int
     ) -> list[torch.Tensor]:
-        """Forward and backward of a batch, whose shapes ``shape`` stands for; each micro-batch's part of the
+        """Forward and backward of a batch, whose shapes ``shape`` stands for; each micro-batch's share of the
         mean loss, scaled as its gradients are, on the rank with the last stage."""
 
     @abstractmethod
@@ -34,13 +34,13 @@ class Runner(ABC):
 
     @abstractmethod
     def drop(self) -> None:
-        """Lets go of what a batch that failed has left."""
+        """Release what a failed batch has left."""
 
     def _split(self, inputs: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, ...]]:
         return list(zip(*(each.chunk(self._micro_batches) for each in inputs), strict=True))
 
-    def _part(self, loss: torch.Tensor) -> torch.Tensor:
-        """A micro-batch's part of the batch's mean loss, scaled where gradients are fp16."""
+    def _scaled_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """A micro-batch's share of the batch's mean loss, scaled where gradients are fp16."""
         if torch.is_grad_enabled():
             loss = self._engine.scale_loss(loss)
         return loss / self._micro_batches

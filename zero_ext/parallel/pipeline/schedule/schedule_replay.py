@@ -49,22 +49,24 @@ def replay(
     return done
 
 
-def busy_part(ranks: Sequence[Sequence[Slot]]) -> float:
-    """The part of the step, from its first slot to the end of its last, that ranks spend in slots."""
+def busy_fraction(ranks: Sequence[Sequence[Slot]]) -> float:
+    """Return the fraction of the step, from its first slot to the end of its last, that ranks are busy."""
     slots = [slot for each in ranks for slot in each]
     span = max(slot.began + slot.seconds for slot in slots) - min(slot.began for slot in slots)
     return sum(slot.seconds for slot in slots) / (len(ranks) * span)
 
 
 def bubble_bound(ranks: Sequence[Sequence[Slot]]) -> float:
-    """The :func:`busy_part` that the order of these slots allows: all of a kind take what they take on the
-    average, and results travel in no time: m / (m + p - 1) in GPipe and 1F1B, of p stages and m
-    micro-batches (Narayanan et al., arXiv 2104.04473, section 2.2)."""
+    """Return the :func:`busy_fraction` that the order of these slots allows.
+
+    All slots of a kind take their average time, and results are sent in no time: m / (m + p - 1) in GPipe and
+    1F1B, of p stages and m micro-batches (Narayanan et al., arXiv 2104.04473, section 2.2).
+    """
     kinds: dict[str, list[float]] = {}
     for slots in ranks:
         for slot in slots:
             kinds.setdefault(slot.what, []).append(slot.seconds)
-    return busy_part(replay(ranks, lambda slot: sum(kinds[slot.what]) / len(kinds[slot.what])))
+    return busy_fraction(replay(ranks, lambda slot: sum(kinds[slot.what]) / len(kinds[slot.what])))
 
 
 def _needed(slot: Slot, last: int) -> list[tuple[str, int, int]]:

@@ -10,9 +10,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Schedu
 
 from zero_ext.parallel.pipeline.schedule.failure_sync import PipelineRanks
 from zero_ext.parallel.pipeline.schedule.forward_only import ForwardPasses
-from zero_ext.parallel.pipeline.schedule.runner import Runner
+from zero_ext.parallel.pipeline.schedule.runner import PipelineRunner
 from zero_ext.parallel.pipeline.schedule.torch_stage import StepProgress, ZeroStage
-from zero_ext.parallel.pipeline.stages.stage_module import StagedModule
+from zero_ext.parallel.pipeline.stages.stage_module import StageModule
 from zero_ext.zero.engine import Engine
 
 
@@ -24,13 +24,13 @@ class _Made(NamedTuple):
     progress: StepProgress
 
 
-class Scheduled(Runner):
+class TorchScheduleRunner(PipelineRunner):
     """Runs this rank's stages between those of the other ``ranks``; ``reduces_once``: gradients stay
     unreduced until a step's last micro-batch. Raises ``ValueError`` for what the schedule cannot do."""
 
     def __init__(
         self,
-        module: StagedModule,
+        module: StageModule,
         prepared: nn.Module,
         engine: Engine,
         micro_batches: int,
@@ -45,7 +45,7 @@ class Scheduled(Runner):
     def train(
         self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None, shape: int
     ) -> list[torch.Tensor]:
-        """See :class:`Runner`."""
+        """See :class:`PipelineRunner`."""
         if shape not in self._made:
             self._made[shape] = self._make()
         schedule, _, progress = self._made[shape]
@@ -62,19 +62,19 @@ class Scheduled(Runner):
         return losses
 
     def evaluate(self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None) -> list[torch.Tensor]:
-        """See :class:`Runner`."""
-        parts: list[tuple[torch.Tensor, ...]] = [()] * self._micro_batches
+        """See :class:`PipelineRunner`."""
+        batches: list[tuple[torch.Tensor, ...]] = [()] * self._micro_batches
         if self._module.is_first:
-            parts = self._split(inputs)
+            batches = self._split(inputs)
         passes = ForwardPasses(self._module, self._prepared, self._ranks.group, self._engine.device)
-        outputs = passes.outputs(parts)
+        outputs = passes.outputs(batches)
         if targets is None or not self._module.is_last:
             return []
         pairs = zip(outputs, targets.chunk(self._micro_batches), strict=True)
         return [self._loss(output, wanted) for output, wanted in pairs]
 
     def drop(self) -> None:
-        """See :class:`Runner`."""
+        """See :class:`PipelineRunner`."""
         for made in self._made.values():
             for stage in made.stages:
                 stage.group = None
@@ -94,4 +94,4 @@ class Scheduled(Runner):
         return _Made(schedule, stages, progress)
 
     def _loss(self, outputs: Any, targets: Any) -> torch.Tensor:
-        return self._part(self._module.loss(outputs, targets))
+        return self._scaled_loss(self._module.loss(outputs, targets))

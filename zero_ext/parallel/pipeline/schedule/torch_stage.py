@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from zero_ext.parallel.pipeline.schedule.pipeline_timeline import Slot
-from zero_ext.parallel.pipeline.stages.stage_module import StagedModule
-from zero_ext.zero.api.assigned_grads import take_assigned
+from zero_ext.parallel.pipeline.stages.stage_module import StageModule
+from zero_ext.zero.api.assigned_grads import adopt_assigned
 from zero_ext.zero.engine import Engine
 
 
@@ -33,7 +33,7 @@ class ZeroStage(PipelineStage):
 
     def __init__(
         self,
-        module: StagedModule,
+        module: StageModule,
         prepared: nn.Module,
         chunk: int,
         engine: Engine,
@@ -63,7 +63,7 @@ class ZeroStage(PipelineStage):
 
         with self._engine.scaled_pass(reduces=last):
             if backward_type == "weight":
-                return take_assigned(self._engine, self._parameters, run)
+                return adopt_assigned(self._engine, self._parameters, run)
             return run()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +126,7 @@ class _Outline(nn.Module):
                 module.training = True
         if not torch.is_grad_enabled():
             return outputs
-        through = _Through.apply
+        through = _ZeroGradients.apply
         floating = [each for each in inputs if isinstance(each, torch.Tensor) and each.requires_grad]
         anchor = torch.ones((), device="cpu", requires_grad=True)
         if isinstance(outputs, tuple):
@@ -136,7 +136,7 @@ class _Outline(nn.Module):
         return through(outputs, anchor, *floating)
 
 
-class _Through(torch.autograd.Function):
+class _ZeroGradients(torch.autograd.Function):
     """``output`` as it is; its gradient gives the inputs gradients of zeros."""
 
     @staticmethod

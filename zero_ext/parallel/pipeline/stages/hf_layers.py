@@ -1,4 +1,4 @@
-"""The parts of a model of transformers in the order they run: before the layers, them, and behind."""
+"""The layers of a transformers model in execution order: embeddings, blocks, and head."""
 
 from __future__ import annotations
 
@@ -36,47 +36,47 @@ _PLANS: dict[str, Plan] = {
 }
 
 # Models whose layers give tuples, hidden states first.
-_GIVE_TUPLES = {"bloom"}
+_TUPLE_LAYERS = {"bloom"}
 _HIDDEN = {"input_ids", "inputs_embeds", "hidden_states"}
 
 
 @dataclass(frozen=True)
-class Parts:
-    """``pieces`` are the names of the modules that run before the layers, of each layer, and of those that
+class HfLayers:
+    """``groups`` are the names of the modules that run before the layers, of each layer, and of those that
     run behind; ``base`` the base model's name, ``layers`` that of their stack in it, with dots. What
     ``added`` names is added to the hidden states before the layers. ``tuples``: layers give them, hidden
     states first."""
 
     base: str
     layers: str
-    pieces: tuple[tuple[str, ...], ...]
+    groups: tuple[tuple[str, ...], ...]
     added: frozenset[str]
     tuples: bool
 
-    def piece_of(self, parameter: str) -> int:
-        """The number of the piece with a parameter of that name."""
+    def group_of(self, parameter: str) -> int:
+        """Return the number of the group with a parameter of that name."""
         return next(
             number
-            for number, names in enumerate(self.pieces)
+            for number, names in enumerate(self.groups)
             if any(parameter.startswith(f"{name}.") for name in names)
         )
 
     @property
     def path(self) -> tuple[str, ...]:
-        """The modules with parts of several stages: the model, its base, and on to the stack of layers."""
+        """The modules that span several stages: the model, its base, and on to the stack of layers."""
         steps = f"{self.base}.{self.layers}".split(".")
         return tuple(".".join(steps[:depth]) for depth in range(len(steps) + 1))
 
     def stand_in(self, name: str) -> nn.Module:
-        """What runs in place of a module that is in another stage."""
+        """Return the stand-in of a module that is in another stage."""
         if name in self.added:
-            return _Added()
+            return _ZeroAddend()
         layer = name.startswith(f"{self.base}.{self.layers}.")
-        return _Through(in_tuple=layer and self.tuples)
+        return _PassThrough(in_tuple=layer and self.tuples)
 
 
-def parts_of(model: Any) -> Parts:
-    """What ``model`` says of its parts, or is known of it.
+def hf_layers_of(model: Any) -> HfLayers:
+    """Return the layers of ``model``, by its own plan or a known one.
 
     Raises ``ValueError`` for a model without a plan, one with a head for other things than words, parameters
     in none of its parts, and a base model that takes no hidden states.
@@ -103,15 +103,15 @@ def parts_of(model: Any) -> Parts:
     before, behind = ([f"{base}.{name}" for name in names] for names in (order[:cut], order[cut + 1 :]))
     heads = [name for name, _ in model.named_children() if name != base]
     layers = [(f"{base}.{stacks[0]}.{number}",) for number in range(len(modules[stacks[0]]))]
-    parts = Parts(
+    layout = HfLayers(
         base,
         stacks[0],
         (tuple(before), *layers, (*behind, *heads)),
         frozenset(f"{base}.{name}" for name in order[:cut] if not _HIDDEN & set(plan[name][0])),
-        getattr(config, "model_type", "") in _GIVE_TUPLES,
+        getattr(config, "model_type", "") in _TUPLE_LAYERS,
     )
     for name, parameter in model.named_parameters():
-        if not any(name.startswith(f"{each}.") for names in parts.pieces for each in names):
+        if not any(name.startswith(f"{each}.") for names in layout.groups for each in names):
             raise ValueError(
                 f"{type(model).__name__}: '{name}' {tuple(parameter.shape)} is in no part of the plan "
                 f"{order}; take a model with a head for words alone (AutoModelForCausalLM, "
@@ -122,26 +122,26 @@ def parts_of(model: Any) -> Parts:
             f"{type(body).__name__} takes no 'inputs_embeds', by which later stages are given hidden states; "
             "give its layers to PipelineModule as a list"
         )
-    return parts
+    return layout
 
 
 def check_passage(model: Any, body: Any) -> None:
-    """Raises ``ValueError`` if ``body``, the base of ``model`` with stand-ins for all of its parts, changes
-    what it is given: it would do so in every stage."""
+    """Raises ``ValueError`` if ``body``, the base of ``model`` with stand-ins for all of its groups, changes
+    its input: it would do so in every stage."""
     parameter = next(model.parameters())
     width = model.config.get_text_config().hidden_size
-    given = torch.linspace(-1, 1, 4 * width, device=parameter.device, dtype=parameter.dtype)
-    given = given.view(1, 4, width)
+    hidden_states = torch.linspace(-1, 1, 4 * width, device=parameter.device, dtype=parameter.dtype)
+    hidden_states = hidden_states.view(1, 4, width)
     with torch.no_grad():
-        found = body(inputs_embeds=given.clone(), use_cache=False).last_hidden_state
-    if not torch.equal(found, given):
+        found = body(inputs_embeds=hidden_states.clone(), use_cache=False).last_hidden_state
+    if not torch.equal(found, hidden_states):
         raise ValueError(
             f"{type(model).__name__} changes hidden states outside of its parts, as by a factor on "
             "embeddings, and would in every stage; give its layers to PipelineModule as a list"
         )
 
 
-class _Through(nn.Module):
+class _PassThrough(nn.Module):
     """Gives back the hidden states, its first argument or ``inputs_embeds``, ``in_tuple`` or as they are."""
 
     def __init__(self, in_tuple: bool) -> None:
@@ -155,11 +155,11 @@ class _Through(nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         **__: Any,
     ) -> Any:
-        given = hidden if inputs_embeds is None else inputs_embeds
-        return (given,) if self._in_tuple else given
+        hidden_states = hidden if inputs_embeds is None else inputs_embeds
+        return (hidden_states,) if self._in_tuple else hidden_states
 
 
-class _Added(nn.Module):
+class _ZeroAddend(nn.Module):
     """Zero, 0-d so that it promotes no dtype: what is meant was added in the first stage."""
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A model of transformers as a pipeline: a stage runs the model's own forward, without what is elsewhere."""
+"""A transformers model as a pipeline: a stage runs the model's own forward, without the other layers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_ext.parallel.pipeline.stages.hf_layers import Parts, check_passage, parts_of
+from zero_ext.parallel.pipeline.stages.hf_layers import HfLayers, check_passage, hf_layers_of
 from zero_ext.parallel.pipeline.stages.stage_layers import weights_of
-from zero_ext.parallel.pipeline.stages.stage_module import Loss, StagedModule
-from zero_ext.zero.units.shared_params import shared_names, tie
+from zero_ext.parallel.pipeline.stages.stage_module import Loss, StageModule
+from zero_ext.zero.units.parameter_marks import mark_tied, shared_names
 
 
-def split_model(
+def apply_pipeline_parallel(
     model: nn.Module,
     mesh: DeviceMesh,
     *,
@@ -25,14 +25,14 @@ def split_model(
     chunks: int | None = None,
     split: str | Sequence[float] = "parameters",
     inputs: Sequence[str] = ("input_ids",),
-) -> StagedModel:
+) -> HfPipelineModule:
     """This rank's stages of ``model``, one of transformers with a head (Llama, Qwen, Mistral, GPT-2, BLOOM,
     BERT and others that have ``base_model_pp_plan``), for :func:`zero_ext.prepare` and :class:`Pipeline`.
 
     Every stage keeps its layers, the first the embeddings too, the last the norm and the head; parameters
-    keep their names in the whole model, so checkpoints and exports are those of the whole. Masks, positions
-    and rotary embeddings are computed in every stage. Shared embeddings stay one parameter. Split tensors
-    (:func:`zero_ext.parallel.split_tensors`) before. ``model`` stays as it is: let go of it.
+    keep their names in the full model, so checkpoints and exports are those of the full model. Masks,
+    positions and rotary embeddings are computed in every stage. Shared embeddings stay one parameter. Call
+    :func:`zero_ext.parallel.apply_tensor_parallel` before. ``model`` is not changed: drop your reference.
 
     ``inputs`` name, as the model's forward does, what ``train_batch`` is given: token ids, then what goes to
     every stage, as "attention_mask" [batch, length]. ``loss`` is called with the logits and the targets;
@@ -44,11 +44,11 @@ def split_model(
     parameters in none of its parts, or one that changes hidden states between its parts; for a mesh with
     "cp" or a mixture that balances its experts, without a ``loss``; and as :class:`PipelineModule`.
     """
-    return StagedModel(model, mesh, loss, schedule, chunks, split, inputs)
+    return HfPipelineModule(model, mesh, loss, schedule, chunks, split, inputs)
 
 
-class StagedModel(StagedModule):
-    """See :func:`split_model`."""
+class HfPipelineModule(StageModule):
+    """See :func:`apply_pipeline_parallel`."""
 
     def __init__(
         self,
@@ -61,28 +61,28 @@ class StagedModel(StagedModule):
         inputs: Sequence[str],
     ) -> None:
         _check(model, mesh, loss, inputs)
-        parts = parts_of(model)
-        check_passage(model, _cut(model, parts, [], parts.stand_in).get_submodule(parts.base))
-        pieces = [[model.get_submodule(name) for name in names] for names in parts.pieces]
-        weights = weights_of([nn.ModuleList(piece) for piece in pieces], split)
+        layout = hf_layers_of(model)
+        check_passage(model, _cut(model, layout, [], layout.stand_in).get_submodule(layout.base))
+        groups = [[model.get_submodule(name) for name in names] for names in layout.groups]
+        weights = weights_of([nn.ModuleList(group) for group in groups], split)
         super().__init__(mesh, _own_loss(model) if loss is None else loss, schedule, chunks, weights)
         if self.kind.made is None:
             raise ValueError(
-                f"split_model: schedule {schedule!r} needs layers that are called one after another; give "
-                "them to PipelineModule as a list"
+                f"apply_pipeline_parallel: schedule {schedule!r} needs layers that are called one after "
+                "another; give them to PipelineModule as a list"
             )
         self.inputs = tuple(inputs)
-        self._base, self._path = parts.base, parts.path
+        self._base, self._path = layout.base, layout.path
         held = [self.ranges[stage] for stage in self.stages]
-        self._names = [[name for piece in some for name in parts.pieces[piece]] for some in held]
-        self._views = [_cut(model, parts, some, parts.stand_in) for some in held]
-        here = _cut(model, parts, [piece for some in held for piece in some], lambda name: None)
-        for name, child in here.named_children():
+        self._names = [[name for group in some for name in layout.groups[group]] for some in held]
+        self._views = [_cut(model, layout, some, layout.stand_in) for some in held]
+        local = _cut(model, layout, [group for some in held for group in some], lambda name: None)
+        for name, child in local.named_children():
             self.add_module(name, child)
         for names in shared_names(model):
-            ranks = sorted({*self.model_ranks([self.holders[parts.piece_of(name)] for name in names])})
+            ranks = sorted({*self.model_ranks([self.holders[layout.group_of(name)] for name in names])})
             if len(ranks) > 1:
-                tie(model.get_parameter(names[0]), names[0], ranks)
+                mark_tied(model.get_parameter(names[0]), names[0], ranks)
 
     def forward(self, chunk: int, *inputs: Any) -> Any:
         """Runs this rank's stage number ``chunk``: token ids to hidden states to logits."""
@@ -108,13 +108,13 @@ class StagedModel(StagedModule):
 
 
 def _cut(
-    model: nn.Module, parts: Parts, held: Sequence[int], stand_in: Callable[[str], nn.Module | None]
+    model: nn.Module, layout: HfLayers, held: Sequence[int], stand_in: Callable[[str], nn.Module | None]
 ) -> nn.Module:
-    """``model`` with the pieces ``held`` as they are, others replaced, or left out where None stands in."""
-    elsewhere = {name for piece, names in enumerate(parts.pieces) if piece not in held for name in names}
+    """Return ``model`` with only the groups ``held``; ``stand_in`` replaces others, or None omits them."""
+    elsewhere = {name for group, names in enumerate(layout.groups) if group not in held for name in names}
 
     shells: dict[str, nn.Module] = {}
-    for name in reversed(parts.path):
+    for name in reversed(layout.path):
         module = model.get_submodule(name)
         children: dict[str, nn.Module | None] = {}
         for child, held_module in module.named_children():
@@ -131,8 +131,8 @@ def _own_loss(model: Any) -> Loss:
     # transformers goes by the class's name, and shifts labels where that says nothing.
     if not model.can_generate() and model.loss_type != "ForMaskedLM":
         raise ValueError(
-            f"split_model: the loss of {type(model).__name__} is not told by its name, which has no "
-            "'ForMaskedLM' in it; give a 'loss' of your own"
+            f"apply_pipeline_parallel: the loss of {type(model).__name__} does not follow from its name, "
+            "which has no 'ForMaskedLM' in it; give a 'loss' of your own"
         )
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -146,15 +146,15 @@ def _own_loss(model: Any) -> Loss:
 def _check(model: nn.Module, mesh: DeviceMesh, loss: Loss | None, inputs: Sequence[str]) -> None:
     if "token_type_ids" in inputs:
         raise ValueError(
-            f"split_model: inputs {list(inputs)}; 'token_type_ids' are embedded, which stages behind the "
-            "first cannot do: leave them out"
+            f"apply_pipeline_parallel: inputs {list(inputs)}; 'token_type_ids' are embedded, which stages "
+            "behind the first cannot do: leave them out"
         )
     if loss is not None:
         return
     what = ""
     if "cp" in (mesh.mesh_dim_names or ()) and mesh["cp"].size() > 1:
-        what = f"the mesh has 'cp' {mesh['cp'].size()}, and the model's own loss knows no parts of sequences"
+        what = f"the mesh has 'cp' {mesh['cp'].size()}, and the model's own loss needs full sequences"
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         what = "the configuration has output_router_logits, whose loss needs the routers of all stages"
     if what:
-        raise ValueError(f"split_model: {what}; give a 'loss' of your own")
+        raise ValueError(f"apply_pipeline_parallel: {what}; give a 'loss' of your own")

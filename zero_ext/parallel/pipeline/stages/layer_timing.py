@@ -1,4 +1,4 @@
-"""What each layer of a pipeline costs on this device, as measured: weights for cutting it into stages."""
+"""Measure the seconds of each pipeline layer on this device, as weights for the split into stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zero_ext.parallel.pipeline.stages.layers import Layer, LayerSpec, TiedLayer
 from zero_ext.parallel.pipeline.stages.stage_layers import layer_seed
 
 
-def layer_seconds(
+def profile_layers(
     layers: nn.Sequential | Sequence[Layer],
     *inputs: torch.Tensor,
     repeats: int = 5,
@@ -26,8 +26,8 @@ def layer_seconds(
 
     ``layers`` are those of :class:`PipelineModule`, ``inputs`` one micro-batch on the device to measure on.
     Where torch.distributed runs this is a collective of all ranks: rank 0 measures, all return the same. It
-    has one layer at a time, whole and in the precision it is built in; layers given as modules are copied and
-    stay as they are, random numbers too. The shortest of ``repeats`` counts, after one that warms up. The
+    has one layer at a time, unsharded and in the precision it is built in. Layers given as modules are copied
+    and not changed, nor are random numbers. The shortest of ``repeats`` counts, after one that warms up. The
     loss is not measured.
 
     Raises ``ValueError`` for less than one repeat, ``RuntimeError`` on all ranks for a layer that fails.
@@ -35,18 +35,18 @@ def layer_seconds(
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise ValueError(f"repeats: {repeats!r} given, a whole number of at least 1 wanted")
     several = dist.is_available() and dist.is_initialized()
-    told: list[Any] = [[], ""]
+    outcome: list[Any] = [[], ""]
     cause: Exception | None = None
     if not several or dist.get_rank() == 0:
         try:
-            told[0] = _measure_all(layers, inputs, repeats, clock)
+            outcome[0] = _measure_all(layers, inputs, repeats, clock)
         except Exception as error:
-            told[1], cause = str(error), error
+            outcome[1], cause = str(error), error
     if several:
-        dist.broadcast_object_list(told, src=0)
-    if told[1]:
-        raise RuntimeError(told[1]) from cause
-    return list(told[0])
+        dist.broadcast_object_list(outcome, src=0)
+    if outcome[1]:
+        raise RuntimeError(outcome[1]) from cause
+    return list(outcome[0])
 
 
 def _measure_all(
@@ -90,12 +90,12 @@ def _measure(
         if isinstance(layer, TiedLayerSpec) and layer.forward is not None:
             call = partial(layer.forward, module)
     trained += [each for each in values if isinstance(each, torch.Tensor) and each.requires_grad]
-    taken = []
+    seconds = []
     for _ in range(repeats + 1):
         began = _now(device, clock)
         outputs = _forward_and_backward(call, values, trained)
-        taken.append(_now(device, clock) - began)
-    return min(taken[1:]), tuple(_cut_off(each) for each in outputs)
+        seconds.append(_now(device, clock) - began)
+    return min(seconds[1:]), tuple(_cut_off(each) for each in outputs)
 
 
 def _forward_and_backward(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ext.parallel.pipeline.stages.layers import Layer, LayerSpec, TiedLayerSpec, outline_of
-from zero_ext.parallel.pipeline.stages.stage_module import Loss, StagedModule
+from zero_ext.parallel.pipeline.stages.stage_module import Loss, StageModule
 from zero_ext.parallel.pipeline.stages.tied_params import check_ties, layer_of, mark_ties, tied_groups
 
 
@@ -22,7 +22,7 @@ def in_turn(*calls: Callable[..., Any], values: Any) -> Any:
     return values
 
 
-class PipelineModule(StagedModule):
+class PipelineModule(StageModule):
     """This rank's part of a model that is a list of layers, each called with what the one before returned.
 
     ``layers`` are modules, :class:`LayerSpec` (built only where they are needed), functions, or an
@@ -57,15 +57,17 @@ class PipelineModule(StagedModule):
         check_ties(listed, self.holders, groups)
         self.layers = nn.ModuleDict()
         self._tied: dict[str, nn.Module] = {}
-        self._calls = [[self._take(number, listed) for number in self.ranges[stage]] for stage in self.stages]
+        self._calls = [
+            [self._add_layer(number, listed) for number in self.ranges[stage]] for stage in self.stages
+        ]
         mark_ties(
             dict(self.layers.items()),
             groups,
             [self.model_ranks([self.holders[layer_of(name)] for name in group]) for group in groups],
         )
 
-    def _take(self, number: int, listed: Sequence[Layer]) -> Callable[..., Any]:
-        """Keeps layer ``number``; returns what its place calls."""
+    def _add_layer(self, number: int, listed: Sequence[Layer]) -> Callable[..., Any]:
+        """Register layer ``number``, and return the callable of its stage."""
         layer = listed[number]
         if isinstance(layer, TiedLayerSpec):
             if layer.key not in self._tied:
@@ -95,7 +97,10 @@ class PipelineModule(StagedModule):
 
 
 def weights_of(layers: Sequence[Layer], split: str | Sequence[float]) -> list[float]:
-    """What each layer costs. ``ValueError`` for an unknown way and another number of weights than layers."""
+    """Return the cost of each layer.
+
+    Raises ``ValueError`` for an unknown ``split``, or a number of weights that is not that of the layers.
+    """
     if not isinstance(split, str):
         if len(split) != len(layers):
             raise ValueError(f"split: {len(split)} weights given for {len(layers)} layers, one each wanted")

@@ -1,4 +1,4 @@
-"""What a pipeline knows of a rank's stages, whatever they are made of."""
+"""The base class of the stages of one rank."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zero_ext.parallel.pipeline.stages.stage_partition import split_stages
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
-class StagedModule(nn.Module, ABC):
-    """This rank's stages of a model that is cut into neighbouring pieces of the given ``weights``.
+class StageModule(nn.Module, ABC):
+    """This rank's stages of a model that is cut into consecutive groups of layers, balanced by ``weights``.
 
-    ``ranges`` are the pieces of every stage, ``stages`` the numbers of those that are here, ``holders`` the
-    rank along "pp" of every piece.
+    ``ranges`` are the groups of every stage, ``stages`` the numbers of the stages of this rank, ``holders``
+    the rank along "pp" of every group.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class StagedModule(nn.Module, ABC):
         return len(self.ranges) - 1 in self.stages
 
     def model_ranks(self, holders: Sequence[int]) -> list[int]:
-        """``holders``, ranks along "pp", as they count among the ranks with the model's parts: those at this
-        rank's place along "tp"."""
+        """``holders``, ranks along "pp", as they count among the model-parallel ranks: those with this
+        rank's index along "tp"."""
         tensor = self.mesh["tp"] if "tp" in (self.mesh.mesh_dim_names or ()) else None
-        count, place = (tensor.size(), tensor.get_local_rank()) if tensor is not None else (1, 0)
-        return [holder * count + place for holder in holders]
+        count, tp_rank = (tensor.size(), tensor.get_local_rank()) if tensor is not None else (1, 0)
+        return [holder * count + tp_rank for holder in holders]
 
     @abstractmethod
     def chunk_parameters(self, chunk: int) -> Iterator[nn.Parameter]:

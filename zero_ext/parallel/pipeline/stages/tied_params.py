@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zero_ext.parallel.pipeline.stages.layers import Layer, TiedLayerSpec, outline_of
-from zero_ext.zero.units.shared_params import tie
+from zero_ext.zero.units.parameter_marks import mark_tied
 
 Group = tuple[str, ...]
 
@@ -52,13 +52,13 @@ def tied_groups(layers: Sequence[Layer], named: Sequence[Sequence[str]]) -> list
 def check_ties(layers: Sequence[Layer], ranks: Sequence[int], groups: Sequence[Group]) -> None:
     """Raises ``ValueError`` for a parameter that layers on several ranks share, ``ranks`` those of the
     layers, in none of ``groups``."""
-    places: dict[nn.Parameter, list[str]] = defaultdict(list)
+    owners: dict[nn.Parameter, list[str]] = defaultdict(list)
     for number, layer in enumerate(layers):
         if isinstance(layer, nn.Module):
             for name, parameter in layer.named_parameters():
-                places[parameter].append(full_name(number, name))
+                owners[parameter].append(full_name(number, name))
     known = {frozenset(group) for group in groups}
-    for names in places.values():
+    for names in owners.values():
         if len({ranks[layer_of(name)] for name in names}) > 1 and frozenset(names) not in known:
             raise ValueError(
                 f"parameter '{names[0]}' is also {names[1:]}, and these layers are in stages on several "
@@ -77,7 +77,7 @@ def mark_ties(
         for name in group:
             number, rest = name.split(".", 2)[1:]
             if number in layers and len(distinct) > 1:
-                tie(layers[number].get_parameter(rest), group[0], distinct)
+                mark_tied(layers[number].get_parameter(rest), group[0], distinct)
 
 
 def _specification(layer: Layer) -> TiedLayerSpec:

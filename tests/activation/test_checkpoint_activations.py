@@ -1,4 +1,4 @@
-"""``zero_ext.checkpoint`` is a function, traced by torch.compile, and a package of modules."""
+"""``zero_ext.checkpoint_activations``: its arguments, torch.compile, and the package ``zero_ext.checkpoint``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
@@ -15,22 +14,20 @@ import torch
 import zero_ext
 from tests.activation.blocks import WIDTH, Block, Stack, fresh_seed, gradients, same
 from tests.activation.policies import made
-from zero_ext.activation import checkpoint
+from zero_ext.activation import checkpoint_activations
 
 
-def test_the_package_of_checkpoints_is_called_like_a_function() -> None:
-    assert issubclass(zero_ext.checkpoint.CheckpointError, Exception)
+def test_the_call_needs_no_configuration() -> None:
     model, seed = Stack(), fresh_seed()
-    calls: Any = zero_ext.checkpoint
-    assert same(gradients(model, calls, seed), gradients(model, None, seed))
+    assert same(gradients(model, zero_ext.checkpoint_activations, seed), gradients(model, None, seed))
     with pytest.raises(TypeError, match="NoneType without a tensor"):
-        calls(lambda value: None, torch.ones(1, requires_grad=True))
+        zero_ext.checkpoint_activations(lambda value: None, torch.ones(1, requires_grad=True))
 
 
 def test_the_package_of_checkpoints_is_imported_like_any_other() -> None:
-    """In a fresh interpreter, whose imports are this program's alone."""
+    """A fresh interpreter has no other imports."""
     program = """
-import importlib, pickle, sys, typing
+import importlib, pickle, sys
 import zero_ext.checkpoint.files.checkpoint_error as errors
 from zero_ext.checkpoint import CheckpointError
 import zero_ext.checkpoint
@@ -40,6 +37,7 @@ assert zero_ext.checkpoint.files.checkpoint_error is errors
 assert zero_ext.checkpoint.CheckpointError is CheckpointError is errors.CheckpointError
 assert pickle.loads(pickle.dumps(package.LazyStateSource)) is package.LazyStateSource
 assert package.__name__ == "zero_ext.checkpoint" and package.__doc__.startswith("Checkpoints: ")
+assert not callable(package)
 try:
     from zero_ext.checkpoint import nothing
 except ImportError as error:
@@ -55,19 +53,19 @@ def test_compiled(tmp_path: Path) -> None:
 
     def slopes(run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
         block.zero_grad()
-        given = inputs.clone().requires_grad_()
-        run(given * 1).square().sum().backward()
-        return [given.grad, *(each.grad.clone() for each in block.parameters())]
+        features = inputs.clone().requires_grad_()
+        run(features * 1).square().sum().backward()
+        return [features.grad, *(each.grad.clone() for each in block.parameters())]
 
     torch.manual_seed(seed)
     wanted = slopes(block)
     compiled, checkpointing = torch.compile(block, backend="aot_eager"), made("host", tmp_path)
     assert same(slopes(lambda x: checkpointing(compiled, x)), wanted)
 
-    for call in (zero_ext.checkpoint_activations, cast(Any, zero_ext.checkpoint)):
-        inside = torch.compile(partial(call, block), backend="aot_eager", fullgraph=True)
-        for found, expected in zip(slopes(inside), wanted, strict=True):
-            assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    call = partial(zero_ext.checkpoint_activations, block)
+    inside = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for found, expected in zip(slopes(inside), wanted, strict=True):
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_arguments_that_are_called_like_options_of_torch() -> None:
@@ -82,10 +80,10 @@ def test_arguments_that_are_called_like_options_of_torch() -> None:
     (wanted,) = torch.autograd.grad(scaled(inputs, **named).sum(), inputs)
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(scaled, x, **named)
+        return checkpoint_activations(scaled, x, **named)
 
     def nothing(x: torch.Tensor) -> torch.Tensor:
-        checkpoint(lambda x: None, x)
+        checkpoint_activations(lambda x: None, x)
         return x * 2
 
     for run in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):

@@ -1,4 +1,4 @@
-"""Exchange between the ranks of one host without a socket: one copy from process to process."""
+"""Transport between the ranks of one host without a socket: one copy from process to process."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ import torch
 import torch.distributed as dist
 
 from zero_ext import ops
-from zero_ext.comm.flight_recorder import UnexpectedMessage
-from zero_ext.comm.transport import GroupExchange, Message, PointToPoint, Waitable
+from zero_ext.comm.flight_recorder import UnexpectedPayloadError
+from zero_ext.comm.transport import PeerPayload, PointToPointTransport, ProcessGroupTransport, Waitable
 
-_UNEXPECTED = (" bytes where ", " sent something else in its place")  # of ops.host_exchange_wait, too
+_UNEXPECTED = (" bytes where ", " sent something else in its place")  # of ops.cross_process_wait, too
 _MEMORY_FOLDER = Path("/dev/shm")  # where the C library keeps shared memory that has a name
 _NAME_START = "/zero_ext-"
 _OWN_NAME = re.compile(r"zero_ext-([1-9]\d{0,8})-[0-9a-f]{1,16}")
 _YOUNGEST_SECONDS = 60.0
 
 
-class HostExchange(PointToPoint):
-    """Sends and receives through ``ops.host_exchange_*``, agreed on over ``group``."""
+class CrossProcessTransport(PointToPointTransport):
+    """Sends and receives through ``ops.cross_process_*``, agreed on over ``group``."""
 
-    def __init__(self, handle: int, group: GroupExchange, timeout_seconds: float) -> None:
+    def __init__(self, handle: int, group: ProcessGroupTransport, timeout_seconds: float) -> None:
         super().__init__(group.rank, group.world_size)
         self._handle = handle
-        self._group = group  # A rank that closed it here could cut off the last message to a slower one.
+        self._group = group  # Closing it now could cut off the last payload to a slower rank.
         self._timeout_seconds = timeout_seconds
         self._started: Counter[tuple[int, bool]] = Counter()
         # Also at interpreter exit: the thread behind the handle must have ended by then.
-        weakref.finalize(self, ops.host_exchange_close, handle)
+        weakref.finalize(self, ops.cross_process_close, handle)
 
     def start(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0
+        self, sends: Sequence[PeerPayload], receives: Sequence[PeerPayload], tag: int = 0
     ) -> Sequence[Waitable]:
-        """See :class:`PointToPoint`."""
+        """See :class:`PointToPointTransport`."""
         for rank, tensor in sends:
-            ops.host_exchange_send(self._handle, rank, tensor, tag)
+            ops.cross_process_send(self._handle, rank, tensor, tag)
         for rank, tensor in receives:
-            ops.host_exchange_receive(self._handle, rank, tensor, tag)
+            ops.cross_process_receive(self._handle, rank, tensor, tag)
         return [self._transfer(rank, True) for rank, _ in receives] + [
             self._transfer(rank, False) for rank, _ in sends
         ]
 
-    def give_up(self, reason: str) -> None:
-        """See :class:`Exchange`: peers raise ``reason`` itself."""
-        ops.host_exchange_give_up(self._handle, reason)
+    def abort(self, reason: str) -> None:
+        """See :class:`Transport`: peers raise ``reason`` itself."""
+        ops.cross_process_abort(self._handle, reason)
 
     def _transfer(self, rank: int, receiving: bool) -> Waitable:
         self._started[rank, receiving] += 1
@@ -61,28 +61,30 @@ class HostExchange(PointToPoint):
 
 
 class _Transfer:
-    def __init__(self, message: tuple[int, int, int, bool], timeout_seconds: float) -> None:
-        self._message = message
+    def __init__(self, payload: tuple[int, int, int, bool], timeout_seconds: float) -> None:
+        self._payload = payload
         self._timeout_seconds = timeout_seconds
 
     def wait(self) -> None:
-        """Blocks until this message and those before it in its direction are complete."""
+        """Block until this payload and those before it in its direction are complete."""
         try:
-            ops.host_exchange_wait(*self._message, self._timeout_seconds)
+            ops.cross_process_wait(*self._payload, self._timeout_seconds)
         except RuntimeError as error:
             if any(text in str(error) for text in _UNEXPECTED):
-                raise UnexpectedMessage(str(error)) from None
+                raise UnexpectedPayloadError(str(error)) from None
             raise
 
 
-def fastest_exchange(group: dist.ProcessGroup, timeout_seconds: float) -> PointToPoint:
-    """A :class:`HostExchange` if all ranks of ``group`` share a host and may read each other's memory (the
-    kernel's ptrace rules), else a :class:`GroupExchange`; a collective, all ranks choose alike.
+def fastest_host_transport(group: dist.ProcessGroup, timeout_seconds: float) -> PointToPointTransport:
+    """Return the fastest transport for host tensors; a collective call, all ranks choose alike.
+
+    It is a :class:`CrossProcessTransport` if all ranks of ``group`` share a host and may read each other's
+    memory (the kernel's ptrace rules), else a :class:`ProcessGroupTransport`.
 
     The shared memory has a name only while ranks join. Whatever ends one of them meanwhile, the others remove
     the name. Where all of them are killed, the next start of this user does.
     """
-    through_group = GroupExchange(group)
+    through_group = ProcessGroupTransport(group)
     rank, world_size = through_group.rank, through_group.world_size
     # The process in the name is rank 0's, on the host where rank 0 makes the memory.
     token = [uuid.uuid4().int >> 65, os.getpid()] if rank == 0 else [0, 0]
@@ -98,13 +100,13 @@ def fastest_exchange(group: dist.ProcessGroup, timeout_seconds: float) -> PointT
             handle = _try_open(name, rank, world_size)
         joined = _all(through_group, handle is not None)
     finally:
-        ops.host_exchange_unlink(name)
-    if _all(through_group, joined and handle is not None and ops.host_exchange_connect(handle)):
+        ops.cross_process_unlink(name)
+    if _all(through_group, joined and handle is not None and ops.cross_process_connect(handle)):
         if handle is None:
             raise AssertionError("all ranks have joined, but this one has no handle")
-        return HostExchange(handle, through_group, timeout_seconds)
+        return CrossProcessTransport(handle, through_group, timeout_seconds)
     if handle is not None:
-        ops.host_exchange_close(handle)
+        ops.cross_process_close(handle)
     return through_group
 
 
@@ -140,13 +142,13 @@ def _is_abandoned(path: Path, process: int) -> bool:
 def _try_open(name: str, rank: int, world_size: int) -> int | None:
     handle = uuid.uuid4().int >> 65
     try:
-        ops.host_exchange_open(handle, name, rank, world_size, rank == 0)
+        ops.cross_process_open(handle, name, rank, world_size, rank == 0)
     except RuntimeError:
         return None
     return handle
 
 
-def _all(group: GroupExchange, mine: bool) -> bool:
+def _all(group: ProcessGroupTransport, mine: bool) -> bool:
     refusals = torch.tensor([int(not mine)], dtype=torch.int64, device="cpu")
     group.all_reduce(refusals).wait()
     return int(refusals) == 0
